@@ -1,0 +1,86 @@
+"""The one exception tree, and the one shape of a refusal.
+
+A miss is ``None``. A refusal (no space, key is leased, queue is full) is a ``Refusal`` value that the
+caller can look at. A broken world raises from this tree::
+
+    MooncakeError
+    ├── InvalidArgument      the caller's input; names the field, the value and what is allowed
+    ├── AccessDenied         no key, a wrong key, or memory that was never registered
+    ├── ProtocolError        a peer sent what it may not send, or speaks another version
+    ├── OutOfMemory          the machine would not give the memory that was asked for
+    ├── AddressInUse         a port is taken
+    ├── ModelError           a model folder is missing, damaged or of an unknown family
+    └── Unavailable          something that should answer does not; trying again later may help
+        ├── PeerLost         the connection broke or was refused
+        └── DeadlineExceeded the peer did not answer in time
+
+A broken program asserts. Every message names the peer or the thing, the operation, and what to do.
+``code`` is the name that travels on wires and in HTTP error objects.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class MooncakeError(Exception):
+    """Root of everything this package raises for reasons outside the program."""
+
+    code = "internal_error"
+
+
+class InvalidArgument(MooncakeError):
+    """Bad input: ``field`` had ``value``, but only ``allowed`` is."""
+
+    code = "invalid_argument"
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = f"{shown[:117]}..."
+        super().__init__(f"{field} is {shown}; allowed: {allowed}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+
+class AccessDenied(MooncakeError):
+    code = "access_denied"
+
+
+class ProtocolError(MooncakeError):
+    code = "protocol_error"
+
+
+class OutOfMemory(MooncakeError):
+    code = "out_of_memory"
+
+
+class AddressInUse(MooncakeError):
+    code = "address_in_use"
+
+
+class ModelError(MooncakeError):
+    code = "model_error"
+
+
+class Unavailable(MooncakeError):
+    code = "unavailable"
+
+
+class PeerLost(Unavailable):
+    code = "peer_lost"
+
+
+class DeadlineExceeded(Unavailable):
+    code = "deadline_exceeded"
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why something was not done: ``code`` for programs, ``reason`` for people."""
+
+    code: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.reason}"

@@ -1,0 +1,94 @@
+"""Logs are events with fields, not prose: ``evicted key=kv/… tier=memory reason=watermark``.
+
+``--log-format json`` prints one JSON object per line for machines. Nothing here decides where logs
+go: every role writes to standard error, and whoever started it keeps them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+from typing import Any
+
+LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
+
+
+class EventLogger:
+    """A logger whose calls are ``log.info("event", field=value, …)``."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+
+    def debug(self, event: str, **fields: Any) -> None:
+        self._log(logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._log(logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self._log(logging.WARNING, event, fields)
+
+    def error(self, event: str, **fields: Any) -> None:
+        self._log(logging.ERROR, event, fields)
+
+    def exception(self, event: str, **fields: Any) -> None:
+        """As ``error``, with the traceback of the exception being handled."""
+        self._log(logging.ERROR, event, fields, trace=True)
+
+    def _log(self, level: int, event: str, fields: dict[str, Any], trace: bool = False) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, event, extra={"fields": fields}, exc_info=trace)
+
+
+def get_logger(name: str) -> EventLogger:
+    return EventLogger(name)
+
+
+def setup_logging(level: str = "info", log_format: str = "text", role: str = "") -> None:
+    """Send this process's events to standard error. ``role`` is printed with every line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter(role) if log_format == "json" else _TextFormatter(role))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = f" {role}" if role else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = datetime.datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
+        fields = getattr(record, "fields", {})
+        text = "".join(f" {name}={_shown(value)}" for name, value in fields.items())
+        line = f"{stamp} {record.levelname.lower()}{self._role} {record.getMessage()}{text}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "role": self._role,
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            entry["trace"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def _shown(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return json.dumps(text) if not text or any(c in text for c in ' "\n=') else text

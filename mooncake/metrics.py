@@ -1,0 +1,42 @@
+"""The process's metrics registry and the page that shows it.
+
+A metric is declared beside the thing it measures, bound to ``registry``; this module only owns the
+registry and its page. Names: ``mooncake_<room>_<what>_<unit>``, base units, ``_total`` for counters.
+"""
+
+from __future__ import annotations
+
+import errno
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from mooncake.errors import AddressInUse
+
+registry = CollectorRegistry()
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+"""Prometheus text format 0.0.4, which every scraper reads."""
+
+
+def page() -> bytes:
+    """The metrics of this process as Prometheus text."""
+    return generate_latest(registry)
+
+
+def serve_metrics(host: str, port: int) -> tuple[WSGIServer, int]:
+    """Serve ``/metrics`` from a thread, for roles that have no HTTP server of their own.
+
+    Returns the server (call ``shutdown()`` on it) and its port; ``port`` 0 takes a free one.
+
+    Raises:
+        AddressInUse: the port is taken.
+    """
+    try:
+        server, _ = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(f"metrics port {host}:{port} is in use; free it or choose another") from error
+        raise
+    return server, server.server_port
