@@ -1,0 +1,260 @@
+"""Draws the map of the house and holds the code to it.
+
+Floors, cores and the glossary are facts about the whole tree, so no single module can keep them;
+this file does. Change the map here on purpose, with a note in docs/decisions/.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mooncake"
+
+# Highest floor first. A module imports only from floors below its own, or from its own room.
+# Rooms on one floor don't know each other.
+FLOORS: list[set[str]] = [
+    {"cli", "__main__"},
+    {"gateway", "sim"},
+    {"conductor", "inference"},
+    {"store"},
+    {"transfer"},
+    {"rpc"},
+    {"config", "driver", "metrics"},
+    {"machine", "clock", "log", "kvlayout"},
+    {"prefix", "types", "errors"},
+    {"_native"},
+]
+
+# Cores decide and do nothing else (●): no I/O, no clock, no thread, no randomness of their own.
+CORES = {
+    "types",
+    "errors",
+    "prefix",
+    "kvlayout",
+    "machine",
+    "rpc.wire",
+    "transfer.batch",
+    "transfer.segment",
+    "store.allocator",
+    "store.eviction",
+    "store.master",
+    "store.objects",
+    "store.operations",
+    "store.placement",
+    "store.segments",
+    "conductor.conductor",
+    "conductor.index",
+    "conductor.load",
+    "conductor.select",
+    "inference.blocks",
+    "inference.request",
+    "inference.scheduler",
+    "cli.supervise",
+}
+WORLDLY = {
+    "aiohttp",
+    "asyncio",
+    "fastapi",
+    "http",
+    "multiprocessing",
+    "os",
+    "pathlib",
+    "requests",
+    "select",
+    "selectors",
+    "signal",
+    "socket",
+    "subprocess",
+    "threading",
+    "time",
+    "torch",
+    "uvicorn",
+    "uvloop",
+    "zmq",
+}
+
+# Modules that are entered from outside (a console script, ``python -m``, a user's import), so that
+# nobody in the house needs to import them.
+DOORS = {"__main__", "cli", "transfer", "store", "sim.__main__"}
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    if parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(parts)
+
+
+MODULES = {
+    module_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"
+}
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    """Modules of this package that ``module`` imports, at any depth of its code, as dotted names."""
+    found: set[str] = set()
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively; write the whole name"
+            name = node.module or ""
+            found.add(name)
+            found.update(f"{name}.{alias.name}" for alias in node.names)
+    inside = {name.removeprefix("mooncake.") for name in found if name.startswith("mooncake.")}
+    return frozenset(name for name in inside if name in MODULES or name == "_native")
+
+
+def foreign_imports_of(module: str) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found - {"mooncake"}
+
+
+def room(module: str) -> str:
+    return module.split(".")[0]
+
+
+def floor(module: str) -> int:
+    for number, rooms in enumerate(FLOORS):
+        if room(module) in rooms:
+            return number
+    pytest.fail(f"{module} is on no floor: add its room to FLOORS")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module: str) -> None:
+    for target in imports_of(module):
+        if room(target) != room(module):
+            assert floor(target) > floor(module), f"{module} imports {target}, which is not below it"
+
+
+@pytest.mark.parametrize("module", sorted(CORES & MODULES.keys()))
+def test_cores_touch_nothing(module: str) -> None:
+    assert not foreign_imports_of(module) & WORLDLY
+    assert not imports_of(module) & {"clock", "driver", "config", "_native"}
+    source = MODULES[module].read_text()
+    assert not re.search(r"\brandom\.(random|choice|randint|shuffle|sample)\(", source), "pass a Random"
+
+
+def test_every_core_on_the_map_exists() -> None:
+    assert CORES <= MODULES.keys()
+
+
+def test_sim_imports_cores_never_shells() -> None:
+    own = {name for name in MODULES if room(name) == "sim"}
+    for module in own:
+        assert imports_of(module) - own <= CORES | {"machine", "store", "transfer"}, module
+
+
+def test_only_transports_open_the_cellar() -> None:
+    for module in MODULES:
+        if "_native" in imports_of(module):
+            assert module.startswith("transfer."), f"{module} imports _native"
+
+
+def test_only_inference_knows_torch() -> None:
+    for module in MODULES:
+        if "torch" in foreign_imports_of(module) or "transformers" in foreign_imports_of(module):
+            assert room(module) in {"inference", "connectors"}, module
+
+
+def test_nobody_is_imported_by_nobody() -> None:
+    imported = {target for module in MODULES for target in imports_of(module)}
+    packages = {name.rpartition(".")[0] for name in MODULES}
+    entered_by_name = _modules_named_in_strings()
+    lonely = MODULES.keys() - imported - DOORS - packages - entered_by_name
+    assert not lonely, f"nobody imports {sorted(lonely)}"
+
+
+def _modules_named_in_strings() -> set[str]:
+    """Modules that the command line imports by name when their subcommand runs."""
+    names: set[str] = set()
+    for module in MODULES:
+        if room(module) == "cli":
+            for node in ast.walk(tree_of(module)):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    names.update(re.findall(r"mooncake\.([a-z_.]+)", node.value))
+    return names
+
+
+def test_every_module_opens_with_what_it_owns() -> None:
+    for module in MODULES:
+        docstring = ast.get_docstring(tree_of(module))
+        assert docstring, f"{module} has no opening paragraph"
+
+
+def test_readme_tree_is_true() -> None:
+    """Each ``path  # what`` line of the README's tree exists, and no room is missing from it."""
+    readme = (ROOT / "README.md").read_text()
+    tree = re.search(r"<!-- tree -->\n```\n(.*?)```", readme, re.S)
+    assert tree, "README.md has no tree"
+    named: set[str] = set()
+    parents: list[str] = []
+    for line in tree.group(1).splitlines():
+        match = re.match(r"(\s*)([\w./{},*-]+)", line)
+        if not match:
+            continue
+        depth = len(match.group(1)) // 2
+        parents[depth:] = [match.group(2).rstrip("/")]
+        path = "/".join(parents)
+        named.add(path)
+        assert (ROOT / path).exists(), f"README names {path}, which does not exist"
+    rooms = {
+        f"mooncake/{path.name}"
+        for path in PACKAGE.iterdir()
+        if path.suffix == ".py" or (path.is_dir() and (path / "__init__.py").exists())
+    }
+    missing = rooms - named
+    assert not missing, f"README's tree lacks {sorted(missing)}"
+
+
+def test_glossary_owners_are_true() -> None:
+    """Each term's owner exists and defines a name that is the term."""
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| `([\w/.]+)`(?: `(\w+)`)? \|", glossary, re.M)
+    assert len(rows) >= 15
+    for term, path, name in rows:
+        owner = ROOT / path
+        assert owner.exists(), f"{term}: {path} does not exist"
+        if name:
+            assert re.search(rf"\b{name}\b", owner.read_text()), f"{term}: {path} does not define {name}"
+
+
+FORBIDDEN_NAMES = {"utils", "util", "common", "manager", "helper", "helpers", "misc", "v1", "v2"}
+
+
+def test_no_room_for_leftovers() -> None:
+    for module in MODULES:
+        assert not set(module.split(".")) & FORBIDDEN_NAMES, module
+
+
+def test_tests_mirror_modules() -> None:
+    """A test file in a room's folder is named after a module there, or tests the room as a whole."""
+    for path in sorted((ROOT / "tests").glob("*/test_*.py")):
+        folder = path.parent.name
+        if folder not in {room(name) for name in MODULES}:
+            continue
+        subject = path.stem.removeprefix("test_")
+        candidates = {
+            f"{folder}.{subject}",
+            *(f"{folder}.{mid}.{subject}" for mid in ("transports", "metadata")),
+        }
+        whole_room = {"processes", "parity", "invariants", "scenarios", "sweep", "packaging"}
+        assert candidates & MODULES.keys() or subject in whole_room, f"{path.name} mirrors no module"
