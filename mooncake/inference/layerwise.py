@@ -1,0 +1,449 @@
+"""Sends each layer's keys and values to the store while the next layer computes, and loads them so too.
+
+This is the ``KvLink`` of a worker that has a store. Two threads meet here. The *engine thread*
+computes; it hands over columns of addresses and goes on. The *loop* (the worker's asyncio thread)
+talks to the master and takes completions. Bytes move in native threads and never pass Python::
+
+    engine thread   start_save ── layer 0 ── save_layer(0) ── layer 1 ── save_layer(1) …  finish_save
+    loop               └ start_puts ─▶ grants                                └ completions ─▶ end_puts
+    native                              └──── layer 0 ──┴──── layer 1 ──┴ …
+
+Nothing here may make an answer wrong or late: a lookup that fails is a miss, a save that fails is
+forgotten, a load that fails (peer lost, checksum wrong, lease over, too slow) says so and the
+engine computes the blocks itself. While the master can't be reached it isn't asked again for a
+moment, so that a dead store costs one short wait and not one per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from prometheus_client import Counter
+
+from mooncake import clock
+from mooncake.errors import MooncakeError
+from mooncake.kvlayout import Column, KvIdentity
+from mooncake.log import get_logger
+from mooncake.metrics import registry
+from mooncake.prefix import BlockHash
+from mooncake.store import AsyncStore, PutGrant, ReadGrant
+from mooncake.transfer import Completion, Op, Segment, Status, TransferEngine
+
+log = get_logger(__name__)
+
+loaded_bytes = Counter(
+    "mooncake_inference_kv_loaded_bytes", "Bytes of KV loaded from the store and verified.", registry=registry
+)
+saved_bytes = Counter(
+    "mooncake_inference_kv_saved_bytes", "Bytes of KV saved to the store.", registry=registry
+)
+failures = Counter(
+    "mooncake_inference_kv_link_failures",
+    "Lookups, loads and saves that failed and were answered by computing.",
+    ["operation"],
+    registry=registry,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkSettings:
+    """How patient a worker is with its store."""
+
+    lookup_timeout_s: float = 1.0
+    """A lookup that takes longer counts as a miss."""
+    load_timeout_s: float = 10.0
+    """A load that takes longer is given up and the blocks are computed."""
+    retry_after_s: float = 1.0
+    """How long the store is left alone after it could not be reached."""
+
+
+class Lookup:
+    """Which of the asked blocks the store holds, counted from the first without a gap."""
+
+    def __init__(self, blocks: Sequence[tuple[BlockHash, int]]) -> None:
+        self.blocks = list(blocks)
+        self.done = False
+        self.grants: list[ReadGrant] = []
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.grants)
+
+
+class Load:
+    """Layers of some blocks on their way into the pool.
+
+    ``failed`` may turn true at any layer; ``done`` says that nothing writes to the blocks any more.
+    """
+
+    def __init__(self, num_layers: int, num_parts: int, deadline: float) -> None:
+        self.deadline = deadline
+        self.num_layers_loaded = 0
+        self.num_in_flight = num_layers * num_parts
+        self.failed = False
+        self.arrived = threading.Condition()
+        self._num_missing = [num_parts] * num_layers
+        """Per layer, the parts (one for each segment that holds some of the blocks) still to come."""
+
+    @property
+    def done(self) -> bool:
+        return self.num_in_flight == 0
+
+    def land(self, layer: int, good: bool) -> bool:
+        """One part of ``layer`` is complete. True if this is what made the load fail."""
+        with self.arrived:
+            first_failure = not good and not self.failed
+            self.failed = self.failed or not good
+            self.num_in_flight -= 1
+            self._num_missing[layer] -= 1
+            while (
+                self.num_layers_loaded < len(self._num_missing)
+                and not self._num_missing[self.num_layers_loaded]
+            ):
+                self.num_layers_loaded += 1
+            self.arrived.notify_all()
+        return first_failure
+
+    def give_up(self) -> None:
+        """What is missing won't be waited for."""
+        with self.arrived:
+            self.failed = True
+            self.arrived.notify_all()
+
+
+class Save:
+    """Layers of some blocks on their way into the store."""
+
+    def __init__(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> None:
+        self.blocks = list(blocks)
+        self.done = False
+        self.num_stored_blocks = 0
+        """Blocks that the store holds after the save, whoever wrote them."""
+        self.grants: list[PutGrant] | None = None
+        self.targets: list[tuple[int, int]] = []
+        """(block id, number of tokens) of each grant."""
+        self.num_layers_computed = 0
+        self.num_layers_submitted = 0
+        self.num_in_flight = 0
+        self.broken = False
+        self.lock = threading.Lock()
+
+
+class StoreLink:
+    """Moves KV between one worker's pool and the store.
+
+    Args:
+        pool: the worker's paged KV tensor, ``layout.pool_shape(num_blocks)``; on the CPU it is
+            registered and copied from and to directly, on a device it passes through pinned memory.
+        loop: the loop on which ``store`` lives.
+    """
+
+    def __init__(
+        self,
+        store: AsyncStore,
+        transfer: TransferEngine,
+        identity: KvIdentity,
+        pool: torch.Tensor,
+        loop: asyncio.AbstractEventLoop,
+        settings: LinkSettings | None = None,
+    ) -> None:
+        self._store = store
+        self._transfer = transfer
+        self._identity = identity
+        self._layout = identity.layout
+        self._pool = pool
+        self._num_blocks = int(pool.shape[2])
+        self._loop = loop
+        self._settings = settings or LinkSettings()
+        self._wake: Callable[[], None] = lambda: None
+        self._silent_until = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._queue = transfer.new_queue()
+        self._in_flight: dict[int, Callable[[Completion], None]] = {}
+        self._next_token = 0
+        self._token_lock = threading.Lock()
+        self._region = transfer.register(pool)
+        self._loop.call_soon_threadsafe(self._loop.add_reader, self._queue.fileno(), self._drain)
+
+    def on_progress(self, wake: Callable[[], None]) -> None:
+        """``wake`` is called, from the loop, whenever a lookup, load or save got further."""
+        self._wake = wake
+
+    async def close(self) -> None:
+        """Stop; nothing touches the pool afterwards."""
+        self._loop.remove_reader(self._queue.fileno())
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._transfer.unregister(self._region)
+
+    # -- lookups -------------------------------------------------------------------------------
+
+    def lookup(self, blocks: Sequence[tuple[BlockHash, int]]) -> Lookup:
+        """Ask the store for ``blocks`` ((hash, number of tokens) in prefix order) and lease them."""
+        lookup = Lookup(blocks)
+        if not blocks or clock.monotonic() < self._silent_until:
+            lookup.done = True
+        else:
+            self._spawn(self._look_up(lookup))
+        return lookup
+
+    def release(self, lookup: Lookup) -> None:
+        """The lookup's blocks won't be loaded. Their leases lapse by themselves."""
+        lookup.grants = []
+
+    async def _look_up(self, lookup: Lookup) -> None:
+        keys = [self._identity.key(block_hash) for block_hash, _ in lookup.blocks]
+        try:
+            async with asyncio.timeout(self._settings.lookup_timeout_s):
+                found = await self._store.open_reads(keys)
+            for grant, (_, num_tokens) in zip(found, lookup.blocks, strict=True):
+                if grant is None or grant.size_bytes != self._layout.object_bytes(num_tokens):
+                    break
+                lookup.grants.append(grant)
+        except (MooncakeError, TimeoutError) as error:
+            self._store_failed("lookup", error)
+        finally:
+            lookup.done = True
+            self._wake()
+
+    # -- loads ---------------------------------------------------------------------------------
+
+    def start_load(self, lookup: Lookup, block_ids: Sequence[int]) -> Load:
+        """Load the first ``len(block_ids)`` blocks of ``lookup`` into the pool, layer by layer."""
+        grants = lookup.grants[: len(block_ids)]
+        assert len(grants) == len(block_ids), "more blocks than were found"
+        parts = _by_segment(grants)
+        patience_s = min(grant.expires_at for grant in grants) - clock.monotonic()
+        patience_s = max(0.0, min(patience_s, self._settings.load_timeout_s))
+        load = Load(self._layout.num_layers, len(parts), clock.monotonic() + patience_s)
+        lengths = [tokens for _, tokens in lookup.blocks[: len(block_ids)]]
+        for layer in range(self._layout.num_layers):
+            for members in parts:
+                self._submit_load(
+                    load,
+                    layer,
+                    [grants[index] for index in members],
+                    [block_ids[index] for index in members],
+                    [lengths[index] for index in members],
+                )
+        segments = [grants[members[0]].segment for members in parts]
+        self._loop.call_soon_threadsafe(self._loop.call_later, patience_s, self._expire, load, segments)
+        return load
+
+    def _expire(self, load: Load, segments: Sequence[Segment]) -> None:
+        """A load that is not there by its deadline has failed, and its bytes must not come later."""
+        if load.done:
+            return
+        failures.labels("load").inc()
+        log.warning("load_timed_out", num_layers_loaded=load.num_layers_loaded)
+        load.give_up()
+        for segment in segments:
+            self._transfer.cancel(segment)
+
+    def _submit_load(
+        self,
+        load: Load,
+        layer: int,
+        grants: Sequence[ReadGrant],
+        block_ids: Sequence[int],
+        lengths: Sequence[int],
+    ) -> None:
+        columns = self._columns(layer, block_ids, lengths, [grant.address for grant in grants])
+        expected = np.concatenate([grant.checksums[2 * layer : 2 * layer + 2] for grant in grants])
+        num_bytes = int(columns[2].sum())
+
+        def arrived(completion: Completion) -> None:
+            good = completion.status == Status.OK and clock.monotonic() <= load.deadline
+            reason = completion.status.name
+            if good:
+                assert completion.checksums is not None
+                wrong = np.flatnonzero(completion.checksums != expected)
+                if wrong.size:
+                    good = False
+                    reason = f"checksum of {grants[int(wrong[0]) // 2].key}"
+                else:
+                    loaded_bytes.inc(num_bytes)
+            if load.land(layer, good):
+                failures.labels("load").inc()
+                log.warning("load_failed", layer=layer, reason=reason)
+            self._wake()
+
+        self._submit(Op.READ, grants[0].segment, columns, arrived)
+
+    def wait_layer(self, loads: Sequence[Load], layer: int) -> None:
+        """Block the engine thread until ``layer`` of every load is there, or the load has failed."""
+        for load in loads:
+            with load.arrived:
+                while load.num_layers_loaded <= layer and not load.failed:
+                    load.arrived.wait(max(0.0, load.deadline - clock.monotonic()) + 1.0)
+
+    # -- saves ---------------------------------------------------------------------------------
+
+    def start_save(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> Save:
+        """Announce ``blocks`` ((hash, number of tokens, block id)) whose layers are about to be computed."""
+        save = Save(blocks)
+        if not blocks or clock.monotonic() < self._silent_until:
+            save.done = True
+        else:
+            self._spawn(self._open_save(save))
+        return save
+
+    def save_layer(self, save: Save, layer: int) -> None:
+        """``layer`` of the save's blocks is in the pool now."""
+        with save.lock:
+            save.num_layers_computed = layer + 1
+            if save.grants is not None and not save.done:
+                self._advance(save)
+
+    def finish_save(self, save: Save) -> None:
+        """Every layer is in the pool; ``save.done`` turns true when the store has them or refused."""
+        self.save_layer(save, self._layout.num_layers - 1)
+
+    async def _open_save(self, save: Save) -> None:
+        keys = [self._identity.key(block_hash) for block_hash, _, _ in save.blocks]
+        sizes = [self._layout.object_bytes(num_tokens) for _, num_tokens, _ in save.blocks]
+        chunks = [self._layout.chunk_bytes(num_tokens) for _, num_tokens, _ in save.blocks]
+        try:
+            async with asyncio.timeout(self._settings.lookup_timeout_s):
+                answers = await self._store.start_puts(keys, sizes, chunks)
+        except (MooncakeError, TimeoutError) as error:
+            self._store_failed("save", error)
+            self._end_save(save)
+            return
+        grants: list[PutGrant] = []
+        for answer, (_, num_tokens, block_id) in zip(answers, save.blocks, strict=True):
+            if isinstance(answer, PutGrant):
+                grants.append(answer)
+                save.targets.append((block_id, num_tokens))
+            elif answer is None:
+                save.num_stored_blocks += 1
+            else:
+                failures.labels("save").inc()
+                log.info("save_refused", code=answer.code, reason=answer.reason)
+        if not grants:
+            self._end_save(save)
+            return
+        with save.lock:
+            save.grants = grants
+            self._advance(save)
+
+    def _advance(self, save: Save) -> None:
+        """Submit every computed layer that has not been; the caller holds the save's lock."""
+        grants = save.grants
+        assert grants is not None
+        parts = _by_segment(grants)
+        for layer in range(save.num_layers_submitted, save.num_layers_computed):
+            for members in parts:
+                save.num_in_flight += 1
+                self._submit_save(save, layer, members, grants)
+        save.num_layers_submitted = save.num_layers_computed
+
+    def _submit_save(self, save: Save, layer: int, members: list[int], grants: list[PutGrant]) -> None:
+        chosen = [grants[index] for index in members]
+        columns = self._columns(
+            layer,
+            [save.targets[index][0] for index in members],
+            [save.targets[index][1] for index in members],
+            [grant.address for grant in chosen],
+        )
+
+        def written(completion: Completion) -> None:
+            with save.lock:
+                save.num_in_flight -= 1
+                if completion.status == Status.OK:
+                    assert completion.checksums is not None
+                    for position, grant in enumerate(chosen):
+                        pair = completion.checksums[2 * position : 2 * position + 2]
+                        grant.checksums[2 * layer : 2 * layer + 2] = pair
+                elif not save.broken:
+                    save.broken = True
+                    failures.labels("save").inc()
+                    log.warning("save_failed", layer=layer, status=completion.status.name)
+                complete = save.num_layers_submitted == self._layout.num_layers and save.num_in_flight == 0
+            if complete:
+                self._spawn(self._close_save(save))
+
+        self._submit(Op.WRITE, chosen[0].segment, columns, written)
+
+    async def _close_save(self, save: Save) -> None:
+        assert save.grants is not None
+        try:
+            async with asyncio.timeout(self._settings.lookup_timeout_s):
+                if save.broken:
+                    await self._store.abort_puts(save.grants)
+                else:
+                    answers = await self._store.end_puts(save.grants)
+                    for grant, answer in zip(save.grants, answers, strict=True):
+                        if answer is None:
+                            save.num_stored_blocks += 1
+                            saved_bytes.inc(grant.size_bytes)
+        except (MooncakeError, TimeoutError) as error:
+            self._store_failed("save", error)
+        self._end_save(save)
+
+    def _end_save(self, save: Save) -> None:
+        save.done = True
+        self._wake()
+
+    # -- the ground under both -----------------------------------------------------------------
+
+    def _columns(
+        self, layer: int, block_ids: Sequence[int], lengths: Sequence[int], addresses: Sequence[int]
+    ) -> tuple[Column, Column, Column]:
+        """(local, remote, lengths) columns of keys and values of ``layer``, two rows a block."""
+        local = self._layout.pool_addresses(self._pool.data_ptr(), self._num_blocks, layer, block_ids)
+        remote = np.empty(2 * len(block_ids), dtype=np.uint64)
+        sizes = np.empty(2 * len(block_ids), dtype=np.uint64)
+        for row, (num_tokens, address) in enumerate(zip(lengths, addresses, strict=True)):
+            keys, values = self._layout.object_offsets(layer, num_tokens)
+            remote[2 * row] = address + keys
+            remote[2 * row + 1] = address + values
+            sizes[2 * row : 2 * row + 2] = self._layout.chunk_bytes(num_tokens)
+        return local, remote, sizes
+
+    def _submit(
+        self,
+        op: Op,
+        segment: Segment,
+        columns: tuple[Column, Column, Column],
+        done: Callable[[Completion], None],
+    ) -> None:
+        with self._token_lock:
+            self._next_token += 1
+            token = self._next_token
+            self._in_flight[token] = done
+        self._transfer.submit(self._queue, token, op, segment, *columns, checksum=True)
+
+    def _drain(self) -> None:
+        for completion in self._queue.drain():
+            self._in_flight.pop(completion.token)(completion)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` on the loop, from whichever thread."""
+
+        def begin() -> None:
+            task = self._loop.create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._loop.call_soon_threadsafe(begin)
+
+    def _store_failed(self, operation: str, error: Exception) -> None:
+        failures.labels(operation).inc()
+        self._silent_until = clock.monotonic() + self._settings.retry_after_s
+        log.warning("store_unreachable", operation=operation, error=str(error) or type(error).__name__)
+
+
+def _by_segment(grants: Sequence[PutGrant] | Sequence[ReadGrant]) -> list[list[int]]:
+    """Positions of ``grants``, grouped by the segment they lie in, in order."""
+    groups: dict[int, list[int]] = {}
+    for position, grant in enumerate(grants):
+        groups.setdefault(id(grant.segment), []).append(position)
+    return list(groups.values())
