@@ -1,0 +1,372 @@
+"""Two faces of one client: ``AsyncClient`` for loops, ``BlockingClient`` for engine threads.
+
+Both connect on first use, again after a loss (with back-off: connecting is always safe to repeat),
+and put a deadline on every call. A request that was sent and not answered is *not* sent again here:
+only its owner knows whether it may run twice; the caller gets ``PeerLost``. The blocking face runs
+on a plain socket in the calling thread, because a hop to a loop's thread would double the latency
+of a one-key call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+from mooncake.rpc.wire import PREFACE, Failure, FrameDecoder, Message, decoder_for, encode, error_of
+
+FIRST_BACKOFF_S = 0.02
+MAX_BACKOFF_S = 1.0
+_READ_BYTES = 256 << 10
+_ID_MASK = 0xFFFFFFFF
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` (or ``[v6]:port``) to its parts; raises InvalidArgument."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InvalidArgument("address", address, "host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class _Wire(asyncio.Protocol):
+    """One connection of an ``AsyncClient``."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._frames = FrameDecoder(expects_preface=False)
+        self.transport: asyncio.Transport | None = None
+        self.waiting: dict[int, asyncio.Future[Any]] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.write(PREFACE)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for request_id, body in self._frames.feed(data):
+                future = self.waiting.pop(request_id, None)
+                if future is not None and not future.done():
+                    future.set_result(self._client.decoder.decode(body))
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            self.lose(f"it sent what can't be read: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lose(str(exc) if exc else "it closed the connection")
+
+    def lose(self, reason: str) -> None:
+        """Fail everything that waits. Harmless when called again."""
+        if self.transport is None:
+            return
+        self.transport.abort()
+        self.transport = None
+        waiting, self.waiting = self.waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(PeerLost(reason))
+        self._client.wire_lost(self)
+
+
+class AsyncClient:
+    """Calls ``address`` from an event loop. ``replies``: every message type a reply may have.
+
+    ``name`` says in errors who the peer is ("the master").
+    """
+
+    def __init__(self, address: str, replies: Iterable[type[Message]], name: str = "peer") -> None:
+        self._host, self._port = split_address(address)
+        self.peer = f"{name} at {address}"
+        self.decoder = decoder_for(replies)
+        self._ids = itertools.count(1)
+        self._wire: _Wire | None = None
+        self._connecting: asyncio.Task[_Wire] | None = None
+        self._is_closed = False
+        self.lost = asyncio.Event()
+        """Set while there is no connection, for whoever wants to know of a loss before the next call."""
+        self.lost.set()
+
+    async def call(self, message: Message, timeout_s: float) -> Any:
+        """Send ``message``, return the reply.
+
+        Raises:
+            PeerLost: the connection broke after the request was sent, or the client was closed.
+            DeadlineExceeded: no connection or no answer within ``timeout_s``.
+            MooncakeError: the peer answered with a failure; the class its code names.
+        """
+        what = type(message).__name__
+        future: asyncio.Future[Any] | None = None
+        request_id = 0
+        wire: _Wire | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                wire = self._wire or await self._connected()
+                request_id = next(self._ids) & _ID_MASK
+                future = asyncio.get_running_loop().create_future()
+                wire.waiting[request_id] = future
+                assert wire.transport is not None
+                wire.transport.write(encode(request_id, message))
+                reply = await future
+        except TimeoutError:
+            stage = "can't be reached" if future is None else f"didn't answer {what}"
+            raise DeadlineExceeded(f"{self.peer} {stage} within {timeout_s:.3g} s") from None
+        except PeerLost as error:
+            raise PeerLost(f"lost {self.peer} during {what}: {error}") from None
+        finally:
+            if wire is not None:
+                wire.waiting.pop(request_id, None)
+        if type(reply) is Failure:
+            raise error_of(reply, self.peer)
+        return reply
+
+    async def connect(self, timeout_s: float) -> None:
+        """Connect now rather than at the first call; raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._connected()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.peer} can't be reached within {timeout_s:.3g} s") from None
+
+    async def close(self) -> None:
+        """Drop the connection; calls under way raise PeerLost."""
+        self._is_closed = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._wire is not None:
+            self._wire.lose("the client was closed")
+
+    def wire_lost(self, wire: _Wire) -> None:
+        if self._wire is wire:
+            self._wire = None
+            self.lost.set()
+
+    async def _connected(self) -> _Wire:
+        if self._is_closed:
+            raise PeerLost("the client was closed")
+        if self._wire is not None:
+            return self._wire
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._connect())
+            self._connecting.add_done_callback(self._connecting_done)
+        # Shielded: a caller whose deadline passes must not cancel the attempt the others wait for.
+        return await asyncio.shield(self._connecting)
+
+    def _connecting_done(self, task: asyncio.Task[_Wire]) -> None:
+        self._connecting = None
+
+    async def _connect(self) -> _Wire:
+        loop = asyncio.get_running_loop()
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            try:
+                _, wire = await loop.create_connection(lambda: _Wire(self), self._host, self._port)
+            except OSError:
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            else:
+                self._wire = wire
+                self.lost.clear()
+                return wire
+
+    def __repr__(self) -> str:
+        state = "connected" if self._wire else "not connected"
+        return f"<AsyncClient to {self.peer} [{state}]>"
+
+
+class _Waiter:
+    """A thread that waits for its reply, or for its turn to read the socket for everyone."""
+
+    __slots__ = ("gate", "reply")
+
+    def __init__(self) -> None:
+        self.reply: Any = None
+        self.gate: threading.Lock | None = None
+
+    def has_reply(self) -> bool:
+        return self.reply is not None
+
+
+class _Socket:
+    """One connection of a ``BlockingClient``. ``lock`` guards ``waiting`` and ``has_reader``."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.frames = FrameDecoder(expects_preface=False)
+        self.lock = threading.Lock()
+        self.send_lock = threading.Lock()
+        self.waiting: dict[int, _Waiter] = {}
+        self.has_reader = False
+        self.lost: str | None = None
+
+
+class BlockingClient:
+    """Calls ``address`` from any thread.
+
+    Threads share one connection. One waiting thread reads for all of them and hands the reading on
+    when its own reply is in, so a single caller pays no lock hand-over and no second thread.
+    """
+
+    def __init__(self, address: str, replies: Iterable[type[Message]], name: str = "peer") -> None:
+        self._host, self._port = split_address(address)
+        self.peer = f"{name} at {address}"
+        self._decoder = decoder_for(replies)
+        self._ids = itertools.count(1)
+        self._connect_lock = threading.Lock()
+        self._socket: _Socket | None = None
+        self._is_closed = False
+
+    def call(self, message: Message, timeout_s: float) -> Any:
+        """Send ``message``, return the reply. Raises as ``AsyncClient.call``."""
+        deadline = time.monotonic() + timeout_s
+        connection = self._socket
+        if connection is None or connection.lost is not None:
+            connection = self._connected(deadline, timeout_s)
+        what = type(message).__name__
+        request_id = next(self._ids) & _ID_MASK
+        frame = encode(request_id, message)
+        waiter = _Waiter()
+        with connection.lock:
+            connection.waiting[request_id] = waiter
+        try:
+            self._send(connection, frame, timeout_s)
+            reply = self._await_reply(connection, waiter, deadline)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.peer} didn't answer {what} within {timeout_s:.3g} s") from None
+        except (OSError, ProtocolError, msgspec.MsgspecError) as error:
+            self._lose(connection, str(error))
+            raise PeerLost(f"lost {self.peer} during {what}: {connection.lost}") from None
+        except PeerLost as error:
+            raise PeerLost(f"lost {self.peer} during {what}: {error}") from None
+        finally:
+            connection.waiting.pop(request_id, None)
+        if type(reply) is Failure:
+            raise error_of(reply, self.peer)
+        return reply
+
+    def close(self) -> None:
+        """Drop the connection; calls under way raise PeerLost."""
+        self._is_closed = True
+        connection = self._socket
+        if connection is not None:
+            self._lose(connection, "the client was closed")
+
+    def _send(self, connection: _Socket, frame: bytearray, timeout_s: float) -> None:
+        with connection.send_lock:
+            connection.sock.settimeout(timeout_s)
+            try:
+                connection.sock.sendall(frame)
+            except TimeoutError:
+                # Part of the frame may be out; nothing sensible can follow it on this connection.
+                self._lose(connection, "it takes no more requests")
+                raise
+
+    def _await_reply(self, connection: _Socket, waiter: _Waiter, deadline: float) -> Any:
+        gate: threading.Lock | None = None
+        with connection.lock:
+            if waiter.has_reply():
+                return waiter.reply
+            if connection.has_reader:
+                gate = waiter.gate = threading.Lock()
+                gate.acquire()
+            else:
+                connection.has_reader = True
+        if gate is not None:
+            gate.acquire(timeout=max(0.0, deadline - time.monotonic()))
+            with connection.lock:
+                if waiter.has_reply():
+                    return waiter.reply
+                if connection.lost is not None:
+                    raise PeerLost(connection.lost)
+                if waiter.gate is not None:  # the deadline passed, and nobody made us the reader
+                    waiter.gate = None
+                    raise TimeoutError
+        try:
+            return self._read_until(connection, waiter, deadline)
+        finally:
+            self._hand_over(connection)
+
+    def _read_until(self, connection: _Socket, waiter: _Waiter, deadline: float) -> Any:
+        while waiter.reply is None:
+            if connection.lost is not None:
+                raise PeerLost(connection.lost)
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError
+            connection.sock.settimeout(remaining_s)
+            data = connection.sock.recv(_READ_BYTES)
+            if not data:
+                raise ConnectionResetError("it closed the connection")
+            for request_id, body in connection.frames.feed(data):
+                other = connection.waiting.get(request_id)
+                if other is None:
+                    continue
+                reply = self._decoder.decode(body)
+                with connection.lock:
+                    other.reply = reply
+                    if other.gate is not None:
+                        other.gate.release()
+                        other.gate = None
+        return waiter.reply
+
+    def _hand_over(self, connection: _Socket) -> None:
+        with connection.lock:
+            connection.has_reader = False
+            for other in connection.waiting.values():
+                if other.gate is not None and other.reply is None:
+                    connection.has_reader = True
+                    other.gate.release()
+                    other.gate = None
+                    return
+
+    def _connected(self, deadline: float, timeout_s: float) -> _Socket:
+        with self._connect_lock:
+            backoff_s = FIRST_BACKOFF_S
+            while True:
+                if self._is_closed:
+                    raise PeerLost(f"{self.peer}: the client was closed")
+                connection = self._socket
+                if connection is not None and connection.lost is None:
+                    return connection
+                remaining_s = deadline - time.monotonic()
+                try:
+                    if remaining_s <= 0:
+                        raise TimeoutError
+                    sock = socket.create_connection((self._host, self._port), remaining_s)
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    sock.sendall(PREFACE)
+                except OSError as error:
+                    remaining_s = deadline - time.monotonic()
+                    if remaining_s <= 0:
+                        message = f"{self.peer} can't be reached within {timeout_s:.3g} s"
+                        raise DeadlineExceeded(message) from error
+                    time.sleep(min(backoff_s, remaining_s))
+                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                else:
+                    self._socket = _Socket(sock)
+
+    def _lose(self, connection: _Socket, reason: str) -> None:
+        with connection.lock:
+            if connection.lost is not None:
+                return
+            connection.lost = reason
+            # Wakes a reader that sits in recv(); the descriptor is closed by the garbage collector,
+            # after the last thread has let go of it.
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+            for other in connection.waiting.values():
+                if other.gate is not None:
+                    other.gate.release()
+                    other.gate = None
+
+    def __repr__(self) -> str:
+        connection = self._socket
+        state = "connected" if connection is not None and connection.lost is None else "not connected"
+        return f"<BlockingClient to {self.peer} [{state}]>"

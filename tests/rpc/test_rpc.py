@@ -1,0 +1,271 @@
+"""The server and both faces of the client over real sockets on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from mooncake.errors import (
+    AddressInUse,
+    DeadlineExceeded,
+    InvalidArgument,
+    MooncakeError,
+    OutOfMemory,
+    PeerLost,
+    ProtocolError,
+)
+from mooncake.rpc import AsyncClient, BlockingClient, Call, Connection, RpcServer
+from mooncake.rpc.client import split_address
+from mooncake.rpc.wire import PREFACE, encode
+
+
+class Echo(msgspec.Struct, array_like=True, tag="echo"):
+    text: str
+
+
+class Hold(msgspec.Struct, array_like=True, tag="hold"):
+    """Answered when the next Release comes."""
+
+
+class Release(msgspec.Struct, array_like=True, tag="release"):
+    pass
+
+
+class Break(msgspec.Struct, array_like=True, tag="break"):
+    how: str
+
+
+class Unknown(msgspec.Struct, array_like=True, tag="unknown"):
+    pass
+
+
+class Service:
+    """A server whose handlers answer at once, later, from a coroutine, or not at all."""
+
+    def __init__(self) -> None:
+        self.held: list[Call] = []
+        self.lost: list[Connection] = []
+        self.rpc = RpcServer(
+            {Echo: self.echo, Hold: self.hold, Release: self.release, Break: self.break_}, self.lost.append
+        )
+
+    def echo(self, message: Echo, call: Call) -> Echo:
+        return message
+
+    def hold(self, message: Hold, call: Call) -> None:
+        self.held.append(call)
+
+    def release(self, message: Release, call: Call) -> Echo:
+        for held in self.held:
+            held.reply(Echo("held"))
+        self.held.clear()
+        return Echo("released")
+
+    def break_(self, message: Break, call: Call) -> Awaitable[Echo] | None:
+        if message.how == "memory":
+            raise OutOfMemory("the pool is full")
+        if message.how == "bug":
+            raise KeyError("a bug")
+        if message.how == "connection":
+            call.connection.close()
+            return None
+        return self._slow()
+
+    async def _slow(self) -> Echo:
+        await asyncio.sleep(0)
+        return Echo("slow")
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.rpc.port}"
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Service]:
+    service = Service()
+    await service.rpc.start("127.0.0.1", 0)
+    yield service
+    await service.rpc.close()
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[AsyncClient]:
+    client = AsyncClient(service.address, [Echo], "the test's server")
+    yield client
+    await client.close()
+
+
+async def until(condition: object, timeout_s: float = 5.0) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_answers_at_once_and_from_a_coroutine(client: AsyncClient) -> None:
+    assert await client.call(Echo("hello"), 5) == Echo("hello")
+    assert await client.call(Break("slow"), 5) == Echo("slow")
+
+
+async def test_calls_are_pipelined_and_may_be_answered_out_of_order(
+    client: AsyncClient, service: Service
+) -> None:
+    held = asyncio.create_task(client.call(Hold(), 5))
+    await until(lambda: service.held)
+    assert await client.call(Echo("overtakes"), 5) == Echo("overtakes")
+    assert not held.done()
+    await client.call(Release(), 5)
+    assert await held == Echo("held")
+
+
+async def test_a_large_message_passes(client: AsyncClient) -> None:
+    text = "x" * (5 << 20)
+    assert (await client.call(Echo(text), 10)).text == text
+
+
+async def test_errors_of_the_handler_arrive_as_their_class(client: AsyncClient) -> None:
+    with pytest.raises(OutOfMemory, match=r"the pool is full \(from the test's server at 127"):
+        await client.call(Break("memory"), 5)
+    with pytest.raises(MooncakeError, match="KeyError"):
+        await client.call(Break("bug"), 5)
+    with pytest.raises(ProtocolError, match="can't be read"):
+        await client.call(Unknown(), 5)
+    assert await client.call(Echo("still fine"), 5) == Echo("still fine")
+
+
+async def test_no_answer_is_a_deadline_that_names_peer_and_operation(client: AsyncClient) -> None:
+    with pytest.raises(DeadlineExceeded, match="the test's server at 127.* didn't answer Hold"):
+        await client.call(Hold(), 0.02)
+
+
+async def test_a_lost_connection_fails_the_call_and_the_next_one_reconnects(
+    client: AsyncClient, service: Service
+) -> None:
+    with pytest.raises(PeerLost, match="during Break"):
+        await client.call(Break("connection"), 5)
+    assert client.lost.is_set()
+    assert await client.call(Echo("again"), 5) == Echo("again")
+    await until(lambda: len(service.lost) == 1)
+
+
+async def test_the_server_hears_of_a_client_that_leaves(client: AsyncClient, service: Service) -> None:
+    await client.call(Echo("hello"), 5)
+    await client.close()
+    await until(lambda: len(service.lost) == 1)
+    with pytest.raises(PeerLost, match="closed"):
+        await client.call(Echo("late"), 5)
+
+
+async def test_a_taken_port_is_named(service: Service) -> None:
+    with pytest.raises(AddressInUse, match=str(service.rpc.port)):
+        await RpcServer({}).start("127.0.0.1", service.rpc.port)
+
+
+async def test_a_stranger_is_cut_off(service: Service) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", service.rpc.port)
+    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+
+
+async def test_a_client_that_takes_no_answers_is_read_no_further(service: Service) -> None:
+    """It floods the server with echo requests and never reads; memory must stay bounded."""
+    loop = asyncio.get_running_loop()
+    sock = socket.create_connection(("127.0.0.1", service.rpc.port))
+    sock.setblocking(False)
+    frame = encode(1, Echo("x" * (1 << 20)))
+    await loop.sock_sendall(sock, PREFACE)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.0):
+            for _ in range(512):
+                await loop.sock_sendall(sock, frame)
+    sock.close()
+
+
+async def test_blocking_calls_from_many_threads_share_a_connection(service: Service) -> None:
+    client = BlockingClient(service.address, [Echo], "the test's server")
+
+    def work(thread: int) -> list[str]:
+        return [client.call(Echo(f"{thread}.{i}"), 10).text for i in range(50)]
+
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(8) as pool:
+        results = await asyncio.gather(*(loop.run_in_executor(pool, work, n) for n in range(8)))
+    assert results == [[f"{n}.{i}" for i in range(50)] for n in range(8)]
+    assert len(service.rpc.connections) == 1
+    client.close()
+
+
+async def test_a_blocked_thread_does_not_block_the_others(service: Service) -> None:
+    client = BlockingClient(service.address, [Echo])
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(2) as pool:
+        held = loop.run_in_executor(pool, client.call, Hold(), 10)
+        await until(lambda: service.held)
+        echo = await loop.run_in_executor(pool, client.call, Echo("overtakes"), 10)
+        assert echo == Echo("overtakes")
+        await loop.run_in_executor(pool, client.call, Release(), 10)
+        assert await held == Echo("held")
+    client.close()
+
+
+async def test_blocking_deadlines_and_losses(service: Service) -> None:
+    client = BlockingClient(service.address, [Echo], "the test's server")
+    with pytest.raises(DeadlineExceeded, match="didn't answer Hold"):
+        await asyncio.to_thread(client.call, Hold(), 0.02)
+    with pytest.raises(PeerLost, match="during Break"):
+        await asyncio.to_thread(client.call, Break("connection"), 5)
+    assert await asyncio.to_thread(client.call, Echo("again"), 5) == Echo("again")
+    with pytest.raises(OutOfMemory):
+        await asyncio.to_thread(client.call, Break("memory"), 5)
+    await service.rpc.close()
+    with pytest.raises((PeerLost, DeadlineExceeded)):
+        await asyncio.to_thread(client.call, Echo("too late"), 0.05)
+    client.close()
+
+
+async def test_a_loss_reaches_every_waiting_thread(service: Service) -> None:
+    client = BlockingClient(service.address, [Echo])
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            client.call(Hold(), 10)
+        except PeerLost as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    await until(lambda: len(service.held) == 4)
+    for connection in list(service.rpc.connections):
+        connection.close()
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    assert len(errors) == 4
+    client.close()
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    with pytest.raises(DeadlineExceeded, match=f"{port} can't be reached"):
+        BlockingClient(f"127.0.0.1:{port}", [Echo]).call(Echo("x"), 0.05)
+
+
+@pytest.mark.parametrize("address", ["localhost", "host:", ":80", "host:http", "host:70000", "host:0"])
+def test_a_bad_address_is_named(address: str) -> None:
+    with pytest.raises(InvalidArgument, match="host:port"):
+        split_address(address)
+
+
+def test_good_addresses() -> None:
+    assert split_address("10.0.0.1:80") == ("10.0.0.1", 80)
+    assert split_address("[::1]:80") == ("::1", 80)

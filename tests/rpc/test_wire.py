@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.errors import InvalidArgument, MooncakeError, OutOfMemory, ProtocolError
+from mooncake.rpc.wire import (
+    HEADER,
+    MAX_BODY_BYTES,
+    PREFACE,
+    Failure,
+    FrameDecoder,
+    decoder_for,
+    encode,
+    error_of,
+)
+
+
+class Ask(msgspec.Struct, array_like=True, tag="ask"):
+    text: str
+
+
+class Other(msgspec.Struct, array_like=True, tag="other"):
+    number: int
+
+
+@given(
+    texts=st.lists(st.text(max_size=50), max_size=6),
+    cuts=st.lists(st.integers(min_value=1, max_value=40), min_size=1, max_size=20),
+    preface=st.booleans(),
+)
+def test_frames_survive_any_cutting_of_the_stream(texts: list[str], cuts: list[int], preface: bool) -> None:
+    stream = (PREFACE if preface else b"") + b"".join(encode(i, Ask(text)) for i, text in enumerate(texts))
+    frames, decode, seen, turn = FrameDecoder(preface), decoder_for([Ask]), [], 0
+    while stream:
+        length = cuts[turn % len(cuts)]
+        piece, stream, turn = stream[:length], stream[length:], turn + 1
+        seen += [(request_id, decode.decode(body).text) for request_id, body in frames.feed(piece)]
+    assert seen == list(enumerate(texts))
+
+
+def test_a_foreign_protocol_is_refused_at_its_first_byte() -> None:
+    with pytest.raises(ProtocolError, match="GET"):
+        FrameDecoder(expects_preface=True).feed(b"GET / HTTP/1.1\r\n")
+    assert FrameDecoder(expects_preface=True).feed(PREFACE[:3]) == []
+
+
+def test_an_oversized_frame_is_refused_before_it_is_buffered() -> None:
+    with pytest.raises(ProtocolError, match="bytes"):
+        FrameDecoder(expects_preface=False).feed(HEADER.pack(MAX_BODY_BYTES + 1, 1))
+    with pytest.raises(InvalidArgument, match="size of Ask"):
+        encode(1, Ask("x" * (MAX_BODY_BYTES + 1)))
+
+
+def test_messages_are_told_apart_by_their_tag() -> None:
+    decode = decoder_for([Ask, Other])
+    assert decode.decode(encode(7, Other(5))[8:]) == Other(5)
+    assert decode.decode(encode(7, Failure("internal_error", "no"))[8:]) == Failure("internal_error", "no")
+    with pytest.raises(msgspec.ValidationError):
+        decoder_for([Ask]).decode(encode(7, Other(5))[8:])
+
+
+def test_a_failure_becomes_the_error_its_code_names() -> None:
+    error = error_of(Failure("out_of_memory", "no huge pages"), "the node at here:1")
+    assert type(error) is OutOfMemory
+    assert str(error) == "no huge pages (from the node at here:1)"
+    assert type(error_of(Failure("invalid_argument", "key is empty"), "x")) is InvalidArgument
+    assert type(error_of(Failure("from the future", "?"), "x")) is MooncakeError
