@@ -104,7 +104,7 @@ async def client(service: Service) -> AsyncIterator[AsyncClient]:
 async def until(condition: object, timeout_s: float = 5.0) -> None:
     assert callable(condition)
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - a condition that nobody announces
             await asyncio.sleep(0.001)
 
 
@@ -140,7 +140,7 @@ async def test_errors_of_the_handler_arrive_as_their_class(client: AsyncClient) 
 
 
 async def test_no_answer_is_a_deadline_that_names_peer_and_operation(client: AsyncClient) -> None:
-    with pytest.raises(DeadlineExceeded, match="the test's server at 127.* didn't answer Hold"):
+    with pytest.raises(DeadlineExceeded, match=r"the test's server at 127.* didn't answer Hold"):
         await client.call(Hold(), 0.02)
 
 
