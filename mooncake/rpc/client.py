@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -47,8 +47,8 @@ class _Wire(asyncio.Protocol):
         self.waiting: dict[int, asyncio.Future[Any]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # A cast: uvloop's transports don't inherit from asyncio's.
+        self.transport = cast(asyncio.Transport, transport)
         transport.write(PREFACE)
 
     def data_received(self, data: bytes) -> None:
