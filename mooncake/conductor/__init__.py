@@ -1,0 +1,1 @@
+"""The global scheduler: which instance holds which prefix, how busy each is, who serves a request."""

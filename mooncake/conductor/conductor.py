@@ -1,0 +1,512 @@
+"""The conductor: requests and facts about instances in, placements with their reasons out.
+
+It composes the index, the load accounts and the policies, and owns what joins them: which request is
+placed where, until somebody reports its end or its time is over. It refuses to know HTTP, sockets and
+clocks; ``server.py`` performs its effects. A wrong or missing hint costs speed, never an answer: every
+worker can compute every prompt, so when no instance of a role is ready one of the other role does the work
+("degraded"), and only when nobody is left is a request refused.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from random import Random
+
+import msgspec
+
+from mooncake.conductor.index import PrefixIndex
+from mooncake.conductor.load import ConductorSettings, Health, Instance, ProbeOutcome
+from mooncake.conductor.select import POLICIES, Choice, Job, Policy
+from mooncake.errors import Refusal
+from mooncake.machine import Wake
+from mooncake.prefix import BlockHash
+from mooncake.types import InstanceId, Role, Tier
+
+_STORY_LENGTH = 4000
+
+
+# --- events ------------------------------------------------------------------------------------------
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Find instances for a request. Placing the same request again replaces its earlier placement."""
+
+    request_id: str
+    num_tokens: int
+    hashes: list[BlockHash] = []
+    "The prompt's full blocks, in order."
+    affinity: str = ""
+    exclude: list[InstanceId] = []
+    "Instances that already failed this request."
+    needs_prefill: bool = True
+    "False when the prompt's KV was computed before and only a decode instance is wanted."
+    lifetime_s: float = 3600.0
+    "After so long the placement counts as finished, in case nobody reports it."
+
+
+class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The prompt is computed; from now on only its decode instance is busy with it."""
+
+    request_id: str
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The request has ended, well or not; its instances are free of it."""
+
+    request_id: str
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request failed through the fault of ``instance``."""
+
+    instance: InstanceId
+    reason: str
+    request_id: str = ""
+
+
+class Probed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The result of a ``Probe``; ``detail`` in words."""
+
+    instance: InstanceId
+    outcome: ProbeOutcome
+    detail: str = ""
+
+
+class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    instance: InstanceId
+    hashes: list[BlockHash]
+    tier: Tier = Tier.DEVICE
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    instance: InstanceId
+    hashes: list[BlockHash]
+    tier: Tier = Tier.DEVICE
+
+
+class BlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    instance: InstanceId
+
+
+class AddInstance(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """``instance`` joins. Adding it again ends a drain; with another role it changes sides."""
+
+    instance: InstanceId
+    role: Role
+
+
+class RemoveInstance(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """``instance`` gets no more requests; those under way are not disturbed."""
+
+    instance: InstanceId
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """No new requests for ``instance``; it leaves when the last one is done."""
+
+    instance: InstanceId
+
+
+Event = (
+    Place
+    | Prefilled
+    | Finished
+    | Failed
+    | Probed
+    | BlocksStored
+    | BlocksRemoved
+    | BlocksCleared
+    | AddInstance
+    | RemoveInstance
+    | Drain
+)
+
+
+# --- effects -----------------------------------------------------------------------------------------
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Where a request goes. Without ``prefill`` the decode instance computes the prompt itself."""
+
+    request_id: str
+    prefill: InstanceId | None
+    decode: InstanceId
+    reason: str
+    num_cached_tokens: int = 0
+    "Prompt tokens that the instance which computes the prompt was believed to hold."
+    degraded: str = ""
+    "Why this is not the usual walk; empty when it is."
+
+
+class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Nobody can take the request now; the next attempt has a chance after ``retry_after_s``."""
+
+    request_id: str
+    refusal: Refusal
+    retry_after_s: float
+
+
+class Probe(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Ask an instance for its health and report ``Probed``."""
+
+    instance: InstanceId
+
+
+class Watch(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Follow the instance's KV events from the beginning of what it remembers."""
+
+    instance: InstanceId
+
+
+class Unwatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Stop following the instance's KV events."""
+
+    instance: InstanceId
+
+
+class StateChanged(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """For logs: an instance's state as people see it. "gone" after the last."""
+
+    instance: InstanceId
+    role: Role
+    before: str
+    after: str
+    reason: str
+
+
+Effect = Decision | Refuse | Probe | Watch | Unwatch | StateChanged
+
+
+class InstanceStatus(msgspec.Struct, frozen=True):
+    """One row of ``/status``."""
+
+    instance: InstanceId
+    role: Role
+    state: str
+    detail: str
+    num_requests: int
+    queued_tokens: int
+    num_blocks: int
+    num_placed: int
+
+
+class _Placement(msgspec.Struct):
+    prefill: InstanceId | None
+    decode: InstanceId
+    placed_at: float
+    expires_at: float
+
+
+# --- the core ----------------------------------------------------------------------------------------
+
+
+class Conductor:
+    """The core. ``random`` serves the policy "random" only."""
+
+    def __init__(self, settings: ConductorSettings, random: Random) -> None:
+        self.index = PrefixIndex()
+        self.instances: dict[InstanceId, Instance] = {}
+        self._settings = settings
+        self._random = random
+        self._placements: dict[str, _Placement] = {}
+        self._turns: dict[str, dict[InstanceId, float]] = {"prefill": {}, "decode": {}}
+        self._mean_duration_s = 1.0
+        # (instant, "probe" | "expiry", instance or request). An entry counts only if it still agrees with
+        # next_probe_at or expires_at; cancelling is done by changing those.
+        self._timers: list[tuple[float, str, str]] = []
+        self._story: deque[tuple[float, tuple[str, ...], str]] = deque(maxlen=_STORY_LENGTH)
+        self._handlers: dict[type, Callable[..., list[Effect]]] = {
+            Place: self._place,
+            Prefilled: self._prefilled,
+            Finished: self._finished,
+            Failed: self._failed,
+            Probed: self._probed,
+            BlocksStored: self._blocks_stored,
+            BlocksRemoved: self._blocks_removed,
+            BlocksCleared: self._blocks_cleared,
+            AddInstance: self._add,
+            RemoveInstance: self._remove,
+            Drain: self._drain,
+            Wake: self._wake,
+        }
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{one.id} {one.state}" for one in self.instances.values())
+        return f"<Conductor [{states}] {len(self._placements)} requests, {self.index.num_blocks} blocks>"
+
+    def handle(self, event: Event | Wake, now: float) -> list[Effect]:
+        return self._handlers[type(event)](event, now)
+
+    def deadline(self) -> float | None:
+        return self._timers[0][0] if self._timers else None
+
+    def status(self) -> list[InstanceStatus]:
+        """Every instance, in the order in which they joined."""
+        return [
+            InstanceStatus(
+                instance=one.id,
+                role=one.role,
+                state=one.state,
+                detail=one.detail,
+                num_requests=one.num_requests,
+                queued_tokens=one.queued_tokens,
+                num_blocks=self.index.num_blocks_of(one.id),
+                num_placed=one.num_placed,
+            )
+            for one in self.instances.values()
+        ]
+
+    def story(self, key: str) -> list[str]:
+        """What happened to a request or an instance."""
+        return [f"{now:.3f} {text}" for now, keys, text in self._story if key in keys]
+
+    def check(self) -> None:
+        self.index.check()
+        for instance in self.instances.values():
+            instance.check()
+            for request_id in instance.prefills:
+                assert self._placements[request_id].prefill == instance.id
+            for request_id in instance.decodes:
+                assert self._placements[request_id].decode == instance.id
+            if instance.next_probe_at is not None:
+                assert (instance.next_probe_at, "probe", instance.id) in self._timers
+        for request_id, placement in self._placements.items():
+            assert (placement.expires_at, "expiry", request_id) in self._timers
+
+    # --- requests
+
+    def _place(self, event: Place, now: float) -> list[Effect]:
+        effects = self._release(event.request_id, now)
+        settings = self._settings
+        blocks = self.index.matches(event.hashes)
+        cached = {one: min(n * settings.block_tokens, event.num_tokens) for one, n in blocks.items()}
+        job = Job(event.num_tokens, cached, now, settings.slow_start_s, event.affinity, random=self._random)
+        prefill_policy, decode_policy = POLICIES[settings.scheduling]
+        exclude = dict.fromkeys(event.exclude)
+        decode = self._choose(Role.DECODE, decode_policy, job, exclude)
+        prefill = None
+        if event.needs_prefill or decode is None:
+            prefill = self._choose(Role.PREFILL, prefill_policy, job, exclude)
+        degraded = ""
+        if decode is None:
+            if prefill is None:
+                return [*effects, self._refuse(event, exclude, now)]
+            degraded, decode, prefill = "no decode instance is ready", prefill, None
+        elif prefill is None and event.needs_prefill:
+            degraded = "no prefill instance is ready"
+        return [*effects, self._decide(event, prefill, decode, degraded, cached, now)]
+
+    def _choose(self, role: Role, policy: Policy, job: Job, exclude: dict[InstanceId, None]) -> Choice | None:
+        """The policy's choice among ready instances, else among suspects, else None."""
+        limit = self._settings.max_requests_per_instance
+        eligible = [
+            one
+            for one in self.instances.values()
+            if one.role is role
+            and not one.is_draining
+            and one.health in (Health.READY, Health.SUSPECT)
+            and one.num_requests < limit
+            and one.id not in exclude
+        ]
+        ready = [one for one in eligible if one.health is Health.READY]
+        if not eligible:
+            return None
+        job.turns = self._turns[role]
+        return policy(ready or eligible, job)
+
+    def _decide(
+        self,
+        event: Place,
+        prefill: Choice | None,
+        decode: Choice,
+        degraded: str,
+        cached: dict[InstanceId, int],
+        now: float,
+    ) -> Decision:
+        computes = (prefill or decode).instance
+        num_cached = cached.get(computes.id, 0)
+        parts = [f"decode {decode.instance.id} ({decode.reason})"]
+        if prefill is not None:
+            parts.insert(0, f"prefill {prefill.instance.id} ({prefill.reason})")
+            prefill.instance.add_prefill(event.request_id, event.num_tokens - num_cached)
+        decode.instance.add_decode(event.request_id)
+        if degraded:
+            parts.append(f"degraded: {degraded}")
+        reason = "; ".join(parts)
+        prefill_id = prefill.instance.id if prefill is not None else None
+        placement = _Placement(prefill_id, decode.instance.id, now, now + event.lifetime_s)
+        self._placements[event.request_id] = placement
+        heapq.heappush(self._timers, (placement.expires_at, "expiry", event.request_id))
+        keys = tuple(key for key in (event.request_id, prefill_id, decode.instance.id) if key)
+        self._tell(now, keys, f"placed {event.request_id}: {reason}")
+        return Decision(event.request_id, prefill_id, decode.instance.id, reason, num_cached, degraded)
+
+    def _refuse(self, event: Place, exclude: dict[InstanceId, None], now: float) -> Refuse:
+        limit = self._settings.max_requests_per_instance
+        ready = [
+            one
+            for one in self.instances.values()
+            if one.health is Health.READY and not one.is_draining and one.id not in exclude
+        ]
+        if ready:
+            # All are full: the next place is free when the first of so many requests ends.
+            in_flight = sum(one.num_requests for one in ready)
+            wait_s = self._mean_duration_s / max(1, in_flight)
+            refusal = Refusal("overloaded", f"all {len(ready)} ready instances have {limit} requests")
+        else:
+            wait_s = self._settings.suspect_probe_interval_s
+            states = ", ".join(f"{one.id} is {one.state}" for one in self.instances.values())
+            refusal = Refusal("no_instance", f"no instance can serve: {states or 'none was added'}")
+        self._tell(now, (event.request_id,), f"refused {event.request_id}: {refusal}")
+        return Refuse(event.request_id, refusal, wait_s)
+
+    def _prefilled(self, event: Prefilled, now: float) -> list[Effect]:
+        placement = self._placements.get(event.request_id)
+        if placement is None or placement.prefill is None:
+            return []
+        prefill = self.instances.get(placement.prefill)
+        if prefill is None:
+            return []
+        prefill.end_prefill(event.request_id)
+        return self._leave_if_drained(prefill, now)
+
+    def _finished(self, event: Finished, now: float) -> list[Effect]:
+        placement = self._placements.get(event.request_id)
+        if placement is None:
+            return []
+        self._mean_duration_s += 0.1 * (now - placement.placed_at - self._mean_duration_s)
+        self._tell(now, (event.request_id,), f"finished {event.request_id}")
+        return self._release(event.request_id, now)
+
+    def _release(self, request_id: str, now: float) -> list[Effect]:
+        placement = self._placements.pop(request_id, None)
+        if placement is None:
+            return []
+        effects: list[Effect] = []
+        for instance_id in dict.fromkeys((placement.prefill, placement.decode)):
+            instance = self.instances.get(instance_id) if instance_id is not None else None
+            if instance is not None:
+                instance.end_prefill(request_id)
+                instance.end_decode(request_id)
+                effects += self._leave_if_drained(instance, now)
+        return effects
+
+    # --- health
+
+    def _failed(self, event: Failed, now: float) -> list[Effect]:
+        instance = self.instances.get(event.instance)
+        if instance is None:
+            return []
+        keys = (event.instance, event.request_id)
+        self._tell(now, keys, f"failed {event.request_id} on {event.instance}: {event.reason}")
+        before = instance.state
+        instance.on_failure(event.reason, now)
+        effects = self._changed(instance, before)
+        if instance.probe_started_at is None:
+            effects.append(self._probe(instance, now))
+        return effects
+
+    def _probed(self, event: Probed, now: float) -> list[Effect]:
+        instance = self.instances.get(event.instance)
+        if instance is None or instance.probe_started_at is None:
+            return []  # removed, and perhaps added again, while the probe was in flight
+        before, health = instance.state, instance.health
+        instance.on_probe(event.outcome, event.detail, now, self._settings)
+        assert instance.next_probe_at is not None
+        heapq.heappush(self._timers, (instance.next_probe_at, "probe", instance.id))
+        effects = self._changed(instance, before)
+        if instance.health is not health:
+            self._tell(now, (instance.id,), f"{instance.id} is {instance.state}: {instance.detail}")
+            if instance.health is Health.READY:
+                # Also after a short absence: it may have been restarted in between.
+                effects.append(Watch(instance.id))
+            elif instance.health is Health.DOWN:
+                self.index.clear(instance.id)
+                effects.append(Unwatch(instance.id))
+        return effects
+
+    def _probe(self, instance: Instance, now: float) -> Probe:
+        instance.probe_started_at, instance.next_probe_at = now, None
+        return Probe(instance.id)
+
+    def _wake(self, event: Wake, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        while self._timers and self._timers[0][0] <= now:
+            at, kind, key = heapq.heappop(self._timers)
+            if kind == "probe":
+                instance = self.instances.get(key)
+                if instance is not None and instance.next_probe_at == at:
+                    effects.append(self._probe(instance, now))
+            else:
+                placement = self._placements.get(key)
+                if placement is not None and placement.expires_at == at:
+                    self._tell(now, (key,), f"expired {key}: nobody reported its end")
+                    effects += self._release(key, now)
+        return effects
+
+    # --- blocks
+
+    def _blocks_stored(self, event: BlocksStored, now: float) -> list[Effect]:
+        if event.instance in self.instances:
+            self.index.store(event.instance, event.hashes, event.tier)
+        return []
+
+    def _blocks_removed(self, event: BlocksRemoved, now: float) -> list[Effect]:
+        self.index.remove(event.instance, event.hashes, event.tier)
+        return []
+
+    def _blocks_cleared(self, event: BlocksCleared, now: float) -> list[Effect]:
+        num_blocks = self.index.clear(event.instance)
+        self._tell(now, (event.instance,), f"{event.instance} cleared its {num_blocks} blocks")
+        return []
+
+    # --- membership
+
+    def _add(self, event: AddInstance, now: float) -> list[Effect]:
+        known = self.instances.get(event.instance)
+        if known is not None and known.role is event.role:
+            before = known.state
+            known.is_draining = False
+            return self._changed(known, before)
+        effects = self._drop(known, "changes its role", now) if known is not None else []
+        instance = Instance(event.instance, event.role)
+        self.instances[event.instance] = instance
+        self._tell(now, (event.instance,), f"added {event.instance} for {event.role}")
+        return [*effects, self._probe(instance, now)]
+
+    def _remove(self, event: RemoveInstance, now: float) -> list[Effect]:
+        instance = self.instances.get(event.instance)
+        return self._drop(instance, "removed", now) if instance is not None else []
+
+    def _drain(self, event: Drain, now: float) -> list[Effect]:
+        instance = self.instances.get(event.instance)
+        if instance is None:
+            return []
+        before = instance.state
+        instance.is_draining = True
+        return [*self._changed(instance, before), *self._leave_if_drained(instance, now)]
+
+    def _leave_if_drained(self, instance: Instance, now: float) -> list[Effect]:
+        if instance.is_draining and instance.num_requests == 0:
+            return self._drop(instance, "drained", now)
+        return []
+
+    def _drop(self, instance: Instance, reason: str, now: float) -> list[Effect]:
+        del self.instances[instance.id]
+        self.index.clear(instance.id)
+        for turns in self._turns.values():
+            turns.pop(instance.id, None)
+        self._tell(now, (instance.id,), f"{instance.id} left: {reason}")
+        gone = StateChanged(instance.id, instance.role, instance.state, "gone", reason)
+        return [Unwatch(instance.id), gone]
+
+    def _changed(self, instance: Instance, before: str) -> list[Effect]:
+        after = instance.state
+        if after == before:
+            return []
+        return [StateChanged(instance.id, instance.role, before, after, instance.detail)]
+
+    def _tell(self, now: float, keys: Sequence[str], text: str) -> None:
+        self._story.append((now, tuple(keys), text))

@@ -1,0 +1,194 @@
+"""One serving instance as the conductor sees it: is it alive, how much work does it have.
+
+It owns the health of an instance and the accounts of what was placed on it, and refuses to know prompts,
+policies and the network: probe results and failure reports come in as facts. Health moves like this::
+
+              ready                    failure                  failures_to_down
+    STARTING ───────▶ READY ─────────────────────▶ SUSPECT ─────────────────────▶ DOWN
+        ▲               ▲ ◀───────── ready ───────────┘                            │
+        │               └───────────────────── ready ──────────────────────────────┤
+        └────────────────────── alive, not ready ──────────────────────────────────┘
+
+SUSPECT exists because one lost connection is no proof: such an instance gets no work while a ready one
+exists, and the next probe decides. Draining is a wish of the operator and independent of health. After it
+becomes ready an instance ramps up (slow start), or all traffic would rush to the empty newcomer.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from mooncake.types import InstanceId, Role
+
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+@dataclass(frozen=True)
+class ConductorSettings:
+    """The global scheduler: how instances are chosen and watched."""
+
+    scheduling: Literal["cache_aware", "load", "round_robin", "random"] = "cache_aware"
+    "How an instance is chosen: longest cached prefix less load, load alone, in turn, or at random."
+
+    block_tokens: Annotated[int, Meta(gt=0)] = 32
+    "Tokens per KV block in the workers; prompts are matched in such blocks."
+
+    max_requests_per_instance: Annotated[int, Meta(gt=0)] = 256
+    "Requests that one instance may have at a time; beyond that clients are told to come back later."
+
+    probe_interval_s: Seconds = 2.0
+    "How often a ready instance is asked for its health."
+
+    suspect_probe_interval_s: Seconds = 0.5
+    "How often an instance is asked that is starting, or that failed once."
+
+    max_probe_interval_s: Seconds = 10.0
+    "The slowest rate at which a lost instance is asked; the interval doubles up to it."
+
+    probe_timeout_s: Seconds = 5.0
+    "How long an instance may take to answer a probe."
+
+    failures_to_down: Annotated[int, Meta(gt=0)] = 3
+    "Failed probes in a row after which an instance counts as lost and its cached blocks as gone."
+
+    slow_start_s: Annotated[float, Meta(ge=0)] = 10.0
+    "How long an instance that just became ready gets less than its share of the work."
+
+
+class Health(enum.StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    SUSPECT = "suspect"
+    DOWN = "down"
+
+
+class ProbeOutcome(enum.StrEnum):
+    READY = "ready"
+    "It can serve."
+
+    ALIVE = "alive"
+    "It answers but cannot serve yet, or does not want to any more."
+
+    FAILED = "failed"
+    "It did not answer."
+
+
+_FULLY_RAMPED = float("-inf")
+
+
+@dataclass(slots=True)
+class Instance:
+    """A worker: role, health, and the work that was placed on it and not yet reported done."""
+
+    id: InstanceId
+    role: Role
+    health: Health = Health.STARTING
+    is_draining: bool = False
+    detail: str = "not probed yet"
+    "Why it has this health, in words."
+
+    failed_probes: int = 0
+    "Failed probes in a row."
+
+    failed_at: float = float("-inf")
+    "When a request last failed there."
+
+    ready_since: float = _FULLY_RAMPED
+    probe_started_at: float | None = None
+    "When the probe in flight began; None when there is none."
+
+    next_probe_at: float | None = None
+    "When the next probe is due; None while one is in flight."
+
+    prefills: dict[str, int] = field(default_factory=dict)
+    "Request -> prompt tokens still to be computed here."
+
+    decodes: dict[str, None] = field(default_factory=dict)
+    "Requests that are being decoded here."
+
+    queued_tokens: int = 0
+    "Sum over ``prefills``."
+
+    num_placed: int = 0
+    "Requests ever placed here, for breaking ties."
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.prefills) + len(self.decodes)
+
+    @property
+    def state(self) -> str:
+        """Health as people see it."""
+        return "draining" if self.is_draining else self.health.value
+
+    def add_prefill(self, request_id: str, num_tokens: int) -> None:
+        assert request_id not in self.prefills
+        self.prefills[request_id] = num_tokens
+        self.queued_tokens += num_tokens
+        self.num_placed += 1
+
+    def end_prefill(self, request_id: str) -> None:
+        self.queued_tokens -= self.prefills.pop(request_id, 0)
+
+    def add_decode(self, request_id: str) -> None:
+        assert request_id not in self.decodes
+        self.decodes[request_id] = None
+        self.num_placed += 1
+
+    def end_decode(self, request_id: str) -> None:
+        self.decodes.pop(request_id, None)
+
+    def share(self, now: float, slow_start_s: float) -> float:
+        """The part of a full share of work that it should get now: 0.1 rising to 1."""
+        elapsed = now - self.ready_since
+        return 1.0 if elapsed >= slow_start_s else max(0.1, elapsed / slow_start_s)
+
+    def on_failure(self, reason: str, now: float) -> None:
+        """A request failed there through the instance's fault."""
+        self.failed_at = now
+        if self.health in (Health.READY, Health.SUSPECT):
+            self.health = Health.SUSPECT
+            self.detail = reason
+
+    def on_probe(self, outcome: ProbeOutcome, detail: str, now: float, settings: ConductorSettings) -> None:
+        """Take a probe's result and say when the next one is due (``next_probe_at``)."""
+        is_stale = self.probe_started_at is not None and self.failed_at >= self.probe_started_at
+        self.probe_started_at = None
+        if outcome is ProbeOutcome.FAILED:
+            self.failed_probes += 1
+            self.detail = detail
+            if self.failed_probes >= settings.failures_to_down and self.health is not Health.STARTING:
+                self.health = Health.DOWN
+            elif self.health is Health.READY:
+                self.health = Health.SUSPECT
+        elif is_stale:
+            pass  # asked before the failure: it proves nothing, ask again
+        elif outcome is ProbeOutcome.ALIVE:
+            self.failed_probes = 0
+            self.detail = detail
+            self.health = Health.STARTING
+        else:
+            if self.health is not Health.READY:
+                self.detail = detail
+                if self.health is not Health.SUSPECT:
+                    self.ready_since = now
+            self.failed_probes = 0
+            self.health = Health.READY
+        self.next_probe_at = now + self._probe_pause_s(settings)
+
+    def _probe_pause_s(self, settings: ConductorSettings) -> float:
+        if self.health is Health.READY:
+            return settings.probe_interval_s
+        if self.health is Health.STARTING:
+            return settings.suspect_probe_interval_s
+        tries = max(0, self.failed_probes - settings.failures_to_down)
+        return min(settings.suspect_probe_interval_s * 2.0 ** min(tries, 16), settings.max_probe_interval_s)
+
+    def check(self) -> None:
+        assert self.queued_tokens == sum(self.prefills.values())
+        assert all(tokens >= 0 for tokens in self.prefills.values())
+        assert (self.probe_started_at is None) != (self.next_probe_at is None), "either waiting or in flight"

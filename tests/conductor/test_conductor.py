@@ -1,0 +1,315 @@
+"""Placement, failure and membership, told as events and the effects they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mooncake.conductor.conductor import (
+    AddInstance,
+    BlocksCleared,
+    BlocksStored,
+    Conductor,
+    Decision,
+    Drain,
+    Effect,
+    Failed,
+    Finished,
+    Place,
+    Prefilled,
+    Probe,
+    Probed,
+    Refuse,
+    RemoveInstance,
+    StateChanged,
+    Unwatch,
+    Watch,
+)
+from mooncake.conductor.load import ConductorSettings, ProbeOutcome
+from mooncake.machine import Wake
+from mooncake.prefix import block_hashes, root_hash
+from mooncake.types import Role
+
+SETTINGS = ConductorSettings(block_tokens=16, slow_start_s=0.0, max_requests_per_instance=4)
+HASHES = block_hashes(range(64), 16, root_hash())
+
+
+@pytest.fixture
+def conductor() -> Iterator[Conductor]:
+    conductor = Conductor(SETTINGS, Random(0))
+    yield conductor
+    conductor.check()
+
+
+def add(conductor: Conductor, *names: str, now: float = 0.0) -> None:
+    """Instances named p1, p2 prefill, d1, d2 decode; all ready."""
+    for name in names:
+        role = Role.PREFILL if name.startswith("p") else Role.DECODE
+        effects = conductor.handle(AddInstance(name, role), now)
+        assert effects == [Probe(name)]
+        effects = conductor.handle(Probed(name, ProbeOutcome.READY), now)
+        assert Watch(name) in effects
+
+
+def place(conductor: Conductor, request_id: str = "r", now: float = 1.0, **fields: Any) -> Decision | Refuse:
+    effects = conductor.handle(Place(request_id, 64, **fields), now)
+    assert isinstance(effects[-1], Decision | Refuse)
+    return effects[-1]
+
+
+def decided(conductor: Conductor, request_id: str = "r", **fields: Any) -> Decision:
+    decision = place(conductor, request_id, **fields)
+    assert isinstance(decision, Decision)
+    return decision
+
+
+def fail(conductor: Conductor, instance: str, now: float = 2.0) -> list[Effect]:
+    return conductor.handle(Failed(instance, "connection reset", "r"), now)
+
+
+def lose(conductor: Conductor, instance: str, now: float = 2.0) -> list[Effect]:
+    """Probes fail until it counts as down."""
+    effects = fail(conductor, instance, now)
+    for _ in range(SETTINGS.failures_to_down):
+        effects = conductor.handle(Probed(instance, ProbeOutcome.FAILED, "refused"), now)
+        now += SETTINGS.suspect_probe_interval_s
+        assert Probe(instance) in conductor.handle(Wake(), now)
+    return effects
+
+
+def test_a_pair_is_chosen_with_its_reason(conductor: Conductor) -> None:
+    add(conductor, "p1", "p2", "d1")
+    conductor.handle(BlocksStored("p2", HASHES[:3]), 0.0)
+    decision = decided(conductor, hashes=HASHES)
+    assert (decision.prefill, decision.decode, decision.degraded) == ("p2", "d1", "")
+    assert decision.num_cached_tokens == 48
+    assert "48 of 64 tokens cached" in decision.reason
+    assert decision.reason in conductor.story("r")[0]
+
+
+def test_load_spreads_requests(conductor: Conductor) -> None:
+    add(conductor, "p1", "p2", "d1", "d2")
+    pairs = [(one.prefill, one.decode) for one in (decided(conductor, f"r{n}") for n in range(4))]
+    assert sorted(pairs) == [("p1", "d1"), ("p1", "d1"), ("p2", "d2"), ("p2", "d2")]
+    conductor.handle(Prefilled("r0"), 1.0)
+    conductor.handle(Finished("r1"), 1.0)
+    [p1, p2, d1, d2] = conductor.status()
+    assert (p1.queued_tokens, p2.queued_tokens) == (64, 64)
+    assert (p1.num_requests + p2.num_requests, d1.num_requests + d2.num_requests) == (2, 3)
+
+
+def test_only_a_decode_instance_when_the_prompt_is_computed(conductor: Conductor) -> None:
+    add(conductor, "p1", "d1")
+    decision = decided(conductor, needs_prefill=False)
+    assert (decision.prefill, decision.decode, decision.degraded) == (None, "d1", "")
+
+
+def test_placing_again_replaces_the_earlier_placement(conductor: Conductor) -> None:
+    add(conductor, "p1", "p2", "d1")
+    first = decided(conductor)
+    assert first.prefill is not None
+    second = decided(conductor, exclude=[first.prefill])
+    assert second.prefill not in (None, first.prefill)
+    assert sum(one.queued_tokens for one in conductor.status()) == 64
+
+
+@pytest.mark.parametrize(
+    ("names", "prefill", "decode", "degraded"),
+    [
+        (["d1"], None, "d1", "no prefill instance is ready"),
+        (["p1"], None, "p1", "no decode instance is ready"),
+    ],
+)
+def test_one_role_does_the_work_of_both(
+    conductor: Conductor, names: list[str], prefill: str | None, decode: str, degraded: str
+) -> None:
+    add(conductor, *names)
+    decision = decided(conductor)
+    assert (decision.prefill, decision.decode, decision.degraded) == (prefill, decode, degraded)
+
+
+def test_nobody_left_is_a_refusal_that_says_why(conductor: Conductor) -> None:
+    refuse = place(conductor)
+    assert isinstance(refuse, Refuse) and refuse.refusal.code == "no_instance"
+    add(conductor, "d1")
+    lose(conductor, "d1")
+    refuse = place(conductor, now=50.0)
+    assert isinstance(refuse, Refuse) and "d1 is down" in refuse.refusal.reason
+
+
+def test_full_instances_refuse_with_a_computed_pause(conductor: Conductor) -> None:
+    add(conductor, "d1")
+    for number in range(4):
+        conductor.handle(Place(f"r{number}", 64), 0.0)
+    refuse = place(conductor, "late")
+    assert isinstance(refuse, Refuse) and refuse.refusal.code == "overloaded"
+    conductor.handle(Finished("r0"), 101.0)  # took 101 s: the mean rises
+    decided(conductor, "r4", now=101.0)
+    later = place(conductor, "late", now=101.0)
+    assert isinstance(later, Refuse) and later.retry_after_s > refuse.retry_after_s
+
+
+def test_a_suspect_serves_only_when_nobody_else_can(conductor: Conductor) -> None:
+    add(conductor, "p1", "d1", "d2")
+    effects = fail(conductor, "d1")
+    assert Probe("d1") in effects
+    assert any(isinstance(one, StateChanged) and one.after == "suspect" for one in effects)
+    assert {decided(conductor, f"r{n}").decode for n in range(3)} == {"d2"}
+    fail(conductor, "d2")
+    assert decided(conductor, "last").decode in ("d1", "d2")
+
+
+def test_a_lost_instance_loses_its_blocks_and_is_watched_again(conductor: Conductor) -> None:
+    add(conductor, "p1", "p2", "d1")
+    conductor.handle(BlocksStored("p1", HASHES), 0.0)
+    assert Unwatch("p1") in lose(conductor, "p1")
+    assert conductor.index.num_blocks == 0
+    conductor.handle(Wake(), 100.0)
+    assert Watch("p1") in conductor.handle(Probed("p1", ProbeOutcome.READY), 100.0)
+
+
+def test_ready_instances_are_probed_on_time(conductor: Conductor) -> None:
+    add(conductor, "p1", now=10.0)
+    assert conductor.deadline() == 10.0 + SETTINGS.probe_interval_s
+    assert conductor.handle(Wake(), 11.0) == []
+    assert conductor.handle(Wake(), 12.0) == [Probe("p1")]
+    assert conductor.deadline() is None
+
+
+def test_draining_lets_requests_end(conductor: Conductor) -> None:
+    add(conductor, "p1", "d1", "d2")
+    decision = decided(conductor)
+    conductor.handle(Drain(decision.decode), 1.0)
+    assert decided(conductor, "other").decode != decision.decode
+    effects = conductor.handle(Finished("r"), 2.0)
+    assert Unwatch(decision.decode) in effects
+    assert decision.decode not in [one.instance for one in conductor.status()]
+
+
+def test_a_drain_can_be_taken_back(conductor: Conductor) -> None:
+    add(conductor, "d1")
+    decided(conductor)
+    conductor.handle(Drain("d1"), 1.0)
+    assert isinstance(place(conductor, "late"), Refuse)
+    conductor.handle(AddInstance("d1", Role.DECODE), 1.0)
+    assert decided(conductor, "late").decode == "d1"
+
+
+def test_removing_forgets_and_late_news_are_harmless(conductor: Conductor) -> None:
+    add(conductor, "p1", "d1")
+    decided(conductor)
+    conductor.handle(RemoveInstance("p1"), 1.0)
+    for late in (
+        Probed("p1", ProbeOutcome.READY),
+        BlocksStored("p1", HASHES),
+        BlocksCleared("p1"),
+        Failed("p1", "gone"),
+        Prefilled("r"),
+        Finished("r"),
+        Finished("unknown"),
+        RemoveInstance("p1"),
+        Drain("p1"),
+    ):
+        conductor.handle(late, 1.0)
+    assert [one.instance for one in conductor.status()] == ["d1"]
+    assert conductor.index.num_blocks == 0
+
+
+def test_an_instance_can_change_sides(conductor: Conductor) -> None:
+    add(conductor, "d1")
+    conductor.handle(AddInstance("d1", Role.PREFILL), 1.0)
+    [row] = conductor.status()
+    assert (row.role, row.state) == (Role.PREFILL, "starting")
+
+
+def test_a_request_nobody_reports_expires(conductor: Conductor) -> None:
+    add(conductor, "d1")
+    decided(conductor, lifetime_s=30.0)
+    conductor.handle(Wake(), 32.0)
+    assert conductor.status()[0].num_requests == 0
+    assert "nobody reported its end" in conductor.story("r")[-1]
+
+
+NAMES = ["p1", "p2", "d1", "d2"]
+names = st.sampled_from(NAMES)
+requests = st.sampled_from(["r1", "r2", "r3", "r4", "r5", "r6"])
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order: the invariants hold and a live instance is always probed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.conductor = Conductor(SETTINGS, Random(0))
+        self.probing: dict[str, None] = {}
+
+    def send(self, event: Any) -> list[Effect]:
+        effects = self.conductor.handle(event, self.now)
+        for effect in effects:
+            if isinstance(effect, Probe):
+                self.probing[effect.instance] = None
+        return effects
+
+    @rule(name=names)
+    def add(self, name: str) -> None:
+        self.send(AddInstance(name, Role.PREFILL if name.startswith("p") else Role.DECODE))
+
+    @rule(name=names)
+    def remove(self, name: str) -> None:
+        self.send(RemoveInstance(name))
+
+    @rule(name=names)
+    def drain(self, name: str) -> None:
+        self.send(Drain(name))
+
+    @rule(name=names)
+    def fail(self, name: str) -> None:
+        self.send(Failed(name, "reset"))
+
+    @rule(name=names, outcome=st.sampled_from([*ProbeOutcome, ProbeOutcome.READY]))
+    def answer(self, name: str, outcome: ProbeOutcome) -> None:
+        if name in self.probing:
+            del self.probing[name]
+            self.send(Probed(name, outcome))
+
+    @rule(request=requests, exclude=st.lists(names, max_size=2), needs_prefill=st.booleans())
+    def place(self, request: str, exclude: list[str], needs_prefill: bool) -> None:
+        effect = self.send(Place(request, 40, HASHES[:2], "", exclude, needs_prefill, 20.0))[-1]
+        if isinstance(effect, Decision):
+            assert not {effect.prefill, effect.decode} & {*exclude}
+            states = {row.instance: row.state for row in self.conductor.status()}
+            assert states[effect.decode] in ("ready", "suspect")
+        else:
+            assert isinstance(effect, Refuse)
+
+    @rule(request=requests)
+    def prefilled(self, request: str) -> None:
+        self.send(Prefilled(request))
+
+    @rule(request=requests)
+    def finish(self, request: str) -> None:
+        self.send(Finished(request))
+
+    @rule(name=names)
+    def blocks(self, name: str) -> None:
+        self.send(BlocksStored(name, HASHES))
+
+    @rule(step=st.floats(0.0, 8.0))
+    def wait(self, step: float) -> None:
+        self.now += step
+        self.send(Wake())
+
+    @invariant()
+    def holds(self) -> None:
+        self.conductor.check()
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
