@@ -1,0 +1,5 @@
+"""``python -m mooncake``: the command ``mooncake`` without its console script."""
+
+from mooncake.cli import main
+
+main()

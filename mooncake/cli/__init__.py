@@ -1,0 +1,59 @@
+"""The command ``mooncake``: one door to every role, to a whole cluster on one host, and to a chat with it.
+
+This module only finds the words for what went wrong: a broken world (bad settings, a taken port, a model
+that is not there) is one line on standard error and exit status 2, or 1 when trying again later may help;
+only a broken program shows a traceback. ``table.py`` lists the commands, ``roles.py`` derives their flags.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from mooncake.errors import MooncakeError, Unavailable
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The console script ``mooncake``."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        from mooncake.cli.table import application_for  # here, so that a missing extra can be explained
+
+        application_for(words)(args=words, prog_name="mooncake")
+    except MooncakeError as error:
+        _fail(str(error), 1 if isinstance(error, Unavailable) else 2)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "mooncake":
+            raise
+        _fail(f"{error.name} is not installed; `pip install 'mooncake-serving[all]'` brings it", 2)
+    except OSError as error:
+        advice = _address_advice(error)
+        if advice is None:
+            raise
+        _fail(advice, 2)
+    sys.exit(0)
+
+
+def node_main() -> NoReturn:
+    """The console script ``mooncaked``: the node daemon."""
+    main(["node", *sys.argv[1:]])
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def _address_advice(error: OSError) -> str | None:
+    """What to do about an address that cannot be listened on; None for any other failure."""
+    text = error.strerror or str(error)
+    if isinstance(error, socket.gaierror):
+        return f"the host to listen on is unknown ({text}); choose another with --host"
+    return {
+        errno.EADDRINUSE: f"{text}; free that port or choose another with --port",
+        errno.EADDRNOTAVAIL: f"{text}; choose an address of this machine with --host",
+        errno.EACCES: f"{text}; ports below 1024 need privileges, choose another with --port",
+    }.get(error.errno or 0)

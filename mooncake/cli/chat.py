@@ -1,0 +1,247 @@
+"""A chat in the terminal with anything that speaks the OpenAI API.
+
+Knows HTTP and the terminal only, nothing of the cluster behind the URL. Standard library and rich, so that
+it starts at once. After each answer it shows what this project is about: how much of the prompt was found in
+the cache, and how long the first token took.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TextIO
+
+from msgspec import Meta
+
+from mooncake.cli.roles import Given
+from mooncake.config import Secret
+from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+
+COMMANDS = "/reset forgets the conversation, /quit leaves"
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """Talk to a cluster in the terminal."""
+
+    url: str = "http://127.0.0.1:8000"
+    "Address of the gateway."
+
+    model: str = ""
+    "Model to ask; without it, the first one that the gateway lists."
+
+    system: str = ""
+    "Instructions that stand before the conversation."
+
+    max_tokens: Annotated[int, Meta(ge=1)] = 1024
+    "Longest answer, in tokens."
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
+    "0 takes the likeliest token each time; higher is more varied."
+
+    timeout_s: Annotated[float, Meta(gt=0)] = 300.0
+    "How long to wait for the next token."
+
+    api_key: Annotated[str, Secret] = ""
+    "Sent as the bearer token, for servers that ask for one."
+
+    def __post_init__(self) -> None:
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidArgument("url", self.url, "an address such as http://127.0.0.1:8000")
+
+
+@dataclass
+class Answer:
+    """One answer as it grew."""
+
+    text: str = ""
+    ttft_s: float | None = None
+    total_s: float = 0.0
+    finish_reason: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    def footer(self) -> str:
+        """``cached 128 of 140 prompt tokens, first token after 0.05 s, 31 tokens at 25.1/s``"""
+        parts = []
+        if self.usage:
+            cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            parts.append(f"cached {cached} of {self.usage.get('prompt_tokens', 0)} prompt tokens")
+        if self.ttft_s is not None:
+            parts.append(f"first token after {self.ttft_s:.2f} s")
+            num_tokens = self.usage.get("completion_tokens", 0)
+            if num_tokens > 1 and self.total_s > self.ttft_s:
+                parts.append(
+                    f"{num_tokens} tokens at {(num_tokens - 1) / (self.total_s - self.ttft_s):.1f}/s"
+                )
+        if self.finish_reason == "length":
+            parts.append("stopped at the length limit")
+        return ", ".join(parts)
+
+
+class Server:
+    """The HTTP side: a model list and streamed answers."""
+
+    def __init__(self, settings: ChatSettings, now: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._url = urllib.parse.urlsplit(settings.url)
+        self._now = now
+
+    def first_model(self) -> str:
+        """The name of the first model that the server lists."""
+        with self._request("GET", "/v1/models", None) as response:
+            models = json.loads(response.read()).get("data") or []
+        if not models:
+            raise ProtocolError(f"{self._settings.url} lists no model; is a worker attached?")
+        return str(models[0]["id"])
+
+    def ask(self, model: str, messages: list[dict[str, str]], answer: Answer) -> Iterator[str]:
+        """Stream one answer; ``answer`` is filled on the way."""
+        body = {
+            "model": model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": self._settings.max_tokens,
+            "temperature": self._settings.temperature,
+        }
+        started = self._now()
+        with self._request("POST", "/v1/chat/completions", body) as response:
+            for event in _events(response, self._settings.url):
+                answer.usage = event.get("usage") or answer.usage
+                for choice in event.get("choices") or []:
+                    answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+                    piece = (choice.get("delta") or {}).get("content") or ""
+                    if piece:
+                        if answer.ttft_s is None:
+                            answer.ttft_s = self._now() - started
+                        answer.text += piece
+                        yield piece
+        answer.total_s = self._now() - started
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
+        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+        assert self._url.hostname is not None
+        connection = kind(self._url.hostname, self._url.port, timeout=self._settings.timeout_s)
+        headers = {"Content-Type": "application/json"}
+        if self._settings.api_key:
+            headers["Authorization"] = f"Bearer {self._settings.api_key}"
+        content = None if body is None else json.dumps(body).encode()
+        try:
+            connection.request(method, self._url.path.rstrip("/") + path, content, headers)
+            response = connection.getresponse()
+        except TimeoutError as error:
+            waited = f"{self._settings.timeout_s:g} s"
+            raise DeadlineExceeded(f"{self._settings.url} did not answer within {waited}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise PeerLost(
+                f"nothing answers at {self._settings.url} ({error}); start a cluster with `mooncake up`, "
+                "or name another address with --url"
+            ) from error
+        if response.status != 200:
+            raise ProtocolError(_refusal(response, self._settings.url))
+        return response
+
+
+def _refusal(response: http.client.HTTPResponse, url: str) -> str:
+    """What an OpenAI error object says, or at least the status."""
+    content = response.read()
+    try:
+        message = json.loads(content)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = content[:200].decode(errors="replace")
+    return f"{url} answered {response.status} {response.reason}: {message}"
+
+
+def _events(response: http.client.HTTPResponse, url: str) -> Iterator[dict[str, Any]]:
+    """The server-sent events of a stream, until ``[DONE]``."""
+    try:
+        for line in response:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise ProtocolError(f"{url} broke off: {event['error'].get('message', event['error'])}")
+            yield event
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{url} stopped in the middle of an answer") from error
+    except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+        raise PeerLost(f"{url} broke off in the middle of an answer ({error})") from error
+    raise PeerLost(f"{url} broke off before the end of the answer")
+
+
+class Conversation:
+    """The loop of questions and answers. A failed question is not remembered, so it can be asked again."""
+
+    def __init__(self, settings: ChatSettings, server: Server, model: str, out: TextIO) -> None:
+        self._server = server
+        self._model = model
+        self._out = out
+        self._opening = [{"role": "system", "content": settings.system}] if settings.system else []
+        self.messages = list(self._opening)
+
+    def say(self, line: str) -> bool:
+        """Handle one line from the person; False when they leave."""
+        line = line.strip()
+        if line in ("/quit", "/exit", "/q"):
+            return False
+        if line == "/reset":
+            self.messages = list(self._opening)
+            self._print("(the conversation starts anew)\n")
+        elif line.startswith("/"):
+            self._print(f"({line} is no command; {COMMANDS})\n")
+        elif line:
+            self._ask(line)
+        return True
+
+    def _ask(self, line: str) -> None:
+        asked = [*self.messages, {"role": "user", "content": line}]
+        answer = Answer()
+        try:
+            for piece in self._server.ask(self._model, asked, answer):
+                self._print(piece)
+        except KeyboardInterrupt:
+            self._print("\n(interrupted; ask again or /quit)\n")
+            return
+        except (PeerLost, DeadlineExceeded, ProtocolError) as error:
+            self._print(f"\nerror: {error}\n")
+            return
+        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        self._print(f"\n{self._dim(f'[{answer.footer()}]')}\n")
+
+    def _print(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+    def _dim(self, text: str) -> str:
+        return f"\x1b[2m{text}\x1b[0m" if self._out.isatty() else text
+
+
+def chat(given: Given) -> None:
+    """Talk until /quit, end of input or Ctrl-C at the prompt."""
+    settings = given.settings
+    assert isinstance(settings, ChatSettings)
+    server = Server(settings)
+    model = settings.model or server.first_model()
+    is_person = sys.stdin.isatty()
+    if is_person:
+        import readline  # noqa: F401  (gives input() line editing and history)
+
+        print(f"{model} at {settings.url}; {COMMANDS}")
+    conversation = Conversation(settings, server, model, sys.stdout)
+    while True:
+        try:
+            line = input("> " if is_person else "")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if not conversation.say(line):
+            return
