@@ -49,7 +49,7 @@ class _Wire(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast: uvloop's transports don't inherit from asyncio's.
         self.transport = cast(asyncio.Transport, transport)
-        transport.write(PREFACE)
+        self.transport.write(PREFACE)
 
     def data_received(self, data: bytes) -> None:
         try:
