@@ -211,6 +211,7 @@ class Conductor:
         self._settings = settings
         self._random = random
         self._placements: dict[str, _Placement] = {}
+        self._choosable: dict[Role, list[Instance]] = {}  # made when asked for, dropped at any change
         self._turns: dict[str, dict[InstanceId, float]] = {"prefill": {}, "decode": {}}
         self._mean_duration_s = 1.0
         # (instant, "probe" | "expiry", instance or request). An entry counts only if it still agrees with
@@ -272,6 +273,8 @@ class Conductor:
                 assert self._placements[request_id].decode == instance.id
             if instance.next_probe_at is not None:
                 assert (instance.next_probe_at, "probe", instance.id) in self._timers
+        for role, pool in self._choosable.items():
+            assert pool == [one for one in self.instances.values() if one.role is role and one.may_be_chosen]
         for request_id, placement in self._placements.items():
             assert (placement.expires_at, "expiry", request_id) in self._timers
 
@@ -301,18 +304,14 @@ class Conductor:
     def _choose(self, role: Role, policy: Policy, job: Job, exclude: dict[InstanceId, None]) -> Choice | None:
         """The policy's choice among ready instances, else among suspects, else None."""
         limit = self._settings.max_requests_per_instance
-        eligible = [
-            one
-            for one in self.instances.values()
-            if one.role is role
-            and not one.is_draining
-            and one.health in (Health.READY, Health.SUSPECT)
-            and one.num_requests < limit
-            and one.id not in exclude
-        ]
-        ready = [one for one in eligible if one.health is Health.READY]
+        pool = self._choosable.get(role)
+        if pool is None:
+            pool = [one for one in self.instances.values() if one.role is role and one.may_be_chosen]
+            self._choosable[role] = pool
+        eligible = [one for one in pool if one.num_requests < limit and one.id not in exclude]
         if not eligible:
             return None
+        ready = [one for one in eligible if one.health is Health.READY]
         job.turns = self._turns[role]
         return policy(ready or eligible, job)
 
@@ -418,6 +417,7 @@ class Conductor:
         heapq.heappush(self._timers, (instance.next_probe_at, "probe", instance.id))
         effects = self._changed(instance, before)
         if instance.health is not health:
+            self._choosable.clear()
             self._tell(now, (instance.id,), f"{instance.id} is {instance.state}: {instance.detail}")
             if instance.health is Health.READY:
                 # Also after a short absence: it may have been restarted in between.
@@ -465,6 +465,7 @@ class Conductor:
     # --- membership
 
     def _add(self, event: AddInstance, now: float) -> list[Effect]:
+        self._choosable.clear()
         known = self.instances.get(event.instance)
         if known is not None and known.role is event.role:
             before = known.state
@@ -484,6 +485,7 @@ class Conductor:
         instance = self.instances.get(event.instance)
         if instance is None:
             return []
+        self._choosable.clear()
         before = instance.state
         instance.is_draining = True
         return [*self._changed(instance, before), *self._leave_if_drained(instance, now)]
@@ -494,6 +496,7 @@ class Conductor:
         return []
 
     def _drop(self, instance: Instance, reason: str, now: float) -> list[Effect]:
+        self._choosable.clear()
         del self.instances[instance.id]
         self.index.clear(instance.id)
         for turns in self._turns.values():

@@ -77,6 +77,7 @@ class ProbeOutcome(enum.StrEnum):
     "It did not answer."
 
 
+_CHOOSABLE = (Health.READY, Health.SUSPECT)
 _FULLY_RAMPED = float("-inf")
 
 
@@ -113,12 +114,15 @@ class Instance:
     queued_tokens: int = 0
     "Sum over ``prefills``."
 
+    num_requests: int = 0
+    "Entries of ``prefills`` and ``decodes``."
+
     num_placed: int = 0
     "Requests ever placed here, for breaking ties."
 
     @property
-    def num_requests(self) -> int:
-        return len(self.prefills) + len(self.decodes)
+    def may_be_chosen(self) -> bool:
+        return self.health in _CHOOSABLE and not self.is_draining
 
     @property
     def state(self) -> str:
@@ -129,18 +133,24 @@ class Instance:
         assert request_id not in self.prefills
         self.prefills[request_id] = num_tokens
         self.queued_tokens += num_tokens
+        self.num_requests += 1
         self.num_placed += 1
 
     def end_prefill(self, request_id: str) -> None:
-        self.queued_tokens -= self.prefills.pop(request_id, 0)
+        if request_id in self.prefills:
+            self.queued_tokens -= self.prefills.pop(request_id)
+            self.num_requests -= 1
 
     def add_decode(self, request_id: str) -> None:
         assert request_id not in self.decodes
         self.decodes[request_id] = None
+        self.num_requests += 1
         self.num_placed += 1
 
     def end_decode(self, request_id: str) -> None:
-        self.decodes.pop(request_id, None)
+        if request_id in self.decodes:
+            del self.decodes[request_id]
+            self.num_requests -= 1
 
     def share(self, now: float, slow_start_s: float) -> float:
         """The part of a full share of work that it should get now: 0.1 rising to 1."""
@@ -190,5 +200,6 @@ class Instance:
 
     def check(self) -> None:
         assert self.queued_tokens == sum(self.prefills.values())
+        assert self.num_requests == len(self.prefills) + len(self.decodes)
         assert all(tokens >= 0 for tokens in self.prefills.values())
         assert (self.probe_started_at is None) != (self.next_probe_at is None), "either waiting or in flight"
