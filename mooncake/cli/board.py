@@ -1,0 +1,123 @@
+"""What a person sees while a cluster runs: a live table in a terminal, plain lines anywhere else.
+
+Reads the supervisor, decides nothing. ``write_status`` is the same for programs: a JSON file that is replaced
+whole at every change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from mooncake import clock
+from mooncake.cli.processes import Processes
+from mooncake.cli.supervise import RoleStatus, State
+
+STYLES = {
+    State.WAITING: "dim",
+    State.STARTING: "yellow",
+    State.READY: "green",
+    State.RESTING: "red",
+    State.STOPPING: "yellow",
+    State.STOPPED: "dim",
+}
+
+
+class Board:
+    """Tells people on standard error what the cluster does. Use as a context manager."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self.processes: Processes | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> Board:
+        if self.console.is_terminal:
+            self._live = Live(get_renderable=self.table, console=self.console, refresh_per_second=2)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, role: str, text: str, log_lines: Sequence[str] = ()) -> None:
+        """One line about a role, and the end of its log when it died."""
+        self.print(f"{role or 'mooncake'}: {text}")
+        for line in log_lines:
+            self.print(f"    {role} | {line}")
+
+    def print(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+    def table(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
+        for heading in ("role", "state", "for", "address", "pid", "starts"):
+            table.add_column(heading, no_wrap=True)
+        if self.processes is not None:
+            now = clock.monotonic()
+            for name, role in self.processes.supervisor.roles.items():
+                plan = self.processes.plans[name]
+                pid = self.processes.pid(name)
+                state = Text(_state(role, now), style=STYLES[role.state])
+                starts = str(role.num_starts) if role.num_starts > 1 else ""
+                table.add_row(name, state, _age(now - role.since), plan.address, str(pid or ""), starts)
+        return table
+
+
+def _state(role: RoleStatus, now: float) -> str:
+    if role.state is State.RESTING and role.wake_at is not None:
+        return f"died, again in {max(0.0, role.wake_at - now):.0f} s"
+    return str(role.state)
+
+
+def _age(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def write_status(path: Path, processes: Processes, url: str, is_ready: bool) -> None:
+    """The state of every role as JSON; readers never see half a file."""
+    roles = {
+        name: {
+            "state": role.state,
+            "pid": processes.pid(name),
+            "address": processes.plans[name].address,
+            "num_starts": role.num_starts,
+            "log": str(processes.log_path(name)),
+        }
+        for name, role in processes.supervisor.roles.items()
+    }
+    status = {"url": url, "is_ready": is_ready, "pid": os.getpid(), "roles": roles}
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(json.dumps(status, indent=1))
+    fresh.replace(path)
+
+
+def welcome(url: str, model: str, master: str, admin_key: str, log_folder: Path) -> str:
+    """What can be done now that everything serves."""
+    question = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    return f"""
+Mooncake serves {model} at {url}
+
+  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d {shlex.quote(json.dumps(question))}
+
+  mooncake chat --url {url}            talk to it
+  curl -s {url}/status                 who serves; /metrics for numbers
+  admin calls (/instances/add, ...)    send the header X-API-Key: {admin_key}
+  Store("{master}")         the pool, from Python
+  logs                                 {log_folder}
+  Ctrl-C                               stop everything
+"""

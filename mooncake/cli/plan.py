@@ -1,0 +1,160 @@
+"""What a cluster on one host consists of: which roles, with which flags, on which ports, after which others.
+
+This is the only place that knows every role's flags together. It starts nothing; the result is a list of
+``Plan`` for ``processes.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from mooncake.cli.ports import free_ports
+from mooncake.cli.processes import Plan
+from mooncake.cli.roles import Given
+from mooncake.cli.supervise import RoleSpec
+from mooncake.config import AlsoFrom, Port, Secret, Size, format_size
+
+LARGEST_DEFAULT_POOL_BYTES = 2 << 30
+WORKER_READY_WITHIN_S = 300.0
+"""Reading a large model from a slow disk takes minutes."""
+
+
+@dataclass(frozen=True)
+class UpSettings:
+    """Start a whole cluster on this host and keep it running."""
+
+    host: str = "127.0.0.1"
+    "Address at which the gateway listens; the other roles stay on 127.0.0.1."
+
+    port: Port = 8000
+    "Port at which the gateway listens."
+
+    prefill: Annotated[int, Meta(ge=1, le=64)] = 2
+    "Number of prefill workers."
+
+    decode: Annotated[int, Meta(ge=1, le=64)] = 2
+    "Number of decode workers."
+
+    model: str = "smollm2"
+    "What to serve: smollm2, a local Hugging Face folder or a GGUF file."
+
+    device: str = "auto"
+    "Where workers compute: cpu, cuda, or auto for cuda where there is one."
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    "Number format of weights and cache; auto takes what the model was made with."
+
+    num_threads: Annotated[int, Meta(ge=1)] | None = None
+    "Threads per worker; without it, the cores are divided among the workers."
+
+    pool_size_bytes: Annotated[int, Size, Meta(ge=1 << 20)] | None = None
+    "Memory of the shared pool; without it, 2GiB or a quarter of the memory, whichever is less."
+
+    scheduling: Literal["cache_aware", "load", "round_robin", "random"] = "cache_aware"
+    "How the conductor chooses workers."
+
+    log_dir: Path | None = None
+    "Where the roles' logs go; without it, a folder in your state directory, printed at the start."
+
+    json_status: Path | None = None
+    "File that always holds the state of every role as JSON, for programs."
+
+    admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
+    "Key that admin calls must bring; without it, a fresh one is made and printed."
+
+
+def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_key: str) -> dict[str, Plan]:
+    """Every role with its flags, in the order in which they are shown."""
+    inside = "127.0.0.1"
+    prefill = [f"prefill-{number}" for number in range(settings.prefill)]
+    decode = [f"decode-{number}" for number in range(settings.decode)]
+    names = ["metadata", "master", "node", *prefill, *decode, "conductor", "gateway"]
+    ports = dict(zip(names, free_ports(inside, len(names), Random()), strict=True))
+    if settings.port:
+        ports["gateway"] = settings.port
+    at = {name: f"{inside}:{port}" for name, port in ports.items()}
+    admin = {"ADMIN_API_KEY": admin_key}
+
+    def plan(
+        name: str, role: str, after: tuple[str, ...], ready: str | None, *flags: str, **more: Any
+    ) -> Plan:
+        host = settings.host if role == "gateway" else inside
+        address = ("--host", host, "--port", str(ports[name]))
+        within_s = WORKER_READY_WITHIN_S if role in ("worker", "gateway") else 60.0
+        command = role_command(role, given, *address, *flags)
+        return Plan(RoleSpec(name, after, within_s), command, host, ports[name], ready, **more)
+
+    pool = settings.pool_size_bytes or default_pool_bytes()
+    num_threads = threads_per_worker(settings)
+    compute = ["--model", model_folder, "--served-model-name", settings.model, "--master", at["master"]]
+    compute += ["--device", settings.device, "--dtype", settings.dtype, "--num-threads", str(num_threads)]
+    node_flags = ("--master", at["master"], "--pool-size", format_size(pool))
+    plans = [
+        plan("metadata", "metadata", (), "/health"),
+        plan("master", "master", (), None),
+        plan("node", "node", ("metadata", "master"), None, *node_flags),
+    ]
+    for stage, workers in (("prefill", prefill), ("decode", decode)):
+        plans += [
+            plan(
+                name,
+                "worker",
+                ("node",),
+                "/ready",
+                "--role",
+                stage,
+                *compute,
+                environment=idle_threads(num_threads),
+            )
+            for name in workers
+        ]
+    instances = [
+        *("--prefill", *(at[name] for name in prefill)),
+        *("--decode", *(at[name] for name in decode)),
+    ]
+    conductor_flags = ("--scheduling", settings.scheduling, *instances)
+    gateway_flags = ("--model", settings.model, "--conductor", at["conductor"], *instances)
+    plans += [
+        plan("conductor", "conductor", ("node",), None, *conductor_flags),
+        plan(
+            "gateway",
+            "gateway",
+            ("conductor", *prefill, *decode),
+            "/ready",
+            *gateway_flags,
+            environment=admin,
+        ),
+    ]
+    return {plan.name: plan for plan in plans}
+
+
+def role_command(role: str, given: Given, *flags: str) -> tuple[str, ...]:
+    """A role as a child of this process, with our configuration file and our way of logging."""
+    general = ["--log-level", given.logs.level, "--log-format", given.logs.format]
+    if given.file is not None:
+        general += ["--config", str(given.file)]
+    return (sys.executable, "-m", "mooncake", role, *flags, *general, "--parent", str(os.getpid()))
+
+
+def idle_threads(num_threads: int) -> dict[str, str]:
+    """Threads of several workers share the cores, so one that has nothing to do must sleep, not spin."""
+    return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+
+
+def default_pool_bytes() -> int:
+    """2 GiB, or a quarter of the memory when that is less; whole MiB."""
+    quarter = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    return min(LARGEST_DEFAULT_POOL_BYTES, quarter >> 20 << 20)
+
+
+def threads_per_worker(settings: UpSettings) -> int:
+    """The cores divided among the workers, at least one each."""
+    num_cores = len(os.sched_getaffinity(0))
+    return settings.num_threads or max(1, num_cores // (settings.prefill + settings.decode))

@@ -1,0 +1,70 @@
+"""Ports for a cluster on one host: is the wanted one free, and which others are."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from pathlib import Path
+from random import Random
+
+from mooncake.errors import AddressInUse, InvalidArgument
+
+
+def check_free(host: str, port: int) -> None:
+    """Raise a clear error when the gateway's address cannot be listened on.
+
+    Raises:
+        AddressInUse: the port is taken.
+        InvalidArgument: the host is not an address of this machine, or the port needs privileges.
+    """
+    try:
+        _bind(host, port).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(
+                f"port {port} on {host} is in use; free it or choose another with --port (0 takes a free one)"
+            ) from error
+        raise InvalidArgument(
+            "host and port", f"{host}:{port}", f"an address of this machine ({error})"
+        ) from error
+
+
+def free_ports(host: str, count: int, random: Random) -> list[int]:
+    """``count`` ports that nobody listens on.
+
+    They lie below the range from which the kernel takes ports for outgoing connections: a role that died
+    must find its port free when it comes back.
+    """
+    first, last = 20_000, _first_outgoing_port() - 1
+    found: list[int] = []
+    for port in random.sample(range(first, last), k=last - first):
+        if len(found) == count:
+            break
+        try:
+            _bind(host, port).close()
+        except OSError:
+            continue
+        found.append(port)
+    if len(found) < count:
+        raise AddressInUse(f"fewer than {count} free ports between {first} and {last} on {host}; free some")
+    return found
+
+
+def _first_outgoing_port() -> int:
+    try:
+        return max(21_000, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+    except (OSError, ValueError):
+        return 32_768
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()  # with SO_REUSEADDR two sockets may bind, but only one may listen
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,206 @@
+"""Runs the roles of a one-host cluster as processes: the hands of ``supervise.Supervisor``.
+
+Every role is a child in a process group of its own, so that Ctrl-C in the terminal reaches the supervisor
+alone, and asks the kernel to be killed when the supervisor dies, however that happens. A role's output goes
+straight into its log file and not through us: a supervisor that is stopped or busy blocks nobody. Readiness
+is asked from outside, the way a client would find out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mooncake.cli.supervise import (
+    AllReady,
+    BecameReady,
+    Begin,
+    Effect,
+    Exited,
+    Finished,
+    Kill,
+    RoleSpec,
+    Say,
+    Start,
+    Stop,
+    Supervisor,
+    Terminate,
+)
+from mooncake.driver import Driver
+
+PROBE_INTERVAL_S = 0.1
+PROBE_TIMEOUT_S = 5.0
+NUM_LAST_LINES = 12
+LAST_BYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to run one role, and where to ask whether it serves."""
+
+    spec: RoleSpec
+    command: tuple[str, ...]
+    host: str
+    port: int
+    ready_path: str | None = None
+    """HTTP path that answers 200 when the role serves; None when an accepted connection is enough."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Set in addition to our own environment."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Processes:
+    """The processes of a set of plans, kept running until asked to stop."""
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        log_folder: Path,
+        say: Callable[[str, str, Sequence[str]], None],
+        changed: Callable[[], None],
+        all_ready: Callable[[], None],
+    ) -> None:
+        """``say(role, text, last_log_lines)`` tells people, ``changed()`` is called after every change."""
+        self.plans = {plan.name: plan for plan in plans}
+        self.supervisor = Supervisor([plan.spec for plan in plans])
+        self._log_folder = log_folder
+        self._say = say
+        self._changed = changed
+        self._all_ready = all_ready
+        self._driver = Driver(self.supervisor, self._perform)
+        self._children: dict[str, asyncio.subprocess.Process] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._signals_to_send: dict[str, signal.Signals] = {}
+        self._finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> int:
+        """Start everything and return the exit status once everything has stopped again."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.stop)
+        self._driver.post(Begin())
+        try:
+            return await self._finished
+        finally:
+            self._driver.close()
+
+    def stop(self) -> None:
+        """Stop everything cleanly; when called again, kill it."""
+        self._driver.post(Stop())
+
+    def pid(self, name: str) -> int | None:
+        child = self._children.get(name)
+        return child.pid if child is not None and child.returncode is None else None
+
+    def log_path(self, name: str) -> Path:
+        return self._log_folder / f"{name}.log"
+
+    # -- effects -------------------------------------------------------------------------------------
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Start(name):
+                self._lives[name] = asyncio.get_running_loop().create_task(self._live(self.plans[name]))
+            case Terminate(name):
+                self._signal(name, signal.SIGTERM)
+            case Kill(name):
+                self._signal(name, signal.SIGKILL)
+            case Say(name, text, show_log):
+                self._say(name, text, last_lines(self.log_path(name)) if show_log else ())
+            case AllReady():
+                self._all_ready()
+            case Finished(status):
+                self._finished.set_result(status)
+        self._changed()
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        child = self._children.get(name)
+        if child is None:
+            self._signals_to_send[name] = number  # it is between Start and its first instruction
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if number == signal.SIGKILL:
+                os.killpg(child.pid, number)
+            else:
+                child.send_signal(number)
+
+    async def _live(self, plan: Plan) -> None:
+        """One life of a role, from its start to the end of its process."""
+        self._signals_to_send.pop(plan.name, None)
+        try:
+            status = await self._spawn_and_wait(plan)
+        except OSError as error:
+            self._say(plan.name, f"cannot be started ({error})", ())
+            status = 1
+        self._children.pop(plan.name, None)
+        self._driver.post(Exited(plan.name, status))
+
+    async def _spawn_and_wait(self, plan: Plan) -> int:
+        with self.log_path(plan.name).open("ab") as log:
+            child = await asyncio.create_subprocess_exec(
+                *plan.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **plan.environment},
+                process_group=0,
+            )
+        self._children[plan.name] = child
+        if plan.name in self._signals_to_send:
+            self._signal(plan.name, self._signals_to_send.pop(plan.name))
+        self._changed()
+        probing = asyncio.get_running_loop().create_task(self._probe(plan))
+        try:
+            return await child.wait()
+        finally:
+            probing.cancel()
+
+    async def _probe(self, plan: Plan) -> None:
+        while True:
+            if await is_serving(plan.host, plan.port, plan.ready_path):
+                break
+            await asyncio.sleep(PROBE_INTERVAL_S)
+        self._driver.post(BecameReady(plan.name))
+
+
+async def is_serving(host: str, port: int, ready_path: str | None) -> bool:
+    """Whether a role accepts connections and, with a path, answers 200 there."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                if ready_path is None:
+                    return True
+                request = f"GET {ready_path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+                writer.write(request.encode())
+                status_line = await reader.readline()
+                return status_line.split(b" ")[1:2] == [b"200"]
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
+
+
+def last_lines(path: Path) -> list[str]:
+    """The last few lines of a log, for when its role died."""
+    try:
+        with path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - LAST_BYTES))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return []
+    return list(deque(text.splitlines(), maxlen=NUM_LAST_LINES))

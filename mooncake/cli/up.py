@@ -1,0 +1,97 @@
+"""``mooncake up``: a whole cluster on one host.
+
+``plan.py`` says which roles there are, ``supervise.py`` decides when they run, ``processes.py`` runs them,
+``board.py`` shows them; this module introduces them to each other and prepares the disk. A convenience for
+one host and no more: on many hosts the same roles are started by whatever places processes there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+from mooncake.cli import board
+from mooncake.cli.board import Board
+from mooncake.cli.plan import UpSettings, plan_cluster
+from mooncake.cli.ports import check_free
+from mooncake.cli.processes import Processes
+from mooncake.cli.roles import Given
+from mooncake.errors import InvalidArgument
+
+__all__ = ["UpSettings", "up"]
+
+
+def up(given: Given) -> None:
+    """Run until Ctrl-C; exits with the status of the supervisor."""
+    settings = given.settings
+    assert isinstance(settings, UpSettings)
+    check_free(settings.host, settings.port)
+    log_folder = prepare_log_folder(settings.log_dir)
+    model_folder = prepare_model(settings.model)
+    sys.exit(asyncio.run(_run(settings, given, model_folder, log_folder)))
+
+
+async def _run(settings: UpSettings, given: Given, model_folder: str, log_folder: Path) -> int:
+    admin_key = settings.admin_api_key or secrets.token_urlsafe(18)
+    plans = plan_cluster(settings, given, model_folder, admin_key)
+    master, gateway = plans["master"], plans["gateway"]
+    url = f"http://{gateway.address}"
+    is_ready = False
+
+    with Board() as screen:
+
+        def changed() -> None:
+            if settings.json_status is not None:
+                board.write_status(settings.json_status, processes, url, is_ready)
+
+        def all_ready() -> None:
+            nonlocal is_ready
+            is_ready = True
+            screen.print(board.welcome(url, settings.model, master.address, admin_key, log_folder))
+
+        processes = Processes(list(plans.values()), log_folder, screen.say, changed, all_ready)
+        screen.processes = processes
+        screen.say("", f"starting {len(plans)} roles; their logs are in {log_folder}")
+        status = await processes.run()
+        screen.say("", "everything has stopped")
+    return status
+
+
+_PREPARE_MODEL = """
+import sys
+from mooncake.errors import MooncakeError
+from mooncake.inference.gguf import resolve_model
+try:
+    print(resolve_model(sys.argv[1]))
+except MooncakeError as error:
+    sys.exit(f"error: {error}")
+"""
+
+
+def prepare_model(name: str) -> str:
+    """The folder of the model, converted if need be: once, before several workers want it at the same time.
+
+    In a process of its own, whose progress bar is seen and whose torch is not kept in our memory.
+    """
+    command = [sys.executable, "-c", _PREPARE_MODEL, name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(2)  # it has said why
+    return done.stdout.splitlines()[-1]
+
+
+def prepare_log_folder(wanted: Path | None) -> Path:
+    """The folder for the roles' logs; those of the run before are kept once, as ``.old``."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    folder = wanted or Path(state).expanduser() / "mooncake" / "logs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for log in folder.glob("*.log"):
+            log.replace(log.with_suffix(".log.old"))
+    except OSError as error:
+        raise InvalidArgument("log_dir", str(folder), f"a folder that can be written to ({error})") from error
+    return folder.absolute()

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from mooncake.cli.ports import free_ports
+from mooncake.cli.processes import Plan, Processes, is_serving, last_lines
+from mooncake.cli.supervise import RoleSpec, State
+
+pytestmark = pytest.mark.processes
+
+SERVER = """
+import http.server, signal, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/ready" else 404)
+        self.end_headers()
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+print("serving", flush=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in sys.argv else lambda *_: sys.exit(0))
+server.serve_forever()
+"""
+REFUSER = "import sys; print('error: port is 70000; allowed: less', file=sys.stderr); sys.exit(2)"
+
+
+def server(name: str, *words: str, after: tuple[str, ...] = (), ready: str | None = "/ready") -> Plan:
+    [port] = free_ports("127.0.0.1", 1, Random())
+    command = (sys.executable, "-S", "-c", SERVER, str(port), *words)
+    return Plan(RoleSpec(name, after), command, "127.0.0.1", port, ready)
+
+
+class World:
+    """Processes and everything that was said about them."""
+
+    def __init__(self, folder: Path, *plans: Plan) -> None:
+        self.said: list[str] = []
+        self.num_all_ready = 0
+        self.happened = asyncio.Event()
+        self.processes = Processes(list(plans), folder, self._say, self.happened.set, self._all_ready)
+        self.running = asyncio.create_task(self.processes.run())
+
+    def _say(self, role: str, text: str, log_lines: Sequence[str]) -> None:
+        self.said += [f"{role}: {text}", *(f"{role} | {line}" for line in log_lines)]
+
+    def _all_ready(self) -> None:
+        self.num_all_ready += 1
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                self.happened.clear()
+                await self.happened.wait()
+        self.processes.supervisor.check()
+
+    def is_ready(self, name: str) -> bool:
+        return self.processes.supervisor.roles[name].state is State.READY
+
+    async def end(self) -> int:
+        async with asyncio.timeout(60):
+            return await self.running
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+async def test_start_ready_restart_after_sigkill_and_stop(tmp_path: Path) -> None:
+    world = World(tmp_path, server("a"), server("b", after=("a",)))
+    await world.until(lambda: world.num_all_ready == 1)
+    assert await is_serving("127.0.0.1", world.processes.plans["b"].port, "/ready")
+    assert not await is_serving("127.0.0.1", world.processes.plans["b"].port, "/nowhere")
+    first = world.processes.pid("a")
+    assert first is not None
+    assert os.getpgid(first) == first, "Ctrl-C in the terminal would reach the role"
+
+    os.kill(first, signal.SIGKILL)
+    await world.until(lambda: not world.is_ready("a"))
+    await world.until(lambda: world.is_ready("a"))
+    second = world.processes.pid("a")
+    assert second is not None
+    assert second != first
+    assert "a: died (killed by signal 9); starting again in 0.5 s" in world.said
+    assert "a | serving" in world.said
+    assert world.num_all_ready == 1
+
+    world.processes.stop()
+    assert await world.end() == 0
+    assert is_gone(second)
+    assert world.said[-2:] == ["b: stopped (exit status 0)", "a: stopped (exit status 0)"]
+
+
+async def test_a_second_stop_kills_what_ignores_the_first(tmp_path: Path) -> None:
+    world = World(tmp_path, server("a", "stubborn"))
+    await world.until(lambda: world.is_ready("a"))
+    pid = world.processes.pid("a")
+    assert pid is not None
+    world.processes.stop()
+    assert world.processes.pid("a") == pid
+    world.processes.stop()
+    assert await world.end() == 0
+    assert is_gone(pid)
+
+
+async def test_stopping_while_a_process_is_being_started(tmp_path: Path) -> None:
+    world = World(tmp_path, server("a"))
+    await asyncio.sleep(0)  # run() has posted Begin; the child does not exist yet
+    assert world.processes.pid("a") is None
+    world.processes.stop()
+    assert await world.end() == 0
+    assert world.processes.supervisor.roles["a"].num_starts == 1
+
+
+async def test_refused_settings_stop_the_others_and_are_shown(tmp_path: Path) -> None:
+    refuser = Plan(RoleSpec("b", ("a",)), (sys.executable, "-S", "-c", REFUSER), "127.0.0.1", 1)
+    world = World(tmp_path, server("a"), refuser)
+    assert await world.end() == 2
+    assert "b | error: port is 70000; allowed: less" in world.said
+    assert "a: stopped (exit status 0)" in world.said
+
+
+async def test_a_program_that_is_not_there_is_a_death(tmp_path: Path) -> None:
+    world = World(tmp_path, Plan(RoleSpec("a"), (str(tmp_path / "nothing"),), "127.0.0.1", 1))
+    await world.until(lambda: world.processes.supervisor.roles["a"].state is State.RESTING)
+    assert world.said[0].startswith("a: cannot be started (")
+    world.processes.stop()
+    assert await world.end() == 0
+
+
+async def test_nobody_serves_on_a_free_port() -> None:
+    [port] = free_ports("127.0.0.1", 1, Random())
+    assert not await is_serving("127.0.0.1", port, None)
+
+
+def test_last_lines_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    assert last_lines(log) == []
+    log.write_bytes(b"".join(b"line %d \xff\n" % number for number in range(5000)))
+    lines = last_lines(log)
+    assert len(lines) == 12
+    assert lines[-1] == "line 4999 \ufffd"
