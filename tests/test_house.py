@@ -25,7 +25,7 @@ FLOORS: list[set[str]] = [
     {"store"},
     {"transfer"},
     {"rpc"},
-    {"config", "driver", "metrics"},
+    {"config", "driver", "metrics", "web"},
     {"machine", "clock", "log", "kvlayout"},
     {"prefix", "types", "errors"},
     {"_native"},

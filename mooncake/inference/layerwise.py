@@ -77,30 +77,32 @@ class Lookup:
 
 
 class Load:
-    """Layers of some blocks on their way into the pool.
-
-    ``failed`` may turn true at any layer; ``done`` says that nothing writes to the blocks any more.
-    """
+    """Layers of some blocks on their way into the pool, in parts: one for each segment and layer."""
 
     def __init__(self, num_layers: int, num_parts: int, deadline: float) -> None:
         self.deadline = deadline
         self.num_layers_loaded = 0
-        self.num_in_flight = num_layers * num_parts
-        self.failed = False
         self.arrived = threading.Condition()
+        self._num_in_flight = num_layers * num_parts
+        self._is_bad = False
         self._num_missing = [num_parts] * num_layers
-        """Per layer, the parts (one for each segment that holds some of the blocks) still to come."""
 
     @property
     def done(self) -> bool:
-        return self.num_in_flight == 0
+        """Nothing writes into the pool any more."""
+        return self._num_in_flight == 0
+
+    @property
+    def failed(self) -> bool:
+        """Some layer did not come, or came wrong, and nothing writes into the pool any more."""
+        return self._is_bad and self.done
 
     def land(self, layer: int, good: bool) -> bool:
-        """One part of ``layer`` is complete. True if this is what made the load fail."""
+        """One part of ``layer`` is complete. True if this is the first that is not good."""
         with self.arrived:
-            first_failure = not good and not self.failed
-            self.failed = self.failed or not good
-            self.num_in_flight -= 1
+            first_failure = not good and not self._is_bad
+            self._is_bad = self._is_bad or not good
+            self._num_in_flight -= 1
             self._num_missing[layer] -= 1
             while (
                 self.num_layers_loaded < len(self._num_missing)
@@ -110,12 +112,6 @@ class Load:
             self.arrived.notify_all()
         return first_failure
 
-    def give_up(self) -> None:
-        """What is missing won't be waited for."""
-        with self.arrived:
-            self.failed = True
-            self.arrived.notify_all()
-
 
 class Save:
     """Layers of some blocks on their way into the store."""
@@ -123,16 +119,24 @@ class Save:
     def __init__(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> None:
         self.blocks = list(blocks)
         self.done = False
-        self.num_stored_blocks = 0
-        """Blocks that the store holds after the save, whoever wrote them."""
+        """Nothing reads the pool any more, and nothing more will be stored."""
+        self.is_stored = [False] * len(self.blocks)
+        """Per block: the store holds it, whoever wrote it."""
+        self.is_wanted = True
         self.grants: list[PutGrant] | None = None
-        self.targets: list[tuple[int, int]] = []
-        """(block id, number of tokens) of each grant."""
+        self.granted: list[int] = []
+        """Positions in ``blocks`` of the grants."""
         self.num_layers_computed = 0
         self.num_layers_submitted = 0
         self.num_in_flight = 0
-        self.broken = False
+        self.is_settled = False
+        """Every layer was written, or none will be: what remains is to tell the master."""
         self.lock = threading.Lock()
+
+    @property
+    def num_stored_blocks(self) -> int:
+        """Leading blocks that the store holds."""
+        return next((count for count, stored in enumerate(self.is_stored) if not stored), len(self.blocks))
 
 
 class StoreLink:
@@ -171,7 +175,7 @@ class StoreLink:
         self._region = transfer.register(pool)
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._queue.fileno(), self._drain)
 
-    def on_progress(self, wake: Callable[[], None]) -> None:
+    def attach(self, wake: Callable[[], None]) -> None:
         """``wake`` is called, from the loop, whenever a lookup, load or save got further."""
         self._wake = wake
 
@@ -241,9 +245,7 @@ class StoreLink:
         """A load that is not there by its deadline has failed, and its bytes must not come later."""
         if load.done:
             return
-        failures.labels("load").inc()
         log.warning("load_timed_out", num_layers_loaded=load.num_layers_loaded)
-        load.give_up()
         for segment in segments:
             self._transfer.cancel(segment)
 
@@ -278,11 +280,14 @@ class StoreLink:
         self._submit(Op.READ, grants[0].segment, columns, arrived)
 
     def wait_layer(self, loads: Sequence[Load], layer: int) -> None:
-        """Block the engine thread until ``layer`` of every load is there, or the load has failed."""
+        """Block the engine thread until ``layer`` of every load is there, or the load has failed.
+
+        It ends: at its deadline a load is cancelled, which completes everything in flight.
+        """
         for load in loads:
             with load.arrived:
                 while load.num_layers_loaded <= layer and not load.failed:
-                    load.arrived.wait(max(0.0, load.deadline - clock.monotonic()) + 1.0)
+                    load.arrived.wait()
 
     # -- saves ---------------------------------------------------------------------------------
 
@@ -299,12 +304,17 @@ class StoreLink:
         """``layer`` of the save's blocks is in the pool now."""
         with save.lock:
             save.num_layers_computed = layer + 1
-            if save.grants is not None and not save.done:
-                self._advance(save)
+            self._advance(save)
 
     def finish_save(self, save: Save) -> None:
         """Every layer is in the pool; ``save.done`` turns true when the store has them or refused."""
         self.save_layer(save, self._layout.num_layers - 1)
+
+    def abort_save(self, save: Save) -> None:
+        """What was given is not valid: revoke it."""
+        with save.lock:
+            save.is_wanted = False
+            self._settle(save)
 
     async def _open_save(self, save: Save) -> None:
         keys = [self._identity.key(block_hash) for block_hash, _, _ in save.blocks]
@@ -318,40 +328,55 @@ class StoreLink:
             self._end_save(save)
             return
         grants: list[PutGrant] = []
-        for answer, (_, num_tokens, block_id) in zip(answers, save.blocks, strict=True):
+        for position, answer in enumerate(answers):
             if isinstance(answer, PutGrant):
                 grants.append(answer)
-                save.targets.append((block_id, num_tokens))
+                save.granted.append(position)
             elif answer is None:
-                save.num_stored_blocks += 1
+                save.is_stored[position] = True
             else:
                 failures.labels("save").inc()
                 log.info("save_refused", code=answer.code, reason=answer.reason)
         if not grants:
             self._end_save(save)
             return
+        patience_s = min(grant.expires_at for grant in grants) - clock.monotonic()
+        self._loop.call_later(max(0.0, patience_s), self._expire_save, save)
         with save.lock:
             save.grants = grants
             self._advance(save)
+            self._settle(save)
+
+    def _expire_save(self, save: Save) -> None:
+        """Space that was reserved too long ago may be given to others: write to it no more."""
+        if save.done:
+            return
+        assert save.grants is not None
+        log.warning("save_timed_out", num_layers=save.num_layers_computed)
+        self.abort_save(save)
+        for members in _by_segment(save.grants):
+            self._transfer.cancel(save.grants[members[0]].segment)
 
     def _advance(self, save: Save) -> None:
         """Submit every computed layer that has not been; the caller holds the save's lock."""
-        grants = save.grants
-        assert grants is not None
-        parts = _by_segment(grants)
+        if save.grants is None or not save.is_wanted:
+            return
+        parts = _by_segment(save.grants)
         for layer in range(save.num_layers_submitted, save.num_layers_computed):
             for members in parts:
                 save.num_in_flight += 1
-                self._submit_save(save, layer, members, grants)
-        save.num_layers_submitted = save.num_layers_computed
+                self._submit_save(save, layer, members)
+        save.num_layers_submitted = max(save.num_layers_submitted, save.num_layers_computed)
 
-    def _submit_save(self, save: Save, layer: int, members: list[int], grants: list[PutGrant]) -> None:
-        chosen = [grants[index] for index in members]
+    def _submit_save(self, save: Save, layer: int, members: Sequence[int]) -> None:
+        assert save.grants is not None
+        grants = [save.grants[index] for index in members]
+        blocks = [save.blocks[save.granted[index]] for index in members]
         columns = self._columns(
             layer,
-            [save.targets[index][0] for index in members],
-            [save.targets[index][1] for index in members],
-            [grant.address for grant in chosen],
+            [block_id for _, _, block_id in blocks],
+            [num_tokens for _, num_tokens, _ in blocks],
+            [grant.address for grant in grants],
         )
 
         def written(completion: Completion) -> None:
@@ -359,30 +384,36 @@ class StoreLink:
                 save.num_in_flight -= 1
                 if completion.status == Status.OK:
                     assert completion.checksums is not None
-                    for position, grant in enumerate(chosen):
+                    for position, grant in enumerate(grants):
                         pair = completion.checksums[2 * position : 2 * position + 2]
                         grant.checksums[2 * layer : 2 * layer + 2] = pair
-                elif not save.broken:
-                    save.broken = True
+                elif save.is_wanted:
+                    save.is_wanted = False
                     failures.labels("save").inc()
                     log.warning("save_failed", layer=layer, status=completion.status.name)
-                complete = save.num_layers_submitted == self._layout.num_layers and save.num_in_flight == 0
-            if complete:
-                self._spawn(self._close_save(save))
+                self._settle(save)
 
-        self._submit(Op.WRITE, chosen[0].segment, columns, written)
+        self._submit(Op.WRITE, grants[0].segment, columns, written)
+
+    def _settle(self, save: Save) -> None:
+        """When nothing is in flight any more, tell the master; the caller holds the save's lock."""
+        complete = save.num_layers_submitted == self._layout.num_layers or not save.is_wanted
+        if save.grants is None or save.num_in_flight or not complete or save.is_settled:
+            return
+        save.is_settled = True
+        self._spawn(self._close_save(save))
 
     async def _close_save(self, save: Save) -> None:
         assert save.grants is not None
         try:
             async with asyncio.timeout(self._settings.lookup_timeout_s):
-                if save.broken:
+                if not save.is_wanted:
                     await self._store.abort_puts(save.grants)
                 else:
                     answers = await self._store.end_puts(save.grants)
-                    for grant, answer in zip(save.grants, answers, strict=True):
+                    for position, grant, answer in zip(save.granted, save.grants, answers, strict=True):
                         if answer is None:
-                            save.num_stored_blocks += 1
+                            save.is_stored[position] = True
                             saved_bytes.inc(grant.size_bytes)
         except (MooncakeError, TimeoutError) as error:
             self._store_failed("save", error)

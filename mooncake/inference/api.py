@@ -1,0 +1,418 @@
+"""The HTTP face of a worker: the OpenAI API with ``kv_transfer_params``, health, metrics, event sources.
+
+Owns what a request means for the engine (prompt to token ids, parameters, the hand-over between
+workers) and how its end looks to the client. A client that goes away aborts its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from prometheus_client import Counter, Gauge, Histogram
+
+import mooncake
+from mooncake import clock, metrics
+from mooncake.errors import InvalidArgument
+from mooncake.inference.answers import ChatWriter, Piece, TextWriter
+from mooncake.inference.engine import EngineStats
+from mooncake.inference.generate import Counts, GenerationFailed, Generator, Refused
+from mooncake.inference.openai import (
+    STREAM_END,
+    ApiError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    KvEventSource,
+    KvEventSources,
+    ModelCard,
+    ModelList,
+    Usage,
+    context_length_exceeded,
+    model_not_found,
+    parse_request,
+    to_json,
+)
+from mooncake.inference.request import Request as EngineRequest
+from mooncake.inference.request import SamplingParams
+from mooncake.log import get_logger
+from mooncake.types import Role
+
+log = get_logger(__name__)
+
+AnyRequest = CompletionRequest | ChatCompletionRequest
+
+MAX_BODY_BYTES = 32 << 20
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+ttft_seconds = Histogram(
+    "vllm:time_to_first_token_seconds",
+    "From a request's arrival to its first token.",
+    registry=metrics.registry,
+    buckets=_SECONDS,
+)
+itl_seconds = Histogram(
+    "vllm:inter_token_latency_seconds",
+    "Between two tokens of one answer.",
+    registry=metrics.registry,
+    buckets=_SECONDS,
+)
+e2e_seconds = Histogram(
+    "vllm:e2e_request_latency_seconds",
+    "From a request's arrival to its end.",
+    registry=metrics.registry,
+    buckets=_SECONDS,
+)
+queries = Counter(
+    "vllm:prefix_cache_queries",
+    "Prompt tokens looked up in this worker's KV cache.",
+    registry=metrics.registry,
+)
+hits = Counter(
+    "vllm:prefix_cache_hits", "Prompt tokens found in this worker's KV cache.", registry=metrics.registry
+)
+external_queries = Counter(
+    "vllm:external_prefix_cache_queries", "Prompt tokens looked up in the pool.", registry=metrics.registry
+)
+external_hits = Counter(
+    "vllm:external_prefix_cache_hits", "Prompt tokens that came from the pool.", registry=metrics.registry
+)
+requests_total = Counter(
+    "mooncake_inference_requests", "Requests by how they ended.", ["end"], registry=metrics.registry
+)
+
+
+@dataclasses.dataclass
+class Api:
+    """What the endpoints need of the worker."""
+
+    generator: Generator
+    model: str
+    role: Role
+    events: KvEventSource
+
+    def __post_init__(self) -> None:
+        self.created = int(clock.wall())
+        self.writer_types = {CompletionRequest: TextWriter, ChatCompletionRequest: ChatWriter}
+        _watch(self.generator)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.generator.engine.scheduler.max_total_tokens
+
+
+def create_app(api: Api) -> FastAPI:
+    """The worker's ASGI application."""
+    app = FastAPI(title="Mooncake worker", version=mooncake.__version__)
+
+    @app.exception_handler(ApiError)
+    async def _refused(request: Request, error: ApiError) -> Response:
+        return _json(error.body(), error.status, error.headers())
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _answer(api, request, parse_request(CompletionRequest, await _body(request)))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _answer(api, request, parse_request(ChatCompletionRequest, await _body(request)))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        card = ModelCard(id=api.model, created=api.created, root=api.model, max_model_len=api.max_model_len)
+        return _json(to_json(ModelList([card])))
+
+    @app.get("/kv_event_sources")
+    async def kv_event_sources() -> Response:
+        block_tokens = api.generator.engine.layout.block_tokens
+        return _json(to_json(KvEventSources([api.events], block_tokens)))
+
+    @app.get("/health")
+    @app.get("/ready")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "role": api.role, **dataclasses.asdict(api.generator.engine.stats())}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": mooncake.__version__}
+
+    @app.get("/metrics")
+    async def metrics_page() -> Response:
+        return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    return app
+
+
+async def _answer(api: Api, http: Request, asked: AnyRequest) -> Response:
+    if asked.model is not None and asked.model != api.model:
+        raise model_not_found(asked.model, api.model)
+    prompts = await asyncio.to_thread(_prompts_of, api, asked)
+    answer_id = http.headers.get("x-request-id") or uuid.uuid4().hex
+    prefix = "chatcmpl" if isinstance(asked, ChatCompletionRequest) else "cmpl"
+    requests = [
+        _engine_request(api, asked, prompt, f"{answer_id}-{uuid.uuid4().hex[:8]}-{number}-{choice}", choice)
+        for number, prompt in enumerate(prompts)
+        for choice in range(asked.n)
+    ]
+    answer = _Answer(api, asked, requests, f"{prefix}-{answer_id}")
+    if not asked.stream:
+        return _json(to_json(await _unless_disconnected(http, answer.whole())))
+    # The first piece is awaited here, so that a refusal still has a status of its own.
+    stream = answer.stream()
+    first = await anext(stream)
+    return StreamingResponse(_rest(first, stream), media_type="text/event-stream")
+
+
+async def _rest(first: bytes, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(stream):  # type: ignore[type-var]
+        yield first
+        async for event in stream:
+            yield event
+
+
+class _Answer:
+    """One HTTP answer: one or more sequences, written whole or as a stream."""
+
+    def __init__(
+        self, api: Api, asked: AnyRequest, requests: Sequence[EngineRequest], answer_id: str
+    ) -> None:
+        self._api = api
+        self._asked = asked
+        self._requests = requests
+        self._counts = [Counts() for _ in requests]
+        writer = api.writer_types[type(asked)]
+        self._writer = writer(answer_id, int(clock.wall()), api.model, asked.return_token_ids)
+        self._began = clock.monotonic()
+        transfer = asked.kv_transfer_params or {}
+        self._text_offset = int(transfer.get("output_text_offset") or 0)
+        self._is_prefill = bool(transfer.get("do_remote_decode"))
+
+    async def whole(self) -> Any:
+        choices = [Piece(index) for index in range(len(self._requests))]
+
+        async def collect(index: int) -> None:
+            async for piece in self._pieces(index):
+                choices[index].join(piece)
+
+        async with asyncio.TaskGroup() as group:
+            for index in range(len(self._requests)):
+                group.create_task(collect(index))
+        self._account()
+        return self._writer.whole(choices, self._usage(), self._hand_over())
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        merged: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+
+        async def feed(index: int) -> None:
+            try:
+                async for piece in self._pieces(index):
+                    merged.put_nowait(piece)
+                merged.put_nowait(None)
+            except Exception as error:
+                merged.put_nowait(error)
+
+        feeds = [asyncio.create_task(feed(index)) for index in range(len(self._requests))]
+        try:
+            opening = self._writer.opening(len(feeds))
+            num_open = len(feeds)
+            while num_open:
+                news = await merged.get()
+                if isinstance(news, BaseException):
+                    if opening is not None:
+                        raise _as_api_error(news)
+                    yield b"data: " + _as_api_error(news).body() + b"\n\n"
+                    return
+                if opening:
+                    yield opening
+                opening = None
+                if news is None:
+                    num_open -= 1
+                elif news.text or news.token_ids or news.finish_reason:
+                    with_usage = (
+                        self._asked.stream_options and self._asked.stream_options.continuous_usage_stats
+                    )
+                    yield self._writer.chunk(news, self._usage() if with_usage else None)
+            if self._asked.include_usage:
+                yield self._writer.usage_chunk(self._usage(), self._hand_over())
+            self._account()
+            yield STREAM_END
+        finally:
+            for task in feeds:
+                task.cancel()
+            await asyncio.gather(*feeds, return_exceptions=True)
+
+    async def _pieces(self, index: int) -> AsyncIterator[Piece]:
+        last: float | None = None
+        pieces = self._api.generator.pieces(
+            self._requests[index], self._counts[index], text_offset=self._text_offset, index=index
+        )
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                now = clock.monotonic()
+                if last is None:
+                    ttft_seconds.observe(now - self._began)
+                else:
+                    itl_seconds.observe(now - last)
+                last = now
+                yield piece
+
+    def _usage(self) -> Usage:
+        first_of_prompts = self._counts[:: self._asked.n]
+        return Usage.of(
+            sum(counts.num_prompt_tokens for counts in first_of_prompts),
+            sum(counts.num_output_tokens for counts in self._counts),
+            sum(counts.num_cached_tokens for counts in first_of_prompts),
+        )
+
+    def _hand_over(self) -> dict[str, Any] | None:
+        if not self._is_prefill:
+            return None
+        return {"do_remote_prefill": True, "num_stored_tokens": self._counts[0].num_stored_tokens}
+
+    def _account(self) -> None:
+        e2e_seconds.observe(clock.monotonic() - self._began)
+        requests_total.labels("finished").inc(len(self._requests))
+        for counts in self._counts:
+            queries.inc(counts.num_prompt_tokens)
+            hits.inc(counts.num_local_tokens)
+            external_queries.inc(counts.num_prompt_tokens - counts.num_local_tokens)
+            external_hits.inc(counts.num_cached_tokens - counts.num_local_tokens)
+
+
+def _prompts_of(api: Api, asked: AnyRequest) -> list[list[int]]:
+    """Token ids of each prompt. Runs in a thread: a long prompt takes a while to tokenize."""
+    tokenizer = api.generator.tokenizer
+    if isinstance(asked, ChatCompletionRequest):
+        messages = [message.model_dump(exclude_none=True) for message in asked.messages]
+        options = asked.chat_template_kwargs or {}
+        prompts = [tokenizer.chat(messages, asked.add_generation_prompt, **options)]
+    else:
+        prompts = [tokenizer.encode(one) if isinstance(one, str) else one for one in asked.prompts]
+    param = "messages" if isinstance(asked, ChatCompletionRequest) else "prompt"
+    for prompt in prompts:
+        if len(prompt) >= api.max_model_len:
+            raise context_length_exceeded(len(prompt), api.max_model_len, param)
+        if not prompt:
+            raise ApiError(400, f"{param} has no tokens", param=param, code="invalid_value")
+    return prompts
+
+
+def _engine_request(
+    api: Api, asked: AnyRequest, prompt: list[int], request_id: str, choice: int
+) -> EngineRequest:
+    transfer = asked.kv_transfer_params or {}
+    num_prior = transfer.get("num_output_tokens") or 0
+    for param in ("presence_penalty", "frequency_penalty", "logit_bias", "min_p"):
+        if getattr(asked, param):
+            raise ApiError(400, f"{param} is not supported by this server", param=param, code="unsupported")
+    if asked.repetition_penalty not in (None, 1.0):
+        raise ApiError(400, "repetition_penalty is not supported by this server", param="repetition_penalty")
+    if isinstance(asked, ChatCompletionRequest):
+        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+    else:
+        logprobs = asked.logprobs
+    room = api.max_model_len - len(prompt) + num_prior
+    try:
+        sampling = SamplingParams(
+            max_tokens=min(asked.output_limit or room, room),
+            min_tokens=min(asked.min_tokens, room),
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            top_k=max(0, asked.top_k or 0),
+            seed=None if asked.seed is None else _signed(asked.seed + choice),
+            stop=tuple(asked.stop),
+            stop_token_ids=tuple(asked.stop_token_ids),
+            ignore_eos=asked.ignore_eos,
+            logprobs=logprobs,
+        )
+        return EngineRequest(
+            request_id,
+            prompt,
+            sampling,
+            salt=asked.cache_salt or "",
+            num_prior_output_tokens=num_prior,
+            save_tail=bool(transfer.get("do_remote_decode")),
+        )
+    except InvalidArgument as error:
+        raise ApiError(400, str(error), param=error.field, code="invalid_value") from error
+
+
+def _signed(seed: int) -> int:
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _as_api_error(error: BaseException) -> ApiError:
+    """The OpenAI error that a failed answer ends with."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Refused):
+        requests_total.labels("refused").inc()
+        code = error.refusal.code
+        if code == "queue_full":
+            return ApiError(429, error.refusal.reason, code=code, retry_after_s=1.0)
+        return ApiError(400, error.refusal.reason, param="prompt", code=code)
+    if isinstance(error, InvalidArgument):
+        return ApiError(400, str(error), param=error.field, code="invalid_value")
+    requests_total.labels("failed").inc()
+    if isinstance(error, GenerationFailed):
+        return ApiError(500, str(error), code=error.code)
+    log.error("answer_failed", error=repr(error))
+    return ApiError(
+        500, "the worker failed while answering; its log has the traceback", code="internal_error"
+    )
+
+
+async def _unless_disconnected(http: Request, answer: Any) -> Any:
+    """The result of ``answer``, which is cancelled when the client goes away."""
+    answering = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ApiError(499, "the client went away", code="client_closed_request")
+        return answering.result()
+    except BaseExceptionGroup as group:
+        raise _as_api_error(group.exceptions[0]) from group
+    finally:
+        for task in (answering, leaving):
+            task.cancel()
+        await asyncio.gather(answering, leaving, return_exceptions=True)
+
+
+async def _disconnected(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(http: Request) -> bytes:
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+    return bytes(body)
+
+
+def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, headers, media_type="application/json")
+
+
+def _watch(generator: Generator) -> None:
+    """Gauges read the engine's own counts when the page is drawn."""
+
+    def gauge(name: str, text: str, read: Any) -> None:
+        found = metrics.registry._names_to_collectors.get(name)
+        instrument = found if isinstance(found, Gauge) else Gauge(name, text, registry=metrics.registry)
+        instrument.set_function(lambda: read(generator.engine.stats()))
+
+    def usage(stats: EngineStats) -> float:
+        return 1.0 - stats.num_free_blocks / max(1, stats.num_blocks)
+
+    gauge("vllm:num_requests_running", "Requests being computed.", lambda stats: stats.num_running)
+    gauge("vllm:num_requests_waiting", "Requests waiting for room.", lambda stats: stats.num_waiting)
+    gauge("vllm:kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1.", usage)
