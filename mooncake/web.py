@@ -65,13 +65,21 @@ class WebServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Return once requests are taken. An error in the application's start is raised here."""
-        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
+        """Return once requests are taken.
+
+        Raises:
+            RuntimeError: the application's own start failed; the log has the traceback.
+        """
+        self._task = asyncio.get_running_loop().create_task(self._serve())
         while not self._server.started:
             if self._task.done():
-                self._task.result()
-                raise RuntimeError("the application did not start; its log says why")
+                raise RuntimeError("the application did not start; the log says why")
             await asyncio.sleep(0.005)
+
+    async def _serve(self) -> None:
+        # uvicorn leaves the process when the application does not start; here that is not its decision.
+        with contextlib.suppress(SystemExit):
+            await self._server.serve(sockets=[self._socket])
 
     async def wait(self) -> None:
         """Return when the server has ended."""
