@@ -1,0 +1,141 @@
+"""Offsets within one segment: allocate, free, coalesce. Knows sizes, not objects.
+
+A two-level segregated fit (after Masmano et al., "TLSF: a new dynamic memory allocator for
+real-time systems", 2004): free holes hang in bins by size, eight bins per power of two, and one
+integer says which bins hold anything, so that finding a hole is a few bit operations whatever the
+number of holes. Neighbouring holes merge at once, so there are never two in a row. All bookkeeping
+is outside the memory it manages: that memory belongs to another process.
+
+Holes are taken from the bottom and the newest hole of a bin is taken first, which keeps the pages
+that are already touched in use.
+"""
+
+from __future__ import annotations
+
+from mooncake.errors import InvalidArgument
+
+ALIGNMENT_BYTES = 64
+"""Of offsets and of allocated sizes: a cache line, so that no two objects share one."""
+
+_MANTISSA_BITS = 3
+_SCAN = 16
+"""Holes looked at in the bin whose holes may or may not fit, before a larger bin is cut."""
+
+
+def _bin_of(size_bytes: int) -> int:
+    """The bin that a hole of this size hangs in. Every hole of a higher bin is larger."""
+    exponent = size_bytes.bit_length() - 1 - _MANTISSA_BITS
+    if exponent <= 0:
+        return size_bytes
+    return (exponent << _MANTISSA_BITS) + (size_bytes >> exponent)
+
+
+class Allocator:
+    """Gives out ranges of ``[0, size_bytes)``."""
+
+    def __init__(self, size_bytes: int) -> None:
+        if size_bytes < ALIGNMENT_BYTES:
+            raise InvalidArgument("size_bytes", size_bytes, f"at least {ALIGNMENT_BYTES}")
+        self.size_bytes = size_bytes - size_bytes % ALIGNMENT_BYTES
+        self.allocated_bytes = 0
+        self.allocations: dict[int, int] = {}
+        """Offset -> size of every range in use."""
+        self._holes: dict[int, int] = {}
+        """Offset -> size of every hole; agrees with ``_hole_ends`` and ``_bins``."""
+        self._hole_ends: dict[int, int] = {}
+        """End -> offset of every hole."""
+        self._bins: dict[int, dict[int, None]] = {}
+        """Bin -> offsets of its holes, oldest first."""
+        self._filled = 0
+        """Bit b is set when bin b holds anything."""
+        self._add_hole(0, self.size_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.size_bytes - self.allocated_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest object that fits now."""
+        if not self._filled:
+            return 0
+        return max(self._holes[offset] for offset in self._bins[self._filled.bit_length() - 1])
+
+    def allocate(self, size_bytes: int) -> int | None:
+        """The offset of a range of at least ``size_bytes``, or None when no hole is large enough."""
+        assert size_bytes > 0, size_bytes
+        wanted = size_bytes + -size_bytes % ALIGNMENT_BYTES
+        offset = self._find(wanted)
+        if offset is None:
+            return None
+        hole_bytes = self._remove_hole(offset)
+        if hole_bytes > wanted:
+            self._add_hole(offset + wanted, hole_bytes - wanted)
+        self.allocations[offset] = wanted
+        self.allocated_bytes += wanted
+        return offset
+
+    def free(self, offset: int) -> int:
+        """Take a range back; returns its size."""
+        size_bytes = freed_bytes = self.allocations.pop(offset)
+        self.allocated_bytes -= freed_bytes
+        before = self._hole_ends.get(offset)
+        if before is not None:
+            size_bytes += self._remove_hole(before)
+            offset = before
+        if offset + size_bytes in self._holes:
+            size_bytes += self._remove_hole(offset + size_bytes)
+        self._add_hole(offset, size_bytes)
+        return freed_bytes
+
+    def check(self) -> None:
+        """Assert that ranges and holes tile the segment, and that the bins agree."""
+        at, previous_is_hole = 0, False
+        for offset, size_bytes in sorted([*self.allocations.items(), *self._holes.items()]):
+            assert offset == at, f"range at {offset}, expected {at}"
+            assert size_bytes > 0 and size_bytes % ALIGNMENT_BYTES == 0, (offset, size_bytes)
+            is_hole = offset in self._holes
+            assert not (is_hole and previous_is_hole), f"two holes in a row at {offset}"
+            at, previous_is_hole = offset + size_bytes, is_hole
+        assert at == self.size_bytes, (at, self.size_bytes)
+        assert self.allocated_bytes == sum(self.allocations.values())
+        assert self._hole_ends == {offset + size: offset for offset, size in self._holes.items()}
+        hung = {offset: number for number, holes in self._bins.items() for offset in holes}
+        assert hung == {offset: _bin_of(size) for offset, size in self._holes.items()}
+        assert self._filled == sum(1 << number for number in self._bins)
+
+    def _find(self, wanted: int) -> int | None:
+        number = _bin_of(wanted)
+        # Its holes may be smaller than wanted, but a hole of exactly this size hangs here too.
+        for _, offset in zip(range(_SCAN), reversed(self._bins.get(number, {})), strict=False):
+            if self._holes[offset] >= wanted:
+                return offset
+        larger = self._filled >> (number + 1)
+        if larger:
+            number += (larger & -larger).bit_length()
+            return next(reversed(self._bins[number]))
+        for offset in self._bins.get(number, {}):
+            if self._holes[offset] >= wanted:
+                return offset
+        return None
+
+    def _add_hole(self, offset: int, size_bytes: int) -> None:
+        self._holes[offset] = size_bytes
+        self._hole_ends[offset + size_bytes] = offset
+        number = _bin_of(size_bytes)
+        self._bins.setdefault(number, {})[offset] = None
+        self._filled |= 1 << number
+
+    def _remove_hole(self, offset: int) -> int:
+        size_bytes = self._holes.pop(offset)
+        del self._hole_ends[offset + size_bytes]
+        number = _bin_of(size_bytes)
+        holes = self._bins[number]
+        del holes[offset]
+        if not holes:
+            del self._bins[number]
+            self._filled &= ~(1 << number)
+        return size_bytes
+
+    def __repr__(self) -> str:
+        return f"<Allocator {self.allocated_bytes}/{self.size_bytes} bytes, {len(self._holes)} holes>"

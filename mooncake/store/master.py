@@ -1,0 +1,573 @@
+"""The master: which objects there are, where their bytes lie, and when space may be used again.
+
+It composes the other cores of this room behind ``handle``: a client's or node's message and the
+present instant go in, replies come out. It never touches a byte of an object and never calls
+anyone; nodes and clients come to it. What it must never get wrong, whatever is lost or late:
+
+* A key is readable whole or not at all, and never shows another content than the one put-end
+  announced.
+* Space is given out again only when nobody may touch it under an old promise: not before a reader's
+  lease ends, not before a writer's deadline plus ``grace_s`` (a write posted in time may land late).
+  So an object that goes while promised is *unlinked* at once and its space *released* later.
+* What it holds in memory only. After a restart the nodes mount again, empty, and their memory rests
+  until the promises of the predecessor have run out (``segments.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import msgspec
+
+from mooncake.errors import InvalidArgument, Refusal
+from mooncake.machine import Wake
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+from mooncake.store.allocator import ALIGNMENT_BYTES
+from mooncake.store.eviction import Eviction
+from mooncake.store.objects import Extent, Objects, State, StoredObject, check_put
+from mooncake.store.placement import Placement
+from mooncake.store.segments import Segment, Segments
+from mooncake.types import ObjectKey
+
+STORY_LINES = 100_000
+MAX_REST_S = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MasterSettings:
+    """How the master decides. The process around it has ``store.server.ServerSettings``."""
+
+    lease_s: float = 10.0
+    """Seconds a lookup protects an object from removal, eviction and reuse of its space."""
+    put_s: float = 30.0
+    """Seconds between put-start and put-end; a reservation that is older is given up."""
+    grace_s: float = 5.0
+    """Seconds after a missed put deadline until the space is used again: writes may land late."""
+    heartbeat_s: float = 1.0
+    """Seconds between two heartbeats of a node; one that misses three is suspected."""
+    segment_ttl_s: float = 5.0
+    """Seconds a suspected node has to come back before its objects are forgotten."""
+    high_watermark: float = 0.95
+    """Share of the capacity in use beyond which put-start evicts ahead of need."""
+    eviction_ratio: float = 0.05
+    """Share of the capacity that such an eviction frees below the watermark."""
+
+    def __post_init__(self) -> None:
+        for field in ("lease_s", "put_s", "heartbeat_s", "segment_ttl_s"):
+            if getattr(self, field) <= 0:
+                raise InvalidArgument(field, getattr(self, field), "more than 0 seconds")
+        if self.grace_s < 0:
+            raise InvalidArgument("grace_s", self.grace_s, "at least 0 seconds")
+        if not 0 < self.high_watermark <= 1:
+            raise InvalidArgument("high_watermark", self.high_watermark, "more than 0, at most 1")
+        if not 0 <= self.eviction_ratio < self.high_watermark:
+            raise InvalidArgument("eviction_ratio", self.eviction_ratio, "from 0 to below high_watermark")
+
+    @property
+    def rest_s(self) -> float:
+        """How long after its last word a promise of this master may still be used by someone."""
+        return max(self.lease_s, self.put_s + self.grace_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Received:
+    """A message came in. ``origin`` goes back in the Reply; ``connection`` is lost as a whole."""
+
+    origin: Any
+    connection: Hashable
+    message: msgspec.Struct
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    connection: Hashable
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reply:
+    """Effect: send ``message`` to ``origin``."""
+
+    origin: Any
+    message: msgspec.Struct
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Note:
+    """Effect: log this event; an operator wants to know."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+Event = Received | ConnectionLost
+Effect = Reply | Note
+
+
+@dataclasses.dataclass
+class Counts:
+    """What has happened so far; the shell exports it."""
+
+    puts: int = 0
+    lookups: int = 0
+    lookup_hits: int = 0
+    refused_puts: int = 0
+    expired_puts: int = 0
+    evicted_objects: int = 0
+    evicted_bytes: int = 0
+    removed_objects: int = 0
+    corrupt_objects: int = 0
+    lost_objects: int = 0
+
+
+class Master:
+    """A machine (see ``machine.py``) over ``Received`` and ``ConnectionLost``."""
+
+    def __init__(self, settings: MasterSettings = MasterSettings()) -> None:
+        self.settings = settings
+        self.segments = Segments(settings.segment_ttl_s, settings.heartbeat_s)
+        self.objects = Objects()
+        self.eviction = Eviction()
+        self.counts = Counts()
+        self._timers: list[tuple[float, int, StoredObject]] = []
+        """(instant, tie-breaker, object): a writer's deadline, or the release of unlinked space."""
+        self._order = itertools.count()
+        self._stories: deque[tuple[float, ObjectKey, str]] = deque(maxlen=STORY_LINES)
+        self._notes: list[Effect] = []
+        self._answers: dict[type, Callable[[Any, Hashable, float], msgspec.Struct]] = {
+            m.Lookup: self._lookup,
+            m.Exists: self._exists,
+            m.Renew: self._renew,
+            m.PutStart: self._put_start,
+            m.PutEnd: self._put_end,
+            m.PutAbort: self._put_abort,
+            m.Remove: self._remove,
+            m.Corrupt: self._corrupt,
+            m.Describe: self._describe,
+            m.Mount: self._mount,
+            m.Heartbeat: self._heartbeat,
+            m.Unmount: self._unmount,
+            m.Status: self._status,
+            m.ListKeys: self._list_keys,
+            m.Story: self._tell,
+        }
+
+    # The contract of a machine
+
+    def handle(self, event: Event | Wake, now: float) -> list[Effect]:
+        self._expire(now)
+        effects: list[Effect] = []
+        if isinstance(event, Received):
+            effects.append(Reply(event.origin, self._answer(event, now)))
+        elif isinstance(event, ConnectionLost):
+            for segment in self.segments.connection_lost(event.connection, now):
+                self._note("segment_suspected", segment, reason="connection lost")
+        if self._notes:
+            effects += self._notes
+            self._notes = []
+        return effects
+
+    def deadline(self) -> float | None:
+        segments = self.segments.deadline()
+        if not self._timers:
+            return segments
+        return self._timers[0][0] if segments is None else min(segments, self._timers[0][0])
+
+    def check(self) -> None:
+        self.segments.check()
+        self.objects.check()
+        self.eviction.check(self.objects.readable)
+        waiting = {id(stored) for _, _, stored in self._timers}
+        for segment in self.segments.mounted.values():
+            for offset, stored in segment.holders.items():
+                assert any(e.segment is segment and e.offset == offset for e in stored.extents), stored
+                assert stored.state is State.READABLE or id(stored) in waiting, f"{stored} leaks"
+
+    def story(self, key: str) -> list[str]:
+        return [f"{at:.6f} {what}" for at, about, what in self._stories if about == key]
+
+    def _answer(self, event: Received, now: float) -> msgspec.Struct:
+        message = event.message
+        keys = getattr(message, "keys", ())
+        if len(keys) > m.MAX_KEYS:
+            return Failure("invalid_argument", f"{len(keys)} keys in one message; at most {m.MAX_KEYS}")
+        return self._answers[type(message)](message, event.connection, now)
+
+    # Reading
+
+    def _lookup(self, message: m.Lookup, _: Hashable, now: float) -> m.Found:
+        readable = self.objects.readable
+        lease_until = now + self.settings.lease_s
+        found: list[m.Stored | None] = []
+        num_hits = 0
+        for key in message.keys:
+            stored = readable.get(key)
+            if stored is None or not (stored.extents[0].segment.is_alive or _is_visible(stored)):
+                found.append(None)
+                continue
+            stored.lease_until = lease_until
+            num_hits += 1
+            found.append(stored.stored if len(stored.extents) == 1 else _visible_part(stored))
+        self.counts.lookups += len(found)
+        self.counts.lookup_hits += num_hits
+        return m.Found(self.settings.lease_s, found)
+
+    def _exists(self, message: m.Exists, _: Hashable, now: float) -> m.Flags:
+        readable = self.objects.readable
+        lease_until = now + self.settings.lease_s
+        flags = bytearray(len(message.keys))
+        for index, key in enumerate(message.keys):
+            stored = readable.get(key)
+            if stored is not None and (stored.extents[0].segment.is_alive or _is_visible(stored)):
+                stored.lease_until = lease_until
+                flags[index] = 1
+        return m.Flags(self.settings.lease_s, bytes(flags))
+
+    def _renew(self, message: m.Renew, _: Hashable, now: float) -> m.Flags:
+        lease_until = now + self.settings.lease_s
+        flags = bytearray(len(message.keys))
+        for index, (key, object_id) in enumerate(zip(message.keys, message.object_ids, strict=False)):
+            stored = self.objects.readable.get(key)
+            if stored is not None and stored.object_id == object_id and _is_visible(stored):
+                stored.lease_until = lease_until
+                flags[index] = 1
+        return m.Flags(self.settings.lease_s, bytes(flags))
+
+    def _describe(self, message: m.Describe, _: Hashable, now: float) -> m.Described:
+        found = [self.segments.find(name, epoch) for name, epoch in message.segments]
+        return m.Described([None if segment is None else segment.descriptor for segment in found])
+
+    # Writing
+
+    def _put_start(self, message: m.PutStart, _: Hashable, now: float) -> m.PutStarted | Failure:
+        if not len(message.keys) == len(message.sizes) == len(message.chunk_bytes):
+            return Failure("invalid_argument", "put_start: keys, sizes and chunk_bytes differ in length")
+        placement = Placement(self.segments.mounted.values(), message.host, message.avoid, now)
+        outcomes: list[m.Reserved | Refusal | None] = []
+        columns = zip(message.keys, message.sizes, message.chunk_bytes, strict=True)
+        for put_id, (key, size_bytes, chunk_bytes) in enumerate(columns, message.put_id):
+            outcome = self._reserve(put_id, key, size_bytes, chunk_bytes, placement, now)
+            outcomes.append(outcome)
+            if isinstance(outcome, Refusal):
+                self.counts.refused_puts += 1
+                self._tell_story(key, f"put refused: {outcome}", now)
+        self._evict_to_watermark(now)
+        return m.PutStarted(self.settings.put_s, outcomes)
+
+    def _reserve(
+        self, put_id: int, key: ObjectKey, size_bytes: int, chunk_bytes: int, placement: Placement, now: float
+    ) -> m.Reserved | Refusal | None:
+        refusal = check_put(key, size_bytes, chunk_bytes)
+        if refusal is not None:
+            return refusal
+        stored = self.objects.readable.get(key)
+        if stored is not None:
+            if _is_visible(stored):
+                return None
+            # Its node may be dead. Who puts the key now has the bytes at hand, so they win.
+            self.counts.lost_objects += 1
+            self._unlink(stored, "replaced while its node is suspected", now)
+        stored = self.objects.writing.get(key)
+        if stored is not None:
+            is_reachable = _is_visible(stored)
+            if stored.put_id == put_id and is_reachable:
+                # The same request again: its first answer was lost. Its deadline stays what it was,
+                # and the writer counts from its first question, so the promise is not stretched.
+                return m.Reserved(stored.object_id, stored.replicas())
+            if is_reachable:
+                return None
+            self._unlink(stored, "its node is suspected", now)
+        room = self._make_room(size_bytes, placement, now)
+        if isinstance(room, Refusal):
+            return room
+        write_until = now + self.settings.put_s
+        stored = self.objects.begin(key, put_id, size_bytes, chunk_bytes, [room], write_until)
+        heapq.heappush(self._timers, (write_until, next(self._order), stored))
+        self._tell_story(key, f"put started as #{stored.object_id} on {room.segment.name}", now)
+        return m.Reserved(stored.object_id, stored.replicas())
+
+    def _put_end(self, message: m.PutEnd, _: Hashable, now: float) -> m.Outcomes | Failure:
+        if not len(message.keys) == len(message.object_ids) == len(message.checksums):
+            return Failure("invalid_argument", "put_end: keys, object_ids and checksums differ in length")
+        outcomes: list[bool | Refusal] = []
+        for key, object_id, checksums in zip(
+            message.keys, message.object_ids, message.checksums, strict=True
+        ):
+            outcome = self.objects.finish(key, object_id, checksums, now)
+            outcomes.append(outcome)
+            if outcome is True:
+                self.counts.puts += 1
+                self.eviction.add(self.objects.readable[key])
+                self._tell_story(key, f"readable as #{object_id}", now)
+            elif outcome is not False:
+                self._tell_story(key, f"put of #{object_id} refused at its end: {outcome}", now)
+        return m.Outcomes(outcomes)
+
+    def _put_abort(self, message: m.PutAbort, _: Hashable, now: float) -> m.Outcomes:
+        outcomes: list[bool | Refusal] = []
+        for key, object_id in zip(message.keys, message.object_ids, strict=False):
+            stored = self.objects.writing.get(key)
+            is_ours = stored is not None and stored.object_id == object_id
+            if stored is not None and is_ours:
+                self._unlink(stored, "put aborted", now, is_quiet=message.is_quiet)
+            outcomes.append(is_ours)
+        return m.Outcomes(outcomes)
+
+    # Removing
+
+    def _remove(self, message: m.Remove, _: Hashable, now: float) -> m.Outcomes:
+        outcomes: list[bool | Refusal] = []
+        for key in message.keys:
+            stored = self.objects.readable.get(key)
+            if stored is None:
+                outcomes.append(False)
+            elif stored.lease_until > now and not message.force:
+                left_s = stored.lease_until - now
+                outcomes.append(Refusal("leased", f"a reader may hold it for another {left_s:.3g} s"))
+            else:
+                self.counts.removed_objects += 1
+                self._unlink(stored, "removed by force" if message.force else "removed", now)
+                outcomes.append(True)
+        return m.Outcomes(outcomes)
+
+    def _corrupt(self, message: m.Corrupt, _: Hashable, now: float) -> m.Outcomes:
+        outcomes: list[bool | Refusal] = []
+        for key, object_id in zip(message.keys, message.object_ids, strict=False):
+            stored = self.objects.readable.get(key)
+            is_that = stored is not None and stored.object_id == object_id
+            if stored is not None and is_that:
+                self.counts.corrupt_objects += 1
+                self._notes.append(Note("object_corrupt", {"key": key, "object_id": object_id}))
+                self._unlink(stored, "a reader found wrong checksums", now)
+            outcomes.append(is_that)
+        return m.Outcomes(outcomes)
+
+    # Nodes
+
+    def _mount(self, message: m.Mount, connection: Hashable, now: float) -> m.Mounted:
+        refusal = _check_mount(message)
+        known = self.segments.find(message.segment, message.epoch)
+        outcome = refusal or self.segments.mount(message, connection, now)
+        if isinstance(outcome, Refusal):
+            self._notes.append(Note("mount_refused", {"segment": message.segment, "reason": str(outcome)}))
+            return m.Mounted(outcome, 0, self.settings.heartbeat_s, message.rest_s)
+        segment, replaced = outcome
+        if replaced is not None:
+            self._empty(replaced, "another process took its name", now)
+        num_objects = sum(stored.state is State.READABLE for stored in segment.holders.values())
+        event = "segment_mounted" if known is None else "segment_back"
+        self._note(event, segment, num_objects=num_objects, rest_s=max(0.0, segment.rests_until - now))
+        return m.Mounted(None, num_objects, self.settings.heartbeat_s, self.settings.rest_s)
+
+    def _heartbeat(self, message: m.Heartbeat, connection: Hashable, now: float) -> m.Beat:
+        segment = self.segments.beat(message.segment, message.epoch, connection, now)
+        return m.Beat(segment is not None)
+
+    def _unmount(self, message: m.Unmount, _: Hashable, now: float) -> m.Beat:
+        segment = self.segments.find(message.segment, message.epoch)
+        if segment is not None:
+            self.segments.drop(segment)
+            self._empty(segment, "unmounted", now)
+        return m.Beat(segment is not None)
+
+    # People
+
+    def _status(self, _: m.Status, __: Hashable, now: float) -> m.MasterStatus:
+        segments = [
+            m.SegmentStatus(
+                segment=segment.name,
+                epoch=segment.epoch,
+                host=segment.host,
+                state=str(segment.state),
+                size_bytes=segment.allocator.size_bytes,
+                allocated_bytes=segment.allocator.allocated_bytes,
+                largest_free_bytes=segment.allocator.largest_free_bytes,
+                num_objects=len(segment.holders),
+                rests_s=max(0.0, segment.rests_until - now),
+            )
+            for segment in self.segments.mounted.values()
+        ]
+        return m.MasterStatus(
+            num_objects=len(self.objects.readable),
+            num_writing=len(self.objects.writing),
+            capacity_bytes=self.capacity_bytes,
+            allocated_bytes=self.allocated_bytes,
+            counts=dataclasses.asdict(self.counts),
+            segments=segments,
+        )
+
+    def _list_keys(self, message: m.ListKeys, _: Hashable, now: float) -> m.Keys:
+        matching = (
+            key
+            for key, stored in self.objects.readable.items()
+            if key.startswith(message.prefix) and _is_visible(stored)
+        )
+        return m.Keys(list(itertools.islice(matching, max(0, message.limit))))
+
+    def _tell(self, message: m.Story, _: Hashable, now: float) -> m.Told:
+        return m.Told(self.story(message.key))
+
+    # Space
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Of the segments that are alive."""
+        return sum(s.allocator.size_bytes for s in self.segments.mounted.values() if s.is_alive)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of the segments that are alive."""
+        return sum(s.allocator.allocated_bytes for s in self.segments.mounted.values() if s.is_alive)
+
+    def _make_room(self, size_bytes: int, placement: Placement, now: float) -> Extent | Refusal:
+        """Space for one replica, evicting for it when none is free."""
+        if size_bytes > placement.largest_bytes:
+            return self._no_segment(size_bytes, placement, now)
+        place = placement.allocate(size_bytes)
+        # A hole need not open where the oldest objects are, but neither may one put that finds
+        # none flush the whole cache.
+        budget_bytes = max(8 * size_bytes, int(self.settings.eviction_ratio * self.capacity_bytes))
+        if place is None:
+            victims = self.eviction.victims(now, lambda v: placement.covers(v.extents[0].segment))
+            with contextlib.closing(victims):
+                for victim in victims:
+                    budget_bytes -= victim.size_bytes
+                    self._evict(victim, "no space for a put", now)
+                    placement.freed(victim.extents[0].segment)
+                    place = placement.allocate(size_bytes)
+                    if place is not None or budget_bytes < 0:
+                        break
+        if place is None:
+            reason = (
+                f"no hole of {size_bytes} bytes, and what is stored is leased, being written or not enough"
+            )
+            return Refusal("no_space", reason)
+        return Extent(*place)
+
+    def _no_segment(self, size_bytes: int, placement: Placement, now: float) -> Refusal:
+        if placement.largest_bytes:
+            return Refusal(
+                "too_large", f"{size_bytes} bytes; the largest segment has {placement.largest_bytes}"
+            )
+        rests = [s.rests_until - now for s in self.segments.mounted.values() if s.is_alive]
+        if not rests or max(rests) <= 0:
+            return Refusal("no_space", "no segment that can be written is mounted; is a node running?")
+        return Refusal(
+            "no_space",
+            f"promises of an earlier master may still be in use; space is given out in {min(rests):.3g} s",
+        )
+
+    def _evict_to_watermark(self, now: float) -> None:
+        capacity_bytes, allocated_bytes = self.capacity_bytes, self.allocated_bytes
+        if allocated_bytes <= self.settings.high_watermark * capacity_bytes:
+            return
+        target_bytes = (self.settings.high_watermark - self.settings.eviction_ratio) * capacity_bytes
+        victims = self.eviction.victims(now, lambda victim: victim.extents[0].segment.is_alive)
+        with contextlib.closing(victims):
+            for victim in victims:
+                allocated_bytes -= victim.size_bytes
+                self._evict(victim, "watermark", now)
+                if allocated_bytes <= target_bytes:
+                    break
+
+    def _evict(self, victim: StoredObject, reason: str, now: float) -> None:
+        self.counts.evicted_objects += 1
+        self.counts.evicted_bytes += victim.size_bytes
+        self._unlink(victim, f"evicted: {reason}", now)
+
+    def _unlink(self, stored: StoredObject, reason: str, now: float, is_quiet: bool = False) -> None:
+        """Make the object unfindable now, and release its space as soon as every promise is over."""
+        if stored.state is State.WRITING:
+            stored.release_at = now if is_quiet else stored.write_until + self.settings.grace_s
+            self.objects.unlink(stored)
+        else:
+            stored.release_at = stored.lease_until
+            self.objects.unlink(stored)
+            self.eviction.unlinked(stored)
+        self._tell_story(stored.key, f"#{stored.object_id} unlinked: {reason}", now)
+        if stored.release_at <= now:
+            self._release(stored)
+        else:
+            heapq.heappush(self._timers, (stored.release_at, next(self._order), stored))
+
+    def _release(self, stored: StoredObject) -> None:
+        assert stored.state is State.UNLINKED, stored
+        for extent in stored.extents:
+            if extent.segment.is_mounted:
+                extent.segment.allocator.free(extent.offset)
+                del extent.segment.holders[extent.offset]
+        stored.extents = []
+
+    def _empty(self, segment: Segment, reason: str, now: float) -> None:
+        """Forget what lay on a segment that is gone."""
+        num_lost = 0
+        for stored in list(segment.holders.values()):
+            others = [extent for extent in stored.extents if extent.segment is not segment]
+            if stored.state is not State.UNLINKED and not others:
+                num_lost += stored.state is State.READABLE
+                self._unlink(stored, f"{segment.name}: {reason}", now)
+            stored.extents = others
+            if stored.stored is not None and others:
+                stored.stored = msgspec.structs.replace(stored.stored, replicas=stored.replicas())
+        segment.holders.clear()
+        self.counts.lost_objects += num_lost
+        self._note("segment_gone", segment, reason=reason, num_lost=num_lost)
+
+    # Time
+
+    def _expire(self, now: float) -> None:
+        while self._timers and self._timers[0][0] <= now:
+            _, _, stored = heapq.heappop(self._timers)
+            if stored.state is State.WRITING:
+                self.counts.expired_puts += 1
+                self._unlink(stored, "the writer missed its deadline", now)
+            elif stored.state is State.UNLINKED and stored.release_at <= now:
+                self._release(stored)
+        deadline = self.segments.deadline()
+        if deadline is not None and deadline <= now:
+            silent, gone = self.segments.expire(now)
+            for segment in silent:
+                self._note("segment_suspected", segment, reason="no heartbeat")
+            for segment in gone:
+                self._empty(segment, "given up", now)
+
+    # Telling
+
+    def _note(self, event: str, segment: Segment, **fields: Any) -> None:
+        self._notes.append(Note(event, {"segment": segment.name, "host": segment.host, **fields}))
+
+    def _tell_story(self, key: ObjectKey, what: str, now: float) -> None:
+        self._stories.append((now, key, what))
+
+    def __repr__(self) -> str:
+        return f"<Master {self.objects!r} {self.segments!r}>"
+
+
+def _is_visible(stored: StoredObject) -> bool:
+    return any(extent.segment.is_alive for extent in stored.extents)
+
+
+def _visible_part(stored: StoredObject) -> m.Stored | None:
+    assert stored.stored is not None
+    replicas = [
+        replica
+        for replica, extent in zip(stored.stored.replicas, stored.extents, strict=True)
+        if extent.segment.is_alive
+    ]
+    return msgspec.structs.replace(stored.stored, replicas=replicas)
+
+
+def _check_mount(message: m.Mount) -> Refusal | None:
+    if not 0 < len(message.segment.encode()) <= m.MAX_KEY_BYTES:
+        return Refusal("invalid_name", f"a segment's name has 1 to {m.MAX_KEY_BYTES} bytes")
+    if message.size_bytes < ALIGNMENT_BYTES:
+        return Refusal("invalid_size", f"{message.size_bytes} bytes; at least {ALIGNMENT_BYTES}")
+    if not 0 <= message.rest_s <= MAX_REST_S:
+        return Refusal("invalid_rest", f"{message.rest_s} s; 0 to {MAX_REST_S:.0f}")
+    return None

@@ -1,0 +1,176 @@
+"""Mounted segments and the processes that own them: alive, suspected, gone.
+
+::
+
+    mount ──▶ ALIVE ──connection lost, or no heartbeat for 3──▶ SUSPECTED ──ttl passed──▶ GONE
+                ▲                                                   │
+                └───────── mounted again with the same epoch ───────┘
+
+A suspected segment keeps its objects but hides them at once: better a miss now than a reader that
+waits for a dead node. The epoch names one life of the owning process, hence one content of the
+memory: the same epoch brings everything back, another one means that the bytes are new.
+
+``rests_until``: memory that served another master (or this one, before it was given up) may still
+be read and written under promises that nobody here remembers. It is mounted at once, but nothing
+is allocated on it until every such promise has run out.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from mooncake.errors import Refusal
+from mooncake.store.allocator import Allocator
+from mooncake.store.messages import Mount
+
+if TYPE_CHECKING:
+    from mooncake.store.objects import StoredObject
+
+MISSED_BEATS = 3
+
+
+class SegmentState(enum.StrEnum):
+    ALIVE = "alive"
+    SUSPECTED = "suspected"
+    GONE = "gone"
+
+
+class Segment:
+    """Memory of one node, as the master sees it."""
+
+    __slots__ = (
+        "address",
+        "allocator",
+        "connection",
+        "descriptor",
+        "epoch",
+        "gone_at",
+        "heard_at",
+        "holders",
+        "host",
+        "is_alive",
+        "name",
+        "rests_until",
+        "state",
+    )
+
+    def __init__(self, mount: Mount, connection: Hashable, now: float) -> None:
+        self.name = mount.segment
+        self.epoch = mount.epoch
+        self.host = mount.host
+        self.address = mount.address
+        self.descriptor = mount.descriptor
+        self.allocator = Allocator(mount.size_bytes)
+        self.connection: Hashable = connection
+        self.heard_at = now
+        self.rests_until = now + mount.rest_s
+        self.state = SegmentState.ALIVE
+        self.is_alive = True
+        """``state is ALIVE``, as a plain attribute because every lookup of every key reads it."""
+        self.gone_at = 0.0
+        """When a suspected segment is given up."""
+        self.holders: dict[int, StoredObject] = {}
+        """Offset -> the object that has, or until its release had, that range."""
+
+    @property
+    def is_mounted(self) -> bool:
+        return self.state is not SegmentState.GONE
+
+    def set_state(self, state: SegmentState) -> None:
+        self.state = state
+        self.is_alive = state is SegmentState.ALIVE
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.name!r} epoch {self.epoch:x} {self.state} {self.allocator!r}>"
+
+
+class Segments:
+    """Every segment that is alive or suspected, by name."""
+
+    def __init__(self, ttl_s: float, heartbeat_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._patience_s = MISSED_BEATS * heartbeat_s
+        self.mounted: dict[str, Segment] = {}
+
+    def mount(
+        self, mount: Mount, connection: Hashable, now: float
+    ) -> tuple[Segment, Segment | None] | Refusal:
+        """The segment, and the one it replaces (which the caller must empty), or why not."""
+        known = self.mounted.get(mount.segment)
+        if known is not None:
+            if known.epoch == mount.epoch:
+                known.connection = connection
+                known.heard_at = now
+                known.set_state(SegmentState.ALIVE)
+                return known, None
+            if known.is_alive:
+                return Refusal(
+                    "name_taken",
+                    f"segment {mount.segment!r} is served by another process (on {known.host}); "
+                    "give each node its own name, or wait until the old one is given up",
+                )
+        segment = Segment(mount, connection, now)
+        self.mounted[mount.segment] = segment
+        if known is not None:
+            known.set_state(SegmentState.GONE)
+        return segment, known
+
+    def beat(self, name: str, epoch: int, connection: Hashable, now: float) -> Segment | None:
+        """A heartbeat; None when the sender must mount again."""
+        segment = self.find(name, epoch)
+        if segment is None or segment.connection != connection:
+            return None
+        segment.heard_at = now
+        segment.set_state(SegmentState.ALIVE)
+        return segment
+
+    def find(self, name: str, epoch: int) -> Segment | None:
+        segment = self.mounted.get(name)
+        return segment if segment is not None and segment.epoch == epoch else None
+
+    def connection_lost(self, connection: Hashable, now: float) -> list[Segment]:
+        """Suspect everything that was mounted over ``connection``; returns what is newly suspected."""
+        lost = [s for s in self.mounted.values() if s.connection == connection and s.is_alive]
+        for segment in lost:
+            self._suspect(segment, now)
+        return lost
+
+    def expire(self, now: float) -> tuple[list[Segment], list[Segment]]:
+        """(newly suspected for silence, given up). The caller must empty the latter."""
+        silent, gone = [], []
+        for segment in list(self.mounted.values()):
+            if segment.is_alive and segment.heard_at + self._patience_s <= now:
+                self._suspect(segment, now)
+                silent.append(segment)
+            elif not segment.is_alive and segment.gone_at <= now:
+                self.drop(segment)
+                gone.append(segment)
+        return silent, gone
+
+    def drop(self, segment: Segment) -> None:
+        """The caller must empty it."""
+        assert self.mounted.get(segment.name) is segment
+        del self.mounted[segment.name]
+        segment.set_state(SegmentState.GONE)
+
+    def deadline(self) -> float | None:
+        return min(
+            (s.heard_at + self._patience_s if s.is_alive else s.gone_at for s in self.mounted.values()),
+            default=None,
+        )
+
+    def _suspect(self, segment: Segment, now: float) -> None:
+        segment.set_state(SegmentState.SUSPECTED)
+        segment.gone_at = now + self._ttl_s
+
+    def check(self) -> None:
+        for name, segment in self.mounted.items():
+            assert segment.name == name and segment.is_mounted, segment
+            assert segment.is_alive == (segment.state is SegmentState.ALIVE)
+            assert segment.holders.keys() == segment.allocator.allocations.keys(), segment
+            segment.allocator.check()
+
+    def __repr__(self) -> str:
+        return f"<Segments {list(self.mounted.values())!r}>"

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.errors import InvalidArgument
+from mooncake.store.allocator import ALIGNMENT_BYTES, Allocator
+
+KIB = 1024
+
+
+def test_ranges_are_aligned_and_never_overlap() -> None:
+    allocator = Allocator(4 * KIB)
+    offsets = [allocator.allocate(size) for size in (1, 64, 65, 1000)]
+    assert offsets == [0, 64, 128, 256]
+    assert allocator.allocated_bytes == 64 + 64 + 128 + 1024
+    allocator.check()
+
+
+def test_freed_neighbours_merge_whatever_the_order() -> None:
+    for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)):
+        allocator = Allocator(3 * KIB)
+        offsets = [allocator.allocate(KIB) for _ in range(3)]
+        assert allocator.allocate(1) is None
+        for index in order:
+            offset = offsets[index]
+            assert offset is not None
+            allocator.free(offset)
+            allocator.check()
+        assert allocator.largest_free_bytes == 3 * KIB
+
+
+def test_a_hole_of_exactly_the_size_is_found() -> None:
+    """1472 KiB isn't a bin's border, so the holes hang below the bin that surely fits."""
+    size = 1472 * KIB
+    allocator = Allocator(40 * size)
+    offsets = [allocator.allocate(size) for _ in range(40)]
+    for offset in offsets[::2]:
+        assert offset is not None
+        allocator.free(offset)
+    assert all(allocator.allocate(size) is not None for _ in range(20))
+    assert allocator.free_bytes == 0
+    allocator.check()
+
+
+def test_a_fitting_hole_is_found_behind_many_that_do_not_fit() -> None:
+    small, large = 1025 * 64, 1100 * 64  # the same bin
+    allocator = Allocator(large + 64 + 100 * (small + 64))
+    first = allocator.allocate(large)
+    assert first is not None
+    allocator.allocate(64)
+    for _ in range(100):
+        offset = allocator.allocate(small)
+        assert offset is not None
+        allocator.allocate(64)
+    holes = [offset for offset, size in allocator.allocations.items() if size == small]
+    for offset in [first, *holes]:
+        allocator.free(offset)
+    assert allocator.allocate(large) == first
+    allocator.check()
+
+
+def test_a_segment_must_hold_something() -> None:
+    with pytest.raises(InvalidArgument, match="size_bytes"):
+        Allocator(ALIGNMENT_BYTES - 1)
+    assert Allocator(100).size_bytes == 64
+
+
+@given(st.integers(0, 2**32), st.integers(1, 200))
+def test_any_sequence_keeps_the_invariants(seed: int, num_steps: int) -> None:
+    random = Random(seed)
+    allocator = Allocator(64 * KIB)
+    held: list[int] = []
+    for _ in range(num_steps):
+        if held and random.random() < 0.45:
+            allocator.free(held.pop(random.randrange(len(held))))
+        else:
+            size = random.choice((1, 64, 100, 1000, 4096, random.randint(1, 20000)))
+            offset = allocator.allocate(size)
+            if offset is None:
+                assert allocator.largest_free_bytes < size
+            else:
+                held.append(offset)
+    allocator.check()
+    for offset in held:
+        allocator.free(offset)
+    allocator.check()
+    assert allocator.largest_free_bytes == allocator.size_bytes
