@@ -46,7 +46,7 @@ class WorkerSettings:
     role: Role = Role.PREFILL
     "What the gateway uses this worker for; either can do both."
 
-    served_name: str = ""
+    served_model_name: str = ""
     "The model's name in the API; empty takes the last part of `model`."
 
     host: str = "127.0.0.1"
@@ -58,13 +58,13 @@ class WorkerSettings:
     master: str = ""
     "`host:port` of the store's master; empty runs without a store."
 
-    device: str = "cpu"
-    "Where torch computes: `cpu`, `cuda`, `cuda:1`."
+    device: str = "auto"
+    "Where torch computes: `cpu`, `cuda`, `cuda:1`, or `auto` for cuda where there is one."
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     "Type of weights and KV; `auto` is float32 on a CPU, where bfloat16 may flip a near tie, else bfloat16."
 
-    threads: Annotated[int, Meta(ge=0)] = 0
+    num_threads: Annotated[int, Meta(ge=0)] = 0
     "Threads that torch computes with; 0 takes one per core."
 
     kv_cache_size_bytes: Annotated[int, Size, Meta(ge=1 << 20)] = 1 << 30
@@ -100,13 +100,19 @@ class WorkerSettings:
 
     @property
     def model_name(self) -> str:
-        return self.served_name or self.model.rstrip("/").rpartition("/")[2]
+        return self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
+
+    @property
+    def torch_device(self) -> str:
+        if self.device != "auto":
+            return self.device
+        return "cuda" if torch.cuda.is_available() else "cpu"
 
     @property
     def torch_dtype(self) -> str:
         if self.dtype != "auto":
             return self.dtype
-        return "float32" if self.device == "cpu" else "bfloat16"
+        return "float32" if self.torch_device == "cpu" else "bfloat16"
 
 
 async def serve(settings: WorkerSettings) -> None:
@@ -132,11 +138,13 @@ async def serve(settings: WorkerSettings) -> None:
 async def running(settings: WorkerSettings) -> AsyncIterator[Api]:
     """Everything of a worker but its HTTP server."""
     loop = asyncio.get_running_loop()
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
     folder = await asyncio.to_thread(resolve_model, settings.model)
     max_positions = settings.max_model_len or None
-    model = await asyncio.to_thread(load_model, folder, settings.torch_dtype, settings.device, max_positions)
+    model = await asyncio.to_thread(
+        load_model, folder, settings.torch_dtype, settings.torch_device, max_positions
+    )
     layout = model.config.kv_layout(model.dtype, settings.block_tokens)
     async with contextlib.AsyncExitStack() as stack:
         engine_settings = settings.engine_settings()
