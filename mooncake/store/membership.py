@@ -1,0 +1,224 @@
+"""How a node stays a member: mount, heartbeat, mount again after any loss, leave.
+
+::
+
+    WAITING ──back-off over──▶ CONNECTING ──opened──▶ MOUNTING ──Mounted──▶ MOUNTED ⟲ heartbeats
+       ▲                           │                     │                    │
+       └──────────── refused, closed, or no answer in time (Disconnect) ──────┘
+
+The memory and its epoch outlive every connection: a master that knows them gets its objects back,
+one that doesn't is told by ``rest_s`` how long an earlier master's promises may still be in use.
+This class opens no socket; ``node.py`` does what it says, and so does the simulator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from random import Random
+from typing import Any
+
+import msgspec
+
+from mooncake.machine import Wake
+from mooncake.store import messages as m
+
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 2.0
+ANSWER_S = 3.0
+"""How long a connection attempt or an answer may take before the connection is given up."""
+UNANSWERED_REST_S = 60.0
+"""Assumed when a Mount was sent and its answer lost: that master may have made promises."""
+
+
+class Phase(enum.StrEnum):
+    WAITING = "waiting"
+    CONNECTING = "connecting"
+    MOUNTING = "mounting"
+    MOUNTED = "mounted"
+    LEAVING = "leaving"
+    LEFT = "left"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """The connection is up."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Closed:
+    """The attempt failed, or the connection is gone."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answered:
+    message: msgspec.Struct
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leave:
+    """The process is about to stop."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Connect:
+    """Effect: open a connection to the master; Opened or Closed follows."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Effect: drop the connection (or the attempt); nothing of it follows any more."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Send:
+    """Effect: send this; Answered or Closed follows."""
+
+    message: msgspec.Struct
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Note:
+    """Effect: log this."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Left:
+    """Effect: the master knows (or can't be told) that the memory goes away."""
+
+
+Event = Opened | Closed | Answered | Leave
+Effect = Connect | Disconnect | Send | Note | Left
+
+
+class Membership:
+    """A machine. Deliver a first ``Wake()`` to start it."""
+
+    def __init__(
+        self,
+        segment: str,
+        epoch: int,
+        host: str,
+        address: int,
+        size_bytes: int,
+        descriptor: bytes,
+        random: Random,
+    ) -> None:
+        self._mount = m.Mount(segment, epoch, host, address, size_bytes, descriptor, rest_s=0.0)
+        self._random = random
+        self.phase = Phase.WAITING
+        self._wake_at: float | None = 0.0
+        """When the present phase needs attention."""
+        self._backoff_s = FIRST_BACKOFF_S
+        self._heartbeat_s = 1.0
+        self._is_beat_open = False
+        self._rest_before_mount = 0.0
+        self._lines: list[str] = []
+
+    @property
+    def rest_s(self) -> float:
+        return self._mount.rest_s
+
+    def handle(self, event: Event | Wake, now: float) -> list[Effect]:
+        if self.phase is Phase.LEFT:
+            return []
+        if isinstance(event, Wake):
+            return self._wake(now) if self._wake_at is not None and self._wake_at <= now else []
+        if isinstance(event, Leave):
+            return self._leave(now)
+        if isinstance(event, Closed):
+            return self._closed(event.reason, now)
+        if isinstance(event, Opened):
+            return self._send_mount(now) if self.phase is Phase.CONNECTING else []
+        return self._answered(event.message, now)
+
+    def deadline(self) -> float | None:
+        return self._wake_at
+
+    def check(self) -> None:
+        assert (self._wake_at is None) == (self.phase is Phase.LEFT), (self.phase, self._wake_at)
+        assert FIRST_BACKOFF_S <= self._backoff_s <= MAX_BACKOFF_S
+
+    def story(self, key: str) -> list[str]:
+        """The node's last phases; ``key`` is its segment's name."""
+        return list(self._lines) if key == self._mount.segment else []
+
+    def _wake(self, now: float) -> list[Effect]:
+        if self.phase is Phase.WAITING:
+            self._enter(Phase.CONNECTING, now, ANSWER_S)
+            return [Connect()]
+        if self.phase is Phase.MOUNTED and not self._is_beat_open:
+            self._is_beat_open = True
+            self._wake_at = now + ANSWER_S
+            return [Send(m.Heartbeat(self._mount.segment, self._mount.epoch))]
+        if self.phase is Phase.LEAVING:
+            return self._left(now)
+        return [Disconnect(), *self._closed(f"no answer within {ANSWER_S} s", now)]
+
+    def _answered(self, message: msgspec.Struct, now: float) -> list[Effect]:
+        if self.phase is Phase.LEAVING:
+            return self._left(now)
+        if isinstance(message, m.Mounted) and self.phase is Phase.MOUNTING:
+            if message.refusal is not None:
+                reason = str(message.refusal)
+                return [Disconnect(), *self._closed(f"mount refused: {reason}", now)]
+            self._heartbeat_s = message.heartbeat_s
+            self._mount = msgspec.structs.replace(
+                self._mount, rest_s=max(message.rest_s, self._rest_before_mount)
+            )
+            self._backoff_s = FIRST_BACKOFF_S
+            self._is_beat_open = False
+            self._enter(Phase.MOUNTED, now, self._heartbeat_s)
+            fields = {"segment": self._mount.segment, "num_objects": message.num_objects}
+            return [Note("mounted", fields)]
+        if isinstance(message, m.Beat) and self.phase is Phase.MOUNTED:
+            self._is_beat_open = False
+            self._wake_at = now + self._heartbeat_s
+            if not message.is_known:
+                return [Note("master_forgot_us", {"segment": self._mount.segment}), *self._send_mount(now)]
+        return []
+
+    def _send_mount(self, now: float) -> list[Effect]:
+        self._enter(Phase.MOUNTING, now, ANSWER_S)
+        mount = self._mount
+        self._rest_before_mount = mount.rest_s
+        # Until the answer is here, assume that it is lost on the way.
+        self._mount = msgspec.structs.replace(mount, rest_s=max(mount.rest_s, UNANSWERED_REST_S))
+        return [Send(mount)]
+
+    def _closed(self, reason: str, now: float) -> list[Effect]:
+        if self.phase is Phase.LEAVING:
+            return self._left(now)
+        delay_s = self._backoff_s * self._random.uniform(0.75, 1.25)
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+        was = self.phase
+        self._enter(Phase.WAITING, now, delay_s)
+        if was is Phase.WAITING:
+            return []
+        fields = {"segment": self._mount.segment, "reason": reason, "retry_in_s": round(delay_s, 3)}
+        return [Note("master_lost" if was is Phase.MOUNTED else "mount_failed", fields)]
+
+    def _leave(self, now: float) -> list[Effect]:
+        if self.phase not in (Phase.MOUNTED, Phase.MOUNTING):
+            return self._left(now)
+        self._enter(Phase.LEAVING, now, ANSWER_S)
+        return [Send(m.Unmount(self._mount.segment, self._mount.epoch))]
+
+    def _left(self, now: float) -> list[Effect]:
+        self._enter(Phase.LEFT, now, 0.0)
+        self._wake_at = None
+        return [Disconnect(), Left()]
+
+    def _enter(self, phase: Phase, now: float, wait_s: float) -> None:
+        self.phase = phase
+        self._wake_at = now + wait_s
+        self._lines.append(f"{now:.6f} {phase}")
+        del self._lines[:-100]
+
+    def __repr__(self) -> str:
+        return f"<Membership of {self._mount.segment!r} [{self.phase}]>"
