@@ -1,0 +1,187 @@
+"""The paged block pool: which block is whose, which are shared, and which is reused next.
+
+It owns block ids, reference counts and the prefix index; it refuses to know requests, tensors and
+where else a block may be cached. A block is in exactly one of three places::
+
+    in use     referenced by at least one request, save or load
+    cached     unreferenced, but full and indexed by its hash: the next hit revives it
+    blank      unreferenced and holding nothing worth keeping
+
+Blanks are taken first, then the least recently used cached block; both lists are ordered
+dictionaries, so every operation is O(1) in the size of the pool. Only full blocks are indexed: a
+block is immutable from then on, and sharing never needs a copy. The trick of making the free list
+and the LRU list one is vLLM's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from mooncake.prefix import BlockHash
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Blocks became findable in this worker's memory, one after another from ``parent``."""
+
+    hashes: tuple[BlockHash, ...]
+    parent: BlockHash
+    token_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks were evicted from this worker's memory."""
+
+    hashes: tuple[BlockHash, ...]
+
+
+BlockEvent = BlockStored | BlockRemoved
+
+
+class BlockPool:
+    """Blocks 1 to ``num_blocks - 1``; block 0 is scratch space that no request owns."""
+
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        assert num_blocks >= 2, num_blocks
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self._references = [0] * num_blocks
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        self._index: dict[BlockHash, int] = {}
+        self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._events: list[BlockEvent] = []
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now, cached ones included."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks findable by hash, in use or not."""
+        return len(self._index)
+
+    def match(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Block ids of the longest cached prefix of ``hashes``. Takes no reference."""
+        found = []
+        for block_hash in hashes:
+            block = self._index.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_free_after_touch(self, block_ids: Iterable[int]) -> int:
+        """What ``num_free`` would be after ``touch(block_ids)``."""
+        return self.num_free - sum(self._references[block] == 0 for block in block_ids)
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Take one reference on each."""
+        for block in block_ids:
+            if self._references[block] == 0:
+                self._free_list(block).pop(block)
+            self._references[block] += 1
+
+    def allocate(self, num_blocks: int, after: int | None = None) -> list[int] | None:
+        """``num_blocks`` blocks with one reference each, or None if there are not enough.
+
+        Ids are consecutive where possible, starting behind ``after``: attention reads a run of
+        consecutive blocks in place and copies across gaps.
+        """
+        if num_blocks > self.num_free:
+            return None
+        blanks: list[int] = []
+        while self._blank and len(blanks) < num_blocks:
+            if after is None or after + 1 not in self._blank:
+                after, _ = self._blank.popitem(last=False)
+            else:
+                after += 1
+                del self._blank[after]
+            blanks.append(after)
+        evicted = [self._cached.popitem(last=False)[0] for _ in range(num_blocks - len(blanks))]
+        self._forget(evicted)
+        taken = blanks + sorted(evicted)
+        for block in taken:
+            self._references[block] = 1
+        return taken
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Give one reference back on each. Later blocks are reused before earlier ones."""
+        for block in reversed(block_ids):
+            self._references[block] -= 1
+            assert self._references[block] >= 0, f"block {block} was freed more often than taken"
+            if self._references[block] == 0:
+                self._free_list(block)[block] = None
+
+    def publish(
+        self,
+        block_ids: Sequence[int],
+        hashes: Sequence[BlockHash],
+        parent: BlockHash,
+        token_ids: Sequence[int],
+    ) -> None:
+        """Make full blocks findable. A hash that is known already keeps its first block."""
+        assert len(token_ids) == len(block_ids) * self.block_tokens
+        run: list[BlockHash] = []
+        run_parent, run_start = parent, 0
+        for position, (block, block_hash) in enumerate(zip(block_ids, hashes, strict=True)):
+            assert self._references[block] > 0, f"block {block} is published but not in use"
+            if block_hash in self._index:
+                self._emit_stored(run, run_parent, run_start, token_ids)
+                run, run_parent, run_start = [], block_hash, position + 1
+                continue
+            assert self._hashes[block] is None, f"block {block} is published under two hashes"
+            self._index[block_hash] = block
+            self._hashes[block] = block_hash
+            run.append(block_hash)
+        self._emit_stored(run, run_parent, run_start, token_ids)
+
+    def drain_events(self) -> list[BlockEvent]:
+        """What became findable or was evicted since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def check(self) -> None:
+        for block in range(1, self.num_blocks):
+            places = (self._references[block] > 0) + (block in self._blank) + (block in self._cached)
+            assert places == 1, f"block {block} is in {places} places"
+            assert block not in self._cached or self._hashes[block] is not None, f"block {block} is no cache"
+            assert block not in self._blank or self._hashes[block] is None, f"blank block {block} has a hash"
+        assert 0 not in self._blank and 0 not in self._cached and self._references[0] == 0
+        for block_hash, block in self._index.items():
+            assert self._hashes[block] == block_hash, f"block {block} is indexed wrongly"
+        assert len(self._index) == sum(block_hash is not None for block_hash in self._hashes)
+
+    def __repr__(self) -> str:
+        num_used = self.num_usable - self.num_free
+        return f"BlockPool(used={num_used} cached={len(self._cached)} blank={len(self._blank)})"
+
+    def _free_list(self, block: int) -> OrderedDict[int, None]:
+        return self._blank if self._hashes[block] is None else self._cached
+
+    def _forget(self, block_ids: Sequence[int]) -> None:
+        removed = []
+        for block in block_ids:
+            block_hash = self._hashes[block]
+            assert block_hash is not None
+            del self._index[block_hash]
+            self._hashes[block] = None
+            removed.append(block_hash)
+        if removed:
+            self._events.append(BlockRemoved(tuple(removed)))
+
+    def _emit_stored(
+        self, run: list[BlockHash], parent: BlockHash, start: int, token_ids: Sequence[int]
+    ) -> None:
+        if run:
+            first = start * self.block_tokens
+            tokens = tuple(token_ids[first : first + len(run) * self.block_tokens])
+            self._events.append(BlockStored(tuple(run), parent, tokens))

@@ -1,0 +1,201 @@
+"""A request: what is asked, how far it is, and when what happened.
+
+It owns the meaning of the sampling parameters and of a request's counters. It refuses to know
+blocks' contents, steps and tensors; the scheduler moves it from state to state::
+
+    WAITING ──admitted──▶ LOOKING ──found──▶ LOADING ──first layer──▶ RUNNING ──▶ FINISHED
+       ▲ │                   └───────────nothing found─────────────────▶│
+       │ └─(no external cache)──────────────────────────────────────────▶│
+       └──────────────────────────preempted─────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+
+from mooncake.errors import InvalidArgument
+from mooncake.prefix import BlockHash, block_hashes, root_hash
+
+
+class RequestState(enum.StrEnum):
+    WAITING = "waiting"
+    LOOKING = "looking"
+    """Holds blocks; asks the external cache what it has of the prompt."""
+    LOADING = "loading"
+    """Holds blocks; the external cache writes into them; the first layer is not here yet."""
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    """An end-of-sequence or stop token came."""
+    LENGTH = "length"
+    """max_tokens, or the model's context, or all of the cache, is used up."""
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Raises InvalidArgument when a field is out of range."""
+
+    max_tokens: int = 16
+    """Tokens of the whole answer, those generated elsewhere included."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token before this many tokens."""
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probabilities sum to this."""
+    top_k: int = 0
+    """Keep this many tokens; 0 keeps all."""
+    seed: int | None = None
+    """Equal seeds give equal draws; None takes a seed from the request's id."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer. The engine knows only tokens: whoever makes the text watches these."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: none; n: of the token taken and of the n most likely ones."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise InvalidArgument("max_tokens", self.max_tokens, "at least 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise InvalidArgument("min_tokens", self.min_tokens, f"0 to max_tokens ({self.max_tokens})")
+        if not 0 <= self.temperature <= 100:
+            raise InvalidArgument("temperature", self.temperature, "0 to 100")
+        if not 0 < self.top_p <= 1:
+            raise InvalidArgument("top_p", self.top_p, "above 0, up to 1")
+        if self.top_k < 0:
+            raise InvalidArgument("top_k", self.top_k, "0 (all) or more")
+        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
+            raise InvalidArgument("logprobs", self.logprobs, "0 to 20")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise InvalidArgument("seed", self.seed, "a signed 64-bit integer")
+
+
+@dataclasses.dataclass(slots=True)
+class Timings:
+    """Instants of one request, in seconds on the engine's monotonic clock; None until it happened."""
+
+    arrival: float
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+class Request:
+    """One prompt to be answered, and everything the scheduler knows of it."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        priority: int = 0,
+        num_prior_output_tokens: int = 0,
+        save_tail: bool = False,
+    ) -> None:
+        """``num_prior_output_tokens``: how many trailing prompt tokens are an answer begun elsewhere.
+
+        ``save_tail`` (prefill role) stores the prompt's partial last block too, and holds the final
+        output back until everything is stored. Lower ``priority`` goes first. Raises InvalidArgument.
+        """
+        self.id = request_id
+        self.sampling = sampling or SamplingParams()
+        self.salt = salt
+        self.priority = priority
+        self.save_tail = save_tail
+        self.num_prior_output_tokens = num_prior_output_tokens
+        self.num_prompt_tokens = len(prompt_token_ids)
+        if not prompt_token_ids:
+            raise InvalidArgument("prompt", prompt_token_ids, "at least one token")
+        if not 0 <= num_prior_output_tokens < min(self.num_prompt_tokens, self.sampling.max_tokens):
+            allowed = f"0 to {min(self.num_prompt_tokens, self.sampling.max_tokens) - 1}"
+            raise InvalidArgument("num_prior_output_tokens", num_prior_output_tokens, allowed)
+        self.token_ids = list(prompt_token_ids)
+        """Prompt and then output."""
+
+        self.state = RequestState.WAITING
+        self.timings = Timings(arrival=0.0)
+        self.sequence = 0
+        """Order of arrival, given by the scheduler."""
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+
+        self.block_ids: list[int] = []
+        self.num_computed_tokens = 0
+        """Leading tokens whose keys and values are in the blocks."""
+        self.num_published_blocks = 0
+        """Leading blocks that the prefix index knows, here or as duplicates of others'."""
+        self.num_saved_blocks = 0
+        """Leading blocks that have been offered to the external cache, or came from there."""
+        self.is_tail_saved = False
+        self.num_local_cached_tokens = 0
+        self.num_external_cached_tokens = 0
+        """Leading tokens that this admission found here, and then those found outside."""
+        self.num_local_hit_tokens = 0
+        self.num_external_hit_tokens = 0
+        """The same as they were at the first token; what usage reports say."""
+        self.num_preemptions = 0
+
+        self._root = b""
+        self._hashes: list[BlockHash] = []
+        self.tail_hash: BlockHash | None = None
+        """Names the whole prompt when its last block is partial."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer so far, those generated elsewhere included."""
+        return len(self.token_ids) - self.num_prompt_tokens + self.num_prior_output_tokens
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller goes first, and is preempted last."""
+        return (self.priority, self.sequence)
+
+    @property
+    def sampling_seed(self) -> int:
+        """The seed of every draw; without one in the parameters, the id decides."""
+        if self.sampling.seed is not None:
+            return self.sampling.seed
+        return int.from_bytes(hashlib.sha256(self.id.encode()).digest()[:8], "little", signed=True)
+
+    def hash_blocks(self, block_tokens: int) -> list[BlockHash]:
+        """Hashes of all full blocks of the tokens so far; sets ``tail_hash`` the first time."""
+        if not self._root:
+            self._root = root_hash(self.salt)
+            hashes = block_hashes(self.token_ids, block_tokens, self._root, include_partial=True)
+            if self.num_prompt_tokens % block_tokens:
+                self.tail_hash = hashes.pop()
+            self._hashes = hashes
+        num_full = self.num_tokens // block_tokens
+        if len(self._hashes) < num_full:
+            parent = self._hashes[-1] if self._hashes else self._root
+            rest = self.token_ids[len(self._hashes) * block_tokens : num_full * block_tokens]
+            self._hashes += block_hashes(rest, block_tokens, parent)
+        return self._hashes
+
+    def parent_hash(self, index: int) -> BlockHash:
+        """The hash that block ``index`` continues."""
+        return self._hashes[index - 1] if index else self._root
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.id} {self.state} computed={self.num_computed_tokens}/{self.num_tokens}"
+            f" output={self.num_output_tokens}/{self.sampling.max_tokens} blocks={len(self.block_ids)})"
+        )

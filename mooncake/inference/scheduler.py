@@ -1,0 +1,503 @@
+"""Which tokens of which requests run in the next step, and who gives way when blocks run out.
+
+It owns the queues and every request's state; it refuses to know tensors, clocks, and how an
+external cache is reached: it names lookups, loads and saves, and is told how they ended. One step::
+
+    step = scheduler.schedule(now)          # chunks to run, lookups to start, blocks to save
+    ...run it...
+    scheduler.step_finished(step, tokens, failed_loads, now)
+
+Policy: a step has a token budget. Requests that decode come first (one token each), then prompts
+already begun, chunk by chunk, then new requests in order of (priority, arrival). A new request gets
+blocks for its whole prompt at once, so a prompt begun is a prompt finished; only decoding grows.
+When growing finds no block, the request that ranks last is preempted: its blocks go back, its full
+ones stay findable, and it is computed again later. Chunked prefill with decodes first is
+Sarathi-Serve's; preemption by recomputation is vLLM's.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from mooncake.errors import InvalidArgument, Refusal
+from mooncake.inference.blocks import BlockPool
+from mooncake.inference.request import FinishReason, Request, RequestState
+from mooncake.prefix import BlockHash
+
+STORIES_KEPT = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerSettings:
+    """What bounds a step and the queues."""
+
+    num_blocks: int
+    """Blocks of the KV pool, one of which is scratch space."""
+    block_tokens: int = 64
+    """Tokens of one block."""
+    max_model_len: int = 8192
+    """Tokens of prompt and answer together."""
+    max_batch_tokens: int = 512
+    """Token budget of one step. Larger steps prefill faster and make decoding requests wait longer."""
+    max_running: int = 64
+    """Requests that may hold blocks at the same time."""
+    max_waiting: int = 1024
+    """Requests that may wait; one more is refused."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer."""
+    has_external_cache: bool = False
+    """Whether prompts are looked up in, and blocks saved to, a cache outside this process."""
+
+    def __post_init__(self) -> None:
+        for field in ("block_tokens", "max_model_len", "max_batch_tokens", "max_running", "max_waiting"):
+            if getattr(self, field) < 1:
+                raise InvalidArgument(field, getattr(self, field), "at least 1")
+        if self.num_blocks < 2:
+            raise InvalidArgument("num_blocks", self.num_blocks, "at least 2")
+        if self.max_running > self.max_batch_tokens:
+            allowed = f"at most max_batch_tokens ({self.max_batch_tokens})"
+            raise InvalidArgument("max_running", self.max_running, allowed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions ``[start, start + num_tokens)`` of one request, to be computed in one step."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    num_cached: int
+    """Positions below this are in the cache already and must not be written again."""
+    samples: bool
+    """Whether the last position's logits are needed."""
+    has_load: bool
+    """Whether some of the cached positions are still arriving, layer by layer."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedBlock:
+    """A block to be offered to the external cache."""
+
+    hash: BlockHash
+    num_tokens: int
+    block_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveBlocks:
+    """Blocks of one request that are complete once this step has run."""
+
+    request: Request
+    blocks: tuple[SavedBlock, ...]
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [block.block_id for block in self.blocks]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LookUp:
+    """Ask the external cache how many of these leading blocks it has; the last may be partial."""
+
+    request: Request
+    blocks: tuple[tuple[BlockHash, int], ...]
+    """(hash, tokens) of each."""
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """What to do now."""
+
+    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    saves: list[SaveBlocks] = dataclasses.field(default_factory=list)
+    lookups: list[LookUp] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class Scheduler:
+    """Continuous batching over one block pool."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.settings = settings
+        self.pool = BlockPool(settings.num_blocks, settings.block_tokens)
+        self._waiting: list[Request] = []
+        self._admitted: dict[str, Request] = {}
+        self._loading: dict[str, Request] = {}
+        """Admitted requests whose external load is not over; a subset of ``_admitted``."""
+        self._num_pinned = 0
+        """References held for saves and loads, beyond those of requests."""
+        self._num_arrived = 0
+        self._stories: OrderedDict[str, deque[str]] = OrderedDict()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._admitted)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that are not finished."""
+        return [*self._admitted.values(), *self._waiting]
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Longest prompt plus answer; the last token needs no block."""
+        return min(self.settings.max_model_len, self.pool.num_usable * self.settings.block_tokens + 1)
+
+    # ── requests come and go ────────────────────────────────────────────────────────────────────
+
+    def refusal(self, request: Request, num_ahead: int = 0) -> Refusal | None:
+        """Why ``request`` can't be taken, or None. ``num_ahead``: requests not added yet."""
+        longest = self.max_total_tokens - 1
+        if request.num_prompt_tokens > longest:
+            reason = f"the prompt has {request.num_prompt_tokens} tokens; this worker takes up to {longest}"
+            return Refusal("context_length_exceeded", reason)
+        num_ahead += len(self._waiting)
+        if num_ahead >= self.settings.max_waiting:
+            reason = f"{num_ahead} requests are waiting; the limit is {self.settings.max_waiting}"
+            return Refusal("queue_full", reason)
+        return None
+
+    def add(self, request: Request, now: float) -> Refusal | None:
+        """Queue ``request``, or say why not."""
+        if (refused := self.refusal(request)) is not None:
+            return refused
+        self._num_arrived += 1
+        request.sequence = self._num_arrived
+        request.timings.arrival = now
+        self._enqueue(request)
+        self._tell(request, now, f"arrived prompt={request.num_prompt_tokens}")
+        return None
+
+    def abort(self, request_id: str, now: float) -> Request | None:
+        """Forget a request; its blocks come back except those that a load or save still holds."""
+        request = self._admitted.get(request_id)
+        if request is None:
+            request = next((r for r in self._waiting if r.id == request_id), None)
+        if request is not None:
+            self._finish(request, FinishReason.ABORT, now)
+        return request
+
+    def fail(self, request: Request, error: str, now: float) -> None:
+        """End a request whose step broke."""
+        request.error = error
+        self._finish(request, FinishReason.ERROR, now)
+
+    # ── one step ────────────────────────────────────────────────────────────────────────────────
+
+    def schedule(self, now: float) -> Step:
+        """The next step. An empty one means: nothing can run before there is news."""
+        step = Step()
+        budget = self.settings.max_batch_tokens
+        running = [r for r in self._admitted.values() if r.state is RequestState.RUNNING]
+        running.sort(key=lambda request: request.rank)
+        decoding = [request for request in running if request.num_uncomputed_tokens <= 1]
+        prefilling = [request for request in running if request.num_uncomputed_tokens > 1]
+        for request in decoding:
+            if request.state is RequestState.RUNNING and self._grow(request, step, now):
+                budget -= self._run(request, 1, step)
+        for request in prefilling:
+            if request.state is RequestState.RUNNING and budget > 0:
+                budget -= self._run(request, budget, step)
+        while budget > 0 and self._waiting and len(self._admitted) < self.settings.max_running:
+            request = self._waiting[0]
+            if not self._admit(request, now):
+                break
+            if not self._look_up(request, step):
+                request.state = RequestState.RUNNING
+                budget -= self._run(request, budget, step)
+        return step
+
+    def step_finished(
+        self, step: Step, tokens: Mapping[str, int], failed_loads: Collection[str], now: float
+    ) -> list[Request]:
+        """Apply a step that ran: ``tokens`` are the sampled ones by request id.
+
+        Requests in ``failed_loads`` computed on missing keys: what they did is thrown away and they
+        start again from their local prefix. Returns the requests that finished.
+        """
+        finished = []
+        for chunk in step.chunks:
+            request = chunk.request
+            if request.state is not RequestState.RUNNING:
+                continue
+            if request.id in failed_loads:
+                self.load_failed(request.id, now)
+                continue
+            self._loading.pop(request.id, None)
+            request.num_computed_tokens = max(request.num_computed_tokens, chunk.end)
+            self._publish(request)
+            if chunk.samples:
+                self._append(request, tokens[request.id], now)
+            if request.finish_reason is not None:
+                self._finish(request, request.finish_reason, now)
+                finished.append(request)
+        return finished
+
+    # ── the external cache ──────────────────────────────────────────────────────────────────────
+
+    def lookup_finished(self, request_id: str, num_blocks: int, now: float) -> list[int] | None:
+        """The cache has ``num_blocks`` of the blocks asked for: the block ids to load them into.
+
+        None: nothing to load, the request runs without. The blocks returned carry an extra
+        reference, which ``release`` gives back when nothing writes into them any more.
+        """
+        request = self._admitted[request_id]
+        assert request.state is RequestState.LOOKING, request
+        if num_blocks == 0:
+            request.state = RequestState.RUNNING
+            self._tell(request, now, "external cache has nothing")
+            return None
+        first = request.num_computed_tokens // self.settings.block_tokens
+        block_ids = request.block_ids[first : first + num_blocks]
+        covered = min((first + num_blocks) * self.settings.block_tokens, request.num_tokens)
+        request.num_external_cached_tokens = covered - request.num_computed_tokens
+        request.num_computed_tokens = covered
+        request.state = RequestState.LOADING
+        self._loading[request_id] = request
+        self._pin(block_ids)
+        self._tell(request, now, f"loading external={request.num_external_cached_tokens}")
+        return block_ids
+
+    def load_ready(self, request_id: str, now: float) -> None:
+        """The first layer is here: the request may join a step."""
+        request = self._admitted[request_id]
+        if request.state is RequestState.LOADING:
+            request.state = RequestState.RUNNING
+            self._tell(request, now, "first layer loaded")
+
+    def load_failed(self, request_id: str, now: float) -> None:
+        """The load broke and writes no more: compute what it should have brought."""
+        request = self._loading.pop(request_id)
+        request.num_computed_tokens = request.num_local_cached_tokens
+        request.num_external_cached_tokens = 0
+        request.num_saved_blocks = self._num_blocks_known_saved(request)
+        request.is_tail_saved = False
+        request.state = RequestState.RUNNING
+        self._tell(request, now, f"load failed; recomputing from {request.num_computed_tokens}")
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give back the extra reference that a load or a save had on these blocks."""
+        self._num_pinned -= len(block_ids)
+        self.pool.free(block_ids)
+
+    # ── for tests and people ────────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        self.pool.check()
+        assert self._waiting == sorted(self._waiting, key=lambda request: request.rank)
+        num_references = self._num_pinned
+        for request in self._admitted.values():
+            num_references += len(request.block_ids)
+            capacity = len(request.block_ids) * self.settings.block_tokens
+            assert request.num_computed_tokens <= min(capacity, request.num_tokens), request
+            assert len(set(request.block_ids)) == len(request.block_ids), f"{request} holds a block twice"
+            assert request.num_published_blocks <= len(request.block_ids), request
+            assert request.state in (RequestState.LOOKING, RequestState.LOADING, RequestState.RUNNING), (
+                request
+            )
+        for request in self._waiting:
+            assert request.state is RequestState.WAITING and not request.block_ids, request
+        assert sum(self.pool._references) == num_references, "references do not add up"
+        assert self._loading.keys() <= self._admitted.keys()
+        assert len(self._admitted) <= self.settings.max_running
+
+    def story(self, request_id: str) -> list[str]:
+        """What happened to a request and why, oldest first."""
+        return list(self._stories.get(request_id, ()))
+
+    def __repr__(self) -> str:
+        return f"Scheduler(running={self.num_running} waiting={self.num_waiting} {self.pool})"
+
+    # ── decisions ───────────────────────────────────────────────────────────────────────────────
+
+    def _admit(self, request: Request, now: float) -> bool:
+        """Give the first waiting request blocks for all its tokens, cached ones first."""
+        block_tokens = self.settings.block_tokens
+        found = self.pool.match(request.hash_blocks(block_tokens))
+        num_needed = -(-request.num_tokens // block_tokens) - len(found)
+        # Everyone who runs may soon need one more block; a request that would be preempted for it waits.
+        if num_needed + len(self._admitted) > self.pool.num_free_after_touch(found):
+            return False
+        self._waiting.pop(0)
+        self.pool.touch(found)
+        fresh = self.pool.allocate(num_needed, found[-1] if found else None)
+        assert fresh is not None
+        request.block_ids = found + fresh
+        request.num_local_cached_tokens = len(found) * block_tokens
+        request.num_computed_tokens = request.num_local_cached_tokens
+        request.num_external_cached_tokens = 0
+        request.num_published_blocks = len(found)
+        request.num_saved_blocks = self._num_blocks_known_saved(request)
+        self._admitted[request.id] = request
+        if request.timings.admitted is None:
+            request.timings.admitted = now
+        self._tell(
+            request, now, f"admitted local={request.num_local_cached_tokens} blocks={len(request.block_ids)}"
+        )
+        return True
+
+    def _look_up(self, request: Request, step: Step) -> bool:
+        """Ask the external cache about what is not here; False when there is nothing to ask."""
+        if not self.settings.has_external_cache or request.num_computed_tokens >= request.num_tokens:
+            return False
+        block_tokens = self.settings.block_tokens
+        hashes = request.hash_blocks(block_tokens)[request.num_computed_tokens // block_tokens :]
+        blocks = [(block_hash, block_tokens) for block_hash in hashes]
+        if request.tail_hash is not None and request.num_tokens == request.num_prompt_tokens:
+            blocks.append((request.tail_hash, request.num_tokens % block_tokens))
+        if not blocks:
+            return False
+        request.state = RequestState.LOOKING
+        step.lookups.append(LookUp(request, tuple(blocks)))
+        return True
+
+    def _grow(self, request: Request, step: Step, now: float) -> bool:
+        """Make room for the next token, preempting others or, if it ranks last, the request itself."""
+        if request.num_tokens <= len(request.block_ids) * self.settings.block_tokens:
+            return True
+        while (block := self.pool.allocate(1, request.block_ids[-1])) is None:
+            in_step = {chunk.request.id for chunk in step.chunks}
+            victims = [
+                other
+                for other in self._admitted.values()
+                if other.state is RequestState.RUNNING
+                and other.id not in in_step
+                and other.id not in self._loading
+            ]
+            victim = max(victims, key=lambda other: other.rank, default=request)
+            self._preempt(victim, now)
+            if victim is request:
+                return False
+        request.block_ids += block
+        return True
+
+    def _run(self, request: Request, budget: int, step: Step) -> int:
+        """Add a chunk of up to ``budget`` tokens; returns its size."""
+        # A prompt that is cached to its last token still needs that token's logits.
+        start = min(request.num_computed_tokens, request.num_tokens - 1)
+        num_tokens = min(budget, request.num_tokens - start)
+        chunk = Chunk(
+            request=request,
+            start=start,
+            num_tokens=num_tokens,
+            num_cached=request.num_computed_tokens,
+            samples=start + num_tokens == request.num_tokens,
+            has_load=request.id in self._loading,
+        )
+        step.chunks.append(chunk)
+        if self.settings.has_external_cache:
+            self._save(chunk, step)
+        return num_tokens
+
+    def _save(self, chunk: Chunk, step: Step) -> None:
+        """Offer the blocks that this chunk completes to the external cache."""
+        request, block_tokens = chunk.request, self.settings.block_tokens
+        hashes = request.hash_blocks(block_tokens)
+        num_full = chunk.end // block_tokens
+        first_external = request.num_local_cached_tokens // block_tokens
+        num_external = request.num_external_cached_tokens // block_tokens
+        indices = [
+            index
+            for index in range(request.num_saved_blocks, num_full)
+            if not first_external <= index < first_external + num_external
+        ]
+        blocks = [SavedBlock(hashes[index], block_tokens, request.block_ids[index]) for index in indices]
+        request.num_saved_blocks = max(request.num_saved_blocks, num_full)
+        is_prompt_end = chunk.samples and request.num_tokens == request.num_prompt_tokens
+        if (
+            request.save_tail
+            and is_prompt_end
+            and request.tail_hash is not None
+            and not request.is_tail_saved
+        ):
+            request.is_tail_saved = True
+            if request.num_local_cached_tokens + request.num_external_cached_tokens < request.num_tokens:
+                tail = SavedBlock(request.tail_hash, chunk.end % block_tokens, request.block_ids[-1])
+                blocks.append(tail)
+        if blocks:
+            save = SaveBlocks(request, tuple(blocks))
+            self._pin(save.block_ids)
+            step.saves.append(save)
+
+    def _num_blocks_known_saved(self, request: Request) -> int:
+        """Locally cached blocks were saved when they were computed, but the store may have dropped
+        them since: a prefill request, whose blocks somebody waits for, offers them again."""
+        return 0 if request.save_tail else request.num_local_cached_tokens // self.settings.block_tokens
+
+    def _publish(self, request: Request) -> None:
+        block_tokens = self.settings.block_tokens
+        first, end = request.num_published_blocks, request.num_computed_tokens // block_tokens
+        if end > first:
+            hashes = request.hash_blocks(block_tokens)[first:end]
+            tokens = request.token_ids[first * block_tokens : end * block_tokens]
+            self.pool.publish(request.block_ids[first:end], hashes, request.parent_hash(first), tokens)
+            request.num_published_blocks = end
+
+    def _append(self, request: Request, token: int, now: float) -> None:
+        sampling = request.sampling
+        request.token_ids.append(token)
+        if request.timings.first_token is None:
+            request.timings.first_token = now
+            request.num_local_hit_tokens = request.num_local_cached_tokens
+            request.num_external_hit_tokens = request.num_external_cached_tokens
+        is_end = token in self.settings.eos_token_ids and not sampling.ignore_eos
+        if (is_end or token in sampling.stop_token_ids) and request.num_output_tokens >= sampling.min_tokens:
+            request.finish_reason = FinishReason.STOP
+        elif request.num_output_tokens >= sampling.max_tokens or request.num_tokens >= self.max_total_tokens:
+            request.finish_reason = FinishReason.LENGTH
+
+    def _preempt(self, request: Request, now: float) -> None:
+        self._drop(request)
+        request.num_preemptions += 1
+        request.state = RequestState.WAITING
+        self._enqueue(request)
+        self._tell(request, now, f"preempted at {request.num_tokens} tokens: no free block")
+
+    def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(request)
+        else:
+            self._drop(request)
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        request.timings.finished = now
+        self._tell(request, now, f"finished reason={reason} output={request.num_output_tokens}")
+
+    def _drop(self, request: Request) -> None:
+        self.pool.free(request.block_ids)
+        request.block_ids = []
+        request.num_computed_tokens = 0
+        request.num_published_blocks = 0
+        self._admitted.pop(request.id)
+        self._loading.pop(request.id, None)
+
+    def _enqueue(self, request: Request) -> None:
+        bisect.insort(self._waiting, request, key=lambda queued: queued.rank)
+
+    def _pin(self, block_ids: Iterable[int]) -> None:
+        ids = list(block_ids)
+        self.pool.touch(ids)
+        self._num_pinned += len(ids)
+
+    def _tell(self, request: Request, now: float, what: str) -> None:
+        story = self._stories.get(request.id)
+        if story is None:
+            story = self._stories[request.id] = deque(maxlen=32)
+            if len(self._stories) > STORIES_KEPT:
+                self._stories.popitem(last=False)
+        story.append(f"{now:.3f} {what}")

@@ -1,0 +1,418 @@
+"""The engine's answers equal transformers' greedy answers, token by token, however they are computed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from mooncake.errors import InvalidArgument, Refusal
+from mooncake.inference.blocks import BlockEvent, BlockRemoved, BlockStored
+from mooncake.inference.engine import Engine, EngineSettings, EngineThread, Output
+from mooncake.inference.request import FinishReason, Request, SamplingParams
+from mooncake.inference.weights import load_model
+from tests.inference.conftest import Reference, prompt_of
+from tests.inference.dictionary_link import DictionaryLink, DictionarySave
+
+BLOCK = 16
+LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1)
+NUM_TOKENS = 20  # crosses at least one block boundary while decoding
+
+
+def make_engine(
+    reference: Reference,
+    link: DictionaryLink | None = None,
+    num_blocks: int = 64,
+    max_batch_tokens: int = 512,
+    max_running: int = 16,
+    max_waiting: int = 64,
+) -> Engine:
+    model = load_model(reference.folder)
+    layout = model.config.kv_layout(model.dtype, BLOCK)
+    settings = EngineSettings(
+        block_tokens=BLOCK,
+        kv_cache_bytes=num_blocks * layout.pool_bytes(1),
+        max_batch_tokens=max_batch_tokens,
+        max_running=max_running,
+        max_waiting=max_waiting,
+    )
+    engine = Engine(settings, model, link)
+    # What nobody has written must not be read: it would turn every answer into NaN.
+    engine.pool.fill_(torch.nan)
+    if link is not None:
+        link.pool = engine.pool
+    return engine
+
+
+def greedy(prompt: list[int], num_tokens: int = NUM_TOKENS, name: str = "r", **fields: object) -> Request:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    return Request(name, prompt, sampling, **fields)  # type: ignore[arg-type]
+
+
+def run(engine: Engine, *requests: Request, max_steps: int = 2000) -> dict[str, list[int]]:
+    """Add requests, step until all have finished; their tokens by id."""
+    for request in requests:
+        assert engine.add(request) is None
+    answers: dict[str, list[int]] = {request.id: [] for request in requests}
+    finished = finish(engine, answers, max_steps)
+    assert all(output.finish_reason in ("stop", "length") for output in finished.values()), finished
+    return answers
+
+
+def finish(engine: Engine, answers: dict[str, list[int]], max_steps: int = 2000) -> dict[str, Output]:
+    finished: dict[str, Output] = {}
+    for _ in range(max_steps):
+        _, outputs = engine.step()
+        engine.check()
+        for output in outputs:
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                finished[output.request_id] = output
+        if len(finished) == len(answers):
+            return finished
+    raise AssertionError(f"not finished after {max_steps} steps: {engine.scheduler}")
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_whole_prefill_equals_transformers(reference: Reference, length: int) -> None:
+    prompt = prompt_of(length)
+    assert run(make_engine(reference), greedy(prompt))["r"] == reference.greedy(prompt, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("budget", [1, 7, BLOCK])
+def test_chunked_prefill_equals_transformers(reference: Reference, budget: int) -> None:
+    prompt = prompt_of(3 * BLOCK + 1)
+    engine = make_engine(reference, max_batch_tokens=budget, max_running=1)
+    assert run(engine, greedy(prompt))["r"] == reference.greedy(prompt, NUM_TOKENS)
+
+
+def test_batch_equals_transformers(reference: Reference) -> None:
+    prompts = {str(length): prompt_of(length) for length in LENGTHS}
+    engine = make_engine(reference, max_batch_tokens=24, max_running=5)
+    answers = run(engine, *(greedy(prompt, name=name) for name, prompt in prompts.items()))
+    assert answers == {name: reference.greedy(prompt, NUM_TOKENS) for name, prompt in prompts.items()}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_prefix_hit_in_memory_equals_transformers(reference: Reference, length: int) -> None:
+    prompt = prompt_of(length)
+    expected = reference.greedy(prompt, NUM_TOKENS)
+    engine = make_engine(reference)
+    engine.add(greedy(prompt, name="first"))
+    finish(engine, {"first": []})
+    engine.add(greedy(prompt, name="second"))
+    answers: dict[str, list[int]] = {"second": []}
+    output = finish(engine, answers)["second"]
+    assert answers["second"] == expected
+    assert output.num_local_cached == length // BLOCK * BLOCK
+
+
+def test_prefix_shared_while_both_run_equals_transformers(llama: Reference) -> None:
+    prompt = prompt_of(2 * BLOCK)
+    engine = make_engine(llama)
+    engine.add(greedy(prompt, name="first"))
+    engine.step()
+    answers = run(engine, greedy(prompt, name="second"), greedy([*prompt, 5], name="third"))
+    assert answers["second"] == llama.greedy(prompt, NUM_TOKENS)
+    assert answers["third"] == llama.greedy([*prompt, 5], NUM_TOKENS)
+
+
+def test_preempted_requests_equal_transformers(reference: Reference) -> None:
+    prompts = {str(seed): prompt_of(2 * BLOCK, seed) for seed in range(4)}
+    engine = make_engine(reference, num_blocks=10)
+    answers = run(engine, *(greedy(prompt, 40, name) for name, prompt in prompts.items()))
+    assert answers == {name: reference.greedy(prompt, 40) for name, prompt in prompts.items()}
+    stories = [line for name in prompts for line in engine.scheduler.story(name)]
+    assert any("preempted" in line for line in stories)
+
+
+def test_fragmented_blocks_equal_transformers(reference: Reference) -> None:
+    """Sequences that grow in turns get blocks in turns: every one is spread over many runs."""
+    prompts = {str(seed): prompt_of(5, seed) for seed in range(3)}
+    engine = make_engine(reference)
+    answers = run(engine, *(greedy(prompt, 5 * BLOCK, name) for name, prompt in prompts.items()))
+    assert answers == {name: reference.greedy(prompt, 5 * BLOCK) for name, prompt in prompts.items()}
+    # and a prompt that continues on those spread blocks is prefilled over several runs
+    longer = prompts["1"] + answers["1"] + prompt_of(20, 9)
+    assert run(engine, greedy(longer, name="longer"))["longer"] == reference.greedy(longer, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_external_load_equals_transformers(reference: Reference, length: int) -> None:
+    """A prefill engine saves, a decode engine that never saw the prompt loads and goes on."""
+    prompt = prompt_of(length)
+    expected = reference.greedy(prompt, NUM_TOKENS)
+    prefill_link = DictionaryLink()
+    prefill = make_engine(reference, prefill_link)
+    request = greedy(prompt, 1, save_tail=True)
+    prefill.add(request)
+    answers: dict[str, list[int]] = {"r": []}
+    output = finish(prefill, answers)["r"]
+    assert answers["r"] == expected[:1]
+    assert output.num_stored_tokens == length
+
+    decode = make_engine(reference, DictionaryLink(prefill_link.objects))
+    decode.add(greedy([*prompt, expected[0]], num_prior_output_tokens=1))
+    answers = {"r": []}
+    output = finish(decode, answers)["r"]
+    assert answers["r"] == expected[1:]
+    assert output.num_external_cached == length // BLOCK * BLOCK
+
+    whole = make_engine(reference, DictionaryLink(prefill_link.objects))
+    whole.add(greedy(prompt))
+    answers = {"r": []}
+    output = finish(whole, answers)["r"]
+    assert answers["r"] == expected
+    assert output.num_external_cached == length
+    assert whole.stats().num_prefill_tokens == 0
+
+
+def test_local_prefix_then_external_load_equals_transformers(llama: Reference) -> None:
+    prompt = prompt_of(4 * BLOCK + 3)
+    source = DictionaryLink()
+    run(make_engine(llama, source), greedy(prompt, 1, save_tail=True))
+    link = DictionaryLink(source.objects)
+    engine = make_engine(llama, link, max_batch_tokens=16)
+    run(engine, greedy(prompt[: 2 * BLOCK], name="short"))
+    engine.add(greedy(prompt, name="long"))
+    answers: dict[str, list[int]] = {"long": []}
+    output = finish(engine, answers)["long"]
+    assert answers["long"] == llama.greedy(prompt, NUM_TOKENS)
+    assert (output.num_local_cached, output.num_external_cached) == (2 * BLOCK, 2 * BLOCK + 3)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_failed_load_is_recomputed_and_disturbs_nobody(llama: Reference, layer: int, is_eager: bool) -> None:
+    prompt, other = prompt_of(3 * BLOCK), prompt_of(20, 7)
+    source = DictionaryLink()
+    run(make_engine(llama, source), greedy(prompt, 1, save_tail=True))
+    link = DictionaryLink(source.objects, is_eager)
+    link.fail_at_layer = layer
+    engine = make_engine(llama, link)
+    engine.add(greedy(other, name="other"))
+    engine.add(greedy([*prompt, 9], name="loading"))
+    answers: dict[str, list[int]] = {"other": [], "loading": []}
+
+    def step() -> None:
+        _, outputs = engine.step()
+        engine.check()
+        for output in outputs:
+            answers[output.request_id] += output.token_ids
+
+    step()
+    for lookup in link.lookups:
+        if not lookup.done:
+            link.answer(lookup)
+    step()
+    if not is_eager:
+        link.load_layer(link.loads[0])
+    for _ in range(200):
+        step()
+    assert answers["loading"] == llama.greedy([*prompt, 9], NUM_TOKENS)
+    assert answers["other"] == llama.greedy(other, NUM_TOKENS)
+    assert engine.stats().num_failed_loads == 1
+    # nothing that was computed on missing keys may have been stored
+    for block_hash, stored in source.objects.items():
+        assert not stored.isnan().any(), block_hash
+
+
+def test_request_resumed_elsewhere_draws_the_same_tokens(llama: Reference) -> None:
+    prompt = prompt_of(21)
+
+    def sampled(tokens: list[int], prior: int) -> list[int]:
+        sampling = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
+        request = Request(f"r{prior}", tokens, sampling, num_prior_output_tokens=prior)
+        return run(make_engine(llama), request)[request.id]
+
+    whole = sampled(prompt, 0)
+    assert len(whole) == 24 and len(set(whole)) > 5
+    for done in (1, 10, 23):
+        assert sampled(prompt + whole[:done], done) == whole[done:]
+
+
+def test_eos_stops_unless_ignored_or_too_early(llama: Reference) -> None:
+    prompt = prompt_of(9)
+    expected = llama.greedy(prompt, 8)
+    engine = make_engine(llama)
+    stop = expected[3]
+    first = expected.index(stop)
+
+    def answer(**fields: object) -> tuple[list[int], Output]:
+        sampling = SamplingParams(max_tokens=8, temperature=0, stop_token_ids=(stop,), **fields)  # type: ignore[arg-type]
+        engine.add(Request("r", prompt, sampling))
+        answers: dict[str, list[int]] = {"r": []}
+        return answers["r"], finish(engine, answers)["r"]
+
+    tokens, output = answer()
+    assert tokens == expected[: first + 1] and output.finish_reason is FinishReason.STOP
+    tokens, output = answer(min_tokens=8)
+    assert stop not in tokens[:7] and output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def test_logprobs_equal_transformers(llama: Reference) -> None:
+    prompt = prompt_of(12)
+    engine = make_engine(llama)
+    engine.add(Request("r", prompt, SamplingParams(max_tokens=1, temperature=0, logprobs=3)))
+    _, outputs = engine.step()
+    assert outputs[0].logprobs is not None
+    with torch.no_grad():
+        logits = llama.model(torch.tensor([prompt])).logits[0, -1]
+    best = torch.log_softmax(logits, -1).topk(3)
+    found = outputs[0].logprobs[0]
+    assert found.token_id == best.indices[0]
+    assert [token for token, _ in found.top] == best.indices.tolist()
+    assert [value for _, value in found.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_last_output_of_a_prefill_waits_for_its_saves(llama: Reference) -> None:
+    link = DictionaryLink(is_eager=False)
+    engine = make_engine(llama, link)
+    prompt = prompt_of(2 * BLOCK + 3)
+    engine.add(greedy(prompt, 1, save_tail=True))
+    engine.step()
+    link.answer(link.lookups[0])
+    _, outputs = engine.step()
+    assert len(outputs) == 0
+    assert engine.stats().num_free_blocks < engine.stats().num_blocks
+    link.saves[0].done = True  # the store refused everything
+    _, outputs = engine.step()
+    assert outputs[0].num_stored_tokens == 0 and outputs[0].token_ids == tuple(llama.greedy(prompt, 1))
+    engine.check()
+    assert engine.is_idle and engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_abort_keeps_blocks_while_they_are_loaded(llama: Reference) -> None:
+    source = DictionaryLink()
+    prompt = prompt_of(3 * BLOCK)
+    run(make_engine(llama, source), greedy(prompt, 1, save_tail=True))
+    link = DictionaryLink(source.objects, is_eager=False)
+    engine = make_engine(llama, link)
+    engine.add(greedy(prompt))
+    engine.step()
+    link.answer(link.lookups[0])
+    engine.step()
+    engine.abort("r")
+    _, outputs = engine.step()
+    engine.check()
+    assert [output.finish_reason for output in outputs] == [FinishReason.ABORT]
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks - 3
+    for _ in range(3):
+        link.load_layer(link.loads[0])
+    engine.step()
+    engine.check()
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks and engine.is_idle
+
+
+def test_abort_while_looking_up_releases_the_lookup(llama: Reference) -> None:
+    link = DictionaryLink(is_eager=False)
+    engine = make_engine(llama, link)
+    engine.add(greedy(prompt_of(40)))
+    engine.step()
+    engine.abort("r")
+    engine.step()
+    engine.check()
+    assert link.lookups[0].is_released and engine.is_idle
+
+
+def test_broken_step_ends_its_requests_and_the_engine_goes_on(llama: Reference) -> None:
+    class BrokenLink(DictionaryLink):
+        is_broken = True
+
+        def save_layer(self, save: DictionarySave, layer: int) -> None:
+            if self.is_broken and layer == 1:
+                raise RuntimeError("broken on purpose")
+            super().save_layer(save, layer)
+
+    link = BrokenLink()
+    engine = make_engine(llama, link)
+    prompt = prompt_of(2 * BLOCK)
+    engine.add(greedy(prompt, name="victim"))
+    output = finish(engine, {"victim": []})["victim"]
+    assert output.finish_reason is FinishReason.ERROR and "broken on purpose" in str(output.error)
+    assert link.objects == {} and engine.is_idle
+    link.is_broken = False
+    assert run(engine, greedy(prompt, name="next"))["next"] == llama.greedy(prompt, NUM_TOKENS)
+
+
+def test_refusals_are_values(llama: Reference) -> None:
+    engine = make_engine(llama, num_blocks=4, max_waiting=1)
+    refused = engine.add(greedy(prompt_of(3 * BLOCK + 1), name="long"))
+    assert isinstance(refused, Refusal) and refused.code == "context_length_exceeded"
+    assert engine.add(greedy(prompt_of(5), name="a")) is None
+    refused = engine.add(greedy(prompt_of(5), name="b"))
+    assert isinstance(refused, Refusal) and refused.code == "queue_full"
+    with pytest.raises(InvalidArgument, match="request_id"):
+        engine.add(greedy(prompt_of(5), name="a"))
+    with pytest.raises(InvalidArgument, match="ids from 0"):
+        engine.add(greedy([5, 10**6], name="c"))
+
+
+def test_answer_ends_when_the_whole_pool_is_used(llama: Reference) -> None:
+    prompt = prompt_of(2 * BLOCK)
+    engine = make_engine(llama, num_blocks=4)
+    answer = run(engine, greedy(prompt, 200))["r"]
+    assert answer == llama.greedy(prompt, BLOCK + 1)
+
+
+def test_events_tell_what_is_cached(llama: Reference) -> None:
+    engine = make_engine(llama, num_blocks=6)
+    prompt = prompt_of(2 * BLOCK)
+    run(engine, greedy(prompt, 1))
+    stored = engine.drain_events()
+    assert [type(event) for event in stored] == [BlockStored]
+    first = stored[0]
+    assert isinstance(first, BlockStored) and first.token_ids == tuple(prompt)
+    run(engine, greedy(prompt_of(4 * BLOCK, 3), 1, name="other"))
+    removed = [event for event in engine.drain_events() if isinstance(event, BlockRemoved)]
+    assert removed and removed[0].hashes[0] == first.hashes[1]  # the tail of a prefix goes first
+
+
+def test_salt_keeps_tenants_apart(llama: Reference) -> None:
+    engine = make_engine(llama)
+    prompt = prompt_of(3 * BLOCK)
+    run(engine, greedy(prompt, salt="a"))
+    engine.add(greedy(prompt, salt="b"))
+    assert finish(engine, {"r": []})["r"].num_local_cached == 0
+
+
+def test_thread_sleeps_wakes_and_stops(llama: Reference) -> None:
+    collected: dict[str, list[int]] = {}
+    all_done = threading.Event()
+
+    def on_step(outputs: Sequence[Output], events: Sequence[BlockEvent]) -> None:
+        for output in outputs:
+            collected.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None and output.request_id == "last":
+                all_done.set()
+
+    engine = make_engine(llama, DictionaryLink())
+    thread = EngineThread(engine, on_step)
+    thread.start()
+    prompt = prompt_of(18)
+    for name in ("first", "last"):
+        assert engine.add(greedy(prompt, name=name)) is None
+    assert all_done.wait(30)
+    assert collected["last"] == llama.greedy(prompt, NUM_TOKENS)
+    assert thread.stop()
+    assert engine.is_idle
+
+
+def test_stop_ends_running_requests(llama: Reference) -> None:
+    ended: list[Output] = []
+    started = threading.Event()
+
+    def on_step(outputs: Sequence[Output], events: Sequence[BlockEvent]) -> None:
+        started.set()
+        ended.extend(output for output in outputs if output.finish_reason is not None)
+
+    engine = make_engine(llama)
+    thread = EngineThread(engine, on_step)
+    thread.start()
+    engine.add(greedy(prompt_of(8), 400))
+    assert started.wait(30)
+    assert thread.stop()
+    assert [output.finish_reason for output in ended] == [FinishReason.ERROR]
+    assert "stopping" in str(ended[0].error)
