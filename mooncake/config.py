@@ -165,6 +165,7 @@ def load(
     environment: Mapping[str, str],
     file: Path | None = None,
     known_roles: Iterable[str] = (),
+    flags_start: str = "--",
 ) -> tuple[SettingsT, dict[str, str]]:
     """Settings of one role, and for each field where its value came from.
 
@@ -172,6 +173,7 @@ def load(
         flags: by field name; None means that the flag was not given.
         file: TOML, or JSON when its name ends in ``.json``.
         known_roles: names of other tables that ``file`` may hold; when empty, any table may be there.
+        flags_start: what the names of the flags begin with, for the origins.
 
     Raises:
         InvalidArgument: names the field, where the value came from, the value and what is allowed.
@@ -183,6 +185,7 @@ def load(
     origins: dict[str, str] = {}
     for option in options(settings_class):
         raw, origin = _find(option, role, flags, environment, table, file)
+        origin = origin.replace("flag --", f"flag {flags_start}")
         origins[option.field] = origin
         values[option.field] = raw if origin == "default" else _coerce(option, raw, origin)
     try:

