@@ -1,1 +1,1 @@
-"""Benchmarks. Each prints one table, its own command, the machine, and the reference it is measured against."""
+"""Benchmarks. Each prints one table, its command, the machine, and the reference it is measured against."""

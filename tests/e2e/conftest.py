@@ -1,0 +1,22 @@
+"""End-to-end tests share one cluster, started like a user starts it; tests that kill leave it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from bench.cluster import Cluster, running_cluster
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[Cluster]:
+    # Round robin, so that consecutive requests are known to land on different workers.
+    with running_cluster("--scheduling", "round_robin", "--pool-size", "2GiB") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Cluster:
+    shared_cluster.wait_until_routable()
+    return shared_cluster

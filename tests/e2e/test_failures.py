@@ -1,0 +1,159 @@
+"""Every process is killed once, under load: answers stay right, nothing hangs, nothing needs cleaning up."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+
+import pytest
+
+from bench.cluster import Answer, Cluster, wait_for
+
+pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(600)]
+
+ANSWER_WITHIN_S = 120.0
+
+
+class Load:
+    """Clients that ask over and over; every answer is kept beside its prompt."""
+
+    def __init__(self, cluster: Cluster, num_clients: int, seed: int) -> None:
+        self.answers: list[tuple[list[int], Answer]] = []
+        self._cluster = cluster
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=(Random(seed + number),)) for number in range(num_clients)
+        ]
+
+    def _ask(self, random: Random) -> None:
+        while not self._stop.is_set():
+            prompt = [random.randrange(1000, 40_000) for _ in range(random.randrange(40, 160))]
+            answer = self._cluster.request(
+                "POST",
+                "/v1/completions",
+                {
+                    "model": "smollm2",
+                    "prompt": prompt,
+                    "max_tokens": 24,
+                    "min_tokens": 24,
+                    "temperature": 0,
+                    "return_token_ids": True,
+                },
+                timeout_s=ANSWER_WITHIN_S,
+            )
+            self.answers.append((prompt, answer))
+
+    def wait_for_more(self, num_answers: int) -> None:
+        wanted = len(self.answers) + num_answers
+        wait_for(lambda: len(self.answers) >= wanted, f"{num_answers} more answers", ANSWER_WITHIN_S)
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(ANSWER_WITHIN_S)
+            assert not thread.is_alive(), "a request hangs"
+
+
+@contextmanager
+def load(cluster: Cluster, seed: int, num_clients: int = 3) -> Iterator[Load]:
+    clients = Load(cluster, num_clients, seed)
+    clients.start()
+    try:
+        clients.wait_for_more(num_clients)
+        yield clients
+    finally:
+        clients.stop()
+
+
+def verify(cluster: Cluster, clients: Load) -> int:
+    """Every answer equals the undisturbed one or is a proper error; returns how many are errors."""
+    num_errors = 0
+    for prompt, answer in clients.answers:
+        if answer.status != 200:
+            num_errors += 1
+            assert answer.status in (429, 503, 504), answer
+            assert answer.body["error"]["message"], answer
+            continue
+        calm = cluster.complete(prompt, 24, min_tokens=24)
+        assert calm.status == 200, calm.body
+        assert answer.body["choices"][0]["token_ids"] == calm.body["choices"][0]["token_ids"]
+    return num_errors
+
+
+@pytest.mark.parametrize("role", ["prefill-0", "decode-0", "decode-1"])
+def test_a_killed_worker_costs_a_retry(cluster: Cluster, role: str) -> None:
+    with load(cluster, seed=1) as clients:
+        pid = cluster.kill(role)
+        clients.wait_for_more(6)
+        cluster.wait_until_restarted(role, pid)
+        clients.wait_for_more(3)
+    cluster.wait_until_routable()
+    assert verify(cluster, clients) == 0, "another worker was there: no request should have failed"
+
+
+def test_a_killed_daemon_costs_recomputing_and_comes_back(cluster: Cluster) -> None:
+    with load(cluster, seed=2) as clients:
+        pid = cluster.kill("node")
+        clients.wait_for_more(6)
+        cluster.wait_until_restarted("node", pid)
+        clients.wait_for_more(3)
+    assert verify(cluster, clients) == 0
+    # It joined by itself: what is computed now is found again by another worker.
+    prompt = list(range(2000, 2200))
+
+    def is_pooled() -> bool:
+        answer = cluster.complete(prompt, 1, cache_salt=str(time.monotonic_ns() // 10**9))
+        assert answer.status == 200, answer.body
+        workers = [name for name in cluster.status["roles"] if name.startswith("prefill")]
+        saved = [_metric(cluster, name, "mooncake_inference_kv_saved_bytes_total") for name in workers]
+        cluster.complete([*prompt, 5], 1, cache_salt=str(time.monotonic_ns() // 10**9))
+        again = [_metric(cluster, name, "mooncake_inference_kv_saved_bytes_total") for name in workers]
+        return sum(again) > sum(saved)
+
+    wait_for(is_pooled, "the pool to take blocks again", 60.0)
+
+
+def _metric(cluster: Cluster, role: str, name: str) -> float:
+    for line in cluster.get("/metrics", role).body.splitlines():
+        if line.startswith(name + " "):
+            return float(line.split()[1])
+    return 0.0
+
+
+@pytest.mark.parametrize("role", ["master", "conductor", "metadata"])
+def test_a_killed_control_process_disturbs_nobody(cluster: Cluster, role: str) -> None:
+    with load(cluster, seed=3) as clients:
+        pid = cluster.kill(role)
+        clients.wait_for_more(6)
+        cluster.wait_until_restarted(role, pid)
+        clients.wait_for_more(3)
+    assert verify(cluster, clients) == 0
+
+
+def test_a_killed_gateway_is_restarted(cluster: Cluster) -> None:
+    pid = cluster.kill("gateway")
+    cluster.wait_until_restarted("gateway", pid)
+    wait_for(lambda: cluster.complete("Hello", 2).status == 200, "an answer", ANSWER_WITHIN_S)
+
+
+def test_a_stopped_worker_does_not_hold_requests_for_ever(cluster: Cluster) -> None:
+    """SIGSTOP: the connection stays up but nothing comes; probes notice and requests go elsewhere."""
+    pid = cluster.kill("decode-0", signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        for number in range(4):
+            answer = cluster.complete([100 + number] * 40, 4)
+            assert answer.status == 200, answer.body
+        assert time.monotonic() - began < ANSWER_WITHIN_S
+    finally:
+        cluster.kill("decode-0", signal.SIGCONT)
+    assert cluster.pid("decode-0") == pid
+    cluster.wait_until_routable()
