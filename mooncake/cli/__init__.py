@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mooncake.errors import MooncakeError, Unavailable
+from mooncake.errors import AddressInUse, MooncakeError, Unavailable
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         from mooncake.cli.table import application_for  # here, so that a missing extra can be explained
 
         application_for(words)(args=words, prog_name="mooncake")
+    except AddressInUse as error:
+        _fail(str(error) if "--" in str(error) else f"{error}: --port", 2)
     except MooncakeError as error:
         _fail(str(error), 1 if isinstance(error, Unavailable) else 2)
     except ModuleNotFoundError as error:

@@ -84,13 +84,14 @@ class Processes:
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._signals_to_send: dict[str, signal.Signals] = {}
-        self._finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._finished: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
         """Start everything and return the exit status once everything has stopped again."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)
+        self._finished = loop.create_future()
         self._driver.post(Begin())
         try:
             return await self._finished
@@ -124,6 +125,7 @@ class Processes:
             case AllReady():
                 self._all_ready()
             case Finished(status):
+                assert self._finished is not None
                 self._finished.set_result(status)
         self._changed()
 
