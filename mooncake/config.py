@@ -233,6 +233,11 @@ def _warn_of_misspelt(settings_class: type, environment: Mapping[str, str]) -> N
                 log.warning("unknown_environment_variable", name=variable, did_you_mean=close[0])
 
 
+EXISTING_NAMES = {"master_server_address": "master", "global_segment_size": "pool_size"}
+"""What the flat ``mooncake.json`` of the existing package calls settings of ours. Its other keys describe
+the client process that reads it, and mean nothing to a role."""
+
+
 # -- files -------------------------------------------------------------------------------------------
 
 
@@ -240,6 +245,10 @@ def _read_table(settings_class: type, file: Path, known_roles: Iterable[str]) ->
     """The role's table of a configuration file. Unknown tables and keys are errors."""
     content = read_file(file)
     role = role_of(settings_class)
+    names = [option.name for option in options(settings_class)]
+    if "master_server_address" in content:
+        theirs = {ours: content[name] for name, ours in EXISTING_NAMES.items() if name in content}
+        return {name: value for name, value in theirs.items() if name in names}
     roles = [*known_roles]
     for name in content:
         if roles and name not in (role, *roles):
@@ -247,7 +256,6 @@ def _read_table(settings_class: type, file: Path, known_roles: Iterable[str]) ->
     table = content.get(role, {})
     if not isinstance(table, dict):
         raise InvalidArgument(f"[{role}] in {file}", table, "a table of settings")
-    names = [option.name for option in options(settings_class)]
     for key in table:
         if key not in names:
             raise InvalidArgument(f"key {key} in {file} [{role}]", table[key], _one_of(names, key))

@@ -137,6 +137,14 @@ def test_every_type_from_json(tmp_path: Path) -> None:
     )
 
 
+def test_the_existing_flat_json_gives_what_it_knows(tmp_path: Path) -> None:
+    content = {"local_hostname": "h", "metadata_server": "P2PHANDSHAKE", "master_server_address": "m:1"}
+    content |= {"global_segment_size": "4GB", "protocol": "tcp"}
+    settings, origins = load(file=written(tmp_path, json.dumps(content), "mooncake.json"))
+    assert settings == ProbeSettings(pool_size_bytes=4 * 10**9)
+    assert origins["pool_size_bytes"].startswith("file ")
+
+
 def test_none_unsets_what_may_be_unset(tmp_path: Path) -> None:
     file = written(tmp_path, '[probe]\nlimit = "5MB"\n')
     assert load(file=file)[0].limit_bytes == 5_000_000

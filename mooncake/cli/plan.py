@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -22,6 +23,8 @@ from mooncake.cli.supervise import RoleSpec
 from mooncake.config import AlsoFrom, Port, Secret, Size, format_size
 
 LARGEST_DEFAULT_POOL_BYTES = 2 << 30
+INSIDE = "127.0.0.1"
+"""Where all roles but the gateway listen."""
 WORKER_READY_WITHIN_S = 300.0
 """Reading a large model from a slow disk takes minutes."""
 
@@ -52,7 +55,7 @@ class UpSettings:
     "Type of weights and KV; `auto` is float32 on a CPU, where bfloat16 may flip a near tie, else bfloat16."
 
     threads: Annotated[int, Meta(ge=0)] = 0
-    "Threads that each worker computes with; 0 divides the cores among the workers."
+    "Threads that each worker computes with; 0 divides the cores among the workers, but gives each two."
 
     pool_size_bytes: Annotated[int, Size, Meta(ge=1 << 20)] | None = None
     "Memory of the shared pool; without it, 2GiB or a quarter of the memory, whichever is less."
@@ -72,64 +75,55 @@ class UpSettings:
 
 def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_key: str) -> dict[str, Plan]:
     """Every role with its flags, in the order in which they are shown."""
-    inside = "127.0.0.1"
     prefill = [f"prefill-{number}" for number in range(settings.prefill)]
     decode = [f"decode-{number}" for number in range(settings.decode)]
     names = ["metadata", "master", "node", *prefill, *decode, "conductor", "gateway"]
-    ports = dict(zip(names, free_ports(inside, len(names), Random()), strict=True))
-    if settings.port:
-        ports["gateway"] = settings.port
-    at = {name: f"{inside}:{port}" for name, port in ports.items()}
-    admin = {"ADMIN_API_KEY": admin_key}
+    ports = dict(zip(names, free_ports(INSIDE, len(names), Random()), strict=True))
+    ports["gateway"] = settings.port or ports["gateway"]
+    at = {name: f"{INSIDE}:{port}" for name, port in ports.items()}
+
+    # Listening everywhere has no address to call; this machine is reached at its own.
+    called = INSIDE if settings.host in ("0.0.0.0", "::") else settings.host
 
     def plan(
-        name: str, role: str, after: tuple[str, ...], ready: str | None, *flags: str, **more: Any
+        spec: RoleSpec,
+        role: str,
+        flags: Sequence[str],
+        ready: str | None,
+        environment: Mapping[str, str] = {},
     ) -> Plan:
-        host = settings.host if role == "gateway" else inside
-        address = ("--host", host, "--port", str(ports[name]))
-        within_s = WORKER_READY_WITHIN_S if role in ("worker", "gateway") else 60.0
-        command = role_command(role, given, *address, *flags)
-        return Plan(RoleSpec(name, after, within_s), command, host, ports[name], ready, **more)
+        host, port = settings.host if role == "gateway" else INSIDE, ports[spec.name]
+        command = role_command(role, given, "--host", host, "--port", str(port), *flags)
+        return Plan(spec, command, called if role == "gateway" else INSIDE, port, ready, environment)
 
-    pool = settings.pool_size_bytes or default_pool_bytes()
-    num_threads = threads_per_worker(settings)
+    pool = format_size(settings.pool_size_bytes or default_pool_bytes())
+    threads = threads_per_worker(settings)
     compute = ["--model", model_folder, "--served-name", settings.model, "--master", at["master"]]
-    compute += ["--device", settings.device, "--dtype", settings.dtype, "--threads", str(num_threads)]
-    node_flags = ("--master", at["master"], "--pool-size", format_size(pool))
+    compute += ["--device", settings.device, "--dtype", settings.dtype, "--threads", str(threads)]
+    instances = ["--prefill", *(at[name] for name in prefill), "--decode", *(at[name] for name in decode)]
+
+    def worker(name: str, stage: str) -> Plan:
+        spec = RoleSpec(name, after=("master", "node"), ready_within_s=WORKER_READY_WITHIN_S)
+        return plan(spec, "worker", ["--role", stage, *compute], "/ready", quiet_threads(threads))
+
     plans = [
-        plan("metadata", "metadata", (), "/health"),
-        plan("master", "master", (), None),
-        plan("node", "node", ("metadata", "master"), None, *node_flags),
-    ]
-    for stage, workers in (("prefill", prefill), ("decode", decode)):
-        plans += [
-            plan(
-                name,
-                "worker",
-                ("node",),
-                "/ready",
-                "--role",
-                stage,
-                *compute,
-                environment=idle_threads(num_threads),
-            )
-            for name in workers
-        ]
-    instances = [
-        *("--prefill", *(at[name] for name in prefill)),
-        *("--decode", *(at[name] for name in decode)),
-    ]
-    conductor_flags = ("--scheduling", settings.scheduling, *instances)
-    gateway_flags = ("--model", settings.model, "--conductor", at["conductor"], *instances)
-    plans += [
-        plan("conductor", "conductor", ("node",), None, *conductor_flags),
+        plan(RoleSpec("metadata"), "metadata", [], "/health"),
+        plan(RoleSpec("master"), "master", [], None),
+        plan(RoleSpec("node", ("master",)), "node", ["--master", at["master"], "--pool-size", pool], None),
+        *(worker(name, "prefill") for name in prefill),
+        *(worker(name, "decode") for name in decode),
         plan(
+            RoleSpec("conductor", ("master",), leans_on=(*prefill, *decode)),
+            "conductor",
+            ["--scheduling", settings.scheduling],
+            None,
+        ),
+        plan(
+            RoleSpec("gateway", ("conductor",), (*prefill, *decode), WORKER_READY_WITHIN_S),
             "gateway",
-            "gateway",
-            ("conductor", *prefill, *decode),
+            ["--model", settings.model, "--conductor", at["conductor"], *instances],
             "/ready",
-            *gateway_flags,
-            environment=admin,
+            {"ADMIN_API_KEY": admin_key},
         ),
     ]
     return {plan.name: plan for plan in plans}
@@ -143,7 +137,7 @@ def role_command(role: str, given: Given, *flags: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "mooncake", role, *flags, *general, "--parent", str(os.getpid()))
 
 
-def idle_threads(num_threads: int) -> dict[str, str]:
+def quiet_threads(num_threads: int) -> dict[str, str]:
     """Threads of several workers share the cores, so one that has nothing to do must sleep, not spin."""
     return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
@@ -155,6 +149,7 @@ def default_pool_bytes() -> int:
 
 
 def threads_per_worker(settings: UpSettings) -> int:
-    """The cores divided among the workers, at least one each."""
+    """The cores divided among the workers; two at least, because few of them compute at the same time."""
     num_cores = len(os.sched_getaffinity(0))
-    return settings.threads or max(1, num_cores // (settings.prefill + settings.decode))
+    share = num_cores // (settings.prefill + settings.decode)
+    return settings.threads or max(share, min(2, num_cores))

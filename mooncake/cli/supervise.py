@@ -43,10 +43,13 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """A role to keep running; ``after`` names roles that must have been ready before its first start."""
+    """A role to keep running."""
 
     name: str
     after: tuple[str, ...] = ()
+    """Roles that must have been ready before its first start, and that stop only when it has stopped."""
+    leans_on: tuple[str, ...] = ()
+    """More roles that stop only when it has stopped, though it may start without them."""
     ready_within_s: float = 60.0
 
 
@@ -144,7 +147,7 @@ class Supervisor:
         self.roles = {spec.name: RoleStatus(spec) for spec in specs}
         assert len(self.roles) == len(specs), "two roles have one name"
         for spec in specs:
-            assert all(name in self.roles for name in spec.after), f"{spec.name} comes after an unknown role"
+            assert all(name in self.roles for name in spec.after + spec.leans_on), f"{spec} names no role"
         self.is_stopping = False
         self.exit_status = 0
         self._all_were_ready = False
@@ -262,7 +265,8 @@ class Supervisor:
 
     def _stop_what_may(self, now: float) -> list[Effect]:
         """Whoever leans on others stops before them: the reverse of the order of starting."""
-        leaned_on = {name for role in self.roles.values() if role.runs for name in role.spec.after}
+        running = [role.spec for role in self.roles.values() if role.runs]
+        leaned_on = {name for spec in running for name in spec.after + spec.leans_on}
         effects: list[Effect] = []
         for role in self.roles.values():
             if role.state in (State.STARTING, State.READY) and role.spec.name not in leaned_on:

@@ -109,6 +109,9 @@ the flags, with underscores:
 pool_size = "64GiB"
 ```
 
+The flat `mooncake.json` of the existing package is read, too: `master_server_address` and
+`global_segment_size` become `master` and `pool_size`.
+
 Sizes take suffixes: `64MiB` counts in powers of 1024, `256GB` in powers of 1000. Durations (`_s`) are
 seconds. Port 0 takes a free port. Lists are repeated flags, or separated by commas in the environment.
 `--print-config` shows every value and where it came from.

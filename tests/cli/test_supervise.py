@@ -152,6 +152,13 @@ def test_stopping_goes_backwards() -> None:
     assert probe.core.deadline() is None
 
 
+def test_one_that_others_lean_on_outlives_them_but_holds_up_nobody() -> None:
+    probe = Probe([RoleSpec("worker"), RoleSpec("gateway", leans_on=("worker",))])
+    assert deeds(probe(Begin())) == [Start("worker"), Start("gateway")]
+    assert deeds(probe(Stop())) == [Terminate("gateway")]
+    assert deeds(probe(Exited("gateway", 0))) == [Terminate("worker")]
+
+
 def test_one_that_does_not_stop_is_killed_after_the_grace() -> None:
     probe = Probe().all_ready()
     probe(Stop(), at=10.0)
