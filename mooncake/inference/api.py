@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -98,7 +98,6 @@ class Api:
 
     def __post_init__(self) -> None:
         self.created = int(clock.wall())
-        self.writer_types = {CompletionRequest: TextWriter, ChatCompletionRequest: ChatWriter}
         _watch(self.generator)
 
     @property
@@ -164,12 +163,12 @@ async def _answer(api: Api, http: Request, asked: AnyRequest) -> Response:
         return _json(to_json(await _unless_disconnected(http, answer.whole())))
     # The first piece is awaited here, so that a refusal still has a status of its own.
     stream = answer.stream()
-    first = await anext(stream)
+    first = await _unless_disconnected(http, anext(stream))
     return StreamingResponse(_rest(first, stream), media_type="text/event-stream")
 
 
-async def _rest(first: bytes, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    async with contextlib.aclosing(stream):  # type: ignore[type-var]
+async def _rest(first: bytes, stream: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(stream):
         yield first
         async for event in stream:
             yield event
@@ -185,7 +184,7 @@ class _Answer:
         self._asked = asked
         self._requests = requests
         self._counts = [Counts() for _ in requests]
-        writer = api.writer_types[type(asked)]
+        writer = ChatWriter if isinstance(asked, ChatCompletionRequest) else TextWriter
         self._writer = writer(answer_id, int(clock.wall()), api.model, asked.return_token_ids)
         self._began = clock.monotonic()
         transfer = asked.kv_transfer_params or {}
@@ -205,7 +204,7 @@ class _Answer:
         self._account()
         return self._writer.whole(choices, self._usage(), self._hand_over())
 
-    async def stream(self) -> AsyncIterator[bytes]:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         merged: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 
         async def feed(index: int) -> None:
@@ -218,7 +217,7 @@ class _Answer:
 
         feeds = [asyncio.create_task(feed(index)) for index in range(len(self._requests))]
         try:
-            opening = self._writer.opening(len(feeds))
+            opening: bytes | None = self._writer.opening(len(feeds))
             num_open = len(feeds)
             while num_open:
                 news = await merged.get()

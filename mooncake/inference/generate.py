@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from mooncake.errors import MooncakeError, Refusal
 from mooncake.inference.answers import Piece
@@ -79,7 +79,7 @@ class Generator:
 
     async def pieces(
         self, request: Request, counts: Counts, *, text_offset: int = 0, index: int = 0
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """The answer of ``request``, as it is made; ``counts`` is filled on the way.
 
         An answer that was begun elsewhere (``request.num_prior_output_tokens``) goes on after its

@@ -329,9 +329,12 @@ class StoreLink:
             return
         grants: list[PutGrant] = []
         for position, answer in enumerate(answers):
-            if isinstance(answer, PutGrant):
+            if isinstance(answer, PutGrant) and answer.failure is None:
                 grants.append(answer)
                 save.granted.append(position)
+            elif isinstance(answer, PutGrant):
+                failures.labels("save").inc()
+                log.warning("save_failed", key=answer.key, reason=str(answer.failure))
             elif answer is None:
                 save.is_stored[position] = True
             else:
@@ -387,6 +390,7 @@ class StoreLink:
                     for position, grant in enumerate(grants):
                         pair = completion.checksums[2 * position : 2 * position + 2]
                         grant.checksums[2 * layer : 2 * layer + 2] = pair
+                        grant.is_written[2 * layer : 2 * layer + 2] = True
                 elif save.is_wanted:
                     save.is_wanted = False
                     failures.labels("save").inc()

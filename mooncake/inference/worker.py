@@ -28,12 +28,15 @@ from mooncake.inference.tokenizer import Tokenizer
 from mooncake.inference.weights import load_model, tokenizer_digest, weights_digest
 from mooncake.kvlayout import KvIdentity
 from mooncake.log import get_logger
-from mooncake.store import AsyncStore
+from mooncake.store import AsyncStore, StoreSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.types import Role
 from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
+
+STORE_PATIENCE_S = 1.0
+"""A store that does not answer in time has no blocks: computing them takes about as long."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Api]:
             identity = KvIdentity(weights, tokenizer_digest(folder), layout)
             transfer = TransferEngine(TransferSettings(listen_host=settings.host))
             stack.callback(transfer.close)
-            store = AsyncStore(settings.master, transfer)
+            store = AsyncStore(settings.master, transfer, StoreSettings(timeout_s=STORE_PATIENCE_S))
             stack.push_async_callback(store.close)
             link = StoreLink(store, transfer, identity, pool, loop, LinkSettings())
             stack.push_async_callback(link.close)
