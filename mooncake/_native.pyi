@@ -1,0 +1,202 @@
+"""The contract of the native core: bytes in columns, completions out in batches.
+
+Only ``mooncake.transfer.transports`` (and ``mooncake.transfer``, which re-exports) imports this. Methods
+marked *unlocked* release the interpreter lock while they work or wait. No native thread calls Python.
+A forked child may drop these objects but not use them: threads do not survive a fork.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Buffer
+
+class Op(IntEnum):
+    """One-sided, as the caller sees it."""
+
+    WRITE = 1
+    "local -> remote"
+    READ = 2
+    "remote -> local"
+
+class Status(IntEnum):
+    """What came of a transfer."""
+
+    OK = 0
+    PEER_LOST = 1
+    "The connection broke or was refused, or the process behind it is gone."
+    ACCESS_DENIED = 2
+    "The peer has no such range under that key, or will not be written to there."
+    CANCELLED = 3
+    "cancel(), close(), or local memory was unregistered meanwhile."
+    TIMED_OUT = 4
+    UNREGISTERED = 5
+    "Local memory is not registered, or is read-only and was to be written; nothing was moved."
+    PROTOCOL_ERROR = 6
+    "The peer sent what it may not send."
+
+class Completion:
+    """The end of one transfer. After a failure the destination's bytes are undefined."""
+
+    def __init__(
+        self,
+        token: int = 0,
+        status: Status = Status.OK,
+        failed_slice: int = -1,
+        num_bytes: int = 0,
+        checksums: Sequence[int] = (),
+    ) -> None: ...
+    @property
+    def token(self) -> int: ...
+    @property
+    def status(self) -> Status: ...
+    @property
+    def failed_slice(self) -> int:
+        """Row of the first slice known to have failed, or -1."""
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def checksums(self) -> npt.NDArray[np.uint32] | None:
+        """CRC32C per slice of the bytes moved, if asked for and status is OK."""
+
+class Region(Buffer):
+    """Registered memory. As a buffer: its bytes, writable unless it was registered read-only.
+
+    The buffer of an allocated region keeps the memory mapped, also after it was unregistered.
+    """
+
+    owner: object
+    "What the memory belongs to, kept alive by the region; unset for allocated memory."
+    @property
+    def address(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def key(self) -> int:
+        """64 random bits; whoever shows them may access the region."""
+    @property
+    def is_shared(self) -> bool:
+        """Backed by a memfd that processes of this host and user can map."""
+    @property
+    def is_writable(self) -> bool: ...
+    @property
+    def is_closed(self) -> bool:
+        """Unregistered; nothing enters it any more."""
+    def enter(self) -> bool:
+        """Hold it open for one short step; False when it is closed. Each True needs a ``leave()``."""
+    def leave(self) -> None: ...
+    def view(self) -> memoryview:
+        """Its bytes."""
+
+class RegionTable:
+    """What this process has registered. Ranges may overlap."""
+
+    def __init__(self) -> None: ...
+    def allocate(self, size_bytes: int, huge_pages: bool, populate: bool) -> Region:
+        """Shared memory, zeroed. *Unlocked.* MemoryError when the machine will not give it."""
+    def add(self, address: int, size_bytes: int, is_writable: bool) -> Region:
+        """Register memory that belongs to somebody else."""
+    def remove(self, key: int) -> None:
+        """Unregister. When it returns nothing touches the memory, however sick a peer is. *Unlocked.*"""
+    def remove_all(self) -> None: ...
+    def covers(self, address: int, size_bytes: int) -> bool: ...
+    def all(self) -> list[Region]:
+        """By address."""
+
+class View(Buffer):
+    """Bytes of a peer's region in place, read-only; keeps the mapping."""
+
+    @property
+    def address(self) -> int: ...
+
+class Queue:
+    """Completions of submitted transfers."""
+
+    def __init__(self) -> None: ...
+    def fileno(self) -> int:
+        """An eventfd, readable while something lies in the queue. Do not read it."""
+    def push(self, completion: Completion) -> None: ...
+    def drain(self, max_items: int = 256, timeout_s: float = 0.0) -> list[Completion]:
+        """Oldest first; waits up to ``timeout_s`` for the first. *Unlocked.*"""
+
+class Peer:
+    """One remote process over one transport; thread-safe."""
+
+    @property
+    def is_lost(self) -> bool: ...
+    def run(
+        self,
+        op: Op,
+        local: npt.NDArray[np.uint64],
+        remote: npt.NDArray[np.uint64],
+        lengths: npt.NDArray[np.uint64],
+        timeout_s: float,
+        checksum: bool,
+    ) -> Completion:
+        """Move in the calling thread. *Unlocked.* ValueError when the columns differ in length."""
+    def submit(
+        self,
+        queue: Queue,
+        token: int,
+        op: Op,
+        local: npt.NDArray[np.uint64],
+        remote: npt.NDArray[np.uint64],
+        lengths: npt.NDArray[np.uint64],
+        timeout_s: float,
+        checksum: bool,
+    ) -> int:
+        """Move on a worker thread; -1, or the first unregistered slice and then no completion comes."""
+    def set_remote(self, regions: Sequence[tuple[int, int, int]]) -> None:
+        """The peer's regions: (address, size, key)."""
+    def cancel(self) -> None:
+        """Fail what is queued or under way; afterwards no local memory is touched for it. *Unlocked.*"""
+    def close(self) -> None: ...
+
+class ShmPeer(Peer):
+    def view(self, address: int, size_bytes: int, timeout_s: float) -> View | None: ...
+
+class ShmTransport:
+    """Serves shared regions to processes of the same host and user. One thread."""
+
+    def __init__(self, regions: RegionTable, epoch: int) -> None: ...
+    @property
+    def endpoint(self) -> str: ...
+    def connect(
+        self, endpoint: str, epoch: int, regions: Sequence[tuple[int, int, int]], timeout_s: float
+    ) -> ShmPeer | Status: ...
+    def close(self) -> None: ...
+
+class TcpServer:
+    """Serves all regions over TCP. OSError when the address cannot be had."""
+
+    def __init__(self, regions: RegionTable, epoch: int, host: str, port: int, num_threads: int) -> None: ...
+    @property
+    def port(self) -> int: ...
+    def close(self) -> None: ...
+
+class TcpPeer(Peer):
+    def __init__(
+        self,
+        local: RegionTable,
+        regions: Sequence[tuple[int, int, int]],
+        host: str,
+        port: int,
+        epoch: int,
+        num_streams: int,
+    ) -> None:
+        """``host`` is numeric. Connects when the first slices need it."""
+
+def crc32c(data: Buffer, seed: int = 0) -> int:
+    """CRC32C of a contiguous buffer, continuing from ``seed``. *Unlocked.*"""
+
+def crc32c_combine(a: int, b: int, length_b: int) -> int:
+    """Checksum of A followed by B, from their checksums and B's length."""
+
+def crc32c_columns(
+    addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint32]:
+    """CRC32C per row of this process's memory. The caller vouches for the addresses. *Unlocked.*"""
+
+def crc32c_implementation() -> str:
+    """``avx512``, ``sse42`` or ``table``."""

@@ -1,0 +1,556 @@
+"""The transfer engine: registers memory, opens segments of peers, moves batches of slices.
+
+It owns the transports of one process and chooses among the paths to a peer; what happens when a path
+fails is decided by ``batch.Batch``. Bytes and waiting are native, without the interpreter lock. Three
+ways to move, one meaning: ``run`` blocks the caller and is quickest, ``submit`` answers through a
+queue, ``transfer`` is for coroutines. It knows no keys of objects and no metadata format but its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from mooncake.errors import InvalidArgument, OutOfMemory, PeerLost, Unavailable
+from mooncake.log import get_logger
+from mooncake.transfer.batch import RETRIED, Batch, Finish, PartDone, Start
+from mooncake.transfer.memory import available_bytes, span_of
+from mooncake.transfer.metadata import Backend
+from mooncake.transfer.queue import Columns, Move, Queue, completion_of, unregistered
+from mooncake.transfer.segment import (
+    RegionIndex,
+    RegionInfo,
+    SegmentDescriptor,
+    common_paths,
+    decode_descriptor,
+)
+from mooncake.transfer.transports import (
+    SCHEMES,
+    Carrier,
+    Completion,
+    Op,
+    Region,
+    RegionTable,
+    Status,
+    Transport,
+    make_transport,
+)
+
+log = get_logger(__name__)
+
+Addresses = Sequence[int] | npt.NDArray[np.unsignedinteger[Any]] | npt.NDArray[np.signedinteger[Any]]
+
+
+@dataclass(frozen=True)
+class TransferSettings:
+    """How this process reaches others and is reached."""
+
+    name: str = ""
+    "Name of this process's segment; empty takes `<host name>-<process id>-<number>`."
+
+    listen_host: str = "127.0.0.1"
+    "Address that the tcp transport listens on."
+
+    advertise_host: str = ""
+    "Address that peers are told; empty takes `listen_host`, or the default route's if that is a wildcard."
+
+    tcp_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    "Port of the tcp transport; 0 takes a free one."
+
+    transports: tuple[str, ...] = ("shm", "tcp")
+    "Paths to offer and to use, best first: `shm`, `tcp`, `local`."
+
+    num_streams: Annotated[int, Meta(ge=0, le=64)] = 0
+    "Connections that one big transfer is spread over, and threads that serve peers; 0: half the cores, 1 to 4."
+
+    submit_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    "Seconds after which a submitted transfer fails with TIMED_OUT."
+
+
+_numbers = itertools.count()
+
+DESCRIPTOR_PREFIX = "mooncake/ram/"
+"""Where descriptors lie in a metadata service."""
+
+
+class Segment:
+    """A peer as this process reaches it. Made by ``TransferEngine.open``; connects when first used."""
+
+    def __init__(
+        self, descriptor: SegmentDescriptor, paths: Sequence[str], transports: dict[str, Transport]
+    ) -> None:
+        self.descriptor = descriptor
+        self.name = descriptor.name
+        self.paths = tuple(paths)
+        "Usable paths, best first."
+        self._transports = transports
+        self._index = RegionIndex(descriptor.regions)
+        self._carriers: dict[str, Carrier] = {}
+        self._lost: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        lost = "".join(f" {path} lost: {why}" for path, why in self._lost.items())
+        return (
+            f"<Segment {self.name} paths={','.join(self.paths)} regions={len(self.descriptor.regions)}{lost}>"
+        )
+
+    def carrier(self, path: str, timeout_s: float) -> Carrier | None:
+        """Whoever carries over ``path``; connects first if need be. None when it leads nowhere (any more)."""
+        carrier = self._carriers.get(path)
+        if carrier is not None:
+            return None if carrier.is_lost else carrier
+        with self._lock:
+            if path in self._lost or path in self._carriers:
+                return self._carriers.get(path)
+            peer = self.descriptor
+            try:
+                carrier = self._transports[path].connect(
+                    peer.endpoints[path], peer.epoch, peer.regions, timeout_s
+                )
+            except PeerLost as error:
+                self._lost[path] = str(error)  # the same epoch does not come back
+                log.info("path_lost", segment=self.name, path=path, reason=str(error))
+                return None
+            except Unavailable as error:
+                log.info("path_silent", segment=self.name, path=path, reason=str(error))
+                return None
+            self._carriers[path] = carrier
+            return carrier
+
+    def able(self, path: str, columns: Columns) -> npt.NDArray[np.bool_] | None:
+        """Which slices ``path`` can carry; None is all of them."""
+        if path != "shm" or self._index.all_shared:
+            return None
+        return self._index.in_shared_memory(columns.remote, columns.lengths)
+
+    @property
+    def is_uniform(self) -> bool:
+        """The best path carries whatever there is."""
+        return bool(self.paths) and (self.paths[0] != "shm" or self._index.all_shared)
+
+    def renew(self, descriptor: SegmentDescriptor) -> None:
+        """The same process published other regions."""
+        with self._lock:
+            self.descriptor = descriptor
+            self._index = RegionIndex(descriptor.regions)
+            for carrier in self._carriers.values():
+                carrier.set_regions(descriptor.regions)
+
+    def cancel(self) -> None:
+        for carrier in list(self._carriers.values()):
+            carrier.cancel()
+
+    def close(self) -> None:
+        for carrier in list(self._carriers.values()):
+            carrier.close()
+
+
+class TransferEngine:
+    """Registered memory of this process and the segments of its peers. Thread-safe.
+
+    Args:
+        settings: see ``TransferSettings``.
+        backend: metadata service for ``publish`` and ``open_name``; not needed when descriptors
+            travel some other way.
+
+    Raises:
+        AddressInUse: ``tcp_port`` is taken.
+        InvalidArgument: an address or a transport that does not exist.
+    """
+
+    def __init__(self, settings: TransferSettings | None = None, backend: Backend | None = None) -> None:
+        settings = settings or TransferSettings()
+        for scheme in settings.transports:
+            if scheme not in SCHEMES:
+                raise InvalidArgument("transports", scheme, "some of " + ", ".join(SCHEMES))
+        self.settings = settings
+        self.name = settings.name or f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
+        self.epoch = secrets.randbits(63)
+        self.regions = RegionTable()
+        self.listen_host = settings.listen_host
+        self.advertise_host = settings.advertise_host or reachable_host(settings.listen_host)
+        self.tcp_port = settings.tcp_port
+        self.num_streams = settings.num_streams or max(1, min(4, (os.cpu_count() or 1) // 2))
+        self._backend = backend
+        self._host = host_identity()
+        self._owned: dict[int, Region] = {}
+        self._segments: dict[tuple[str, int], Segment] = {}
+        self._lock = threading.Lock()
+        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopQueue] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._transports: dict[str, Transport] = {}
+        self._finalizer = weakref.finalize(
+            self, _shut_down, os.getpid(), self._segments, self.regions, self._transports
+        )
+        for scheme in settings.transports:
+            self._transports[scheme] = make_transport(scheme, self)
+
+    def __repr__(self) -> str:
+        ends = " ".join(f"{path}={transport.endpoint}" for path, transport in self._transports.items())
+        return (
+            f"<TransferEngine {self.name} {ends} regions={len(self._owned)} segments={len(self._segments)}>"
+        )
+
+    def __enter__(self) -> TransferEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Memory ---------------------------------------------------------------------------------------
+
+    def allocate(self, size_bytes: int, *, huge_pages: bool = True, populate: bool = True) -> Region:
+        """Shared memory of ``size_bytes`` zero bytes, registered: peers reach it over every path.
+
+        ``huge_pages`` asks for them and does without where there are none. ``populate`` makes the
+        kernel provide all of it now, so that missing memory is an error here and not a crash later.
+
+        Raises:
+            OutOfMemory: the machine cannot give that much.
+            InvalidArgument: ``size_bytes`` is not positive.
+        """
+        if size_bytes <= 0:
+            raise InvalidArgument("size_bytes", size_bytes, "more than 0")
+        room = available_bytes()
+        if populate and size_bytes > room:
+            raise OutOfMemory(
+                f"allocate {size_bytes:,} bytes: {room:,} are available; ask for less or stop something"
+            )
+        try:
+            region = self.regions.allocate(size_bytes, huge_pages, populate)
+        except MemoryError as error:
+            raise OutOfMemory(
+                f"allocate {size_bytes:,} bytes: {error}; ask for less or stop something"
+            ) from error
+        self._owned[region.key] = region
+        return region
+
+    def register(self, buffer: Any) -> Region:
+        """Make existing memory usable as the local side and reachable by peers over tcp.
+
+        ``buffer`` is a contiguous CPU tensor, an array, anything with the buffer protocol, or
+        ``(address, size_bytes)``. It is kept alive until it is unregistered. A read-only buffer may
+        be read from, here and by peers, but nothing is moved into it.
+
+        Raises:
+            InvalidArgument: not contiguous, not in main memory, not a buffer.
+        """
+        address, size, is_writable = span_of(buffer)
+        region = self.regions.add(address, size, is_writable)
+        region.owner = buffer
+        self._owned[region.key] = region
+        return region
+
+    def unregister(self, region: Region) -> None:
+        """After it returns nothing touches the memory any more; transfers that did are CANCELLED.
+
+        Bounded: a peer that hangs is cut off. Views of an allocated region stay readable.
+        """
+        self.regions.remove(region.key)
+        self._owned.pop(region.key, None)
+
+    # Peers ----------------------------------------------------------------------------------------
+
+    def describe(self) -> SegmentDescriptor:
+        """What peers need to reach this process; stale once more memory is registered."""
+        regions = [
+            RegionInfo(region.address, region.size_bytes, region.key, region.is_shared)
+            for region in self.regions.all()
+        ]
+        endpoints = {path: transport.endpoint for path, transport in self._transports.items()}
+        return SegmentDescriptor(self.name, self._host, self.epoch, endpoints, regions)
+
+    def open(self, descriptor: SegmentDescriptor) -> Segment:
+        """The peer behind a descriptor, cached by name and epoch. Connects when first used."""
+        with self._lock:
+            key = (descriptor.name, descriptor.epoch)
+            segment = self._segments.get(key)
+            if segment is None:
+                paths = common_paths(descriptor, self._host, str(os.getpid()), self.settings.transports)
+                segment = self._segments[key] = Segment(descriptor, paths, self._transports)
+            elif segment.descriptor != descriptor:
+                segment.renew(descriptor)
+            return segment
+
+    def forget(self, segment: Segment) -> None:
+        """Drop a peer that will not be used again: what is in flight is CANCELLED, connections close."""
+        with self._lock:
+            self._segments.pop((segment.name, segment.descriptor.epoch), None)
+        segment.close()
+
+    def publish(self, ttl_s: float | None = None) -> None:
+        """Put this process's descriptor into the metadata service; repeat before ``ttl_s`` is over.
+
+        Raises:
+            PeerLost, DeadlineExceeded: the service does not answer.
+        """
+        assert self._backend is not None, "publish() needs a backend"
+        self._backend.put(DESCRIPTOR_PREFIX + self.name, self.describe().encode(), ttl_s)
+
+    def open_name(self, name: str) -> Segment | None:
+        """The segment published under ``name``, or None when there is none.
+
+        Raises:
+            PeerLost, DeadlineExceeded: the service does not answer.
+            ProtocolError: something else lies under that name.
+        """
+        assert self._backend is not None, "open_name() needs a backend"
+        encoded = self._backend.get(DESCRIPTOR_PREFIX + name)
+        return None if encoded is None else self.open(decode_descriptor(encoded))
+
+    def map(
+        self, segment: Segment, address: int, size_bytes: int, timeout_s: float = 5.0
+    ) -> memoryview | None:
+        """The peer's bytes in place, read-only, or None when no path can show them.
+
+        What the peer does to them meanwhile is seen; they stay mapped while the view lives.
+        """
+        for path in segment.paths:
+            carrier = segment.carrier(path, timeout_s)
+            view = carrier.view(address, size_bytes, timeout_s) if carrier is not None else None
+            if view is not None:
+                return memoryview(view)
+        return None
+
+    # Moving ---------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        op: Op,
+        segment: Segment,
+        local: Addresses,
+        remote: Addresses,
+        lengths: Addresses,
+        *,
+        timeout_s: float = 30.0,
+        checksum: bool = False,
+    ) -> Completion:
+        """Move slices and wait for the end. Other Python threads run meanwhile.
+
+        Row i moves ``lengths[i]`` bytes between address ``local[i]`` here and ``remote[i]`` in the
+        peer. All is well if ``status`` is OK; after anything else the destination's bytes are
+        undefined. With ``checksum`` the completion has the CRC32C of each slice.
+
+        Raises:
+            InvalidArgument: columns that do not fit together, or local memory not registered.
+        """
+        columns = columns_of(local, remote, lengths)
+        paths = segment.paths
+        deadline = time.monotonic() + timeout_s
+        if segment.is_uniform:
+            carrier = segment.carrier(paths[0], timeout_s)
+            if carrier is not None:
+                done = carrier.run(op, columns.local, columns.remote, columns.lengths, timeout_s, checksum)
+                if done.status not in RETRIED or len(paths) == 1:
+                    return self._checked(op, columns, done)
+            paths = paths[1:]
+        move = self._move(0, op, segment, columns, paths, deadline, checksum)
+        effects = move.batch.handle(Start(), time.monotonic())
+        while True:
+            effect = effects.pop(0)
+            if isinstance(effect, Finish):
+                return self._checked(op, columns, completion_of(0, effect))
+            left_s = max(0.0, deadline - time.monotonic())
+            carrier = segment.carrier(effect.path, left_s)
+            if carrier is None:
+                event = PartDone(effect.part, Status.PEER_LOST)
+            else:
+                part = carrier.run(op, *columns.rows(effect), left_s, checksum)
+                event = PartDone(effect.part, part.status, part.failed_slice, part.num_bytes, part.checksums)
+            effects += move.batch.handle(event, time.monotonic())
+
+    def new_queue(self) -> Queue:
+        """Where completions of ``submit`` arrive."""
+        return Queue()
+
+    def submit(
+        self,
+        queue: Queue,
+        token: int,
+        op: Op,
+        segment: Segment,
+        local: Addresses,
+        remote: Addresses,
+        lengths: Addresses,
+        *,
+        checksum: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        """As ``run``, on a native thread; a completion with ``token`` (0 to 2**64 - 1) comes to ``queue``.
+
+        Raises:
+            InvalidArgument: as for ``run``; then no completion comes.
+        """
+        columns = columns_of(local, remote, lengths)
+        deadline = time.monotonic() + (self.settings.submit_timeout_s if timeout_s is None else timeout_s)
+        queue.start(self._move(token, op, segment, columns, segment.paths, deadline, checksum))
+
+    async def transfer(
+        self,
+        op: Op,
+        segment: Segment,
+        local: Addresses,
+        remote: Addresses,
+        lengths: Addresses,
+        *,
+        timeout_s: float = 30.0,
+        checksum: bool = False,
+    ) -> Completion:
+        """As ``run``, for coroutines. Cancelling it waits for the end: the memory is in use until then."""
+        loop = asyncio.get_running_loop()
+        queue = self._loops.get(loop)
+        if queue is None:
+            queue = self._loops[loop] = _LoopQueue(loop)
+        columns = columns_of(local, remote, lengths)
+        deadline = time.monotonic() + timeout_s
+        token, future = queue.expect()
+        try:
+            queue.start(self._move(token, op, segment, columns, segment.paths, deadline, checksum))
+        except InvalidArgument:
+            queue.forget(token)
+            raise
+        return await until_done(future)
+
+    def cancel(self, segment: Segment) -> None:
+        """Fail what is in flight to a peer; afterwards no local memory is touched on its behalf."""
+        segment.cancel()
+
+    def close(self) -> None:
+        """Cancel everything, take back all memory, stop serving. Harmless when repeated."""
+        self._finalizer()
+
+    def _move(
+        self,
+        token: int,
+        op: Op,
+        segment: Segment,
+        columns: Columns,
+        paths: Sequence[str],
+        deadline: float,
+        checksum: bool,
+    ) -> Move:
+        able = {path: segment.able(path, columns) for path in paths}
+        no_path = Status.ACCESS_DENIED if paths else Status.PEER_LOST
+        batch = Batch(len(columns.lengths), able, deadline, no_path, checksum)
+        return Move(token, op, segment, columns, batch, deadline, checksum)
+
+    def _checked(self, op: Op, columns: Columns, done: Completion) -> Completion:
+        if done.status == Status.UNREGISTERED:
+            raise unregistered(op, columns.local, columns.lengths, done.failed_slice)
+        return done
+
+
+class _LoopQueue:
+    """Completions of one event loop's transfers, handed to the futures that wait for them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._queue = Queue()
+        self._loop_ref = weakref.ref(loop)
+        self._futures: dict[int, asyncio.Future[Completion]] = {}
+        self._tokens = itertools.count()
+        loop.add_reader(self._queue.fileno(), self._arrive)
+
+    def expect(self) -> tuple[int, asyncio.Future[Completion]]:
+        token = next(self._tokens)
+        loop = self._loop_ref()
+        assert loop is not None
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._futures[token] = future
+        return token, future
+
+    def forget(self, token: int) -> None:
+        del self._futures[token]
+
+    def start(self, move: Move) -> None:
+        self._queue.start(move)
+
+    def _arrive(self) -> None:
+        for completion in self._queue.drain():
+            future = self._futures.pop(completion.token)
+            if not future.done():
+                future.set_result(completion)
+
+
+async def until_done(future: asyncio.Future[Completion]) -> Completion:
+    """The result; a cancellation is delivered only when the transfer has ended."""
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise
+
+
+def columns_of(local: Addresses, remote: Addresses, lengths: Addresses) -> Columns:
+    """Columns as the native side takes them.
+
+    Raises:
+        InvalidArgument: not one number per slice, or negative ones.
+    """
+    try:
+        columns = Columns(
+            np.asarray(local, dtype=np.uint64),
+            np.asarray(remote, dtype=np.uint64),
+            np.asarray(lengths, dtype=np.uint64),
+        )
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidArgument("columns", error, "integers of 0 to 2**64 - 1, one per slice") from error
+    shape = columns.lengths.shape
+    if len(shape) != 1 or columns.local.shape != shape or columns.remote.shape != shape:
+        shapes = (columns.local.shape, columns.remote.shape, shape)
+        raise InvalidArgument("columns", shapes, "three columns of equal length")
+    return columns
+
+
+def host_identity() -> str:
+    """The running kernel and our network namespace, in which names of sockets mean the same."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return f"unknown/{secrets.token_hex(8)}"  # shares memory with nobody
+
+
+def reachable_host(listen_host: str) -> str:
+    """The address to tell peers: the one listened on, or that of the default route for a wildcard."""
+    if listen_host not in ("0.0.0.0", "::"):
+        return listen_host
+    family, target = (
+        (socket.AF_INET, "192.0.2.1") if listen_host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
+    )
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 9))  # sends nothing: the kernel only picks a source address
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1" if family == socket.AF_INET else "::1"
+
+
+def _shut_down(
+    owner_pid: int,
+    segments: dict[tuple[str, int], Segment],
+    regions: RegionTable,
+    transports: dict[str, Transport],
+) -> None:
+    if os.getpid() != owner_pid:
+        return  # a forked child: nothing here is its own
+    for segment in list(segments.values()):
+        segment.close()
+    regions.remove_all()
+    for transport in transports.values():
+        transport.close()

@@ -1,0 +1,66 @@
+"""Where a Python buffer lies, and how much memory there is to give.
+
+Knows numpy, torch and the buffer protocol by their behaviour only; imports none of the heavy ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mooncake.errors import InvalidArgument
+
+
+def span_of(buffer: Any) -> tuple[int, int, bool]:
+    """(address, size in bytes, is writable) of a contiguous buffer.
+
+    ``buffer`` is anything with the buffer protocol, a torch tensor on the CPU, or a tuple
+    ``(address, size_bytes)`` whose memory the caller vouches for.
+
+    Raises:
+        InvalidArgument: it is not contiguous, not in main memory, or no buffer at all.
+    """
+    if isinstance(buffer, tuple):
+        address, size = buffer
+        if address < 0 or size < 0:
+            raise InvalidArgument("buffer", buffer, "(address, size_bytes), neither negative")
+        return int(address), int(size), True
+    if hasattr(buffer, "data_ptr"):
+        if buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise InvalidArgument("buffer", type(buffer), "a contiguous tensor in CPU memory")
+        return int(buffer.data_ptr()), int(buffer.numel() * buffer.element_size()), True
+    try:
+        view = memoryview(buffer)
+    except TypeError as error:
+        raise InvalidArgument("buffer", type(buffer), "a buffer, a tensor or (address, size)") from error
+    if not view.c_contiguous:
+        raise InvalidArgument("buffer", buffer, "contiguous memory")
+    if view.nbytes == 0:
+        return 0, 0, not view.readonly
+    flat = np.frombuffer(view.cast("B") if view.ndim != 1 or view.format != "B" else view, dtype=np.uint8)
+    return int(flat.ctypes.data), view.nbytes, not view.readonly
+
+
+def available_bytes() -> int:
+    """Memory that can be had without pushing others out: the kernel's estimate, or less under a cgroup.
+
+    Asked before memory is populated, because asking the kernel for too much does not fail: it
+    kills some process, perhaps this one.
+    """
+    available = 1 << 62
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    if limit.strip().isdigit() and used.strip().isdigit():
+        available = min(available, max(0, int(limit) - int(used)))
+    return available
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

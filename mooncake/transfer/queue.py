@@ -1,0 +1,145 @@
+"""Submitted batches on their way: from completions of parts to completions of batches.
+
+Most batches are one part on one path and pass straight through. When a path fails, the retry is made
+here, by whoever drains: there is no thread of ours behind it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from mooncake.errors import InvalidArgument
+from mooncake.transfer.batch import Batch, Carry, Finish, PartDone, Start
+from mooncake.transfer.segment import Column
+from mooncake.transfer.transports import Carrier, Completion, NativeQueue, Op, Status
+
+
+@dataclass(slots=True)
+class Columns:
+    """The rows of a batch."""
+
+    local: Column
+    remote: Column
+    lengths: Column
+
+    def rows(self, carry: Carry) -> tuple[Column, Column, Column]:
+        if carry.slices is None:
+            return self.local, self.remote, self.lengths
+        return self.local[carry.slices], self.remote[carry.slices], self.lengths[carry.slices]
+
+
+class Reach(Protocol):
+    """What a queue needs of a segment."""
+
+    def carrier(self, path: str, timeout_s: float) -> Carrier | None:
+        """Whoever carries over ``path``, or None when nobody can."""
+        ...
+
+
+@dataclass(slots=True)
+class Move:
+    """A batch and everything needed to carry its parts."""
+
+    token: int
+    op: Op
+    segment: Reach
+    columns: Columns
+    batch: Batch
+    deadline: float
+    checksum: bool
+
+
+class Queue:
+    """Completions of submitted batches, in the order in which they end. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._native = NativeQueue()
+        self._numbers = itertools.count()
+        self._parts: dict[int, tuple[Move, int] | Completion] = {}
+        self._lock = threading.RLock()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while there is something to drain. Do not read it."""
+        return self._native.fileno()
+
+    def __len__(self) -> int:
+        """Parts under way or not drained yet."""
+        return len(self._parts)
+
+    def drain(self, max_items: int = 256, timeout_s: float = 0.0) -> list[Completion]:
+        """Up to ``max_items`` completions; waits up to ``timeout_s`` for something to happen.
+
+        What happens may be that a path failed and the batch goes on over the next one; then the list
+        is empty although time is left.
+        """
+        done = self._native.drain(max_items, timeout_s)
+        finished: list[Completion] = []
+        for part in done:
+            with self._lock:
+                waiting = self._parts.pop(part.token)
+                if isinstance(waiting, Completion):
+                    finished.append(waiting)
+                    continue
+                move, number = waiting
+                event = PartDone(number, part.status, part.failed_slice, part.num_bytes, part.checksums)
+                finished += self._follow(move, event)
+        return finished
+
+    def start(self, move: Move) -> None:
+        """Begin a batch.
+
+        Raises:
+            InvalidArgument: local memory of a slice is not registered, and nothing was started.
+        """
+        with self._lock:
+            for completion in self._follow(move, Start()):
+                if completion.status == Status.UNREGISTERED:
+                    raise unregistered(
+                        move.op, move.columns.local, move.columns.lengths, completion.failed_slice
+                    )
+                number = next(self._numbers)  # over before it began: comes out of drain like any other
+                self._parts[number] = completion
+                self._native.push(Completion(number))
+
+    def _follow(self, move: Move, event: Start | PartDone) -> list[Completion]:
+        finished: list[Completion] = []
+        effects = move.batch.handle(event, time.monotonic())
+        while effects:
+            effect = effects.pop(0)
+            if isinstance(effect, Finish):
+                finished.append(completion_of(move.token, effect))
+            else:
+                failed = self._carry(move, effect)
+                if failed is not None:
+                    effects += move.batch.handle(failed, time.monotonic())
+        return finished
+
+    def _carry(self, move: Move, carry: Carry) -> PartDone | None:
+        """Hands a part to its path; an event when that fails at once."""
+        left_s = max(0.0, move.deadline - time.monotonic())
+        carrier = move.segment.carrier(carry.path, left_s)
+        if carrier is None:
+            return PartDone(carry.part, Status.PEER_LOST)
+        number = next(self._numbers)
+        self._parts[number] = (move, carry.part)
+        rows = move.columns.rows(carry)
+        failed = carrier.submit(self._native, number, move.op, *rows, left_s, move.checksum)
+        if failed < 0:
+            return None
+        del self._parts[number]
+        return PartDone(carry.part, Status.UNREGISTERED, failed)
+
+
+def completion_of(token: int, end: Finish) -> Completion:
+    sums = [] if end.checksums is None else end.checksums.tolist()
+    return Completion(token, Status(end.status), end.failed_slice, end.num_bytes, sums)
+
+
+def unregistered(op: Op, local: Column, lengths: Column, row: int) -> InvalidArgument:
+    where = f"[{int(local[row]):#x}, +{int(lengths[row])})"
+    need = "registered memory" if op == Op.WRITE else "registered, writable memory"
+    return InvalidArgument(f"local[{row}]", where, f"{need}; call register() first")

@@ -1,0 +1,96 @@
+"""What a process offers to its peers: its registered memory and the ways to reach it.
+
+A descriptor travels through a metadata service, the store's master or any message; whoever holds it
+holds the keys in it and may read and write the regions. This module decides which paths two processes
+have in common and which of them can carry a slice. It does no I/O: who we are arrives as arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.errors import ProtocolError
+
+Column = npt.NDArray[np.uint64]
+"""One row per slice: addresses, or lengths in bytes."""
+
+
+class RegionInfo(msgspec.Struct, frozen=True):
+    """Registered memory as its owner publishes it."""
+
+    address: int
+    "Where it starts in the owner's address space."
+    size_bytes: int
+    key: int
+    "64 random bits; access without it is denied."
+    is_shared: bool
+    "Processes on the same host can map it."
+
+
+class SegmentDescriptor(msgspec.Struct, frozen=True):
+    """How to reach a process and what it has registered."""
+
+    name: str
+    host: str
+    "Identity of the kernel and network namespace it runs in; equal means the same host."
+    epoch: int
+    "Random per process start, so that a restarted process is never taken for its predecessor."
+    endpoints: dict[str, str]
+    "Address per path: ``shm``, ``tcp`` (``ip:port``), ``local``."
+    regions: list[RegionInfo]
+
+    def encode(self) -> bytes:
+        """As JSON, the form that metadata services keep."""
+        return msgspec.json.encode(self)
+
+
+def decode_descriptor(encoded: bytes) -> SegmentDescriptor:
+    """The descriptor that ``SegmentDescriptor.encode`` wrote.
+
+    Raises:
+        ProtocolError: these bytes are something else.
+    """
+    try:
+        return msgspec.json.decode(encoded, type=SegmentDescriptor)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(
+            f"not a segment descriptor: {error}; is another service using this key?"
+        ) from error
+
+
+def common_paths(peer: SegmentDescriptor, host: str, process: str, ours: Sequence[str]) -> tuple[str, ...]:
+    """Paths by which a process on ``host`` reaches ``peer``, in our order of preference.
+
+    ``process`` is our own ``local`` endpoint: that path ends where the process does.
+    """
+
+    def leads_there(path: str) -> bool:
+        if path == "tcp":
+            return True
+        return peer.host == host and (path != "local" or peer.endpoints[path] == process)
+
+    return tuple(path for path in ours if path in peer.endpoints and leads_there(path))
+
+
+class RegionIndex:
+    """The peer's regions, arranged to answer for whole columns which slices lie in shared memory."""
+
+    def __init__(self, regions: Sequence[RegionInfo]) -> None:
+        shared = sorted((region for region in regions if region.is_shared), key=lambda region: region.address)
+        self.all_shared = len(shared) == len(regions)
+        self._starts = np.array([region.address for region in shared], dtype=np.uint64)
+        self._ends = np.array([region.address + region.size_bytes for region in shared], dtype=np.uint64)
+
+    def in_shared_memory(self, remote: Column, lengths: Column) -> npt.NDArray[np.bool_]:
+        """One flag per slice. Empty slices lie everywhere."""
+        empty = lengths == 0
+        if not len(self._starts):
+            return empty
+        nearest = np.searchsorted(self._starts, remote, side="right").astype(np.int64) - 1
+        inside = nearest >= 0
+        room = self._ends[np.maximum(nearest, 0)] - np.minimum(remote, self._ends[np.maximum(nearest, 0)])
+        return np.asarray((inside & (lengths <= room)) | empty, dtype=np.bool_)

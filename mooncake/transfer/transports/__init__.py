@@ -1,0 +1,150 @@
+"""What a transport must do, and the table of them by scheme.
+
+``local.py`` is the living definition; ``tests/contract/test_transports.py`` holds all of them to it.
+A transport reaches other processes' registered memory; a carrier is one such process as seen by one
+transport. Everything here works on columns and completions; plans and retries are the engine's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from mooncake._native import (
+    Completion,
+    Op,
+    Region,
+    RegionTable,
+    Status,
+    View,
+    crc32c,
+    crc32c_columns,
+    crc32c_combine,
+)
+from mooncake._native import Queue as NativeQueue
+from mooncake.transfer.segment import Column, RegionInfo
+
+__all__ = [
+    "SCHEMES",
+    "Carrier",
+    "Completion",
+    "NativeQueue",
+    "Op",
+    "Region",
+    "RegionTable",
+    "Site",
+    "Status",
+    "Transport",
+    "View",
+    "crc32c",
+    "crc32c_columns",
+    "crc32c_combine",
+    "make_transport",
+]
+
+
+class Carrier(Protocol):
+    """One peer over one transport. Safe to use from many threads."""
+
+    @property
+    def is_lost(self) -> bool:
+        """The peer is gone for good; nothing more can be moved."""
+        ...
+
+    def run(
+        self,
+        op: Op,
+        local: Column,
+        remote: Column,
+        lengths: Column,
+        timeout_s: float,
+        checksum: bool,
+    ) -> Completion:
+        """Move the slices in the calling thread, without the interpreter lock.
+
+        ``UNREGISTERED`` names a slice whose local memory is not registered (or, for a read, not
+        writable); nothing was moved. After any other failure the destination's bytes are undefined.
+        """
+        ...
+
+    def submit(
+        self,
+        queue: NativeQueue,
+        token: int,
+        op: Op,
+        local: Column,
+        remote: Column,
+        lengths: Column,
+        timeout_s: float,
+        checksum: bool,
+    ) -> int:
+        """The same on another thread; the completion comes to ``queue``.
+
+        Returns -1, or the first slice whose local memory is not registered; then nothing will come.
+        """
+        ...
+
+    def view(self, address: int, size_bytes: int, timeout_s: float) -> View | memoryview | None:
+        """The peer's bytes in place, read-only; None when this path cannot."""
+        ...
+
+    def set_regions(self, regions: Sequence[RegionInfo]) -> None:
+        """The peer published a new list."""
+        ...
+
+    def cancel(self) -> None:
+        """Fail everything in flight; when it returns no local memory is touched on its behalf."""
+        ...
+
+    def close(self) -> None:
+        """Cancel, and refuse what comes later."""
+        ...
+
+
+class Transport(Protocol):
+    """One way to reach and to be reached."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where peers find this process on this path."""
+        ...
+
+    def connect(self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float) -> Carrier:
+        """Reach the process that published ``endpoint`` and ``epoch``.
+
+        Raises:
+            PeerLost: nobody is there, or another process by now.
+            DeadlineExceeded: somebody is there and does not answer.
+            AccessDenied: the peer runs as another user.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop serving. Carriers of this transport are closed before."""
+        ...
+
+
+class Site(Protocol):
+    """What a transport needs to know about the engine it works for."""
+
+    regions: RegionTable
+    epoch: int
+    listen_host: str
+    advertise_host: str
+    tcp_port: int
+    num_streams: int
+
+
+SCHEMES = {
+    "local": "mooncake.transfer.transports.local:LocalTransport",
+    "shm": "mooncake.transfer.transports.shm:ShmTransport",
+    "tcp": "mooncake.transfer.transports.tcp:TcpTransport",
+}
+
+
+def make_transport(scheme: str, site: Site) -> Transport:
+    """The transport called ``scheme``, serving ``site``."""
+    module, name = SCHEMES[scheme].split(":")
+    transport: Transport = getattr(importlib.import_module(module), name)(site)
+    return transport

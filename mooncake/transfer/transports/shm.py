@@ -1,0 +1,59 @@
+"""Shared memory on one host: the caller's thread copies, the target does nothing.
+
+Thin: the native side maps, checks and copies (``native/shm.h`` draws the conversation). Fits only
+regions that were allocated as shared memory, and only processes of the same user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mooncake import _native
+from mooncake._native import Status, View
+from mooncake.errors import AccessDenied, DeadlineExceeded, PeerLost
+from mooncake.transfer.segment import RegionInfo
+from mooncake.transfer.transports import Carrier, Site
+
+
+class ShmCarrier:
+    def __init__(self, peer: _native.ShmPeer) -> None:
+        self._peer = peer
+        self.run = peer.run
+        self.submit = peer.submit
+        self.cancel = peer.cancel
+        self.close = peer.close
+
+    @property
+    def is_lost(self) -> bool:
+        return self._peer.is_lost
+
+    def view(self, address: int, size_bytes: int, timeout_s: float) -> View | None:
+        return self._peer.view(address, size_bytes, timeout_s)
+
+    def set_regions(self, regions: Sequence[RegionInfo]) -> None:
+        self._peer.set_remote(shared_only(regions))
+
+
+class ShmTransport:
+    def __init__(self, site: Site) -> None:
+        self._native = _native.ShmTransport(site.regions, site.epoch)
+        self.endpoint = self._native.endpoint
+
+    def connect(self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float) -> Carrier:
+        peer = self._native.connect(endpoint, epoch, shared_only(regions), timeout_s)
+        if isinstance(peer, _native.ShmPeer):
+            return ShmCarrier(peer)
+        if peer == Status.TIMED_OUT:
+            raise DeadlineExceeded(
+                f"shm peer {endpoint} did not answer within {timeout_s:g} s; is it stopped?"
+            )
+        if peer == Status.ACCESS_DENIED:
+            raise AccessDenied(f"shm peer {endpoint} runs as another user; use tcp between users")
+        raise PeerLost(f"shm peer {endpoint} is gone; open its current descriptor")
+
+    def close(self) -> None:
+        self._native.close()
+
+
+def shared_only(regions: Sequence[RegionInfo]) -> list[tuple[int, int, int]]:
+    return [(region.address, region.size_bytes, region.key) for region in regions if region.is_shared]

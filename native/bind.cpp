@@ -1,0 +1,290 @@
+// The whole Python surface; mooncake/_native.pyi documents it. Columns come in as numpy arrays and are
+// copied before the interpreter lock is dropped; whatever may block or copies bytes runs without the
+// lock, and no native thread ever takes it.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <system_error>
+
+#include "crc32c.h"
+#include "shm.h"
+#include "tcp.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace mooncake;
+
+namespace {
+
+using Column = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Sums = nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>;
+using RemoteTuple = std::tuple<uint64_t, uint64_t, uint64_t>;  // address, size_bytes, key
+using Unlocked = nb::gil_scoped_release;
+
+Clock::time_point deadline_in(double timeout_s) {
+  double bounded = std::min(std::max(timeout_s, 0.0), 1e6);
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
+}
+
+Request request_of(Op op, const Column& local, const Column& remote, const Column& lengths, double timeout_s,
+                   bool checksum) {
+  if (local.size() != remote.size() || local.size() != lengths.size())
+    throw nb::value_error("columns differ in length");
+  Request request{op, std::vector<Slice>(local.size()), checksum, deadline_in(timeout_s)};
+  for (size_t i = 0; i < local.size(); i++) request.slices[i] = {local.data()[i], remote.data()[i], lengths.data()[i]};
+  return request;
+}
+
+std::vector<RemoteRegion> remote_of(const std::vector<RemoteTuple>& tuples) {
+  std::vector<RemoteRegion> regions;
+  for (auto& [address, size, key] : tuples) regions.push_back({address, size, key});
+  return regions;
+}
+
+Sums array_of(const std::vector<uint32_t>& values) {
+  auto* copied = new uint32_t[values.size() + 1];
+  std::copy(values.begin(), values.end(), copied);
+  return Sums(copied, {values.size()}, nb::capsule(copied, [](void* p) noexcept { delete[] static_cast<uint32_t*>(p); }));
+}
+
+// Bytes of a region, here or of a peer, as a Python buffer; keeps the mapping alive.
+struct View {
+  RegionRef region;
+  uint64_t address;
+  uint64_t size;
+};
+
+int fill_view(PyObject* self, Py_buffer* buffer, int flags) {
+  auto* view = nb::inst_ptr<View>(self);
+  return PyBuffer_FillInfo(buffer, self, reinterpret_cast<void*>(view->address), static_cast<Py_ssize_t>(view->size), 1, flags);
+}
+
+int fill_region(PyObject* self, Py_buffer* buffer, int flags) {
+  auto* region = nb::inst_ptr<Region>(self);
+  return PyBuffer_FillInfo(buffer, self, reinterpret_cast<void*>(region->address), static_cast<Py_ssize_t>(region->size),
+                           !region->is_writable, flags);
+}
+
+PyType_Slot kViewSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(fill_view)}, {0, nullptr}};
+PyType_Slot kRegionSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(fill_region)}, {0, nullptr}};
+
+void bind_slices(nb::module_& m) {
+  nb::enum_<Op>(m, "Op", nb::is_arithmetic()).value("WRITE", Op::kWrite).value("READ", Op::kRead);
+  nb::enum_<Status>(m, "Status", nb::is_arithmetic())
+      .value("OK", Status::kOk)
+      .value("PEER_LOST", Status::kPeerLost)
+      .value("ACCESS_DENIED", Status::kAccessDenied)
+      .value("CANCELLED", Status::kCancelled)
+      .value("TIMED_OUT", Status::kTimedOut)
+      .value("UNREGISTERED", Status::kUnregistered)
+      .value("PROTOCOL_ERROR", Status::kProtocolError);
+  nb::class_<Completion>(m, "Completion")
+      .def(
+          "__init__",
+          [](Completion* self, uint64_t token, Status status, int64_t failed_slice, uint64_t num_bytes,
+             std::vector<uint32_t> checksums) {
+            new (self) Completion{token, status, failed_slice, num_bytes, std::move(checksums)};
+          },
+          "token"_a = 0, "status"_a = Status::kOk, "failed_slice"_a = -1, "num_bytes"_a = 0,
+          "checksums"_a = std::vector<uint32_t>())
+      .def_ro("token", &Completion::token)
+      .def_ro("status", &Completion::status)
+      .def_ro("failed_slice", &Completion::failed_slice)
+      .def_ro("num_bytes", &Completion::num_bytes)
+      .def_prop_ro("checksums", [](const Completion& self) -> nb::object {
+        return self.checksums.empty() ? nb::none() : nb::cast(array_of(self.checksums));
+      })
+      .def("__repr__", [](const Completion& self) {
+        return nb::str("Completion(token={}, status={}, failed_slice={}, num_bytes={})")
+            .format(self.token, nb::cast(self.status).attr("name"), self.failed_slice, self.num_bytes);
+      });
+}
+
+void bind_regions(nb::module_& m) {
+  nb::class_<Region>(m, "Region", nb::type_slots(kRegionSlots), nb::dynamic_attr())
+      .def_ro("address", &Region::address)
+      .def_ro("size_bytes", &Region::size)
+      .def_ro("key", &Region::key)
+      .def_prop_ro("is_shared", &Region::is_shared)
+      .def_ro("is_writable", &Region::is_writable)
+      .def_prop_ro("is_closed", &Region::is_closed)
+      .def("enter", &Region::enter)
+      .def("leave", &Region::leave)
+      .def("view", [](nb::handle self) { return nb::steal(PyMemoryView_FromObject(self.ptr())); });
+  nb::class_<View>(m, "View", nb::type_slots(kViewSlots)).def_ro("address", &View::address);
+  nb::class_<RegionTable>(m, "RegionTable")
+      .def(nb::new_([] { return std::make_shared<RegionTable>(); }))
+      .def(
+          "allocate",
+          [](RegionTable& self, uint64_t size, bool huge_pages, bool populate) {
+            std::string error;
+            RegionRef region;
+            {
+              Unlocked unlocked;
+              region = self.allocate(size, huge_pages, populate, error);
+            }
+            if (!region) {
+              PyErr_SetString(PyExc_MemoryError, error.c_str());
+              throw nb::python_error();
+            }
+            return region;
+          },
+          "size_bytes"_a, "huge_pages"_a, "populate"_a)
+      .def("add", &RegionTable::add, "address"_a, "size_bytes"_a, "is_writable"_a)
+      .def("remove", &RegionTable::remove, "key"_a, nb::call_guard<Unlocked>())
+      .def("remove_all", &RegionTable::remove_all, nb::call_guard<Unlocked>())
+      .def("covers", [](RegionTable& self, uint64_t address, uint64_t size) { return self.find_local(address, size) != nullptr; },
+           "address"_a, "size_bytes"_a)
+      .def("all", &RegionTable::all);
+}
+
+void bind_queue(nb::module_& m) {
+  nb::class_<Queue>(m, "Queue")
+      .def(nb::new_([] { return std::make_shared<Queue>(); }))
+      .def("fileno", &Queue::fileno)
+      .def("push", &Queue::push, "completion"_a)
+      .def("drain", &Queue::drain, "max_items"_a = 256, "timeout_s"_a = 0.0, nb::call_guard<Unlocked>());
+}
+
+void bind_peer(nb::module_& m) {
+  nb::class_<Peer>(m, "Peer")
+      .def_prop_ro("is_lost", &Peer::is_lost)
+      .def(
+          "run",
+          [](Peer& self, Op op, Column local, Column remote, Column lengths, double timeout_s, bool checksum) {
+            Request request = request_of(op, local, remote, lengths, timeout_s, checksum);
+            Unlocked unlocked;
+            return self.run(std::move(request));
+          },
+          "op"_a, "local"_a, "remote"_a, "lengths"_a, "timeout_s"_a, "checksum"_a)
+      .def(
+          "submit",
+          [](Peer& self, std::shared_ptr<Queue> queue, uint64_t token, Op op, Column local, Column remote,
+             Column lengths, double timeout_s, bool checksum) {
+            Request request = request_of(op, local, remote, lengths, timeout_s, checksum);
+            Unlocked unlocked;
+            int64_t failed_slice = -1;
+            self.submit(std::move(queue), token, std::move(request), failed_slice);
+            return failed_slice;
+          },
+          "queue"_a, "token"_a, "op"_a, "local"_a, "remote"_a, "lengths"_a, "timeout_s"_a, "checksum"_a)
+      .def("set_remote", [](Peer& self, const std::vector<RemoteTuple>& remote) { self.set_remote(remote_of(remote)); },
+           "regions"_a)
+      .def("cancel", &Peer::cancel, nb::call_guard<Unlocked>())
+      .def("close", &Peer::close, nb::call_guard<Unlocked>());
+}
+
+void bind_shm(nb::module_& m) {
+  nb::class_<ShmPeer, Peer>(m, "ShmPeer")
+      .def(
+          "view",
+          [](ShmPeer& self, uint64_t address, uint64_t size, double timeout_s) -> nb::object {
+            View view{nullptr, 0, size};
+            {
+              Unlocked unlocked;
+              view.region = self.view(address, size, deadline_in(timeout_s), view.address);
+            }
+            return view.region ? nb::cast(std::move(view)) : nb::none();
+          },
+          "address"_a, "size_bytes"_a, "timeout_s"_a);
+  nb::class_<ShmTransport>(m, "ShmTransport")
+      .def(nb::new_([](std::shared_ptr<RegionTable> regions, uint64_t epoch) {
+             auto transport = std::make_shared<ShmTransport>(regions, epoch);
+             regions->listen(transport);
+             return transport;
+           }),
+           "regions"_a, "epoch"_a)
+      .def_prop_ro("endpoint", &ShmTransport::endpoint)
+      .def(
+          "connect",
+          [](ShmTransport& self, const std::string& endpoint, uint64_t epoch, const std::vector<RemoteTuple>& remote,
+             double timeout_s) -> nb::object {
+            Status status;
+            std::shared_ptr<ShmPeer> peer;
+            {
+              Unlocked unlocked;
+              peer = self.connect(endpoint, epoch, remote_of(remote), deadline_in(timeout_s), status);
+            }
+            return peer ? nb::cast(peer) : nb::cast(status);
+          },
+          "endpoint"_a, "epoch"_a, "regions"_a, "timeout_s"_a)
+      .def("close", &ShmTransport::close, nb::call_guard<Unlocked>());
+}
+
+void bind_tcp(nb::module_& m) {
+  nb::class_<TcpServer>(m, "TcpServer")
+      .def(nb::new_([](std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::string& host, int port,
+                       int num_threads) { return std::make_shared<TcpServer>(regions, epoch, host, port, num_threads); }),
+           "regions"_a, "epoch"_a, "host"_a, "port"_a, "num_threads"_a)
+      .def_prop_ro("port", &TcpServer::port)
+      .def("close", &TcpServer::close, nb::call_guard<Unlocked>());
+  nb::class_<TcpPeer, Peer>(m, "TcpPeer")
+      .def(nb::new_([](std::shared_ptr<RegionTable> regions, const std::vector<RemoteTuple>& remote,
+                       const std::string& host, int port, uint64_t epoch, int num_streams) {
+             auto address = TcpAddress::parse(host, port);
+             if (!address) throw nb::value_error("host is not a numeric address");
+             auto peer = std::make_shared<TcpPeer>(regions, remote_of(remote), *address, epoch, num_streams);
+             regions->listen(peer);
+             return peer;
+           }),
+           "local"_a, "regions"_a, "host"_a, "port"_a, "epoch"_a, "num_streams"_a);
+}
+
+void bind_checksums(nb::module_& m) {
+  m.def(
+      "crc32c",
+      [](nb::handle data, uint32_t seed) {
+        Py_buffer buffer;
+        if (PyObject_GetBuffer(data.ptr(), &buffer, PyBUF_SIMPLE) != 0) throw nb::python_error();
+        uint32_t sum;
+        {
+          Unlocked unlocked;
+          sum = crc32c(buffer.buf, static_cast<size_t>(buffer.len), seed);
+        }
+        PyBuffer_Release(&buffer);
+        return sum;
+      },
+      "data"_a, "seed"_a = 0);
+  m.def("crc32c_combine", &crc32c_combine, "a"_a, "b"_a, "length_b"_a);
+  m.def(
+      "crc32c_columns",
+      [](Column addresses, Column lengths) {
+        if (addresses.size() != lengths.size()) throw nb::value_error("columns differ in length");
+        std::vector<uint32_t> sums(addresses.size());
+        {
+          Unlocked unlocked;
+          for (size_t i = 0; i < sums.size(); i++)
+            sums[i] = crc32c(reinterpret_cast<const void*>(addresses.data()[i]), lengths.data()[i]);
+        }
+        return array_of(sums);
+      },
+      "addresses"_a, "lengths"_a);
+  m.def("crc32c_implementation", &crc32c_implementation);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // at interpreter exit daemon threads may still hold objects
+  nb::register_exception_translator([](const std::exception_ptr& raised, void*) {
+    try {
+      std::rethrow_exception(raised);
+    } catch (const std::system_error& error) {
+      nb::object value = nb::make_tuple(error.code().value(), nb::str(error.what()));
+      PyErr_SetObject(PyExc_OSError, value.ptr());
+    }
+  });
+  bind_slices(m);
+  bind_regions(m);
+  bind_queue(m);
+  bind_peer(m);
+  bind_shm(m);
+  bind_tcp(m);
+  bind_checksums(m);
+}

@@ -1,0 +1,108 @@
+// Registered memory. Every access, from this process or on behalf of a peer, is checked against a
+// Region and made inside a Touch, so that closing a region can promise: afterwards nothing touches
+// its bytes. A touch lasts one system call or one bounded copy, never a wait for a peer; that is why
+// close() is bounded however sick the peer is.
+//
+//     Touch touch(region);          // counts in; false when the region is closing
+//     if (!touch) return denied;
+//     readv(fd, into region);       // non-blocking
+//                                   // counts out
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace mooncake {
+
+class Region {
+ public:
+  // Adopts [address, address + size). `fd` is the memfd behind it (then the mapping and the
+  // descriptor are ours and freed with the region) or -1 for memory that belongs to someone else.
+  Region(uint64_t address, uint64_t size, uint64_t key, int fd, bool is_writable = true);
+  ~Region();
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+  const uint64_t address;
+  const uint64_t size;
+  const uint64_t key;
+  const int fd;
+  const bool is_writable;  // false: may be read, by us and by peers, but nothing is moved into it
+
+  bool is_shared() const { return fd >= 0; }
+  bool is_closed() const { return state_.load(std::memory_order_acquire) & kClosing; }
+  bool contains(uint64_t at, uint64_t length) const {
+    return at >= address && length <= size && at - address <= size - length;
+  }
+
+  bool enter();   // false when closing
+  void leave();
+  void close();   // later touches fail; returns when none is left
+
+ private:
+  static constexpr uint32_t kClosing = 1u << 31;
+  std::atomic<uint32_t> state_{0};  // closing bit | number of touches
+};
+
+using RegionRef = std::shared_ptr<Region>;
+
+// Counts in and out of all regions one step works on (nearly always one).
+class Touch {
+ public:
+  explicit Touch(const std::vector<RegionRef>& regions);
+  ~Touch();
+  Touch(const Touch&) = delete;
+  Touch& operator=(const Touch&) = delete;
+  explicit operator bool() const { return entered_ == regions_.size(); }
+
+ private:
+  const std::vector<RegionRef>& regions_;
+  size_t entered_ = 0;
+};
+
+// Told when a region closes, after new accesses already fail and before close() waits.
+class RegionListener {
+ public:
+  virtual ~RegionListener() = default;
+  virtual void region_closed(const Region& region) = 0;
+};
+
+class RegionTable {
+ public:
+  // Shared memory (memfd) of `size` bytes. Returns null and sets `error` when the machine will not
+  // give it: populating reports missing memory here instead of as a SIGBUS at the first touch.
+  RegionRef allocate(uint64_t size, bool huge_pages, bool populate, std::string& error);
+  RegionRef add(uint64_t address, uint64_t size, bool is_writable);  // somebody else's memory
+  void remove(uint64_t key);  // returns when nothing touches it any more
+  void remove_all();
+
+  RegionRef find_local(uint64_t address, uint64_t length) const;
+  RegionRef find_key(uint64_t key) const;
+  std::vector<RegionRef> all() const;
+
+  void listen(std::weak_ptr<RegionListener> listener);
+
+ private:
+  void insert(const RegionRef& region);
+
+  mutable std::shared_mutex mutex_;
+  std::multimap<uint64_t, RegionRef> by_address_;
+  std::unordered_map<uint64_t, RegionRef> by_key_;
+  uint64_t largest_ = 0;  // bounds the walk back when ranges overlap
+  std::mutex listeners_mutex_;
+  std::vector<std::weak_ptr<RegionListener>> listeners_;
+};
+
+uint64_t random_key();  // from the kernel, never zero
+
+// The memfd of a shared region, mapped into this process; null when it is not what it claims to be.
+RegionRef map_shared(int fd, uint64_t size, uint64_t key);
+
+}  // namespace mooncake

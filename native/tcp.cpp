@@ -1,0 +1,493 @@
+#include "tcp.h"
+
+#include <arpa/inet.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "crc32c.h"
+
+// The client's side: a job is cut into frames, frames go to whichever lane can take one, and one
+// thread drives all lanes of its job with non-blocking calls and poll().
+
+namespace mooncake {
+
+namespace {
+
+constexpr uint64_t kFrameBytes = 1 << 20;      // payload after which a frame is closed
+constexpr uint64_t kWindowBytes = 8 << 20;     // requested or sent on a lane and not yet answered
+constexpr uint64_t kLaneBytes = 1 << 20;       // a job takes one lane per so many bytes
+constexpr size_t kReceiveBuffer = 8 << 10;
+constexpr size_t kMaxVector = 128;
+constexpr size_t kInCache = 256 << 10;         // checksummed bytes per system call
+constexpr size_t kSpareLanes = 3;              // connections beyond num_streams, so that small jobs need not queue
+
+bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
+
+// A part of a slice that travels in one frame.
+struct Piece {
+  size_t slice;
+  uint64_t offset;
+  uint64_t length;
+};
+
+struct InFlight {
+  uint64_t number = 0;
+  uint64_t num_bytes = 0;
+  std::vector<Piece> pieces;
+};
+
+// Cuts the slices of a job into frames.
+class Cutter {
+ public:
+  explicit Cutter(const Job& job) : job_(job) { skip_empty(); }
+  bool done() const { return slice_ == job_.request.slices.size(); }
+  void cut(InFlight& frame) {
+    const auto& slices = job_.request.slices;
+    while (!done() && frame.num_bytes < kFrameBytes && frame.pieces.size() < wire::kMaxSlices) {
+      uint64_t length = std::min(slices[slice_].length - offset_, kFrameBytes - frame.num_bytes);
+      frame.pieces.push_back({slice_, offset_, length});
+      frame.num_bytes += length;
+      offset_ += length;
+      if (offset_ == slices[slice_].length) slice_++, offset_ = 0, skip_empty();
+    }
+  }
+
+ private:
+  void skip_empty() {
+    while (!done() && job_.request.slices[slice_].length == 0) slice_++;
+  }
+  const Job& job_;
+  size_t slice_ = 0;
+  uint64_t offset_ = 0;
+};
+
+// Walks over the pieces of a frame as their bytes move, and checksums them while they are in cache.
+class Walker {
+ public:
+  void begin(const Job& job, const std::vector<Piece>& pieces) {
+    job_ = &job, pieces_ = &pieces, at_ = 0, done_ = 0, crc_ = 0;
+    extents.clear();
+    for (const Piece& piece : pieces)
+      extents.add(reinterpret_cast<void*>(job.request.slices[piece.slice].local + piece.offset), piece.length);
+  }
+  void moved(uint64_t num_bytes, Checksums& sums) {
+    extents.consume(num_bytes);
+    if (!job_->request.checksum) return;
+    while (num_bytes > 0) {
+      const Piece& piece = (*pieces_)[at_];
+      uint64_t step = std::min(num_bytes, piece.length - done_);
+      auto* bytes = reinterpret_cast<const uint8_t*>(job_->request.slices[piece.slice].local + piece.offset + done_);
+      crc_ = crc32c(bytes, step, crc_);
+      done_ += step, num_bytes -= step;
+      if (done_ == piece.length) {
+        sums.add(piece.slice, piece.offset, piece.length, crc_);
+        at_++, done_ = 0, crc_ = 0;
+      }
+    }
+  }
+  Extents extents;
+
+ private:
+  const Job* job_ = nullptr;
+  const std::vector<Piece>* pieces_ = nullptr;
+  size_t at_ = 0;
+  uint64_t done_ = 0;
+  uint32_t crc_ = 0;
+};
+
+// One lane at work for one job.
+struct Lane {
+  const int socket;
+  std::deque<InFlight> in_flight{};  // oldest first; the replies come in this order
+  uint64_t in_flight_bytes = 0;
+  std::vector<uint8_t> head{};  // frame and slice table being sent
+  size_t head_sent = 0;
+  Walker sending{};
+  bool is_blocked = false;  // the last send took less than offered
+  std::unique_ptr<uint8_t[]> buffer = std::make_unique_for_overwrite<uint8_t[]>(kReceiveBuffer);
+  size_t begin = 0, end = 0;
+  bool in_payload = false;  // of the read reply to in_flight.front()
+  Walker receiving{};
+  std::vector<iovec> vector{};
+
+  explicit Lane(int socket) : socket(socket) {}
+  bool has_to_send() const { return head_sent < head.size() || sending.extents.bytes() > 0; }
+};
+
+class Conversation {
+ public:
+  Conversation(Job& job, const std::vector<int>& sockets) : job_(job), cutter_(job) {
+    for (int socket : sockets) lanes_.emplace_back(socket);
+  }
+
+  // Moves everything. True: all requests are answered and the lanes are clean, though the peer may
+  // have refused some (status()). False: the lanes are of no use any more.
+  bool drive() {
+    while (true) {
+      for (bool again = true; again;) {  // one frame per lane in turn, so that lanes share the job
+        again = false;
+        for (Lane& lane : lanes_) {
+          if (!send(lane)) return false;
+          again |= can_send(lane);
+        }
+      }
+      if (is_finished()) return true;
+      if (!wait()) return false;
+    }
+  }
+
+  Status status() const { return status_; }
+  int64_t failed_slice() const { return failed_slice_; }
+  Checksums sums;
+
+ private:
+  bool fail(Status status) { return status_ = status, false; }
+  bool wants_frame(const Lane& lane) const {
+    return status_ == Status::kOk && !cutter_.done() && lane.in_flight_bytes < kWindowBytes;
+  }
+  bool can_send(const Lane& lane) const { return !lane.is_blocked && (lane.has_to_send() || wants_frame(lane)); }
+  bool is_finished() const {
+    if (status_ == Status::kOk && !cutter_.done()) return false;
+    return std::all_of(lanes_.begin(), lanes_.end(),
+                       [](const Lane& lane) { return lane.in_flight.empty() && !lane.has_to_send(); });
+  }
+
+  void open_frame(Lane& lane) {
+    InFlight& next = lane.in_flight.emplace_back();
+    next.number = ++last_number_;
+    cutter_.cut(next);
+    lane.in_flight_bytes += next.num_bytes;
+    wire::Frame frame;
+    frame.kind = job_.request.op == Op::kWrite ? wire::Kind::kWrite : wire::Kind::kRead;
+    frame.num_slices = static_cast<uint32_t>(next.pieces.size());
+    frame.number = next.number;
+    frame.payload_bytes = next.num_bytes;
+    lane.head.resize(sizeof frame + next.pieces.size() * sizeof(wire::WireSlice));
+    lane.head_sent = 0;
+    uint8_t* at = lane.head.data();
+    std::memcpy(at, &frame, sizeof frame);
+    at += sizeof frame;
+    for (const Piece& piece : next.pieces) {
+      wire::WireSlice slice{job_.request.slices[piece.slice].remote + piece.offset, piece.length, job_.keys[piece.slice]};
+      std::memcpy(at, &slice, sizeof slice);
+      at += sizeof slice;
+    }
+    if (job_.request.op == Op::kWrite) lane.sending.begin(job_, next.pieces);
+  }
+
+  // Sends up to the end of a frame.
+  bool send(Lane& lane) {
+    if (!can_send(lane)) return true;
+    if (!lane.has_to_send()) open_frame(lane);
+    while (lane.has_to_send()) {
+      lane.sending.extents.fill(lane.vector, kMaxVector, job_.request.checksum ? kInCache : SIZE_MAX);
+      if (size_t rest = lane.head.size() - lane.head_sent)
+        lane.vector.insert(lane.vector.begin(), {lane.head.data() + lane.head_sent, rest});
+      msghdr message{};
+      message.msg_iov = lane.vector.data(), message.msg_iovlen = lane.vector.size();
+      size_t offered = 0;
+      for (const iovec& extent : lane.vector) offered += extent.iov_len;
+      Touch touch(job_.regions);
+      if (!touch) return fail(Status::kCancelled);
+      ssize_t sent = sendmsg(lane.socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+      if (sent < 0 && !would_block()) return fail(Status::kPeerLost);
+      auto count = static_cast<size_t>(std::max<ssize_t>(sent, 0));
+      lane.is_blocked = count < offered;
+      size_t of_head = std::min(count, lane.head.size() - lane.head_sent);
+      lane.head_sent += of_head;
+      if (count > of_head) lane.sending.moved(count - of_head, sums);
+      if (lane.is_blocked) break;
+    }
+    return true;
+  }
+
+  bool wait() {
+    polls_.clear();
+    for (const Lane& lane : lanes_) {
+      bool sends = lane.is_blocked && (lane.has_to_send() || wants_frame(lane));
+      polls_.push_back({lane.socket, static_cast<short>(POLLIN | (sends ? POLLOUT : 0)), 0});
+    }
+    if (job_.stop.load() != Status::kOk) return fail(job_.stop.load());
+    int count = poll(polls_.data(), polls_.size(), milliseconds_until(job_.request.deadline));
+    if (job_.stop.load() != Status::kOk) return fail(job_.stop.load());
+    if (count == 0 && job_.is_late()) return fail(Status::kTimedOut);
+    for (size_t i = 0; i < polls_.size(); i++) {
+      if (polls_[i].revents & POLLOUT) lanes_[i].is_blocked = false;
+      if (polls_[i].revents & ~POLLOUT && !receive(lanes_[i])) return false;
+    }
+    return true;
+  }
+
+  // Takes what has arrived on a lane.
+  bool receive(Lane& lane) {
+    if (lane.in_flight.empty()) return fail(Status::kPeerLost);  // nothing is due: it hung up
+    bool has_drained = false;
+    while (true) {
+      bool goes_on = true;
+      if (lane.in_payload ? !take_buffered(lane, goes_on) : !take_reply(lane, goes_on)) return false;
+      if (goes_on) continue;
+      if (lane.in_flight.empty()) return lane.begin == lane.end || fail(Status::kProtocolError);
+      if (has_drained) return true;
+      std::memmove(lane.buffer.get(), lane.buffer.get() + lane.begin, lane.end - lane.begin);
+      lane.end -= lane.begin, lane.begin = 0;
+      lane.vector.clear();
+      size_t payload = lane.in_payload ? lane.receiving.extents.bytes() : 0, wanted = 0;
+      if (payload) lane.receiving.extents.fill(lane.vector, kMaxVector, job_.request.checksum ? kInCache : SIZE_MAX);
+      for (const iovec& extent : lane.vector) wanted += extent.iov_len;
+      if (wanted == payload) {
+        lane.vector.push_back({lane.buffer.get() + lane.end, kReceiveBuffer - lane.end});
+        wanted += kReceiveBuffer - lane.end;
+      }
+      Touch touch(job_.regions);
+      if (!touch) return fail(Status::kCancelled);
+      ssize_t received = readv(lane.socket, lane.vector.data(), static_cast<int>(lane.vector.size()));
+      if (received < 0 && would_block()) return true;
+      if (received <= 0) return fail(Status::kPeerLost);
+      auto count = static_cast<size_t>(received);
+      has_drained = count < wanted;
+      size_t placed = std::min(count, payload);
+      if (placed) lane.receiving.moved(placed, sums);
+      lane.end += count - placed;
+    }
+  }
+
+  // One reply from the buffer; `goes_on` is false when its bytes are not all there.
+  bool take_reply(Lane& lane, bool& goes_on) {
+    wire::Frame reply;
+    goes_on = lane.end - lane.begin >= sizeof reply && !lane.in_flight.empty();
+    if (!goes_on) return true;
+    std::memcpy(&reply, lane.buffer.get() + lane.begin, sizeof reply);
+    lane.begin += sizeof reply;
+    const InFlight& request = lane.in_flight.front();
+    bool is_half_sent = lane.in_flight.size() == 1 && lane.has_to_send();
+    if (!wire::is_reply(reply) || reply.number != request.number || is_half_sent) return fail(Status::kProtocolError);
+    auto status = static_cast<Status>(reply.status);
+    bool brings_bytes = status == Status::kOk && job_.request.op == Op::kRead;
+    if (reply.payload_bytes != (brings_bytes ? request.num_bytes : 0)) return fail(Status::kProtocolError);
+    if (status != Status::kOk && status_ == Status::kOk) {
+      status_ = status;
+      if (reply.failed_slice < request.pieces.size())
+        failed_slice_ = static_cast<int64_t>(request.pieces[reply.failed_slice].slice);
+    }
+    if (brings_bytes) {
+      lane.receiving.begin(job_, request.pieces);
+      lane.in_payload = true;
+    } else {
+      finish_oldest(lane);
+    }
+    return true;
+  }
+
+  // Payload that came along with a reply's header.
+  bool take_buffered(Lane& lane, bool& goes_on) {
+    Touch touch(job_.regions);
+    if (!touch) return fail(Status::kCancelled);
+    while (lane.begin < lane.end && lane.receiving.extents.bytes() > 0) {
+      lane.receiving.extents.fill(lane.vector, 1);
+      size_t step = std::min(lane.vector[0].iov_len, lane.end - lane.begin);
+      std::memcpy(lane.vector[0].iov_base, lane.buffer.get() + lane.begin, step);
+      lane.begin += step;
+      lane.receiving.moved(step, sums);
+    }
+    goes_on = lane.receiving.extents.bytes() == 0;
+    if (goes_on) finish_oldest(lane);
+    return true;
+  }
+
+  void finish_oldest(Lane& lane) {
+    lane.in_payload = false;
+    lane.in_flight_bytes -= lane.in_flight.front().num_bytes;
+    lane.in_flight.pop_front();
+  }
+
+  Job& job_;
+  Cutter cutter_;
+  std::deque<Lane> lanes_;
+  std::vector<pollfd> polls_;
+  uint64_t last_number_ = 0;
+  Status status_ = Status::kOk;
+  int64_t failed_slice_ = -1;
+};
+
+}  // namespace
+
+void Extents::consume(size_t num_bytes) {
+  bytes_ -= num_bytes;
+  while (num_bytes > 0) {
+    iovec& first = items_[at_];
+    size_t step = std::min(num_bytes, first.iov_len);
+    first.iov_base = static_cast<uint8_t*>(first.iov_base) + step;
+    first.iov_len -= step;
+    num_bytes -= step;
+    if (first.iov_len == 0) at_++;
+  }
+}
+
+void Extents::fill(std::vector<iovec>& vector, size_t limit, size_t max_bytes) const {
+  vector.clear();
+  for (size_t i = at_; i < items_.size() && vector.size() < limit && max_bytes > 0; i++) {
+    vector.push_back({items_[i].iov_base, std::min(items_[i].iov_len, max_bytes)});
+    max_bytes -= vector.back().iov_len;
+  }
+}
+
+std::optional<TcpAddress> TcpAddress::parse(const std::string& host, int port) {
+  TcpAddress address;
+  auto* v4 = reinterpret_cast<sockaddr_in*>(&address.storage);
+  auto* v6 = reinterpret_cast<sockaddr_in6*>(&address.storage);
+  if (inet_pton(AF_INET, host.c_str(), &v4->sin_addr) == 1) {
+    v4->sin_family = AF_INET, v4->sin_port = htons(static_cast<uint16_t>(port)), address.length = sizeof *v4;
+  } else if (inet_pton(AF_INET6, host.c_str(), &v6->sin6_addr) == 1) {
+    v6->sin6_family = AF_INET6, v6->sin6_port = htons(static_cast<uint16_t>(port)), address.length = sizeof *v6;
+  } else {
+    return std::nullopt;
+  }
+  return address;
+}
+
+int milliseconds_until(Clock::time_point deadline) {
+  auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+  return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
+}
+
+void tune(int socket) {
+  int one = 1;
+  setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+}
+
+TcpPeer::TcpPeer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote, TcpAddress address,
+                 uint64_t epoch, int num_streams)
+    : Peer(std::move(local), std::move(remote), std::max(2, num_streams)),
+      address_(address),
+      epoch_(epoch),
+      num_streams_(static_cast<size_t>(num_streams)) {}
+
+TcpPeer::~TcpPeer() {
+  for (int socket : idle_) ::close(socket);
+}
+
+Completion TcpPeer::execute(Job& job) {
+  uint64_t num_bytes = 0;
+  for (const Slice& slice : job.request.slices) num_bytes += slice.length;
+  std::vector<int> lanes;
+  size_t wanted = std::clamp<size_t>(num_bytes / kLaneBytes, 1, num_streams_);
+  if (Status status = take_lanes(job, wanted, lanes); status != Status::kOk) return job.failed(status);
+  Conversation conversation(job, lanes);
+  bool is_clean = conversation.drive();
+  {
+    std::lock_guard lock(mutex_);
+    for (int lane : lanes) {
+      std::erase(job.sockets, lane);
+      if (is_clean && job.stop.load() == Status::kOk) {
+        idle_.push_back(lane);
+      } else {
+        ::close(lane);
+        num_lanes_--;
+      }
+    }
+    freed_.notify_all();
+  }
+  Status status = conversation.status();
+  if (!is_clean && job.stop.load() != Status::kOk) status = job.stop.load();
+  if (status != Status::kOk) return job.failed(status, conversation.failed_slice());
+  Completion completion;
+  completion.num_bytes = num_bytes;
+  if (job.request.checksum) completion.checksums = conversation.sums.per_slice(job.request.slices.size());
+  return completion;
+}
+
+// At least one lane, up to `wanted`: idle ones, else new ones, else whichever is given back first.
+Status TcpPeer::take_lanes(Job& job, size_t wanted, std::vector<int>& lanes) {
+  std::unique_lock lock(mutex_);
+  while (lanes.size() < wanted) {
+    if (job.stop.load() != Status::kOk) break;
+    if (!idle_.empty()) {
+      int socket = idle_.back();
+      idle_.pop_back();
+      char byte;  // a quiet lane says EAGAIN; anything else means the peer closed it meanwhile
+      if (recv(socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && would_block()) {
+        job.sockets.push_back(socket);
+        lanes.push_back(socket);
+      } else {
+        ::close(socket);
+        num_lanes_--;
+      }
+      continue;
+    }
+    if (num_lanes_ < num_streams_ + kSpareLanes) {
+      num_lanes_++;
+      lock.unlock();
+      int socket = -1;
+      Status status = connect(job, socket);
+      lock.lock();
+      if (status != Status::kOk) {
+        num_lanes_--;
+        freed_.notify_all();
+        if (!lanes.empty()) break;
+        return job.stop.load() == Status::kOk ? status : job.stop.load();
+      }
+      lanes.push_back(socket);
+      continue;
+    }
+    if (!lanes.empty()) break;
+    if (freed_.wait_until(lock, job.request.deadline) == std::cv_status::timeout && job.is_late())
+      return Status::kTimedOut;
+  }
+  if (lanes.empty()) return job.stop.load();
+  return Status::kOk;
+}
+
+// A new lane, attached to the job.
+Status TcpPeer::connect(Job& job, int& lane) {
+  int socket = ::socket(address_.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (socket < 0) return Status::kPeerLost;
+  tune(socket);
+  Status status = attach(job, socket) ? Status::kOk : job.stop.load();
+  if (status == Status::kOk) {
+    auto* name = reinterpret_cast<const sockaddr*>(&address_.storage);
+    if (::connect(socket, name, address_.length) != 0 && errno != EINPROGRESS) status = Status::kPeerLost;
+    else status = greet(job, socket);
+  }
+  if (status != Status::kOk) {
+    detach(job, socket);
+    ::close(socket);
+    return status;
+  }
+  lane = socket;
+  return Status::kOk;
+}
+
+int wait_for(int socket, short events, Clock::time_point deadline) {
+  pollfd entry{socket, events, 0};
+  while (true) {
+    int count = poll(&entry, 1, milliseconds_until(deadline));
+    if (count > 0) return entry.revents;
+    if (count == 0 && Clock::now() >= deadline) return 0;
+  }
+}
+
+Status TcpPeer::greet(Job& job, int socket) {
+  if (!wait_for(socket, POLLOUT, job.request.deadline)) return Status::kTimedOut;
+  wire::Hello hello;
+  hello.epoch = epoch_;
+  if (::send(socket, &hello, sizeof hello, MSG_NOSIGNAL | MSG_DONTWAIT) != sizeof hello) return Status::kPeerLost;
+  wire::Hello answer;
+  size_t received = 0;
+  while (received < sizeof answer) {
+    if (!wait_for(socket, POLLIN, job.request.deadline)) return Status::kTimedOut;
+    ssize_t count = recv(socket, reinterpret_cast<uint8_t*>(&answer) + received, sizeof answer - received, MSG_DONTWAIT);
+    if (count < 0 && would_block()) continue;
+    if (count <= 0) return Status::kPeerLost;
+    received += static_cast<size_t>(count);
+  }
+  if (!wire::is_hello(answer)) return Status::kProtocolError;
+  return static_cast<Status>(answer.status) == Status::kOk && answer.epoch == epoch_ ? Status::kOk : Status::kPeerLost;
+}
+
+}  // namespace mooncake

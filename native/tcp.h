@@ -1,0 +1,144 @@
+// One-sided reads and writes over TCP.
+//
+// The caller's thread (or a worker of the peer) sends and receives on the client's side itself; the
+// target's bytes are moved by a few I/O threads that never call Python. Payload goes straight between
+// the socket and registered memory. A peer has a few connections ("lanes"); a job takes one or, when
+// it is big, several, and leaves them clean or closed.
+#pragma once
+
+#include <netinet/in.h>
+#include <sys/uio.h>
+
+#include <deque>
+#include <functional>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "transport.h"
+#include "wire.h"
+
+namespace mooncake {
+
+// Memory still to be moved, front first.
+class Extents {
+ public:
+  void clear() { items_.clear(), at_ = 0, bytes_ = 0; }
+  void add(void* memory, size_t length) { items_.push_back({memory, length}), bytes_ += length; }
+  void consume(size_t num_bytes);
+  size_t bytes() const { return bytes_; }
+  // The first extents, at most `limit` of them and about `max_bytes`, then `tail` if all fitted.
+  void fill(std::vector<iovec>& vector, size_t limit, size_t max_bytes = SIZE_MAX) const;
+
+ private:
+  std::vector<iovec> items_;
+  size_t at_ = 0;
+  size_t bytes_ = 0;
+};
+
+struct TcpAddress {
+  sockaddr_storage storage{};
+  socklen_t length = 0;
+  static std::optional<TcpAddress> parse(const std::string& host, int port);
+};
+
+// The server's side of one connection; knows sockets but no event loop, so tests can drive it.
+class TcpConnection {
+ public:
+  TcpConnection(int socket, std::shared_ptr<RegionTable> regions, uint64_t epoch);
+  ~TcpConnection();
+  TcpConnection(const TcpConnection&) = delete;
+  TcpConnection& operator=(const TcpConnection&) = delete;
+
+  enum class Progress { kWaiting, kMore, kClosed };
+  // Moves until the socket would block (kWaiting), a fair share is used up (kMore) or it is over.
+  Progress advance(bool ending);
+  bool greeted() const { return state_ != State::kHello; }
+  int socket() const { return socket_; }
+  const Clock::time_point since = Clock::now();
+
+ private:
+  enum class State { kHello, kFrame, kWrite, kDiscard, kReply };
+
+  bool receive();  // false: would block or over
+  bool parse();    // false: more bytes are needed, or over
+  void begin(const wire::Frame& frame, std::span<const wire::WireSlice> slices);
+  bool take_payload();
+  bool refuse_payload();
+  bool send_reply();
+  void reply(Status status, uint32_t failed_slice, uint64_t payload_bytes);
+
+  const int socket_;
+  const std::shared_ptr<RegionTable> regions_;
+  const uint64_t epoch_;
+  State state_ = State::kHello;
+  bool over_ = false;
+  bool drained_ = false;  // the last receive took all there was
+  bool ending_ = false;   // the peer closed its side: read to the end
+  size_t moved_ = 0;
+  std::vector<uint8_t> buffer_;
+  size_t begin_ = 0, end_ = 0;
+  wire::Frame frame_;
+  std::vector<RegionRef> touched_;  // regions of the frame under way
+  Extents payload_;
+  uint64_t discard_ = 0;
+  Status status_ = Status::kOk;
+  uint32_t failed_slice_ = 0;
+  alignas(8) uint8_t head_[sizeof(wire::Frame)];
+  size_t head_bytes_ = 0, head_sent_ = 0;
+  std::vector<iovec> vector_;
+};
+
+class TcpServer {
+ public:
+  // Throws std::system_error when the address cannot be had.
+  TcpServer(std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::string& host, int port, int num_threads);
+  ~TcpServer();
+  int port() const { return port_; }
+  void close();
+
+ private:
+  struct Loop;
+  void serve(Loop& loop);
+  void accept_all();
+  void adopt(Loop& loop);
+
+  const std::shared_ptr<RegionTable> regions_;
+  const uint64_t epoch_;
+  int listener_ = -1;
+  int port_ = 0;
+  size_t next_loop_ = 0;
+  std::atomic<bool> closing_{false};
+  std::vector<std::unique_ptr<Loop>> loops_;
+  OwnProcess own_process_;
+};
+
+class TcpPeer final : public Peer {
+ public:
+  TcpPeer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote, TcpAddress address, uint64_t epoch,
+          int num_streams);
+  ~TcpPeer() override;
+
+ protected:
+  Completion execute(Job& job) override;
+  void wake() override { freed_.notify_all(); }
+
+ private:
+  Status take_lanes(Job& job, size_t wanted, std::vector<int>& lanes);
+  Status connect(Job& job, int& lane);
+  Status greet(Job& job, int socket);
+
+  const TcpAddress address_;
+  const uint64_t epoch_;
+  const size_t num_streams_;
+  std::vector<int> idle_;   // connected and clean
+  size_t num_lanes_ = 0;    // idle or in use
+  std::condition_variable freed_;
+};
+
+// Waits for `events` on a socket until the deadline; 0 when it passed, else poll's revents.
+int wait_for(int socket, short events, Clock::time_point deadline);
+int milliseconds_until(Clock::time_point deadline);
+void tune(int socket);
+
+}  // namespace mooncake

@@ -1,0 +1,368 @@
+#include <arpa/inet.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <unordered_map>
+
+#include "tcp.h"
+
+// The target's side. Edge-triggered epoll with both directions registered once: a small write costs
+// one wait, one receive and one send, and no epoll_ctl. Requests of a connection are served one after
+// the other, so a peer that does not read its replies stops being read from.
+
+namespace mooncake {
+
+namespace {
+
+constexpr size_t kBuffer = 32 << 10;          // holds the largest slice table
+constexpr size_t kFairShare = 8 << 20;        // bytes moved before other connections get their turn
+constexpr size_t kMaxVector = 128;
+constexpr auto kGreetingTime = std::chrono::seconds(5);
+static_assert(kBuffer >= sizeof(wire::Frame) + wire::kMaxSlices * sizeof(wire::WireSlice));
+
+bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
+
+}  // namespace
+
+TcpConnection::TcpConnection(int socket, std::shared_ptr<RegionTable> regions, uint64_t epoch)
+    : socket_(socket), regions_(std::move(regions)), epoch_(epoch), buffer_(kBuffer) {}
+
+TcpConnection::~TcpConnection() { close(socket_); }
+
+TcpConnection::Progress TcpConnection::advance(bool ending) {
+  ending_ |= ending;
+  drained_ = false;
+  moved_ = 0;
+  while (!over_) {
+    if (moved_ >= kFairShare) return Progress::kMore;
+    bool goes_on = false;
+    switch (state_) {
+      case State::kReply: goes_on = send_reply(); break;
+      case State::kWrite:
+      case State::kDiscard: goes_on = take_payload(); break;
+      case State::kHello:
+      case State::kFrame: goes_on = parse() || receive(); break;
+    }
+    if (!goes_on && !over_) return Progress::kWaiting;
+  }
+  return Progress::kClosed;
+}
+
+// Fills the buffer behind what is left in it.
+bool TcpConnection::receive() {
+  if (drained_ && !ending_) return false;
+  if (begin_ > 0) {
+    std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
+    end_ -= begin_, begin_ = 0;
+  }
+  size_t room = buffer_.size() - end_;
+  ssize_t received = recv(socket_, buffer_.data() + end_, room, MSG_DONTWAIT);
+  if (received < 0 && would_block()) return false;
+  if (received <= 0) return over_ = true, false;
+  drained_ = static_cast<size_t>(received) < room;
+  end_ += static_cast<size_t>(received);
+  return true;
+}
+
+bool TcpConnection::parse() {
+  size_t available = end_ - begin_;
+  const uint8_t* at = buffer_.data() + begin_;
+  if (state_ == State::kHello) {
+    wire::Hello hello;
+    if (available < sizeof hello) return false;
+    std::memcpy(&hello, at, sizeof hello);
+    if (!wire::is_hello(hello)) return over_ = true, false;
+    begin_ += sizeof hello;
+    wire::Hello answer;
+    answer.epoch = epoch_;
+    answer.status = static_cast<uint8_t>(hello.epoch == epoch_ ? Status::kOk : Status::kPeerLost);
+    std::memcpy(head_, &answer, sizeof answer);
+    head_bytes_ = sizeof answer, head_sent_ = 0;
+    state_ = State::kReply;
+    return true;
+  }
+  if (available < sizeof frame_) return false;
+  std::memcpy(&frame_, at, sizeof frame_);
+  if (!wire::is_request(frame_)) return over_ = true, false;
+  size_t table_bytes = frame_.num_slices * sizeof(wire::WireSlice);
+  if (available < sizeof frame_ + table_bytes) return false;
+  alignas(8) wire::WireSlice few[16];
+  std::vector<wire::WireSlice> many;
+  wire::WireSlice* slices = few;
+  if (frame_.num_slices > std::size(few)) many.resize(frame_.num_slices), slices = many.data();
+  std::memcpy(slices, at + sizeof frame_, table_bytes);
+  std::span<const wire::WireSlice> table(slices, frame_.num_slices);
+  if (!wire::fits(frame_, table)) return over_ = true, false;
+  begin_ += sizeof frame_ + table_bytes;
+  begin(frame_, table);
+  return true;
+}
+
+// A request whose table is complete: all of it is allowed, or none of it happens.
+void TcpConnection::begin(const wire::Frame& frame, std::span<const wire::WireSlice> slices) {
+  touched_.clear();
+  payload_.clear();
+  status_ = Status::kOk, failed_slice_ = 0;
+  for (uint32_t i = 0; i < slices.size() && status_ == Status::kOk; i++) {
+    const wire::WireSlice& slice = slices[i];
+    if (touched_.empty() || touched_.back()->key != slice.key) {
+      auto known = std::find_if(touched_.begin(), touched_.end(), [&](auto& region) { return region->key == slice.key; });
+      if (known != touched_.end()) {
+        std::swap(*known, touched_.back());
+      } else if (RegionRef region = regions_->find_key(slice.key)) {
+        touched_.push_back(std::move(region));
+      } else {
+        status_ = Status::kAccessDenied, failed_slice_ = i;
+        break;
+      }
+    }
+    const Region& region = *touched_.back();
+    bool is_allowed = region.contains(slice.address, slice.length) &&
+                      (region.is_writable || frame.kind == wire::Kind::kRead);
+    if (!is_allowed) status_ = Status::kAccessDenied, failed_slice_ = i;
+    payload_.add(reinterpret_cast<void*>(slice.address), slice.length);
+  }
+  if (frame.kind == wire::Kind::kWrite) {
+    discard_ = frame.payload_bytes;
+    state_ = status_ == Status::kOk ? State::kWrite : State::kDiscard;
+    return;
+  }
+  if (status_ != Status::kOk) payload_.clear();
+  reply(status_, failed_slice_, payload_.bytes());
+}
+
+// Payload of a write: what already lies in the buffer is copied, the rest is received in place, and
+// the same system call takes the beginning of the next frame.
+bool TcpConnection::take_payload() {
+  if (state_ == State::kDiscard) {
+    size_t buffered = std::min<uint64_t>(end_ - begin_, discard_);
+    begin_ += buffered, discard_ -= buffered, moved_ += buffered;
+    if (discard_ > 0) return receive();
+    reply(status_, failed_slice_, 0);
+    return true;
+  }
+  while (begin_ < end_ && payload_.bytes() > 0) {
+    payload_.fill(vector_, 1);
+    size_t piece = std::min(vector_[0].iov_len, end_ - begin_);
+    Touch touch(touched_);
+    if (!touch) return refuse_payload();
+    std::memcpy(vector_[0].iov_base, buffer_.data() + begin_, piece);
+    begin_ += piece, moved_ += piece;
+    payload_.consume(piece);
+  }
+  if (payload_.bytes() == 0) {
+    reply(Status::kOk, 0, 0);
+    return true;
+  }
+  if (drained_ && !ending_) return false;
+  begin_ = end_ = 0;
+  payload_.fill(vector_, kMaxVector);
+  size_t room = 0;
+  for (const iovec& extent : vector_) room += extent.iov_len;
+  if (room == payload_.bytes()) vector_.push_back({buffer_.data(), buffer_.size()}), room += buffer_.size();
+  ssize_t received;
+  {
+    Touch touch(touched_);
+    if (!touch) return refuse_payload();
+    received = readv(socket_, vector_.data(), static_cast<int>(vector_.size()));
+  }
+  if (received < 0 && would_block()) return false;
+  if (received <= 0) return over_ = true, false;
+  auto count = static_cast<size_t>(received);
+  drained_ = count < room;
+  size_t placed = std::min(count, payload_.bytes());
+  payload_.consume(placed);
+  moved_ += placed;
+  end_ = count - placed;
+  return true;
+}
+
+// The region was closed while the payload was arriving.
+bool TcpConnection::refuse_payload() {
+  discard_ = payload_.bytes();
+  status_ = Status::kAccessDenied, failed_slice_ = 0;
+  state_ = State::kDiscard;
+  return true;
+}
+
+void TcpConnection::reply(Status status, uint32_t failed_slice, uint64_t payload_bytes) {
+  wire::Frame frame;
+  frame.status = static_cast<uint8_t>(status);
+  frame.failed_slice = failed_slice;
+  frame.number = frame_.number;
+  frame.payload_bytes = payload_bytes;
+  if (payload_bytes == 0) payload_.clear(), touched_.clear();
+  std::memcpy(head_, &frame, sizeof frame);
+  head_bytes_ = sizeof frame, head_sent_ = 0;
+  state_ = State::kReply;
+}
+
+bool TcpConnection::send_reply() {
+  payload_.fill(vector_, kMaxVector);
+  if (head_sent_ < head_bytes_) vector_.insert(vector_.begin(), {head_ + head_sent_, head_bytes_ - head_sent_});
+  msghdr message{};
+  message.msg_iov = vector_.data(), message.msg_iovlen = vector_.size();
+  ssize_t sent;
+  {
+    Touch touch(touched_);
+    if (!touch) return over_ = true, false;  // half a reply cannot be taken back, only cut off
+    sent = sendmsg(socket_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  }
+  if (sent < 0 && would_block()) return false;
+  if (sent < 0) return over_ = true, false;
+  auto count = static_cast<size_t>(sent);
+  size_t of_head = std::min(count, head_bytes_ - head_sent_);
+  head_sent_ += of_head;
+  payload_.consume(count - of_head);
+  moved_ += count;
+  if (head_sent_ == head_bytes_ && payload_.bytes() == 0) {
+    touched_.clear();
+    state_ = State::kFrame;
+  }
+  return true;
+}
+
+struct TcpServer::Loop {
+  int epoll = epoll_create1(EPOLL_CLOEXEC);
+  int wakeup = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  std::mutex mutex;
+  std::vector<int> offered;  // accepted elsewhere, to be adopted here
+  std::unordered_map<int, std::unique_ptr<TcpConnection>> connections;
+  std::thread thread;
+
+  void wake() {
+    uint64_t one = 1;
+    (void)!write(wakeup, &one, sizeof one);
+  }
+  ~Loop() {
+    for (int socket : offered) ::close(socket);
+    ::close(epoll);
+    ::close(wakeup);
+  }
+};
+
+TcpServer::TcpServer(std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::string& host, int port,
+                     int num_threads)
+    : regions_(std::move(regions)), epoch_(epoch) {
+  auto fail = [&](const char* step) {
+    int error = errno;
+    if (listener_ >= 0) ::close(listener_);
+    throw std::system_error(error, std::generic_category(), step);
+  };
+  std::optional<TcpAddress> address = TcpAddress::parse(host, port);
+  if (!address) errno = EINVAL, fail("address");
+  listener_ = ::socket(address->storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (listener_ < 0) fail("socket");
+  int one = 1;
+  setsockopt(listener_, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+  auto* name = reinterpret_cast<sockaddr*>(&address->storage);
+  if (bind(listener_, name, address->length) != 0) fail("bind");
+  if (listen(listener_, 512) != 0) fail("listen");
+  if (getsockname(listener_, name, &address->length) != 0) fail("getsockname");
+  port_ = ntohs(address->storage.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(name)->sin6_port
+                                                        : reinterpret_cast<sockaddr_in*>(name)->sin_port);
+  for (int i = 0; i < num_threads; i++) {
+    auto loop = std::make_unique<Loop>();
+    epoll_event event{};
+    event.events = EPOLLIN, event.data.fd = loop->wakeup;
+    epoll_ctl(loop->epoll, EPOLL_CTL_ADD, loop->wakeup, &event);
+    loops_.push_back(std::move(loop));
+  }
+  epoll_event event{};
+  event.events = EPOLLIN, event.data.fd = listener_;
+  epoll_ctl(loops_[0]->epoll, EPOLL_CTL_ADD, listener_, &event);
+  for (auto& loop : loops_) loop->thread = std::thread([this, &loop = *loop] { serve(loop); });
+}
+
+TcpServer::~TcpServer() { close(); }
+
+void TcpServer::close() {
+  if (!own_process_) {  // a forked child: the threads are not here
+    for (auto& loop : loops_) (void)loop.release();
+    loops_.clear();
+    return;
+  }
+  if (closing_.exchange(true)) return;
+  for (auto& loop : loops_) loop->wake();
+  for (auto& loop : loops_) loop->thread.join();
+  ::close(listener_);
+  loops_.clear();
+}
+
+void TcpServer::accept_all() {
+  while (true) {
+    int socket = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (socket < 0) {
+      // Out of descriptors: the listener stays readable, so give those who hold some a moment.
+      if (errno == EMFILE || errno == ENFILE) usleep(10'000);
+      return;
+    }
+    tune(socket);
+    int one = 1;
+    setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+    Loop& loop = *loops_[next_loop_++ % loops_.size()];
+    std::lock_guard lock(loop.mutex);
+    loop.offered.push_back(socket);
+    loop.wake();
+  }
+}
+
+void TcpServer::adopt(Loop& loop) {
+  uint64_t seen;
+  (void)!read(loop.wakeup, &seen, sizeof seen);
+  std::vector<int> offered;
+  {
+    std::lock_guard lock(loop.mutex);
+    offered.swap(loop.offered);
+  }
+  for (int socket : offered) {
+    loop.connections[socket] = std::make_unique<TcpConnection>(socket, regions_, epoch_);
+    epoll_event event{};
+    event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, event.data.fd = socket;
+    epoll_ctl(loop.epoll, EPOLL_CTL_ADD, socket, &event);
+  }
+}
+
+void TcpServer::serve(Loop& loop) {
+  std::vector<epoll_event> events(64);
+  std::vector<int> ready;  // had more to do when their fair share was used up
+  auto advance = [&](int socket, bool ending, std::vector<int>& again) {
+    auto found = loop.connections.find(socket);
+    if (found == loop.connections.end()) return;
+    switch (found->second->advance(ending)) {
+      case TcpConnection::Progress::kClosed: loop.connections.erase(found); break;
+      case TcpConnection::Progress::kMore: again.push_back(socket); break;
+      case TcpConnection::Progress::kWaiting: break;
+    }
+  };
+  auto last_look = Clock::now();
+  while (!closing_) {
+    int count = epoll_wait(loop.epoll, events.data(), static_cast<int>(events.size()), ready.empty() ? 1000 : 0);
+    std::vector<int> again;
+    for (int i = 0; i < count; i++) {
+      const epoll_event& event = events[static_cast<size_t>(i)];
+      if (event.data.fd == loop.wakeup) adopt(loop);
+      else if (event.data.fd == listener_) accept_all();
+      else advance(event.data.fd, event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR), again);
+    }
+    for (int socket : ready)
+      if (std::find(again.begin(), again.end(), socket) == again.end()) advance(socket, false, again);
+    ready.swap(again);
+    if (count < static_cast<int>(events.size()) && Clock::now() - last_look > std::chrono::seconds(1)) {
+      last_look = Clock::now();
+      std::erase_if(loop.connections, [&](auto& entry) {
+        return !entry.second->greeted() && last_look - entry.second->since > kGreetingTime;
+      });
+    }
+  }
+  loop.connections.clear();
+}
+
+}  // namespace mooncake

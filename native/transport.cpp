@@ -1,0 +1,237 @@
+#include "transport.h"
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "crc32c.h"
+
+namespace mooncake {
+
+namespace {
+constexpr auto kWorkerIdle = std::chrono::seconds(10);
+}
+
+OwnProcess::OwnProcess() : pid_(getpid()) {}
+OwnProcess::operator bool() const { return getpid() == pid_; }
+
+void Checksums::add(size_t slice, uint64_t offset, uint64_t length, uint32_t crc) {
+  pieces_.push_back({slice, offset, length, crc});
+}
+
+std::vector<uint32_t> Checksums::per_slice(size_t num_slices) {
+  std::vector<uint32_t> sums(num_slices, 0);
+  auto earlier = [](const Piece& a, const Piece& b) { return std::tie(a.slice, a.offset) < std::tie(b.slice, b.offset); };
+  if (!std::is_sorted(pieces_.begin(), pieces_.end(), earlier)) std::sort(pieces_.begin(), pieces_.end(), earlier);
+  for (const Piece& piece : pieces_)
+    sums[piece.slice] = piece.offset ? crc32c_combine(sums[piece.slice], piece.crc, piece.length) : piece.crc;
+  return sums;
+}
+
+Peer::Peer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote, int max_workers)
+    : local_(std::move(local)), max_workers_(max_workers) {
+  set_remote(std::move(remote));
+}
+
+Peer::~Peer() = default;
+
+void Peer::set_remote(std::vector<RemoteRegion> remote) {
+  std::sort(remote.begin(), remote.end(), [](auto& a, auto& b) { return a.address < b.address; });
+  std::lock_guard lock(mutex_);
+  remote_ = std::make_shared<const std::vector<RemoteRegion>>(std::move(remote));
+}
+
+std::optional<RemoteRegion> Peer::remote_of(uint64_t address, uint64_t length) {
+  std::lock_guard lock(mutex_);
+  for (const RemoteRegion& region : *remote_)
+    if (region.contains(address, length)) return region;
+  return std::nullopt;
+}
+
+// Resolves every slice to a local region and a remote key, before anything moves.
+bool Peer::prepare(Job& job, Completion& completion) {
+  std::shared_ptr<const std::vector<RemoteRegion>> remote;
+  {
+    std::lock_guard lock(mutex_);
+    remote = remote_;
+  }
+  const auto& slices = job.request.slices;
+  job.keys.resize(slices.size());
+  const Region* here = nullptr;
+  const RemoteRegion* there = nullptr;
+  for (size_t i = 0; i < slices.size(); i++) {
+    const Slice& slice = slices[i];
+    if (slice.length == 0) continue;
+    if (!here || !here->contains(slice.local, slice.length)) {
+      RegionRef found = local_->find_local(slice.local, slice.length);
+      bool is_allowed = found && (found->is_writable || job.request.op == Op::kWrite);
+      if (!is_allowed) return completion = job.failed(Status::kUnregistered, static_cast<int64_t>(i)), false;
+      here = found.get();
+      if (std::find(job.regions.begin(), job.regions.end(), found) == job.regions.end())
+        job.regions.push_back(std::move(found));
+    }
+    if (!there || !there->contains(slice.remote, slice.length)) {
+      auto found = std::find_if(remote->begin(), remote->end(),
+                                [&](auto& region) { return region.contains(slice.remote, slice.length); });
+      if (found == remote->end()) return completion = job.failed(Status::kAccessDenied, static_cast<int64_t>(i)), false;
+      there = &*found;
+    }
+    job.keys[i] = there->key;
+    completion.num_bytes += slice.length;
+  }
+  return true;
+}
+
+Completion Peer::run(Request request) {
+  Job job(std::move(request));
+  Completion completion;
+  if (!prepare(job, completion) || completion.num_bytes == 0) {
+    if (completion.status == Status::kOk && job.request.checksum) completion.checksums.resize(job.request.slices.size());
+    return completion;
+  }
+  return carry(job);
+}
+
+Completion Peer::carry(Job& job) {
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return job.failed(Status::kCancelled);
+    job.sequence = next_sequence_++;
+    active_.push_back(&job);
+  }
+  Completion completion = execute(job);
+  {
+    std::lock_guard lock(mutex_);
+    active_.erase(std::find(active_.begin(), active_.end(), &job));
+    changed_.notify_all();
+  }
+  return completion;
+}
+
+Status Peer::submit(QueueRef queue, uint64_t token, Request request, int64_t& failed_slice) {
+  auto job = std::make_unique<Job>(std::move(request));
+  Completion completion;
+  completion.token = token;
+  bool is_ready = prepare(*job, completion);
+  if (completion.status == Status::kUnregistered) {
+    failed_slice = completion.failed_slice;
+    return Status::kUnregistered;
+  }
+  if (!is_ready || completion.num_bytes == 0) {
+    if (is_ready && job->request.checksum) completion.checksums.resize(job->request.slices.size());
+    completion.token = token;
+    queue->push(std::move(completion));
+    return Status::kOk;
+  }
+  std::lock_guard lock(mutex_);
+  if (closed_) {
+    completion = job->failed(Status::kCancelled);
+    completion.token = token;
+    queue->push(std::move(completion));
+    return Status::kOk;
+  }
+  queued_.push_back({std::move(queue), token, std::move(job)});
+  if (static_cast<size_t>(num_idle_) >= queued_.size() || num_workers_ == max_workers_) {
+    offered_.notify_one();
+  } else {
+    num_workers_++;
+    std::thread([self = shared_from_this()] { self->work(); }).detach();
+  }
+  return Status::kOk;
+}
+
+// A worker thread; leaves when there has been nothing to do for a while, so idle peers cost none.
+void Peer::work() {
+  std::unique_lock lock(mutex_);
+  while (!closed_) {
+    if (queued_.empty()) {
+      num_idle_++;
+      bool is_awake = offered_.wait_for(lock, kWorkerIdle, [&] { return closed_ || !queued_.empty(); });
+      num_idle_--;
+      if (!is_awake) break;
+      continue;
+    }
+    Queued next = std::move(queued_.front());
+    queued_.pop_front();
+    // In the list of active jobs before the mutex is dropped, so cancel() never misses it.
+    next.job->sequence = next_sequence_++;
+    active_.push_back(next.job.get());
+    lock.unlock();
+    Completion completion = next.job->is_late() ? next.job->failed(Status::kTimedOut) : execute(*next.job);
+    completion.token = next.token;
+    lock.lock();
+    active_.erase(std::find(active_.begin(), active_.end(), next.job.get()));
+    changed_.notify_all();
+    lock.unlock();
+    next.queue->push(std::move(completion));
+    lock.lock();
+  }
+  num_workers_--;
+  changed_.notify_all();
+}
+
+void Peer::fail_queued(Status status) {
+  for (Queued& item : queued_) {
+    Completion completion = item.job->failed(status);
+    completion.token = item.token;
+    item.queue->push(std::move(completion));
+  }
+  queued_.clear();
+}
+
+void Peer::stop(Job& job, Status status) {
+  Status running = Status::kOk;
+  job.stop.compare_exchange_strong(running, status);
+  for (int socket : job.sockets) shutdown(socket, SHUT_RDWR);
+}
+
+void Peer::stop_all(Status status) {
+  for (Job* job : active_) stop(*job, status);
+  wake();
+}
+
+void Peer::cancel() {
+  std::unique_lock lock(mutex_);
+  fail_queued(Status::kCancelled);
+  stop_all(Status::kCancelled);
+  uint64_t later = next_sequence_;
+  changed_.wait(lock, [&] {
+    return std::none_of(active_.begin(), active_.end(), [&](Job* job) { return job->sequence < later; });
+  });
+}
+
+void Peer::close() {
+  if (!own_process_) return;  // a forked child: the workers are not here
+  {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+    offered_.notify_all();
+  }
+  cancel();
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return num_workers_ == 0; });
+}
+
+void Peer::region_closed(const Region& region) {
+  std::lock_guard lock(mutex_);
+  for (Job* job : active_) {
+    auto uses = [&](const RegionRef& used) { return used.get() == &region; };
+    if (std::any_of(job->regions.begin(), job->regions.end(), uses)) stop(*job, Status::kCancelled);
+  }
+  wake();
+}
+
+bool Peer::attach(Job& job, int socket) {
+  std::lock_guard lock(mutex_);
+  job.sockets.push_back(socket);
+  return job.stop.load() == Status::kOk;
+}
+
+void Peer::detach(Job& job, int socket) {
+  std::lock_guard lock(mutex_);
+  std::erase(job.sockets, socket);
+}
+
+}  // namespace mooncake

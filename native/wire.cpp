@@ -1,0 +1,29 @@
+#include "wire.h"
+
+namespace mooncake::wire {
+
+bool is_hello(const Hello& hello) {
+  return hello.magic == kMagic && hello.version == kVersion && hello.zero == 0;
+}
+
+bool is_request(const Frame& frame) {
+  return frame.magic == kMagic && (frame.kind == Kind::kWrite || frame.kind == Kind::kRead) && frame.status == 0 &&
+         frame.zero == 0 && frame.num_slices >= 1 && frame.num_slices <= kMaxSlices && frame.payload_bytes >= 1 &&
+         frame.payload_bytes <= kMaxPayload;
+}
+
+bool is_reply(const Frame& frame) {
+  return frame.magic == kMagic && frame.kind == Kind::kReply && frame.zero == 0 &&
+         frame.status <= static_cast<uint8_t>(Status::kProtocolError) && frame.payload_bytes <= kMaxPayload;
+}
+
+bool fits(const Frame& frame, std::span<const WireSlice> slices) {
+  uint64_t left = frame.payload_bytes;
+  for (const WireSlice& slice : slices) {
+    if (slice.length == 0 || slice.length > left || slice.address > UINT64_MAX - slice.length) return false;
+    left -= slice.length;
+  }
+  return left == 0;
+}
+
+}  // namespace mooncake::wire

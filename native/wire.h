@@ -1,0 +1,68 @@
+// The TCP data protocol: fixed little-endian structs and the checks a receiver makes before it
+// believes any of them. docs/wire.md draws the conversation; in short
+//
+//     client                                server
+//     Hello{epoch}                     ──▶
+//                                      ◀──  Hello{epoch, status}
+//     Frame{write, n, bytes} n×WireSlice payload  ──▶
+//                                      ◀──  Frame{reply, status, failed}
+//     Frame{read, n, bytes} n×WireSlice           ──▶
+//                                      ◀──  Frame{reply, status, bytes} payload
+//
+// Replies come in the order of the requests. A slice the receiver may not touch denies the whole
+// frame and keeps the connection; bytes that make no sense end it.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "slice.h"
+
+namespace mooncake::wire {
+
+static_assert(std::endian::native == std::endian::little, "the wire is little-endian");
+
+constexpr uint32_t kMagic = 0x434b4f4d;  // "MOKC"
+constexpr uint8_t kVersion = 1;
+constexpr uint32_t kMaxSlices = 1024;              // per frame
+constexpr uint64_t kMaxPayload = 64ull << 20;      // per frame
+
+enum class Kind : uint8_t { kWrite = 1, kRead = 2, kReply = 3 };
+
+struct Hello {
+  uint32_t magic = kMagic;
+  uint8_t version = kVersion;
+  uint8_t status = 0;  // in the answer: 0, or the Status why not
+  uint16_t zero = 0;
+  uint64_t epoch = 0;  // of the process the client believes to talk to
+};
+static_assert(sizeof(Hello) == 16);
+
+struct Frame {
+  uint32_t magic = kMagic;
+  Kind kind = Kind::kReply;
+  uint8_t status = 0;          // replies
+  uint16_t zero = 0;
+  uint32_t num_slices = 0;     // requests
+  uint32_t failed_slice = 0;   // replies with a status: which slice of the frame
+  uint64_t number = 0;         // replies repeat the request's
+  uint64_t payload_bytes = 0;  // what follows (write, read reply) or is asked for (read)
+};
+static_assert(sizeof(Frame) == 32);
+
+struct WireSlice {
+  uint64_t address;  // in the server
+  uint64_t length;   // never zero
+  uint64_t key;
+};
+static_assert(sizeof(WireSlice) == 24);
+
+bool is_hello(const Hello& hello);
+bool is_request(const Frame& frame);
+bool is_reply(const Frame& frame);
+// The slices add up to the frame's payload, none is empty, none wraps around.
+bool fits(const Frame& frame, std::span<const WireSlice> slices);
+
+}  // namespace mooncake::wire
