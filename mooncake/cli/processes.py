@@ -84,6 +84,7 @@ class Processes:
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._signals_to_send: dict[str, signal.Signals] = {}
+        self._log_starts: dict[str, int] = {}  # where in its log the present life of a role begins
         self._finished: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
@@ -121,7 +122,8 @@ class Processes:
             case Kill(name):
                 self._signal(name, signal.SIGKILL)
             case Say(name, text, show_log):
-                self._say(name, text, last_lines(self.log_path(name)) if show_log else ())
+                lines = last_lines(self.log_path(name), self._log_starts.get(name, 0)) if show_log else []
+                self._say(name, text, lines)
             case AllReady():
                 self._all_ready()
             case Finished(status):
@@ -152,6 +154,7 @@ class Processes:
 
     async def _spawn_and_wait(self, plan: Plan) -> int:
         with self.log_path(plan.name).open("ab") as log:
+            self._log_starts[plan.name] = log.tell()
             child = await asyncio.create_subprocess_exec(
                 *plan.command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -196,12 +199,12 @@ async def is_serving(host: str, port: int, ready_path: str | None) -> bool:
         return False
 
 
-def last_lines(path: Path) -> list[str]:
-    """The last few lines of a log, for when its role died."""
+def last_lines(path: Path, start: int = 0) -> list[str]:
+    """The last few lines of a log after byte ``start``, for when its role died."""
     try:
         with path.open("rb") as log:
             log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - LAST_BYTES))
+            log.seek(max(start, log.tell() - LAST_BYTES))
             text = log.read().decode(errors="replace")
     except OSError:
         return []

@@ -149,3 +149,7 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
     lines = last_lines(log)
     assert len(lines) == 12
     assert lines[-1] == "line 4999 \ufffd"
+    start = log.stat().st_size
+    with log.open("ab") as more:
+        more.write(b"a new life\n")
+    assert last_lines(log, start) == ["a new life"]
