@@ -19,7 +19,8 @@ PACKAGE = ROOT / "mooncake"
 # Highest floor first. A module imports only from floors below its own, or from its own room.
 # Rooms on one floor don't know each other.
 FLOORS: list[set[str]] = [
-    {"cli", "__main__"},
+    {"__main__"},
+    {"cli"},
     {"gateway", "sim"},
     {"conductor", "inference"},
     {"store"},
