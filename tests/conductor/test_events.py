@@ -1,0 +1,213 @@
+"""A real publisher, real sockets, and a wire between them that loses what the test tells it to lose."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from mooncake.conductor.conductor import BlocksCleared, BlocksRemoved, BlocksStored
+from mooncake.conductor.events import EventReader, EventSource, Fact, follow
+from mooncake.conductor.index import PrefixIndex
+from mooncake.inference.kv_events import BlockRemoved, BlockStored, KvEvent, KvEventPublisher
+from mooncake.prefix import block_hashes, root_hash
+from mooncake.types import Tier
+
+HASHES = block_hashes(range(64), 16, root_hash())
+END = b"e" * 32
+
+
+def stored(*hashes: bytes, medium: str = "GPU") -> BlockStored:
+    return BlockStored(
+        block_hashes=list(hashes), parent_block_hash=None, token_ids=[], block_size=16, medium=medium
+    )
+
+
+class Follower:
+    """Follows a source into an index, as the conductor does."""
+
+    def __init__(self, context: zmq.asyncio.Context, source: EventSource) -> None:
+        self.index = PrefixIndex()
+        self.num_clears = 0
+        self.task = asyncio.get_running_loop().create_task(follow(context, "w", source, self.take))
+
+    def take(self, fact: Fact) -> None:
+        if isinstance(fact, BlocksStored):
+            self.index.store(fact.instance, fact.hashes, fact.tier)
+        elif isinstance(fact, BlocksRemoved):
+            self.index.remove(fact.instance, fact.hashes, fact.tier)
+        else:
+            self.num_clears += 1
+            self.index.clear(fact.instance)
+
+    def has(self, *hashes: bytes) -> bool:
+        return all(self.index.matches([one]) for one in hashes)
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+
+async def until(condition: Callable[[], object], poke: Callable[[], None] = lambda: None) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            poke()
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.asyncio.Context]:
+    context = zmq.asyncio.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+async def publisher() -> AsyncIterator[KvEventPublisher]:
+    publisher = KvEventPublisher()
+    await publisher.start()
+    yield publisher
+    await publisher.close()
+
+
+class LossyWire:
+    """Forwards a publisher's live batches, except those that the test drops."""
+
+    def __init__(self, context: zmq.asyncio.Context, publisher: KvEventPublisher) -> None:
+        assert publisher.source is not None
+        self.dropping = False
+        self.num_forwarded = 0
+        self.num_dropped = 0
+        self._sub, self._pub = context.socket(zmq.SUB), context.socket(zmq.PUB)
+        self._sub.subscribe("")
+        self._sub.connect(publisher.source.endpoint)
+        port = self._pub.bind_to_random_port("tcp://127.0.0.1")
+        self.source = EventSource(f"tcp://127.0.0.1:{port}", publisher.source.replay_endpoint, "kv-events")
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            frames = await self._sub.recv_multipart()
+            if self.dropping:
+                self.num_dropped += 1
+            else:
+                self.num_forwarded += 1
+                await self._pub.send_multipart(frames)
+
+
+async def test_a_dropped_sequence_is_replayed(
+    publisher: KvEventPublisher, context: zmq.asyncio.Context
+) -> None:
+    publisher.publish([stored(HASHES[0])])  # before anybody listens: comes by the first replay
+    wire = LossyWire(context, publisher)
+    follower = Follower(context, wire.source)
+    await until(lambda: follower.has(HASHES[0]))
+    await until(lambda: follower.has(END), lambda: publisher.publish([stored(END)]))  # live now
+
+    wire.dropping = True
+    publisher.publish([stored(HASHES[1]), BlockRemoved(block_hashes=[HASHES[0]])])
+    await until(lambda: wire.num_dropped >= 1)
+    assert not follower.has(HASHES[1])
+    wire.dropping = False
+    publisher.publish([stored(HASHES[2])])
+    await until(lambda: follower.has(HASHES[2]))
+    assert follower.has(HASHES[1]) and not follower.has(HASHES[0])
+    assert follower.num_clears == 1  # only the one at the beginning
+    await follower.stop()
+    wire.task.cancel()
+
+
+async def test_a_gap_that_cannot_be_filled_clears_the_hints(
+    publisher: KvEventPublisher, context: zmq.asyncio.Context
+) -> None:
+    wire = LossyWire(context, publisher)
+    follower = Follower(context, EventSource(wire.source.endpoint, None, "kv-events"))
+    await until(lambda: follower.has(END), lambda: publisher.publish([stored(END)]))
+    wire.dropping = True
+    publisher.publish([stored(HASHES[1])])
+    await until(lambda: wire.num_dropped >= 1)
+    wire.dropping = False
+    publisher.publish([stored(HASHES[2])])
+    await until(lambda: follower.has(HASHES[2]))
+    assert not follower.has(END)
+    await follower.stop()
+    wire.task.cancel()
+
+
+async def test_a_restarted_publisher_starts_over(context: zmq.asyncio.Context) -> None:
+    first = KvEventPublisher()
+    source = await first.start()
+    ports = [
+        int((endpoint or "").rpartition(":")[2]) for endpoint in (source.endpoint, source.replay_endpoint)
+    ]
+    follower = Follower(context, EventSource(source.endpoint, source.replay_endpoint, source.topic))
+    for _ in range(5):
+        first.publish([stored(HASHES[0])])
+    await until(lambda: follower.has(END), lambda: first.publish([stored(END)]))
+    await first.close()
+    second = KvEventPublisher()
+    await second.start(*ports)
+    second.publish([stored(HASHES[1])])
+    await until(lambda: follower.has(HASHES[2]), lambda: second.publish([stored(HASHES[2])]))
+    assert follower.has(HASHES[1]) and not follower.has(HASHES[0])
+    await follower.stop()
+    await second.close()
+
+
+# --- the reader alone
+
+
+def batch(*tagged: dict[str, object], ts: float = 1.0) -> bytes:
+    return msgspec.msgpack.encode([ts, list(tagged), 0])
+
+
+def test_duplicates_are_read_once() -> None:
+    reader = EventReader("w")
+    payload = batch({"type": "BlockStored", "block_hashes": [HASHES[0]], "medium": "cpu"})
+    assert reader.read(0, payload) == [BlocksStored("w", [HASHES[0]], Tier.MEMORY)]
+    assert reader.read(0, payload) == []
+    assert not reader.is_restart(0, payload)
+    assert reader.is_restart(0, batch(ts=2.0))
+
+
+def test_foreign_hashes_are_translated_by_their_tokens() -> None:
+    reader = EventReader("w")
+    fields: dict[str, object] = {"type": "BlockStored", "block_size": 16, "group_idx": 0, "lora_id": None}
+    first = {**fields, "block_hashes": [11, 22], "parent_block_hash": None, "token_ids": [*range(32)]}
+    then = {**fields, "block_hashes": [33], "parent_block_hash": 22, "token_ids": [*range(32, 48)]}
+    orphan = {**fields, "block_hashes": [44], "parent_block_hash": 99, "token_ids": [*range(16)]}
+    facts = reader.read(0, batch(first, then, orphan, {"type": "BlockRemoved", "block_hashes": [22, 77]}))
+    assert facts == [
+        BlocksStored("w", HASHES[:2]),
+        BlocksStored("w", HASHES[2:3]),
+        BlocksStored("w", []),
+        BlocksRemoved("w", HASHES[1:2]),
+    ]
+    salted = {**first, "extra_keys": [["salt"], None]}
+    assert reader.read(1, batch(salted)) == [BlocksStored("w", [])]
+
+
+def test_cleared_clears() -> None:
+    assert EventReader("w").read(0, batch({"type": "AllBlocksCleared"})) == [BlocksCleared("w")]
+
+
+def test_what_is_no_batch_is_refused() -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        EventReader("w").read(0, b"\xc1")
+    with pytest.raises(msgspec.MsgspecError):
+        EventReader("w").read(0, batch({"type": "Unheard"}))
+
+
+def test_the_publisher_and_the_reader_mean_the_same() -> None:
+    sent: list[KvEvent] = [stored(HASHES[0], medium="disk"), BlockRemoved(block_hashes=[HASHES[1]])]
+    payload = msgspec.msgpack.encode([1.0, sent, None])
+    assert EventReader("w").read(0, payload) == [
+        BlocksStored("w", [HASHES[0]], Tier.SSD),
+        BlocksRemoved("w", [HASHES[1]]),
+    ]
