@@ -1,0 +1,157 @@
+"""Text to token ids and back, one token at a time.
+
+It owns the chat template, the incremental detokenizer and the search for stop strings. It refuses
+to know requests and streams: a detokenizer is fed ids and gives text, a matcher is fed text and
+gives what may be shown. Both can be begun in the middle of an answer, because an answer may move
+from worker to worker.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mooncake.errors import InvalidArgument, ModelError
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What decoding makes of bytes that are no character, or not one yet."""
+
+
+def stay_offline() -> None:
+    """To be called before ``transformers`` is imported: it asks a model hub about local folders too,
+    and then waits for a network that may not be there."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+class Tokenizer:
+    """The tokenizer of a Hugging Face folder. May be used from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError when ``folder`` holds no usable tokenizer."""
+        stay_offline()
+        from transformers import AutoTokenizer  # late: it takes seconds, and weights don't need it
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # it raises whatever its parsers raise
+            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ModelError(f"{folder}: no usable tokenizer ({what}); fetch the model again") from error
+        self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, with the special tokens the model wants around it."""
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        return ids
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
+    ) -> list[int]:
+        """Token ids of a conversation by the model's own template, to which ``options`` go.
+
+        Raises InvalidArgument when there is no template or it does not take these messages.
+        """
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                **options,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+            )
+        except Exception as error:  # templates are programs, which fail in any way they like
+            what = f"a conversation the model's chat template takes ({type(error).__name__}: {error})"
+            raise InvalidArgument("messages", list(messages), what) from error
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids`` without special tokens."""
+        source = self._tokenizer if self._fast is None else self._fast
+        text: str = source.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """How one token is shown by itself, special tokens included."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+
+class Detokenizer:
+    """Text of a growing list of tokens, never half a character.
+
+    Each new token is decoded together with the few before it, since a token's text depends on its
+    neighbours (spaces, bytes of one character): the text is what the longer window has more than
+    the shorter one. The window moves on whenever it ends with a whole character.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, output_token_ids: Sequence[int] = (), emitted_chars: int = 0
+    ) -> None:
+        """Continue after ``output_token_ids``, of whose text ``emitted_chars`` characters were given out."""
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._num_read = 0
+        """Leading tokens of the window whose text has been given out."""
+        self._read_text = ""
+        """Their text."""
+        self._unsent = ""
+        text = "".join([self._advance(token) for token in output_token_ids])
+        self._unsent = text[emitted_chars:]
+
+    def feed(self, token_id: int) -> str:
+        """The text that ``token_id`` completes: often a word, sometimes nothing yet."""
+        text = self._unsent + self._advance(token_id)
+        self._unsent = ""
+        return text
+
+    def finish(self) -> str:
+        """What is left at the end: bytes that never became a character are shown as such."""
+        text = self._unsent + self._tokenizer.decode(self._window)[len(self._read_text) :]
+        self._window, self._num_read, self._read_text, self._unsent = [], 0, "", ""
+        return text
+
+    def _advance(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        fresh = text[len(self._read_text) :]
+        if not fresh or fresh.endswith(REPLACEMENT):
+            return ""
+        self._window = self._window[self._num_read :]
+        self._num_read = len(self._window)
+        self._read_text = self._tokenizer.decode(self._window)
+        return fresh
+
+
+class StopMatcher:
+    """Finds the first stop string in a stream of text, and holds back what might become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """(text that may be shown, the stop string found or None). After a match nothing more comes.
+
+        Of several stop strings the one that begins first wins; it is not part of the text.
+        """
+        text = self._held + text
+        self._held = ""
+        matches = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop in text]
+        if matches:
+            at, _, stop = min(matches)
+            return text[:at], stop
+        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        if num_held:
+            text, self._held = text[:-num_held], text[-num_held:]
+        return text, None
+
+    def finish(self) -> str:
+        """The text held back, when the answer ended without a match."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

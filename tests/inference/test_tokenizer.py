@@ -1,0 +1,125 @@
+"""Whatever way tokens are cut, the text that comes out piece by piece is the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake.errors import InvalidArgument, ModelError
+from mooncake.inference.tokenizer import REPLACEMENT, Detokenizer, StopMatcher, Tokenizer
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] + '\n' }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Every byte is a token, and a few pairs are: most characters outside ASCII take several tokens."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate([*alphabet, "he", "ll", "Ġw"])}
+    merges = [("h", "e"), ("l", "l"), ("Ġ", "w")]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    make: Any = transformers.PreTrainedTokenizerFast
+    fast = make(tokenizer_object=backend, eos_token="<end>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+@given(text=st.text(max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_pieces_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.feed(token) for token in tokenizer.encode(text)]
+    assert "".join(pieces) + detokenizer.finish() == text
+    if REPLACEMENT not in text:
+        assert all(REPLACEMENT not in piece for piece in pieces)
+
+
+@given(text=st.text(min_size=1, max_size=20), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_an_answer_continues_elsewhere(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
+    ids = tokenizer.encode(text)
+    first = Detokenizer(tokenizer)
+    cut = data.draw(st.integers(0, len(ids)))
+    shown = "".join(first.feed(token) for token in ids[:cut])
+    shown = shown[: data.draw(st.integers(0, len(shown)))]  # a stop string may have held some back
+    second = Detokenizer(tokenizer, ids[:cut], len(shown))
+    assert shown + "".join(second.feed(token) for token in ids[cut:]) + second.finish() == text
+
+
+def test_half_a_character_waits(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.feed(token) for token in tokenizer.encode("a😀b")]
+    assert pieces == ["a", "", "", "", "😀", "b"]
+
+
+def test_bytes_that_never_become_a_character_are_shown_at_the_end(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.feed(token) for token in tokenizer.encode("é")[:1]] == [""]
+    assert detokenizer.finish() == REPLACEMENT
+
+
+def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:
+    end = tokenizer.encode("<end>")
+    assert len(end) == 1 and tokenizer.decode(end) == "" and tokenizer.token_text(end[0]) == "<end>"
+
+
+def test_chat_uses_the_template(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.chat([{"role": "user", "content": "hello"}])
+    assert tokenizer.decode(ids) == "<user>hello\n"
+    with pytest.raises(InvalidArgument, match="messages"):
+        tokenizer.chat([{"role": "user"}])
+
+
+def test_no_tokenizer_is_a_model_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no usable tokenizer"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "shown", "found"),
+    [
+        (["hello world"], ["wor"], "hello ", "wor"),
+        (["hel", "lo w", "orld"], ["wor"], "hello ", "wor"),
+        (["ab", "ab", "ac"], ["abac"], "ab", "abac"),
+        (["aaab"], ["b", "aab"], "a", "aab"),
+        (["no stop here ST"], ["STOP"], "no stop here ST", None),
+        (["x\n", "\n", "y"], ["\n\n"], "x", "\n\n"),
+        (["text"], ["", "zzz"], "text", None),
+    ],
+)
+def test_stop_strings(pieces: list[str], stops: list[str], shown: str, found: str | None) -> None:
+    matcher = StopMatcher(stops)
+    text, hit = "", None
+    for piece in pieces:
+        more, hit = matcher.feed(piece)
+        text += more
+        if hit is not None:
+            break
+    else:
+        text += matcher.finish()
+    assert (text, hit) == (shown, found)
+
+
+@given(text=st.text("ab", max_size=30), stop=st.text("ab", min_size=1, max_size=4), size=st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_stops_are_found_however_the_text_is_cut(text: str, stop: str, size: int) -> None:
+    matcher = StopMatcher([stop])
+    shown, found = "", None
+    for start in range(0, len(text), size):
+        more, found = matcher.feed(text[start : start + size])
+        shown += more
+        if found is not None:
+            break
+    else:
+        shown += matcher.finish()
+    assert shown == text.split(stop)[0] and (found is not None) == (stop in text)
