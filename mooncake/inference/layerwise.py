@@ -28,6 +28,7 @@ from prometheus_client import Counter
 
 from mooncake import clock
 from mooncake.errors import MooncakeError
+from mooncake.inference.hostmem import Held, HostMemory, host_memory
 from mooncake.kvlayout import Column, KvIdentity
 from mooncake.log import get_logger
 from mooncake.metrics import registry
@@ -61,6 +62,8 @@ class LinkSettings:
     """A load that takes longer is given up and the blocks are computed."""
     retry_after_s: float = 1.0
     """How long the store is left alone after it could not be reached."""
+    staging_bytes: int = 512 << 20
+    """Pinned host memory through which the blocks of a device pass; unused on a CPU."""
 
 
 class Lookup:
@@ -79,12 +82,13 @@ class Lookup:
 class Load:
     """Layers of some blocks on their way into the pool, in parts: one for each segment and layer."""
 
-    def __init__(self, num_layers: int, num_parts: int, deadline: float) -> None:
+    def __init__(self, num_layers: int, num_parts: int, deadline: float, is_bad: bool = False) -> None:
         self.deadline = deadline
         self.num_layers_loaded = 0
         self.arrived = threading.Condition()
+        self.held: Held | None = None
         self._num_in_flight = num_layers * num_parts
-        self._is_bad = False
+        self._is_bad = is_bad
         self._num_missing = [num_parts] * num_layers
 
     @property
@@ -123,9 +127,12 @@ class Save:
         self.is_stored = [False] * len(self.blocks)
         """Per block: the store holds it, whoever wrote it."""
         self.is_wanted = True
+        self.held: Held | None = None
         self.grants: list[PutGrant] | None = None
         self.granted: list[int] = []
         """Positions in ``blocks`` of the grants."""
+        self.is_given = False
+        """The engine gives no more layers."""
         self.num_layers_computed = 0
         self.num_layers_submitted = 0
         self.num_in_flight = 0
@@ -143,8 +150,7 @@ class StoreLink:
     """Moves KV between one worker's pool and the store.
 
     Args:
-        pool: the worker's paged KV tensor, ``layout.pool_shape(num_blocks)``; on the CPU it is
-            registered and copied from and to directly, on a device it passes through pinned memory.
+        pool: the worker's paged KV tensor, ``layout.pool_shape(num_blocks)``.
         loop: the loop on which ``store`` lives.
     """
 
@@ -156,15 +162,15 @@ class StoreLink:
         pool: torch.Tensor,
         loop: asyncio.AbstractEventLoop,
         settings: LinkSettings | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
         self._store = store
         self._transfer = transfer
         self._identity = identity
         self._layout = identity.layout
-        self._pool = pool
-        self._num_blocks = int(pool.shape[2])
         self._loop = loop
         self._settings = settings or LinkSettings()
+        self._memory = memory or host_memory(self._layout, pool, self._settings.staging_bytes)
         self._wake: Callable[[], None] = lambda: None
         self._silent_until = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -172,7 +178,7 @@ class StoreLink:
         self._in_flight: dict[int, Callable[[Completion], None]] = {}
         self._next_token = 0
         self._token_lock = threading.Lock()
-        self._region = transfer.register(pool)
+        self._region = transfer.register(self._memory.tensor)
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._queue.fileno(), self._drain)
 
     def attach(self, wake: Callable[[], None]) -> None:
@@ -223,43 +229,48 @@ class StoreLink:
         """Load the first ``len(block_ids)`` blocks of ``lookup`` into the pool, layer by layer."""
         grants = lookup.grants[: len(block_ids)]
         assert len(grants) == len(block_ids), "more blocks than were found"
-        parts = _by_segment(grants)
         patience_s = min(grant.expires_at for grant in grants) - clock.monotonic()
         patience_s = max(0.0, min(patience_s, self._settings.load_timeout_s))
-        load = Load(self._layout.num_layers, len(parts), clock.monotonic() + patience_s)
+        deadline = clock.monotonic() + patience_s
+        held = self._memory.hold(block_ids)
+        if held is None:
+            log.warning("load_refused", reason="no staging memory", num_blocks=len(block_ids))
+            return Load(0, 0, deadline, is_bad=True)
+        parts = _by_segment(grants)
+        load = Load(self._layout.num_layers, len(parts), deadline)
+        load.held = held
         lengths = [tokens for _, tokens in lookup.blocks[: len(block_ids)]]
         for layer in range(self._layout.num_layers):
             for members in parts:
-                self._submit_load(
-                    load,
-                    layer,
-                    [grants[index] for index in members],
-                    [block_ids[index] for index in members],
-                    [lengths[index] for index in members],
-                )
+                self._submit_load(load, layer, members, grants, lengths)
         segments = [grants[members[0]].segment for members in parts]
         self._loop.call_soon_threadsafe(self._loop.call_later, patience_s, self._expire, load, segments)
         return load
 
     def _expire(self, load: Load, segments: Sequence[Segment]) -> None:
         """A load that is not there by its deadline has failed, and its bytes must not come later."""
-        if load.done:
-            return
-        log.warning("load_timed_out", num_layers_loaded=load.num_layers_loaded)
-        for segment in segments:
-            self._transfer.cancel(segment)
+        if not load.done:
+            log.warning("load_timed_out", num_layers_loaded=load.num_layers_loaded)
+            for segment in segments:
+                self._transfer.cancel(segment)
+        assert load.held is not None
+        self._memory.release(load.held)
 
     def _submit_load(
         self,
         load: Load,
         layer: int,
-        grants: Sequence[ReadGrant],
-        block_ids: Sequence[int],
-        lengths: Sequence[int],
+        members: Sequence[int],
+        all_grants: Sequence[ReadGrant],
+        all_lengths: Sequence[int],
     ) -> None:
-        columns = self._columns(layer, block_ids, lengths, [grant.address for grant in grants])
+        grants = [all_grants[index] for index in members]
+        lengths = [all_lengths[index] for index in members]
+        assert load.held is not None
+        local = self._memory.addresses(load.held, layer, members)
+        remote, sizes = self._columns(layer, lengths, [grant.address for grant in grants])
         expected = np.concatenate([grant.checksums[2 * layer : 2 * layer + 2] for grant in grants])
-        num_bytes = int(columns[2].sum())
+        num_bytes = int(sizes.sum())
 
         def arrived(completion: Completion) -> None:
             good = completion.status == Status.OK and clock.monotonic() <= load.deadline
@@ -277,7 +288,7 @@ class StoreLink:
                 log.warning("load_failed", layer=layer, reason=reason)
             self._wake()
 
-        self._submit(Op.READ, grants[0].segment, columns, arrived)
+        self._submit(Op.READ, grants[0].segment, (local, remote, sizes), arrived)
 
     def wait_layer(self, loads: Sequence[Load], layer: int) -> None:
         """Block the engine thread until ``layer`` of every load is there, or the load has failed.
@@ -288,13 +299,19 @@ class StoreLink:
             with load.arrived:
                 while load.num_layers_loaded <= layer and not load.failed:
                     load.arrived.wait()
+            if load.held is not None and not load.failed:
+                self._memory.enter(load.held, layer)
+                if layer == self._layout.num_layers - 1:
+                    self._memory.release(load.held)
 
     # -- saves ---------------------------------------------------------------------------------
 
     def start_save(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> Save:
         """Announce ``blocks`` ((hash, number of tokens, block id)) whose layers are about to be computed."""
         save = Save(blocks)
-        if not blocks or clock.monotonic() < self._silent_until:
+        if blocks and clock.monotonic() >= self._silent_until:
+            save.held = self._memory.hold([block_id for _, _, block_id in blocks])
+        if save.held is None:
             save.done = True
         else:
             self._spawn(self._open_save(save))
@@ -302,19 +319,26 @@ class StoreLink:
 
     def save_layer(self, save: Save, layer: int) -> None:
         """``layer`` of the save's blocks is in the pool now."""
+        if save.held is None:
+            return
+        num_layers = self._memory.leave(save.held, layer, layer == self._layout.num_layers - 1)
         with save.lock:
-            save.num_layers_computed = layer + 1
+            save.num_layers_computed = num_layers
             self._advance(save)
 
     def finish_save(self, save: Save) -> None:
-        """Every layer is in the pool; ``save.done`` turns true when the store has them or refused."""
-        self.save_layer(save, self._layout.num_layers - 1)
+        """Every layer was given; ``save.done`` turns true when the store has them or refused."""
+        with save.lock:
+            save.is_given = True
+            self._release_held(save)
 
     def abort_save(self, save: Save) -> None:
         """What was given is not valid: revoke it."""
         with save.lock:
+            save.is_given = True
             save.is_wanted = False
             self._settle(save)
+            self._release_held(save)
 
     async def _open_save(self, save: Save) -> None:
         keys = [self._identity.key(block_hash) for block_hash, _, _ in save.blocks]
@@ -356,7 +380,9 @@ class StoreLink:
             return
         assert save.grants is not None
         log.warning("save_timed_out", num_layers=save.num_layers_computed)
-        self.abort_save(save)
+        with save.lock:
+            save.is_wanted = False
+            self._settle(save)
         for members in _by_segment(save.grants):
             self._transfer.cancel(save.grants[members[0]].segment)
 
@@ -374,13 +400,11 @@ class StoreLink:
     def _submit_save(self, save: Save, layer: int, members: Sequence[int]) -> None:
         assert save.grants is not None
         grants = [save.grants[index] for index in members]
-        blocks = [save.blocks[save.granted[index]] for index in members]
-        columns = self._columns(
-            layer,
-            [block_id for _, _, block_id in blocks],
-            [num_tokens for _, num_tokens, _ in blocks],
-            [grant.address for grant in grants],
-        )
+        positions = [save.granted[index] for index in members]
+        assert save.held is not None
+        local = self._memory.addresses(save.held, layer, positions)
+        lengths = [save.blocks[position][1] for position in positions]
+        remote, sizes = self._columns(layer, lengths, [grant.address for grant in grants])
 
         def written(completion: Completion) -> None:
             with save.lock:
@@ -397,7 +421,7 @@ class StoreLink:
                     log.warning("save_failed", layer=layer, status=completion.status.name)
                 self._settle(save)
 
-        self._submit(Op.WRITE, grants[0].segment, columns, written)
+        self._submit(Op.WRITE, grants[0].segment, (local, remote, sizes), written)
 
     def _settle(self, save: Save) -> None:
         """When nothing is in flight any more, tell the master; the caller holds the save's lock."""
@@ -424,24 +448,27 @@ class StoreLink:
         self._end_save(save)
 
     def _end_save(self, save: Save) -> None:
-        save.done = True
+        with save.lock:
+            save.done = True
+            self._release_held(save)
         self._wake()
+
+    def _release_held(self, save: Save) -> None:
+        """Host memory is needed as long as layers are given and moved; the caller holds the lock."""
+        if save.held is not None and save.is_given and save.done:
+            self._memory.release(save.held)
 
     # -- the ground under both -----------------------------------------------------------------
 
-    def _columns(
-        self, layer: int, block_ids: Sequence[int], lengths: Sequence[int], addresses: Sequence[int]
-    ) -> tuple[Column, Column, Column]:
-        """(local, remote, lengths) columns of keys and values of ``layer``, two rows a block."""
-        local = self._layout.pool_addresses(self._pool.data_ptr(), self._num_blocks, layer, block_ids)
-        remote = np.empty(2 * len(block_ids), dtype=np.uint64)
-        sizes = np.empty(2 * len(block_ids), dtype=np.uint64)
+    def _columns(self, layer: int, lengths: Sequence[int], addresses: Sequence[int]) -> tuple[Column, Column]:
+        """(remote addresses, sizes) of keys and values of ``layer`` of objects, two rows an object."""
+        remote = np.empty((len(addresses), 2), dtype=np.uint64)
+        sizes = np.empty((len(addresses), 2), dtype=np.uint64)
         for row, (num_tokens, address) in enumerate(zip(lengths, addresses, strict=True)):
             keys, values = self._layout.object_offsets(layer, num_tokens)
-            remote[2 * row] = address + keys
-            remote[2 * row + 1] = address + values
-            sizes[2 * row : 2 * row + 2] = self._layout.chunk_bytes(num_tokens)
-        return local, remote, sizes
+            remote[row] = address + keys, address + values
+            sizes[row] = self._layout.chunk_bytes(num_tokens)
+        return remote.reshape(-1), sizes.reshape(-1)
 
     def _submit(
         self,
@@ -476,7 +503,7 @@ class StoreLink:
         log.warning("store_unreachable", operation=operation, error=str(error) or type(error).__name__)
 
 
-def _by_segment(grants: Sequence[PutGrant] | Sequence[ReadGrant]) -> list[list[int]]:
+def _by_segment(grants: Sequence[PutGrant | ReadGrant]) -> list[list[int]]:
     """Positions of ``grants``, grouped by the segment they lie in, in order."""
     groups: dict[int, list[int]] = {}
     for position, grant in enumerate(grants):
