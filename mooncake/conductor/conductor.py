@@ -17,7 +17,7 @@ from random import Random
 import msgspec
 
 from mooncake.conductor.index import PrefixIndex
-from mooncake.conductor.load import ConductorSettings, Health, Instance, ProbeOutcome
+from mooncake.conductor.load import Health, Instance, ProbeOutcome, SchedulingSettings
 from mooncake.conductor.select import POLICIES, Choice, Job, Policy
 from mooncake.errors import Refusal
 from mooncake.machine import Wake
@@ -184,7 +184,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
 
     instance: InstanceId
     role: Role
-    state: str
+    health: str
     detail: str
     num_requests: int
     queued_tokens: int
@@ -205,7 +205,7 @@ class _Placement(msgspec.Struct):
 class Conductor:
     """The core. ``random`` serves the policy "random" only."""
 
-    def __init__(self, settings: ConductorSettings, random: Random) -> None:
+    def __init__(self, settings: SchedulingSettings, random: Random) -> None:
         self.index = PrefixIndex()
         self.instances: dict[InstanceId, Instance] = {}
         self._settings = settings
@@ -249,7 +249,7 @@ class Conductor:
             InstanceStatus(
                 instance=one.id,
                 role=one.role,
-                state=one.state,
+                health=one.state,
                 detail=one.detail,
                 num_requests=one.num_requests,
                 queued_tokens=one.queued_tokens,

@@ -28,8 +28,8 @@ Seconds = Annotated[float, Meta(gt=0)]
 
 
 @dataclass(frozen=True)
-class ConductorSettings:
-    """The global scheduler: how instances are chosen and watched."""
+class SchedulingSettings:
+    """How instances are chosen and watched."""
 
     scheduling: Literal["cache_aware", "load", "round_robin", "random"] = "cache_aware"
     "How an instance is chosen: longest cached prefix less load, load alone, in turn, or at random."
@@ -164,7 +164,7 @@ class Instance:
             self.health = Health.SUSPECT
             self.detail = reason
 
-    def on_probe(self, outcome: ProbeOutcome, detail: str, now: float, settings: ConductorSettings) -> None:
+    def on_probe(self, outcome: ProbeOutcome, detail: str, now: float, settings: SchedulingSettings) -> None:
         """Take a probe's result and say when the next one is due (``next_probe_at``)."""
         is_stale = self.probe_started_at is not None and self.failed_at >= self.probe_started_at
         self.probe_started_at = None
@@ -190,7 +190,7 @@ class Instance:
             self.health = Health.READY
         self.next_probe_at = now + self._probe_pause_s(settings)
 
-    def _probe_pause_s(self, settings: ConductorSettings) -> float:
+    def _probe_pause_s(self, settings: SchedulingSettings) -> float:
         if self.health is Health.READY:
             return settings.probe_interval_s
         if self.health is Health.STARTING:

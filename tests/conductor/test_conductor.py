@@ -31,12 +31,12 @@ from mooncake.conductor.conductor import (
     Unwatch,
     Watch,
 )
-from mooncake.conductor.load import ConductorSettings, ProbeOutcome
+from mooncake.conductor.load import SchedulingSettings, ProbeOutcome
 from mooncake.machine import Wake
 from mooncake.prefix import block_hashes, root_hash
 from mooncake.types import Role
 
-SETTINGS = ConductorSettings(block_tokens=16, slow_start_s=0.0, max_requests_per_instance=4)
+SETTINGS = SchedulingSettings(block_tokens=16, slow_start_s=0.0, max_requests_per_instance=4)
 HASHES = block_hashes(range(64), 16, root_hash())
 
 
@@ -225,7 +225,7 @@ def test_an_instance_can_change_sides(conductor: Conductor) -> None:
     add(conductor, "d1")
     conductor.handle(AddInstance("d1", Role.PREFILL), 1.0)
     [row] = conductor.status()
-    assert (row.role, row.state) == (Role.PREFILL, "starting")
+    assert (row.role, row.health) == (Role.PREFILL, "starting")
 
 
 def test_a_request_nobody_reports_expires(conductor: Conductor) -> None:
@@ -284,7 +284,7 @@ class AnyOrder(RuleBasedStateMachine):
         effect = self.send(Place(request, 40, HASHES[:2], "", exclude, needs_prefill, 20.0))[-1]
         if isinstance(effect, Decision):
             assert not {effect.prefill, effect.decode} & {*exclude}
-            states = {row.instance: row.state for row in self.conductor.status()}
+            states = {row.instance: row.health for row in self.conductor.status()}
             assert states[effect.decode] in ("ready", "suspect")
         else:
             assert isinstance(effect, Refuse)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from mooncake.conductor.load import ConductorSettings, Health, Instance, ProbeOutcome
+from mooncake.conductor.load import SchedulingSettings, Health, Instance, ProbeOutcome
 from mooncake.types import Role
 
-SETTINGS = ConductorSettings(slow_start_s=10.0)
+SETTINGS = SchedulingSettings(slow_start_s=10.0)
 
 
 @pytest.fixture
