@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from mooncake.cli.ports import free_ports
-from mooncake.cli.processes import Plan
+from mooncake.cli.processes import HttpCheck, Plan
 from mooncake.cli.roles import Given
 from mooncake.cli.supervise import RoleSpec
 from mooncake.config import AlsoFrom, Port, Secret, Size, format_size
@@ -89,7 +89,7 @@ def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_ke
         spec: RoleSpec,
         role: str,
         flags: Sequence[str],
-        ready: str | None,
+        ready: HttpCheck | None,
         environment: Mapping[str, str] = {},
     ) -> Plan:
         host, port = settings.host if role == "gateway" else INSIDE, ports[spec.name]
@@ -100,16 +100,19 @@ def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_ke
     threads = threads_per_worker(settings)
     compute = ["--model", model_folder, "--served-name", settings.model, "--master", at["master"]]
     compute += ["--device", settings.device, "--dtype", settings.dtype, "--threads", str(threads)]
+    [metrics_port] = free_ports(INSIDE, 1, Random(), besides=ports.values())
+    node_flags = ["--master", at["master"], "--pool-size", pool, "--metrics-port", str(metrics_port)]
+    is_mounted = HttpCheck("/metrics", "\nmooncake_store_mounted 1", metrics_port)
     instances = ["--prefill", *(at[name] for name in prefill), "--decode", *(at[name] for name in decode)]
 
     def worker(name: str, stage: str) -> Plan:
         spec = RoleSpec(name, after=("master", "node"), ready_within_s=WORKER_READY_WITHIN_S)
-        return plan(spec, "worker", ["--role", stage, *compute], "/ready", quiet_threads(threads))
+        return plan(spec, "worker", ["--role", stage, *compute], HttpCheck("/ready"), quiet_threads(threads))
 
     plans = [
-        plan(RoleSpec("metadata"), "metadata", [], "/health"),
+        plan(RoleSpec("metadata"), "metadata", [], HttpCheck("/health")),
         plan(RoleSpec("master"), "master", [], None),
-        plan(RoleSpec("node", ("master",)), "node", ["--master", at["master"], "--pool-size", pool], None),
+        plan(RoleSpec("node", ("master",)), "node", node_flags, is_mounted),
         *(worker(name, "prefill") for name in prefill),
         *(worker(name, "decode") for name in decode),
         plan(
@@ -122,7 +125,7 @@ def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_ke
             RoleSpec("gateway", ("conductor",), (*prefill, *decode), WORKER_READY_WITHIN_S),
             "gateway",
             ["--model", settings.model, "--conductor", at["conductor"], *instances],
-            "/ready",
+            HttpCheck("/ready"),
             {"ADMIN_API_KEY": admin_key},
         ),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
@@ -29,17 +30,20 @@ def check_free(host: str, port: int) -> None:
         ) from error
 
 
-def free_ports(host: str, count: int, random: Random) -> list[int]:
-    """``count`` ports that nobody listens on.
+def free_ports(host: str, count: int, random: Random, besides: Iterable[int] = ()) -> list[int]:
+    """``count`` ports that nobody listens on, and that are not among those ``besides``.
 
     They lie below the range from which the kernel takes ports for outgoing connections: a role that died
     must find its port free when it comes back.
     """
+    taken = set(besides)
     first, last = 20_000, _first_outgoing_port() - 1
     found: list[int] = []
     for port in random.sample(range(first, last), k=last - first):
         if len(found) == count:
             break
+        if port in taken:
+            continue
         try:
             _bind(host, port).close()
         except OSError:

@@ -38,6 +38,17 @@ PROBE_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 5.0
 NUM_LAST_LINES = 12
 LAST_BYTES = 16 << 10
+MOST_BYTES_OF_AN_ANSWER = 1 << 20
+
+
+@dataclass(frozen=True)
+class HttpCheck:
+    """Answers 200 on ``path``, with ``text`` in the body, once the role serves."""
+
+    path: str
+    text: str = ""
+    port: int | None = None
+    """When it is not the role's own."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +59,8 @@ class Plan:
     command: tuple[str, ...]
     host: str
     port: int
-    ready_path: str | None = None
-    """HTTP path that answers 200 when the role serves; None when an accepted connection is enough."""
+    ready: HttpCheck | None = None
+    """How the role says that it serves; None when an accepted connection is enough."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Set in addition to our own environment."""
 
@@ -175,28 +186,33 @@ class Processes:
 
     async def _probe(self, plan: Plan) -> None:
         while True:
-            if await is_serving(plan.host, plan.port, plan.ready_path):
+            if await is_serving(plan.host, plan.port, plan.ready):
                 break
             await asyncio.sleep(PROBE_INTERVAL_S)
         self._driver.post(BecameReady(plan.name))
 
 
-async def is_serving(host: str, port: int, ready_path: str | None) -> bool:
-    """Whether a role accepts connections and, with a path, answers 200 there."""
+async def is_serving(host: str, port: int, check: HttpCheck | None) -> bool:
+    """Whether a role accepts connections and passes its check."""
+    if check is not None and check.port is not None:
+        port = check.port
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
-                if ready_path is None:
-                    return True
-                request = f"GET {ready_path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
-                writer.write(request.encode())
-                status_line = await reader.readline()
-                return status_line.split(b" ")[1:2] == [b"200"]
+                return check is None or await _passes(check, reader, writer)
             finally:
                 writer.close()
     except (OSError, TimeoutError):
         return False
+
+
+async def _passes(check: HttpCheck, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    writer.write(f"GET {check.path} HTTP/1.0\r\n\r\n".encode())
+    status_line = await reader.readline()
+    if status_line.split(b" ")[1:2] != [b"200"]:
+        return False
+    return not check.text or check.text.encode() in await reader.read(MOST_BYTES_OF_AN_ANSWER)
 
 
 def last_lines(path: Path, start: int = 0) -> list[str]:

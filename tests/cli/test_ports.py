@@ -36,3 +36,5 @@ def test_a_port_in_use_is_not_offered() -> None:
     [taken] = free_ports("127.0.0.1", 1, Random(2))
     with socket.create_server(("127.0.0.1", taken)):
         assert taken not in free_ports("127.0.0.1", 1, Random(2))
+    assert free_ports("127.0.0.1", 1, Random(2)) == [taken]
+    assert taken not in free_ports("127.0.0.1", 1, Random(2), besides=[taken])

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from mooncake.cli.ports import free_ports
-from mooncake.cli.processes import Plan, Processes, is_serving, last_lines
+from mooncake.cli.processes import HttpCheck, Plan, Processes, is_serving, last_lines
 from mooncake.cli.supervise import RoleSpec, State
 
 pytestmark = pytest.mark.processes
@@ -22,15 +22,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/ready" else 404)
         self.end_headers()
+        self.wfile.write(b"x 1\\nmounted 1\\n")
 server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
 print("serving", flush=True)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in sys.argv else lambda *_: sys.exit(0))
 server.serve_forever()
 """
+READY = HttpCheck("/ready")
 REFUSER = "import sys; print('error: port is 70000; allowed: less', file=sys.stderr); sys.exit(2)"
 
 
-def server(name: str, *words: str, after: tuple[str, ...] = (), ready: str | None = "/ready") -> Plan:
+def server(name: str, *words: str, after: tuple[str, ...] = (), ready: HttpCheck | None = READY) -> Plan:
     [port] = free_ports("127.0.0.1", 1, Random())
     command = (sys.executable, "-S", "-c", SERVER, str(port), *words)
     return Plan(RoleSpec(name, after), command, "127.0.0.1", port, ready)
@@ -78,8 +80,11 @@ def is_gone(pid: int) -> bool:
 async def test_start_ready_restart_after_sigkill_and_stop(tmp_path: Path) -> None:
     world = World(tmp_path, server("a"), server("b", after=("a",)))
     await world.until(lambda: world.num_all_ready == 1)
-    assert await is_serving("127.0.0.1", world.processes.plans["b"].port, "/ready")
-    assert not await is_serving("127.0.0.1", world.processes.plans["b"].port, "/nowhere")
+    port = world.processes.plans["b"].port
+    assert await is_serving("127.0.0.1", port, HttpCheck("/ready"))
+    assert await is_serving("127.0.0.1", 1, HttpCheck("/ready", "\nmounted 1", port))
+    assert not await is_serving("127.0.0.1", port, HttpCheck("/ready", "\nmounted 2"))
+    assert not await is_serving("127.0.0.1", port, HttpCheck("/nowhere"))
     first = world.processes.pid("a")
     assert first is not None
     assert os.getpgid(first) == first, "Ctrl-C in the terminal would reach the role"
