@@ -31,7 +31,7 @@ from mooncake.conductor.conductor import (
     Unwatch,
     Watch,
 )
-from mooncake.conductor.load import SchedulingSettings, ProbeOutcome
+from mooncake.conductor.load import ProbeOutcome, SchedulingSettings
 from mooncake.machine import Wake
 from mooncake.prefix import block_hashes, root_hash
 from mooncake.types import Role

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mooncake.conductor.load import SchedulingSettings, Health, Instance, ProbeOutcome
+from mooncake.conductor.load import Health, Instance, ProbeOutcome, SchedulingSettings
 from mooncake.types import Role
 
 SETTINGS = SchedulingSettings(slow_start_s=10.0)

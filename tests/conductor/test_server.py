@@ -1,0 +1,243 @@
+"""The conductor among real sockets: probes, events, and a client that outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+from aiohttp import web
+
+from mooncake.conductor.conductor import AddInstance, Decision, Drain, Finished, Place, Refuse
+from mooncake.conductor.load import SchedulingSettings
+from mooncake.conductor.server import ConductorServer, ConductorService, RemoteConductor
+from mooncake.inference.kv_events import BlockStored, KvEventPublisher
+from mooncake.prefix import block_hashes, root_hash
+from mooncake.types import Role
+
+SETTINGS = SchedulingSettings(
+    block_tokens=16,
+    slow_start_s=0.0,
+    probe_interval_s=0.05,
+    suspect_probe_interval_s=0.02,
+    max_probe_interval_s=0.1,
+    probe_timeout_s=5.0,
+)
+HASHES = block_hashes(range(64), 16, root_hash())
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(10):
+        while not await condition():  # noqa: ASYNC110 (it asks over sockets)
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Worker:
+    """As much of a worker as a conductor talks to."""
+
+    ready_status: int = 200
+    block_size: int = 16
+    publisher: KvEventPublisher = field(default_factory=KvEventPublisher)
+    address: str = ""
+    _runner: web.AppRunner | None = None
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application()
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/kv_event_sources", self._sources)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self.address = f"127.0.0.1:{self._runner.addresses[0][1]}"
+        if self.publisher.source is None:
+            await self.publisher.start()
+
+    async def stop(self) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.ready_status)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _sources(self, request: web.Request) -> web.Response:
+        source = self.publisher.source
+        assert source is not None
+        entry = {
+            "endpoint": source.endpoint,
+            "replay_endpoint": source.replay_endpoint,
+            "topic": source.topic,
+        }
+        return web.json_response({"sources": [entry], "block_size": self.block_size})
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[Worker]:
+    worker = Worker()
+    await worker.start()
+    yield worker
+    await worker.stop()
+    await worker.publisher.close()
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[ConductorService]:
+    service = ConductorService(SETTINGS)
+    await service.start()
+    yield service
+    service.core.check()
+    await service.close()
+
+
+async def health(service: ConductorService | RemoteConductor, instance: str) -> str | None:
+    return next((row.health for row in await service.status() if row.instance == instance), None)
+
+
+async def is_ready(service: ConductorService | RemoteConductor, instance: str) -> bool:
+    return await health(service, instance) == "ready"
+
+
+async def test_an_instance_becomes_ready_goes_down_and_comes_back(
+    service: ConductorService, worker: Worker
+) -> None:
+    service.post(AddInstance(worker.address, Role.DECODE))
+    assert await health(service, worker.address) == "starting"
+    await until(lambda: is_ready(service, worker.address))
+    port = int(worker.address.rpartition(":")[2])
+    await worker.stop()
+
+    async def is_down() -> bool:
+        return await health(service, worker.address) == "down"
+
+    await until(is_down)
+    await worker.start(port)
+    await until(lambda: is_ready(service, worker.address))
+
+
+async def test_a_vllm_server_without_ready_endpoint_is_ready(
+    service: ConductorService, worker: Worker
+) -> None:
+    worker.ready_status = 404
+    service.post(AddInstance(worker.address, Role.DECODE))
+    await until(lambda: is_ready(service, worker.address))
+
+
+async def test_what_answers_503_is_starting(service: ConductorService, worker: Worker) -> None:
+    worker.ready_status = 503
+    service.post(AddInstance(worker.address, Role.DECODE))
+
+    async def was_probed() -> bool:
+        return (await service.status())[0].detail == "/ready answers 503"
+
+    await until(was_probed)
+    assert await health(service, worker.address) == "starting"
+
+
+async def test_block_events_reach_the_decision(service: ConductorService, worker: Worker) -> None:
+    stored = BlockStored(block_hashes=HASHES[:2], parent_block_hash=None, token_ids=[], block_size=16)
+    worker.publisher.publish([stored])
+    service.post(AddInstance(worker.address, Role.PREFILL))
+    await until(lambda: is_ready(service, worker.address))
+
+    async def is_known() -> bool:
+        answer = await service.place(Place("r", 64, HASHES))
+        assert isinstance(answer, Decision)
+        return answer.num_cached_tokens == 32
+
+    await until(is_known)
+    assert any("32 of 64 tokens cached" in line or "placed r" in line for line in await service.story("r"))
+
+
+async def test_blocks_of_another_size_are_not_mixed_in(service: ConductorService, worker: Worker) -> None:
+    worker.block_size = 128
+    stored = BlockStored(block_hashes=HASHES[:2], parent_block_hash=None, token_ids=[], block_size=128)
+    worker.publisher.publish([stored])
+    service.post(AddInstance(worker.address, Role.PREFILL))
+    await until(lambda: is_ready(service, worker.address))
+    assert service.core.index.num_blocks == 0
+
+
+@contextlib.asynccontextmanager
+async def served(port: int = 0) -> AsyncIterator[tuple[ConductorService, ConductorServer]]:
+    service = ConductorService(SETTINGS)
+    await service.start()
+    server = ConductorServer(service)
+    await server.start("127.0.0.1", port)
+    yield service, server
+    await server.close()
+    await service.close()
+
+
+async def test_a_client_outlives_its_conductor(worker: Worker) -> None:
+    async with served() as (_, server):
+        port = server.rpc.port
+        remote = RemoteConductor(f"127.0.0.1:{port}")
+        await remote.start()
+        remote.post(AddInstance(worker.address, Role.DECODE))
+
+        async def is_placed_by_conductor() -> bool:
+            answer = await remote.place(Place("r", 64))
+            return isinstance(answer, Decision) and "fewest running" in answer.reason
+
+        await until(is_placed_by_conductor)
+        assert any("placed r" in line for line in await remote.story("r"))
+
+    # The conductor is gone: known instances are used in turn, at once.
+    answer = await remote.place(Place("r2", 64))
+    assert isinstance(answer, Decision)
+    assert (answer.decode, answer.degraded) == (worker.address, "no conductor")
+    [row] = await remote.status()
+    assert row.instance == worker.address and "lost" in row.detail
+    refused = await remote.place(Place("r3", 64, exclude=[worker.address]))
+    assert isinstance(refused, Refuse) and refused.refusal.code == "no_instance"
+
+    # A new one knows nobody; the client registers what it knows.
+    async with served(port) as (service, _):
+        await until(is_placed_by_conductor)
+        assert await health(service, worker.address) == "ready"
+
+    await remote.close()
+
+
+async def test_requests_of_a_lost_client_are_finished(worker: Worker) -> None:
+    async with served() as (service, server):
+        remote = RemoteConductor(f"127.0.0.1:{server.rpc.port}")
+        await remote.start()
+        remote.post(AddInstance(worker.address, Role.DECODE))
+        await until(lambda: is_ready(remote, worker.address))
+
+        async def has_requests(number: int) -> bool:
+            return service.core.status()[0].num_requests == number
+
+        async def placed(request_id: str) -> bool:
+            answer = await remote.place(Place(request_id, 64))
+            return isinstance(answer, Decision) and not answer.degraded.startswith("no conductor")
+
+        await until(lambda: placed("a"))
+        await until(lambda: placed("b"))
+        remote.post(Finished("a"))
+        await until(lambda: has_requests(1))
+        await remote.close()
+        await until(lambda: has_requests(0))
+
+
+async def test_a_drain_through_the_client_is_remembered(worker: Worker) -> None:
+    async with served() as (service, server):
+        remote = RemoteConductor(f"127.0.0.1:{server.rpc.port}")
+        await remote.start()
+        remote.post(AddInstance(worker.address, Role.DECODE))
+        await until(lambda: is_ready(service, worker.address))
+        remote.post(Drain(worker.address))
+
+        async def is_gone() -> bool:
+            return await health(service, worker.address) is None
+
+        await until(is_gone)
+        await remote.close()
