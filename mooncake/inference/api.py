@@ -15,14 +15,15 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
 import mooncake
 from mooncake import clock, metrics
-from mooncake.errors import InvalidArgument
+from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.inference.answers import ChatWriter, Piece, TextWriter
 from mooncake.inference.engine import EngineStats
 from mooncake.inference.generate import Counts, GenerationFailed, Generator, Refused
+from mooncake.inference.latency import e2e_seconds, itl_seconds, ttft_seconds
 from mooncake.inference.openai import (
     STREAM_END,
     ApiError,
@@ -48,26 +49,7 @@ log = get_logger(__name__)
 AnyRequest = CompletionRequest | ChatCompletionRequest
 
 MAX_BODY_BYTES = 32 << 20
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
-ttft_seconds = Histogram(
-    "vllm:time_to_first_token_seconds",
-    "From a request's arrival to its first token.",
-    registry=metrics.registry,
-    buckets=_SECONDS,
-)
-itl_seconds = Histogram(
-    "vllm:inter_token_latency_seconds",
-    "Between two tokens of one answer.",
-    registry=metrics.registry,
-    buckets=_SECONDS,
-)
-e2e_seconds = Histogram(
-    "vllm:e2e_request_latency_seconds",
-    "From a request's arrival to its end.",
-    registry=metrics.registry,
-    buckets=_SECONDS,
-)
 queries = Counter(
     "vllm:prefix_cache_queries",
     "Prompt tokens looked up in this worker's KV cache.",
@@ -109,9 +91,10 @@ def create_app(api: Api) -> FastAPI:
     """The worker's ASGI application."""
     app = FastAPI(title="Mooncake worker", version=mooncake.__version__)
 
-    @app.exception_handler(ApiError)
-    async def _refused(request: Request, error: ApiError) -> Response:
-        return _json(error.body(), error.status, error.headers())
+    @app.exception_handler(MooncakeError)
+    async def _refused(request: Request, error: MooncakeError) -> Response:
+        shown = _as_api_error(error)
+        return _json(shown.body(), shown.status, shown.headers())
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -338,7 +321,7 @@ def _engine_request(
             save_tail=bool(transfer.get("do_remote_decode")),
         )
     except InvalidArgument as error:
-        raise ApiError(400, str(error), param=error.field, code="invalid_value") from error
+        raise _as_api_error(error) from error
 
 
 def _signed(seed: int) -> int:

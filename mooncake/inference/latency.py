@@ -1,0 +1,32 @@
+"""The latencies of answers, under the names that dashboards read from vLLM.
+
+A worker and a gateway both measure them, each at its own door, and both may live in one process (in a
+test); a name can be registered once, so the instruments live here. Who observes what is not known here.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Histogram
+
+from mooncake import metrics
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+ttft_seconds = Histogram(
+    "vllm:time_to_first_token_seconds",
+    "From a request's arrival to its first token.",
+    registry=metrics.registry,
+    buckets=_SECONDS,
+)
+itl_seconds = Histogram(
+    "vllm:inter_token_latency_seconds",
+    "Between two tokens of one answer.",
+    registry=metrics.registry,
+    buckets=_SECONDS,
+)
+e2e_seconds = Histogram(
+    "vllm:e2e_request_latency_seconds",
+    "From a request's arrival to its end.",
+    registry=metrics.registry,
+    buckets=_SECONDS,
+)
