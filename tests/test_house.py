@@ -45,6 +45,8 @@ CORES = {
     "store.allocator",
     "store.eviction",
     "store.master",
+    "store.membership",
+    "store.messages",
     "store.objects",
     "store.operations",
     "store.placement",

@@ -21,7 +21,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -40,35 +40,47 @@ STORY_LINES = 100_000
 MAX_REST_S = 3600.0
 
 
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
 @dataclasses.dataclass(frozen=True)
 class MasterSettings:
-    """How the master decides. The process around it has ``store.server.ServerSettings``."""
+    """Keep the store's metadata: which objects there are and where their bytes lie."""
 
-    lease_s: float = 10.0
-    """Seconds a lookup protects an object from removal, eviction and reuse of its space."""
-    put_s: float = 30.0
-    """Seconds between put-start and put-end; a reservation that is older is given up."""
-    grace_s: float = 5.0
-    """Seconds after a missed put deadline until the space is used again: writes may land late."""
-    heartbeat_s: float = 1.0
-    """Seconds between two heartbeats of a node; one that misses three is suspected."""
-    segment_ttl_s: float = 5.0
-    """Seconds a suspected node has to come back before its objects are forgotten."""
-    high_watermark: float = 0.95
-    """Share of the capacity in use beyond which put-start evicts ahead of need."""
-    eviction_ratio: float = 0.05
-    """Share of the capacity that such an eviction frees below the watermark."""
+    host: str = "127.0.0.1"
+    "Address to listen on."
+
+    port: Port = 50051
+    "Port for clients and nodes; 0 takes a free one."
+
+    metrics_port: Port = 0
+    "Port of `/metrics`; 0 takes a free one."
+
+    lease_s: Seconds = 10.0
+    "Seconds that a lookup protects an object from removal, eviction and reuse of its space."
+
+    put_s: Seconds = 30.0
+    "Seconds between the start and the end of a put; an older reservation is given up."
+
+    grace_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    "Seconds after a missed put deadline until the space is used again, because writes may land late."
+
+    heartbeat_s: Seconds = 1.0
+    "Seconds between two heartbeats of a node; one that misses three is suspected."
+
+    segment_ttl_s: Seconds = 5.0
+    "Seconds that a suspected node has to come back before its objects are forgotten."
+
+    high_watermark: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.95
+    "Share of the capacity in use beyond which a put evicts ahead of need."
+
+    eviction_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05
+    "Share of the capacity that such an eviction frees below the watermark."
 
     def __post_init__(self) -> None:
-        for field in ("lease_s", "put_s", "heartbeat_s", "segment_ttl_s"):
-            if getattr(self, field) <= 0:
-                raise InvalidArgument(field, getattr(self, field), "more than 0 seconds")
-        if self.grace_s < 0:
-            raise InvalidArgument("grace_s", self.grace_s, "at least 0 seconds")
-        if not 0 < self.high_watermark <= 1:
-            raise InvalidArgument("high_watermark", self.high_watermark, "more than 0, at most 1")
-        if not 0 <= self.eviction_ratio < self.high_watermark:
-            raise InvalidArgument("eviction_ratio", self.eviction_ratio, "from 0 to below high_watermark")
+        if self.eviction_ratio >= self.high_watermark:
+            raise InvalidArgument("eviction_ratio", self.eviction_ratio, "less than high_watermark")
 
     @property
     def rest_s(self) -> float:
@@ -249,16 +261,19 @@ class Master:
         if not len(message.keys) == len(message.sizes) == len(message.chunk_bytes):
             return Failure("invalid_argument", "put_start: keys, sizes and chunk_bytes differ in length")
         placement = Placement(self.segments.mounted.values(), message.host, message.avoid, now)
-        outcomes: list[m.Reserved | Refusal | None] = []
+        reserved: list[m.Reserved | None] = []
+        refusals: dict[int, Refusal] = {}
         columns = zip(message.keys, message.sizes, message.chunk_bytes, strict=True)
         for put_id, (key, size_bytes, chunk_bytes) in enumerate(columns, message.put_id):
             outcome = self._reserve(put_id, key, size_bytes, chunk_bytes, placement, now)
-            outcomes.append(outcome)
             if isinstance(outcome, Refusal):
                 self.counts.refused_puts += 1
                 self._tell_story(key, f"put refused: {outcome}", now)
+                refusals[len(reserved)] = outcome
+                outcome = None
+            reserved.append(outcome)
         self._evict_to_watermark(now)
-        return m.PutStarted(self.settings.put_s, outcomes)
+        return m.PutStarted(self.settings.put_s, reserved, refusals)
 
     def _reserve(
         self, put_id: int, key: ObjectKey, size_bytes: int, chunk_bytes: int, placement: Placement, now: float
@@ -315,7 +330,7 @@ class Master:
             stored = self.objects.writing.get(key)
             is_ours = stored is not None and stored.object_id == object_id
             if stored is not None and is_ours:
-                self._unlink(stored, "put aborted", now, is_quiet=message.is_quiet)
+                self._unlink(stored, "put aborted", now)
             outcomes.append(is_ours)
         return m.Outcomes(outcomes)
 
@@ -481,10 +496,10 @@ class Master:
         self.counts.evicted_bytes += victim.size_bytes
         self._unlink(victim, f"evicted: {reason}", now)
 
-    def _unlink(self, stored: StoredObject, reason: str, now: float, is_quiet: bool = False) -> None:
+    def _unlink(self, stored: StoredObject, reason: str, now: float) -> None:
         """Make the object unfindable now, and release its space as soon as every promise is over."""
         if stored.state is State.WRITING:
-            stored.release_at = now if is_quiet else stored.write_until + self.settings.grace_s
+            stored.release_at = stored.write_until + self.settings.grace_s
             self.objects.unlink(stored)
         else:
             stored.release_at = stored.lease_until

@@ -61,10 +61,13 @@ class PutStart(msgspec.Struct, frozen=True, array_like=True, tag="put_start"):
 
 
 class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"):
-    """``put_s``: stop writing so many seconds after asking. None: stored already, or being written."""
+    """``put_s``: stop writing so many seconds after asking."""
 
     put_s: float
-    outcomes: list[Reserved | Refusal | None]
+    reserved: list[Reserved | None]
+    """None: stored already, being written by another, or refused."""
+    refusals: dict[int, Refusal]
+    """By the key's place in the request."""
 
 
 class PutEnd(msgspec.Struct, frozen=True, array_like=True, tag="put_end"):
@@ -76,11 +79,10 @@ class PutEnd(msgspec.Struct, frozen=True, array_like=True, tag="put_end"):
 
 
 class PutAbort(msgspec.Struct, frozen=True, array_like=True, tag="put_abort"):
-    """Give reservations up. ``is_quiet``: none of the writer's writes is under way any more."""
+    """Give reservations up. Their space waits for the deadline: writes may still be on their way."""
 
     keys: list[str]
     object_ids: list[int]
-    is_quiet: bool
 
 
 class Outcomes(msgspec.Struct, frozen=True, array_like=True, tag="outcomes"):
@@ -210,7 +212,7 @@ class SegmentStatus(msgspec.Struct, frozen=True):
     """How long until space is given out here; 0 in normal operation."""
 
 
-class MasterStatus(msgspec.Struct, frozen=True, tag="master_status"):
+class MasterStatus(msgspec.Struct, frozen=True, array_like=True, tag="master_status"):
     num_objects: int
     num_writing: int
     capacity_bytes: int

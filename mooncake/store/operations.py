@@ -271,18 +271,18 @@ class Operations:
             answer, first_asked_at = yield from self._ask(message, deadline)
             # Asked twice, the promise may stem from the first time.
             expires_at = first_asked_at + answer.reply.put_s
-            reserved = answer.reply.outcomes
-            handles = yield from self._open([r for r in reserved if isinstance(r, m.Reserved)], deadline)
-            for offset, outcome in enumerate(reserved, start):
-                if isinstance(outcome, m.Reserved):
-                    size, chunk = sizes[offset], chunk_bytes[offset]
-                    grant = _put_grant(keys[offset], size, chunk, outcome, expires_at)
-                    grant.segment = handles.get(grant.replica.segment)
-                    if grant.segment is None:
-                        grant.failure = _lost(grant.replica, "it can't be opened")
-                    outcomes.append(grant)
-                else:
-                    outcomes.append(outcome)
+            started: m.PutStarted = answer.reply
+            handles = yield from self._open([r for r in started.reserved if r is not None], deadline)
+            for offset, reserved in enumerate(started.reserved):
+                at = start + offset
+                if reserved is None:
+                    outcomes.append(started.refusals.get(offset))
+                    continue
+                grant = _put_grant(keys[at], sizes[at], chunk_bytes[at], reserved, expires_at)
+                grant.segment = handles.get(grant.replica.segment)
+                if grant.segment is None:
+                    grant.failure = _lost(grant.replica, "it can't be opened")
+                outcomes.append(grant)
         return outcomes
 
     def write_ranges(
@@ -343,13 +343,9 @@ class Operations:
 
     def abort_puts(self, grants: Sequence[PutGrant], deadline: float) -> Operation[None]:
         """Give reservations up. Best effort: what the master does not hear, its deadline does."""
-        for is_quiet in (True, False):
-            # After a failed transfer, writes may still be on their way to the node.
-            part = [grant for grant in grants if (grant.failure is None or _is_quiet(grant)) == is_quiet]
-            for start in range(0, len(part), m.MAX_KEYS):
-                some = part[start : start + m.MAX_KEYS]
-                keys, ids = [grant.key for grant in some], [grant.object_id for grant in some]
-                yield Ask(m.PutAbort(keys, ids, is_quiet), deadline)
+        for start in range(0, len(grants), m.MAX_KEYS):
+            part = grants[start : start + m.MAX_KEYS]
+            yield Ask(m.PutAbort([grant.key for grant in part], [g.object_id for g in part]), deadline)
         for grant in grants:
             grant.failure = grant.failure or Refusal("aborted", "this put was given up")
 
@@ -719,8 +715,3 @@ def _read_grant(
 
 def _lost(replica: m.Replica, reason: str) -> Refusal:
     return Refusal("peer_lost", f"the node of segment {replica.segment!r} can't be reached: {reason}")
-
-
-def _is_quiet(grant: PutGrant) -> bool:
-    """Whether no write of this process can still be on its way: none failed half-way."""
-    return grant.failure is not None and grant.failure.code in ("incomplete", "aborted")

@@ -1,0 +1,157 @@
+"""Where a caller's bytes are, and how transfer gets at them.
+
+Transfer touches only registered memory. Large buffers are registered for the length of one
+operation (cheap: no page is touched or pinned on the transports that need none); small ones are
+copied through a staging region that is registered once, because a copy of a few KiB costs less than
+a registration. Memory that the caller registered, such as a worker's KV pool, needs neither: then
+``start_puts`` and friends take its addresses directly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from mooncake.errors import InvalidArgument
+from mooncake.store.allocator import Allocator
+from mooncake.transfer import Region, TransferEngine
+from mooncake.transfer.memory import span_of
+
+Buffer: TypeAlias = Any
+"""Anything with the buffer protocol, a contiguous CPU tensor, or ``(address, size_bytes)``."""
+
+STAGED_BYTES = 256 << 10
+"""The largest operation, in bytes over all its buffers, that goes through the staging region."""
+STAGING_BYTES = 8 << 20
+
+_BYTES_HEADER = bytes.__basicsize__ - 1
+"""Where the content of a ``bytes`` object begins: CPython keeps it, and a final NUL, inside."""
+
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.restype = ctypes.py_object
+_new_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
+
+
+def span_to_write(buffer: Buffer) -> tuple[int, int]:
+    """(address, size in bytes) of a buffer that a get may fill; raises InvalidArgument."""
+    address, size_bytes, is_writable = span_of(buffer)
+    if not is_writable:
+        raise InvalidArgument("buffer", "read-only", "a writable buffer")
+    return address, size_bytes
+
+
+def span_to_read(buffer: Buffer) -> tuple[int, int]:
+    """(address, size in bytes) of a buffer that a put may read; raises InvalidArgument."""
+    if type(buffer) is bytes:
+        return id(buffer) + _BYTES_HEADER, len(buffer)
+    address, size_bytes, _ = span_of(buffer)
+    return address, size_bytes
+
+
+class Lent:
+    """Buffers of one operation, at addresses that transfer may use until the block ends."""
+
+    __slots__ = ("_memory", "_regions", "_staged", "addresses", "sizes")
+
+    def __init__(self, memory: LocalMemory, sizes: list[int]) -> None:
+        self._memory = memory
+        self._regions: list[Region] = []
+        self._staged: int | None = None
+        self.addresses: list[int] = []
+        self.sizes = sizes
+
+    def __enter__(self) -> Lent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._memory.give_back(self._regions, self._staged)
+
+    def register(self, ranges: Sequence[tuple[int, int]]) -> None:
+        engine = self._memory.engine
+        for address, size_bytes in ranges:
+            if size_bytes and not engine.regions.covers(address, size_bytes):
+                self._regions.append(engine.register((address, size_bytes)))
+            self.addresses.append(address)
+
+    def stage(self, offset: int, base: int) -> None:
+        self._staged = offset
+        at = base + offset
+        for size_bytes in self.sizes:
+            self.addresses.append(at)
+            at += size_bytes
+
+    @property
+    def is_staged(self) -> bool:
+        return self._staged is not None
+
+
+class LocalMemory:
+    """Lends callers' buffers to transfer. Thread-safe."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self.engine = engine
+        self._lock = threading.Lock()
+        self._staging: Region | None = None
+        self._ranges = Allocator(STAGING_BYTES)
+
+    def source(self, buffers: Sequence[Buffer]) -> Lent:
+        """The contents of ``buffers``, to be read from ``addresses``."""
+        ranges = [span_to_read(buffer) for buffer in buffers]
+        lent = self._lend(ranges)
+        if lent.is_staged:
+            for (address, size_bytes), staged in zip(ranges, lent.addresses, strict=True):
+                ctypes.memmove(staged, address, size_bytes)
+        return lent
+
+    def target(self, buffers: Sequence[Buffer]) -> Lent:
+        """``buffers`` themselves, to be written at ``addresses``."""
+        ranges = [span_to_write(buffer) for buffer in buffers]
+        lent = Lent(self, [size_bytes for _, size_bytes in ranges])
+        lent.register(ranges)
+        return lent
+
+    def fresh(self, sizes: list[int]) -> tuple[Lent, list[bytes]]:
+        """New ``bytes`` objects of these sizes, to be filled at ``addresses`` before anyone sees them."""
+        values = [_new_bytes(None, size_bytes) for size_bytes in sizes]
+        ranges = [(id(value) + _BYTES_HEADER, len(value)) for value in values]
+        return self._lend(ranges), values
+
+    def unstage(self, lent: Lent, values: Sequence[bytes]) -> None:
+        """Copy what arrived in the staging region into ``values`` of ``fresh``."""
+        if lent.is_staged:
+            for staged, value in zip(lent.addresses, values, strict=True):
+                ctypes.memmove(id(value) + _BYTES_HEADER, staged, len(value))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._staging is not None:
+                self.engine.unregister(self._staging)
+                self._staging = None
+
+    def _lend(self, ranges: Sequence[tuple[int, int]]) -> Lent:
+        lent = Lent(self, [size_bytes for _, size_bytes in ranges])
+        total_bytes = sum(lent.sizes)
+        offset: int | None = None
+        if 0 < total_bytes <= STAGED_BYTES:
+            with self._lock:
+                if self._staging is None:
+                    self._staging = self.engine.allocate(STAGING_BYTES, huge_pages=False, populate=False)
+                offset = self._ranges.allocate(total_bytes)
+        if offset is not None:
+            assert self._staging is not None
+            lent.stage(offset, self._staging.address)
+        else:
+            lent.register(ranges)
+        return lent
+
+    def give_back(self, regions: list[Region], staged: int | None) -> None:
+        for region in regions:
+            self.engine.unregister(region)
+        if staged is not None:
+            with self._lock:
+                self._ranges.free(staged)

@@ -1,0 +1,524 @@
+"""The client's two faces: ``Store`` blocks, ``AsyncStore`` awaits. Same operations, same results.
+
+Neither decides anything: ``operations.py`` does, as generators. A face supplies what they ask for
+(a message to the master, a transfer, a pause) and the caller's memory (``buffers.py``). Results are
+values: None is a miss, a ``Refusal`` says why something was not stored or removed. What raises is a
+master that can't be reached before the deadline, and bad input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy.typing as npt
+from msgspec import Meta
+from prometheus_client import Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from mooncake import clock
+from mooncake.config import Size
+from mooncake.errors import InvalidArgument, MooncakeError, Refusal
+from mooncake.log import get_logger
+from mooncake.metrics import registry
+from mooncake.rpc import AsyncClient, BlockingClient
+from mooncake.store import messages as m
+from mooncake.store.buffers import Buffer, LocalMemory
+from mooncake.store.operations import (
+    Answer,
+    Ask,
+    Move,
+    Moved,
+    Open,
+    Operation,
+    Operations,
+    Pause,
+    PutGrant,
+    ReadGrant,
+    Slices,
+)
+from mooncake.store.views import AsyncView, LeaseKeeper, View
+from mooncake.transfer import (
+    Completion,
+    Op,
+    Status,
+    TransferEngine,
+    TransferSettings,
+    crc32c_combine,
+)
+from mooncake.transfer.segment import decode_descriptor
+from mooncake.types import ObjectKey
+
+log = get_logger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+DEFAULT_MASTER = "127.0.0.1:50051"
+
+_BUCKETS_S = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.5, 1.0, 5.0)
+PUT_SECONDS = Histogram(
+    "mooncake_store_put_seconds", "Time of one put call", registry=registry, buckets=_BUCKETS_S
+)
+GET_SECONDS = Histogram(
+    "mooncake_store_get_seconds", "Time of one get call", registry=registry, buckets=_BUCKETS_S
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreSettings:
+    """How a client of the store behaves."""
+
+    timeout_s: Annotated[float, Meta(gt=0)] = 10.0
+    "Seconds that one operation may take, connecting and waiting for a restarted master included."
+
+    chunk_bytes: Annotated[int, Size, Meta(ge=4096)] = 1 << 20
+    "Bytes covered by one checksum of a plain put."
+
+
+class _Faces:
+    """What both faces share: the engine, the operations, the deadline."""
+
+    def __init__(self, master: str, engine: TransferEngine | None, settings: StoreSettings) -> None:
+        self.settings = settings
+        self.engine = engine if engine is not None else TransferEngine(TransferSettings())
+        self._owns_engine = engine is None
+        self.operations = Operations(
+            self.engine.describe().host, crc32c_combine, random.SystemRandom().getrandbits(62)
+        )
+        self._memory = LocalMemory(self.engine)
+        _counted.add(self.operations)
+
+    def _deadline(self, timeout_s: float | None = None) -> float:
+        return clock.monotonic() + (self.settings.timeout_s if timeout_s is None else timeout_s)
+
+    def _close(self) -> None:
+        _counted.remove(self.operations)
+        self._memory.close()
+        if self._owns_engine:
+            self.engine.close()
+
+    def _open(self, effect: Open) -> Any:
+        try:
+            return self.engine.open(decode_descriptor(effect.descriptor))
+        except MooncakeError as error:
+            log.warning("segment_unreachable", segment=effect.segment, reason=str(error))
+            return None
+
+    def _moved(self, t: Slices, completion: Completion) -> Moved:
+        if completion.status == Status.OK:
+            return Moved(completion.checksums, "", clock.monotonic())
+        if completion.status == Status.PEER_LOST:
+            self.engine.forget(t.handle)  # else the engine remembers for ever that this path is dead
+        return Moved(None, completion.status.name.lower(), clock.monotonic())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} [{self.operations.counts}]>"
+
+
+class Store(_Faces):
+    """The store, blocking; may be used from any thread.
+
+    ``engine``: the process's transfer engine when it has one, so that memory registered there can be
+    read and written directly; else the store makes its own. Connects at the first call.
+    """
+
+    def __init__(
+        self,
+        master: str = DEFAULT_MASTER,
+        engine: TransferEngine | None = None,
+        settings: StoreSettings = StoreSettings(),
+    ) -> None:
+        self._rpc = BlockingClient(master, m.REPLIES, "the master")
+        super().__init__(master, engine, settings)
+        self._keeper = LeaseKeeper(self._renew)
+
+    # Whole objects
+
+    def put(self, key: ObjectKey, data: Buffer) -> Refusal | None:
+        """Store ``data``. None: stored, or the key existed already (its value stays as it is)."""
+        return self.put_batch([key], [data])[0]
+
+    def put_batch(self, keys: Sequence[ObjectKey], buffers: Sequence[Buffer]) -> list[Refusal | None]:
+        """Store many objects; results in the order of ``keys``."""
+        _check_pairs(keys, buffers, "buffers")
+        with PUT_SECONDS.time(), self._memory.source(buffers) as lent:
+            chunk_bytes = self.settings.chunk_bytes
+            return self._run(
+                self.operations.put(keys, lent.addresses, lent.sizes, chunk_bytes, self._deadline())
+            )
+
+    def get(self, key: ObjectKey) -> bytes | None:
+        """The object's bytes, or None."""
+        return self.get_batch([key])[0]
+
+    def get_batch(self, keys: Sequence[ObjectKey]) -> list[bytes | None]:
+        """The bytes of many objects, None for each miss."""
+        deadline = self._deadline()
+        with GET_SECONDS.time():
+            grants = self._run(self.operations.open_reads(keys, deadline))
+            present = [grant for grant in grants if grant is not None]
+            lent, values = self._memory.fresh([grant.size_bytes for grant in present])
+            with lent:
+                arrived = self._run(self.operations.read_whole(present, lent.addresses, deadline))
+                self._memory.unstage(lent, values)
+        return _in_order(grants, values, arrived)
+
+    def get_into(self, key: ObjectKey, buffer: Buffer) -> int | None:
+        """Read the object into ``buffer``; its size, or None for a miss.
+
+        Raises:
+            InvalidArgument: the object is larger than the buffer.
+        """
+        return self.get_batch_into([key], [buffer])[0]
+
+    def get_batch_into(self, keys: Sequence[ObjectKey], buffers: Sequence[Buffer]) -> list[int | None]:
+        """Read many objects, each into its buffer; sizes, None for each miss."""
+        _check_pairs(keys, buffers, "buffers")
+        with GET_SECONDS.time(), self._memory.target(buffers) as lent:
+            return self._run(self.operations.get_into(keys, lent.addresses, lent.sizes, self._deadline()))
+
+    def view(self, key: ObjectKey, verify: bool = True) -> View:
+        """``with store.view(key) as data:`` gives a read-only memoryview, or None for a miss.
+
+        On the host of the object's node nothing is copied, and the lease is kept alive while the
+        view is open; elsewhere the object is fetched. ``verify=False`` leaves the checksums out,
+        which makes the time independent of the size.
+
+        Raises (when the block ends):
+            Unavailable: the lease could not be kept; what was read may be wrong.
+        """
+        return View(self, key, verify)
+
+    # Metadata
+
+    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Which keys can be read; they are leased, so that a get that follows finds them."""
+        return self._run(self.operations.exists(keys, self._deadline()))
+
+    def remove(self, keys: Sequence[ObjectKey], force: bool = False) -> list[bool | Refusal]:
+        """True: removed; False: there was none; a Refusal: leased, and not ``force``."""
+        return self._run(self.operations.remove(keys, force, self._deadline()))
+
+    def ask(self, message: msgspec.Struct) -> Any:
+        """Any message of ``messages.py``, for status, listing and stories."""
+        return self._run(self.operations.ask(message, self._deadline()))
+
+    # Parts of objects. Local addresses must lie in memory registered with ``engine``.
+
+    def start_puts(
+        self, keys: Sequence[ObjectKey], sizes: Sequence[int], chunk_bytes: Sequence[int] | int
+    ) -> list[PutGrant | Refusal | None]:
+        """Reserve space; None: the object exists or another writer is at it. See ``Operations``."""
+        chunks = [chunk_bytes] * len(keys) if isinstance(chunk_bytes, int) else chunk_bytes
+        return self._run(self.operations.start_puts(keys, sizes, chunks, self._deadline()))
+
+    def write_ranges(
+        self,
+        grants: Sequence[PutGrant],
+        object_offsets: npt.ArrayLike,
+        local_addresses: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+    ) -> list[Refusal | None]:
+        """Write k slices for each grant; columns u64 [k * len(grants)], one grant's in a row."""
+        deadline = self._deadline()
+        return self._run(
+            self.operations.write_ranges(grants, object_offsets, local_addresses, lengths, deadline)
+        )
+
+    def end_puts(self, grants: Sequence[PutGrant]) -> list[Refusal | None]:
+        """Make complete objects visible; incomplete or failed ones are given up, with the reason."""
+        return self._run(self.operations.end_puts(grants, self._deadline()))
+
+    def abort_puts(self, grants: Sequence[PutGrant]) -> None:
+        """Give reservations up."""
+        self._run(self.operations.abort_puts(grants, self._deadline()))
+
+    def open_reads(self, keys: Sequence[ObjectKey]) -> list[ReadGrant | None]:
+        """Find and lease objects."""
+        return self._run(self.operations.open_reads(keys, self._deadline()))
+
+    def read_ranges(
+        self,
+        grants: Sequence[ReadGrant],
+        object_offsets: npt.ArrayLike,
+        local_addresses: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+    ) -> list[bool]:
+        """Read whole chunks, k slices for each grant; which grants' bytes may be believed."""
+        deadline = self._deadline()
+        return self._run(
+            self.operations.read_ranges(grants, object_offsets, local_addresses, lengths, deadline)
+        )
+
+    def close(self) -> None:
+        """Let go of everything. Calls under way fail."""
+        self._keeper.close()
+        self._rpc.close()
+        self._close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # For views
+
+    def keep(self, grant: ReadGrant) -> None:
+        self._keeper.add(grant)
+
+    def let_go(self, grant: ReadGrant) -> None:
+        self._keeper.remove(grant)
+
+    def _renew(self, grants: list[ReadGrant], timeout_s: float) -> None:
+        self._run(self.operations.renew(grants, self._deadline(timeout_s)))
+
+    # The trampoline
+
+    def _run(self, operation: Operation[ResultT]) -> ResultT:
+        try:
+            effect = next(operation)
+            while True:
+                effect = operation.send(self._perform(effect))
+        except StopIteration as stop:
+            result: ResultT = stop.value
+            return result
+
+    def _perform(self, effect: Ask | Open | Move | Pause) -> Any:
+        if isinstance(effect, Ask):
+            asked_at = clock.monotonic()
+            try:
+                reply = self._rpc.call(effect.message, max(0.0, effect.deadline - asked_at))
+            except MooncakeError as error:
+                return Answer(None, error, asked_at, clock.monotonic())
+            return Answer(reply, None, asked_at, clock.monotonic())
+        if isinstance(effect, Move):
+            return self._move(effect)
+        if isinstance(effect, Open):
+            return self._open(effect)
+        time.sleep(effect.seconds)
+        return None
+
+    def _move(self, effect: Move) -> list[Moved]:
+        op = Op.WRITE if effect.is_write else Op.READ
+        timeout_s = max(0.0, effect.deadline - clock.monotonic())
+        if len(effect.transfers) == 1:
+            t = effect.transfers[0]
+            done = self.engine.run(
+                op, t.handle, t.local, t.remote, t.lengths, timeout_s=timeout_s, checksum=True
+            )
+            return [self._moved(t, done)]
+        queue = self.engine.new_queue()
+        for token, t in enumerate(effect.transfers):
+            self.engine.submit(
+                queue, token, op, t.handle, t.local, t.remote, t.lengths, checksum=True, timeout_s=timeout_s
+            )
+        # Each ends by its own deadline, and until it has ended its memory is in use.
+        ended: dict[int, Completion] = {}
+        while len(ended) < len(effect.transfers):
+            for completion in queue.drain(timeout_s=1.0):
+                ended[completion.token] = completion
+        return [self._moved(t, ended[token]) for token, t in enumerate(effect.transfers)]
+
+
+class AsyncStore(_Faces):
+    """The store on asyncio. The same operations as ``Store``, which documents them."""
+
+    def __init__(
+        self,
+        master: str = DEFAULT_MASTER,
+        engine: TransferEngine | None = None,
+        settings: StoreSettings = StoreSettings(),
+    ) -> None:
+        self._rpc = AsyncClient(master, m.REPLIES, "the master")
+        super().__init__(master, engine, settings)
+
+    async def put(self, key: ObjectKey, data: Buffer) -> Refusal | None:
+        return (await self.put_batch([key], [data]))[0]
+
+    async def put_batch(self, keys: Sequence[ObjectKey], buffers: Sequence[Buffer]) -> list[Refusal | None]:
+        _check_pairs(keys, buffers, "buffers")
+        with PUT_SECONDS.time(), self._memory.source(buffers) as lent:
+            chunk_bytes = self.settings.chunk_bytes
+            return await self._run(
+                self.operations.put(keys, lent.addresses, lent.sizes, chunk_bytes, self._deadline())
+            )
+
+    async def get(self, key: ObjectKey) -> bytes | None:
+        return (await self.get_batch([key]))[0]
+
+    async def get_batch(self, keys: Sequence[ObjectKey]) -> list[bytes | None]:
+        deadline = self._deadline()
+        with GET_SECONDS.time():
+            grants = await self._run(self.operations.open_reads(keys, deadline))
+            present = [grant for grant in grants if grant is not None]
+            lent, values = self._memory.fresh([grant.size_bytes for grant in present])
+            with lent:
+                arrived = await self._run(self.operations.read_whole(present, lent.addresses, deadline))
+                self._memory.unstage(lent, values)
+        return _in_order(grants, values, arrived)
+
+    async def get_into(self, key: ObjectKey, buffer: Buffer) -> int | None:
+        return (await self.get_batch_into([key], [buffer]))[0]
+
+    async def get_batch_into(self, keys: Sequence[ObjectKey], buffers: Sequence[Buffer]) -> list[int | None]:
+        _check_pairs(keys, buffers, "buffers")
+        with GET_SECONDS.time(), self._memory.target(buffers) as lent:
+            return await self._run(
+                self.operations.get_into(keys, lent.addresses, lent.sizes, self._deadline())
+            )
+
+    def view(self, key: ObjectKey, verify: bool = True) -> AsyncView:
+        """``async with store.view(key) as data:``, else as ``Store.view``."""
+        return AsyncView(self, key, verify)
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return await self._run(self.operations.exists(keys, self._deadline()))
+
+    async def remove(self, keys: Sequence[ObjectKey], force: bool = False) -> list[bool | Refusal]:
+        return await self._run(self.operations.remove(keys, force, self._deadline()))
+
+    async def ask(self, message: msgspec.Struct) -> Any:
+        return await self._run(self.operations.ask(message, self._deadline()))
+
+    async def start_puts(
+        self, keys: Sequence[ObjectKey], sizes: Sequence[int], chunk_bytes: Sequence[int] | int
+    ) -> list[PutGrant | Refusal | None]:
+        chunks = [chunk_bytes] * len(keys) if isinstance(chunk_bytes, int) else chunk_bytes
+        return await self._run(self.operations.start_puts(keys, sizes, chunks, self._deadline()))
+
+    async def write_ranges(
+        self,
+        grants: Sequence[PutGrant],
+        object_offsets: npt.ArrayLike,
+        local_addresses: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+    ) -> list[Refusal | None]:
+        deadline = self._deadline()
+        return await self._run(
+            self.operations.write_ranges(grants, object_offsets, local_addresses, lengths, deadline)
+        )
+
+    async def end_puts(self, grants: Sequence[PutGrant]) -> list[Refusal | None]:
+        return await self._run(self.operations.end_puts(grants, self._deadline()))
+
+    async def abort_puts(self, grants: Sequence[PutGrant]) -> None:
+        await self._run(self.operations.abort_puts(grants, self._deadline()))
+
+    async def open_reads(self, keys: Sequence[ObjectKey]) -> list[ReadGrant | None]:
+        return await self._run(self.operations.open_reads(keys, self._deadline()))
+
+    async def read_ranges(
+        self,
+        grants: Sequence[ReadGrant],
+        object_offsets: npt.ArrayLike,
+        local_addresses: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+    ) -> list[bool]:
+        deadline = self._deadline()
+        return await self._run(
+            self.operations.read_ranges(grants, object_offsets, local_addresses, lengths, deadline)
+        )
+
+    async def renew(self, grants: list[ReadGrant], timeout_s: float) -> list[bool]:
+        """Extend leases; views do it themselves."""
+        return await self._run(self.operations.renew(grants, self._deadline(timeout_s)))
+
+    async def close(self) -> None:
+        await self._rpc.close()
+        self._close()
+
+    async def __aenter__(self) -> AsyncStore:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _run(self, operation: Operation[ResultT]) -> ResultT:
+        try:
+            effect = next(operation)
+            while True:
+                effect = operation.send(await self._perform(effect))
+        except StopIteration as stop:
+            result: ResultT = stop.value
+            return result
+
+    async def _perform(self, effect: Ask | Open | Move | Pause) -> Any:
+        if isinstance(effect, Ask):
+            asked_at = clock.monotonic()
+            try:
+                reply = await self._rpc.call(effect.message, max(0.0, effect.deadline - asked_at))
+            except MooncakeError as error:
+                return Answer(None, error, asked_at, clock.monotonic())
+            return Answer(reply, None, asked_at, clock.monotonic())
+        if isinstance(effect, Move):
+            op = Op.WRITE if effect.is_write else Op.READ
+            timeout_s = max(0.0, effect.deadline - clock.monotonic())
+            return list(await asyncio.gather(*(self._transfer(op, t, timeout_s) for t in effect.transfers)))
+        if isinstance(effect, Open):
+            return await asyncio.to_thread(self._open, effect)
+        await asyncio.sleep(effect.seconds)
+        return None
+
+    async def _transfer(self, op: Op, t: Slices, timeout_s: float) -> Moved:
+        completion = await self.engine.transfer(
+            op, t.handle, t.local, t.remote, t.lengths, timeout_s=timeout_s, checksum=True
+        )
+        return self._moved(t, completion)
+
+
+def _in_order(
+    grants: Sequence[ReadGrant | None], values: Sequence[bytes], arrived: Sequence[bool]
+) -> list[bytes | None]:
+    good: Iterator[bytes | None] = (
+        value if is_good else None for value, is_good in zip(values, arrived, strict=True)
+    )
+    return [None if grant is None else next(good) for grant in grants]
+
+
+def _check_pairs(keys: Sequence[ObjectKey], others: Sequence[Any], name: str) -> None:
+    if len(keys) != len(others):
+        raise InvalidArgument(name, len(others), f"as many as there are keys ({len(keys)})")
+
+
+class _Counted(Collector):
+    """Exports what the operations of this process's clients count, those that are closed included."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Operations] = {}
+        self._past: dict[str, int] = {}
+
+    def add(self, operations: Operations) -> None:
+        self._open[id(operations)] = operations
+
+    def remove(self, operations: Operations) -> None:
+        if self._open.pop(id(operations), None) is not None:
+            for name, value in dataclasses.asdict(operations.counts).items():
+                self._past[name] = self._past.get(name, 0) + value
+
+    def collect(self) -> Generator[CounterMetricFamily, None, None]:
+        totals = dict(self._past)
+        for operations in list(self._open.values()):
+            for name, value in dataclasses.asdict(operations.counts).items():
+                totals[name] = totals.get(name, 0) + value
+        for field, (name, documentation) in _COUNTERS.items():
+            yield CounterMetricFamily(f"mooncake_store_{name}", documentation, value=totals.get(field, 0))
+
+
+_COUNTERS = {
+    "checksum_mismatches": ("checksum_mismatch", "Reads whose bytes did not match what the writer announced"),
+    "expired_leases": ("expired_leases", "Reads that arrived after their lease had ended"),
+    "failed_transfers": ("failed_transfers", "Transfers with a node that failed"),
+    "repeated_requests": (
+        "repeated_requests",
+        "Requests repeated because the connection to the master broke",
+    ),
+}
+_counted = _Counted()
+registry.register(_counted)
