@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest, start_http_server
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from mooncake.errors import AddressInUse
 
+disable_created_metrics()
 registry = CollectorRegistry()
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
