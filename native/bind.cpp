@@ -50,7 +50,8 @@ std::vector<RemoteRegion> remote_of(const std::vector<RemoteTuple>& tuples) {
 Sums array_of(const std::vector<uint32_t>& values) {
   auto* copied = new uint32_t[values.size() + 1];
   std::copy(values.begin(), values.end(), copied);
-  return Sums(copied, {values.size()}, nb::capsule(copied, [](void* p) noexcept { delete[] static_cast<uint32_t*>(p); }));
+  return Sums(copied, {values.size()},
+              nb::capsule(copied, [](void* p) noexcept { delete[] static_cast<uint32_t*>(p); }));
 }
 
 // Bytes of a region, here or of a peer, as a Python buffer; keeps the mapping alive.
@@ -62,13 +63,14 @@ struct View {
 
 int fill_view(PyObject* self, Py_buffer* buffer, int flags) {
   auto* view = nb::inst_ptr<View>(self);
-  return PyBuffer_FillInfo(buffer, self, reinterpret_cast<void*>(view->address), static_cast<Py_ssize_t>(view->size), 1, flags);
+  return PyBuffer_FillInfo(buffer, self, reinterpret_cast<void*>(view->address), static_cast<Py_ssize_t>(view->size), 1,
+                           flags);
 }
 
 int fill_region(PyObject* self, Py_buffer* buffer, int flags) {
   auto* region = nb::inst_ptr<Region>(self);
-  return PyBuffer_FillInfo(buffer, self, reinterpret_cast<void*>(region->address), static_cast<Py_ssize_t>(region->size),
-                           !region->is_writable, flags);
+  return PyBuffer_FillInfo(buffer, self, reinterpret_cast<void*>(region->address),
+                           static_cast<Py_ssize_t>(region->size), !region->is_writable, flags);
 }
 
 PyType_Slot kViewSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(fill_view)}, {0, nullptr}};
@@ -97,9 +99,10 @@ void bind_slices(nb::module_& m) {
       .def_ro("status", &Completion::status)
       .def_ro("failed_slice", &Completion::failed_slice)
       .def_ro("num_bytes", &Completion::num_bytes)
-      .def_prop_ro("checksums", [](const Completion& self) -> nb::object {
-        return self.checksums.empty() ? nb::none() : nb::cast(array_of(self.checksums));
-      })
+      .def_prop_ro("checksums",
+                   [](const Completion& self) -> nb::object {
+                     return self.checksums.empty() ? nb::none() : nb::cast(array_of(self.checksums));
+                   })
       .def("__repr__", [](const Completion& self) {
         return nb::str("Completion(token={}, status={}, failed_slice={}, num_bytes={})")
             .format(self.token, nb::cast(self.status).attr("name"), self.failed_slice, self.num_bytes);
@@ -139,8 +142,10 @@ void bind_regions(nb::module_& m) {
       .def("add", &RegionTable::add, "address"_a, "size_bytes"_a, "is_writable"_a)
       .def("remove", &RegionTable::remove, "key"_a, nb::call_guard<Unlocked>())
       .def("remove_all", &RegionTable::remove_all, nb::call_guard<Unlocked>())
-      .def("covers", [](RegionTable& self, uint64_t address, uint64_t size) { return self.find_local(address, size) != nullptr; },
-           "address"_a, "size_bytes"_a)
+      .def(
+          "covers",
+          [](RegionTable& self, uint64_t address, uint64_t size) { return self.find_local(address, size) != nullptr; },
+          "address"_a, "size_bytes"_a)
       .def("all", &RegionTable::all);
 }
 
@@ -174,8 +179,9 @@ void bind_peer(nb::module_& m) {
             return failed_slice;
           },
           "queue"_a, "token"_a, "op"_a, "local"_a, "remote"_a, "lengths"_a, "timeout_s"_a, "checksum"_a)
-      .def("set_remote", [](Peer& self, const std::vector<RemoteTuple>& remote) { self.set_remote(remote_of(remote)); },
-           "regions"_a)
+      .def(
+          "set_remote", [](Peer& self, const std::vector<RemoteTuple>& remote) { self.set_remote(remote_of(remote)); },
+          "regions"_a)
       .def("cancel", &Peer::cancel, nb::call_guard<Unlocked>())
       .def("close", &Peer::close, nb::call_guard<Unlocked>());
 }
@@ -219,8 +225,9 @@ void bind_shm(nb::module_& m) {
 
 void bind_tcp(nb::module_& m) {
   nb::class_<TcpServer>(m, "TcpServer")
-      .def(nb::new_([](std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::string& host, int port,
-                       int num_threads) { return std::make_shared<TcpServer>(regions, epoch, host, port, num_threads); }),
+      .def(nb::new_(
+               [](std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::string& host, int port,
+                  int num_threads) { return std::make_shared<TcpServer>(regions, epoch, host, port, num_threads); }),
            "regions"_a, "epoch"_a, "host"_a, "port"_a, "num_threads"_a)
       .def_prop_ro("port", &TcpServer::port)
       .def("close", &TcpServer::close, nb::call_guard<Unlocked>());

@@ -136,8 +136,8 @@ struct Fold {
 #define MOONCAKE_AVX512 __attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2")))
 
 MOONCAKE_AVX512 inline __m512i fold512(__m512i lane, __m512i next, __m512i by) {
-  return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(lane, by, 0x00),
-                                   _mm512_clmulepi64_epi128(lane, by, 0x11), next, 0x96);
+  return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(lane, by, 0x00), _mm512_clmulepi64_epi128(lane, by, 0x11),
+                                   next, 0x96);
 }
 
 MOONCAKE_AVX512 inline __m128i fold128(__m128i lane, __m128i next, __m128i by) {
@@ -191,7 +191,8 @@ MOONCAKE_AVX512 uint32_t raw_avx512(const uint8_t* data, size_t length, uint32_t
   return raw_sse42(data, length, crc);
 }
 
-MOONCAKE_AVX512 uint32_t raw_copy_avx512(uint8_t* to, const uint8_t* from, size_t length, uint32_t crc, bool streaming) {
+MOONCAKE_AVX512 uint32_t raw_copy_avx512(uint8_t* to, const uint8_t* from, size_t length, uint32_t crc,
+                                         bool streaming) {
   if (size_t odd = -reinterpret_cast<uintptr_t>(to) & 63; odd && length >= odd + 512) {
     crc = raw_sse42(from, odd, crc);
     std::memcpy(to, from, odd);
@@ -236,8 +237,8 @@ struct Chosen {
 const Chosen kChosen = []() -> Chosen {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("vpclmulqdq"))
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("vpclmulqdq"))
     return {"avx512", raw_avx512, raw_copy_avx512, stream_avx512};
   if (__builtin_cpu_supports("sse4.2")) return {"sse42", raw_sse42, raw_copy_by_pieces<raw_sse42>, plain_copy};
 #endif

@@ -27,8 +27,8 @@ void Queue::push(Completion completion) {
 std::vector<Completion> Queue::drain(size_t max_items, double timeout_s) {
   std::unique_lock lock(mutex_);
   if (items_.empty() && timeout_s > 0) {
-    auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                    std::chrono::duration<double>(std::min(timeout_s, 1e6)));
+    auto until = Clock::now() +
+                 std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(timeout_s, 1e6)));
     filled_.wait_until(lock, until, [&] { return !items_.empty(); });
   }
   size_t count = std::min(max_items, items_.size());

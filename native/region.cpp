@@ -184,7 +184,7 @@ void RegionTable::listen(std::weak_ptr<RegionListener> listener) {
 }
 
 RegionRef map_shared(int fd, uint64_t size, uint64_t key) {
-  struct stat status {};
+  struct stat status{};
   int seals = fcntl(fd, F_GET_SEALS);
   if (size == 0 || seals < 0 || (seals & kSeals) != kSeals || fstat(fd, &status) != 0 ||
       static_cast<uint64_t>(status.st_size) != round_up(size)) {

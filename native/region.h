@@ -42,9 +42,9 @@ class Region {
     return at >= address && length <= size && at - address <= size - length;
   }
 
-  bool enter();   // false when closing
+  bool enter();  // false when closing
   void leave();
-  void close();   // later touches fail; returns when none is left
+  void close();  // later touches fail; returns when none is left
 
  private:
   static constexpr uint32_t kClosing = 1u << 31;
@@ -80,7 +80,7 @@ class RegionTable {
   // give it: populating reports missing memory here instead of as a SIGBUS at the first touch.
   RegionRef allocate(uint64_t size, bool huge_pages, bool populate, std::string& error);
   RegionRef add(uint64_t address, uint64_t size, bool is_writable);  // somebody else's memory
-  void remove(uint64_t key);  // returns when nothing touches it any more
+  void remove(uint64_t key);                                         // returns when nothing touches it any more
   void remove_all();
 
   RegionRef find_local(uint64_t address, uint64_t length) const;

@@ -352,7 +352,8 @@ bool ShmTransport::serve_request(Link& link, const ShmMessage& message) {
       link.unrevoked.erase(message.key);
       revoked_.notify_all();
       return true;
-    default: return false;
+    default:
+      return false;
   }
 }
 

@@ -18,12 +18,12 @@ enum class Op : uint8_t {
 
 enum class Status : uint8_t {
   kOk = 0,
-  kPeerLost = 1,      // the connection broke, was refused, or the peer is gone
-  kAccessDenied = 2,  // the target has no such range under that key (any more)
-  kCancelled = 3,     // cancel(), close(), or the local memory was unregistered
-  kTimedOut = 4,      // the deadline passed first
-  kUnregistered = 5,  // local memory of a slice was never registered; nothing was started
-  kProtocolError = 6, // the peer sent what it may not send
+  kPeerLost = 1,       // the connection broke, was refused, or the peer is gone
+  kAccessDenied = 2,   // the target has no such range under that key (any more)
+  kCancelled = 3,      // cancel(), close(), or the local memory was unregistered
+  kTimedOut = 4,       // the deadline passed first
+  kUnregistered = 5,   // local memory of a slice was never registered; nothing was started
+  kProtocolError = 6,  // the peer sent what it may not send
 };
 
 struct Slice {
@@ -35,9 +35,9 @@ struct Slice {
 struct Completion {
   uint64_t token = 0;
   Status status = Status::kOk;
-  int64_t failed_slice = -1;         // the first slice known to have failed, or -1
-  uint64_t num_bytes = 0;            // bytes moved when status is kOk
-  std::vector<uint32_t> checksums;   // CRC32C of each slice, when asked for and status is kOk
+  int64_t failed_slice = -1;        // the first slice known to have failed, or -1
+  uint64_t num_bytes = 0;           // bytes moved when status is kOk
+  std::vector<uint32_t> checksums;  // CRC32C of each slice, when asked for and status is kOk
 };
 
 }  // namespace mooncake

@@ -19,13 +19,13 @@ namespace mooncake {
 
 namespace {
 
-constexpr uint64_t kFrameBytes = 1 << 20;      // payload after which a frame is closed
-constexpr uint64_t kWindowBytes = 8 << 20;     // requested or sent on a lane and not yet answered
-constexpr uint64_t kLaneBytes = 1 << 20;       // a job takes one lane per so many bytes
+constexpr uint64_t kFrameBytes = 1 << 20;   // payload after which a frame is closed
+constexpr uint64_t kWindowBytes = 8 << 20;  // requested or sent on a lane and not yet answered
+constexpr uint64_t kLaneBytes = 1 << 20;    // a job takes one lane per so many bytes
 constexpr size_t kReceiveBuffer = 8 << 10;
 constexpr size_t kMaxVector = 128;
-constexpr size_t kInCache = 256 << 10;         // checksummed bytes per system call
-constexpr size_t kSpareLanes = 3;              // connections beyond num_streams, so that small jobs need not queue
+constexpr size_t kInCache = 256 << 10;  // checksummed bytes per system call
+constexpr size_t kSpareLanes = 3;       // connections beyond num_streams, so that small jobs need not queue
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 
@@ -174,7 +174,8 @@ class Conversation {
     std::memcpy(at, &frame, sizeof frame);
     at += sizeof frame;
     for (const Piece& piece : next.pieces) {
-      wire::WireSlice slice{job_.request.slices[piece.slice].remote + piece.offset, piece.length, job_.keys[piece.slice]};
+      wire::WireSlice slice{job_.request.slices[piece.slice].remote + piece.offset, piece.length,
+                            job_.keys[piece.slice]};
       std::memcpy(at, &slice, sizeof slice);
       at += sizeof slice;
     }
@@ -481,7 +482,8 @@ Status TcpPeer::greet(Job& job, int socket) {
   size_t received = 0;
   while (received < sizeof answer) {
     if (!wait_for(socket, POLLIN, job.request.deadline)) return Status::kTimedOut;
-    ssize_t count = recv(socket, reinterpret_cast<uint8_t*>(&answer) + received, sizeof answer - received, MSG_DONTWAIT);
+    ssize_t count =
+        recv(socket, reinterpret_cast<uint8_t*>(&answer) + received, sizeof answer - received, MSG_DONTWAIT);
     if (count < 0 && would_block()) continue;
     if (count <= 0) return Status::kPeerLost;
     received += static_cast<size_t>(count);

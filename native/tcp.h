@@ -131,8 +131,8 @@ class TcpPeer final : public Peer {
   const TcpAddress address_;
   const uint64_t epoch_;
   const size_t num_streams_;
-  std::vector<int> idle_;   // connected and clean
-  size_t num_lanes_ = 0;    // idle or in use
+  std::vector<int> idle_;  // connected and clean
+  size_t num_lanes_ = 0;   // idle or in use
   std::condition_variable freed_;
 };
 

@@ -21,8 +21,8 @@ namespace mooncake {
 
 namespace {
 
-constexpr size_t kBuffer = 32 << 10;          // holds the largest slice table
-constexpr size_t kFairShare = 8 << 20;        // bytes moved before other connections get their turn
+constexpr size_t kBuffer = 32 << 10;    // holds the largest slice table
+constexpr size_t kFairShare = 8 << 20;  // bytes moved before other connections get their turn
 constexpr size_t kMaxVector = 128;
 constexpr auto kGreetingTime = std::chrono::seconds(5);
 static_assert(kBuffer >= sizeof(wire::Frame) + wire::kMaxSlices * sizeof(wire::WireSlice));
@@ -44,11 +44,17 @@ TcpConnection::Progress TcpConnection::advance(bool ending) {
     if (moved_ >= kFairShare) return Progress::kMore;
     bool goes_on = false;
     switch (state_) {
-      case State::kReply: goes_on = send_reply(); break;
+      case State::kReply:
+        goes_on = send_reply();
+        break;
       case State::kWrite:
-      case State::kDiscard: goes_on = take_payload(); break;
+      case State::kDiscard:
+        goes_on = take_payload();
+        break;
       case State::kHello:
-      case State::kFrame: goes_on = parse() || receive(); break;
+      case State::kFrame:
+        goes_on = parse() || receive();
+        break;
     }
     if (!goes_on && !over_) return Progress::kWaiting;
   }
@@ -113,7 +119,8 @@ void TcpConnection::begin(const wire::Frame& frame, std::span<const wire::WireSl
   for (uint32_t i = 0; i < slices.size() && status_ == Status::kOk; i++) {
     const wire::WireSlice& slice = slices[i];
     if (touched_.empty() || touched_.back()->key != slice.key) {
-      auto known = std::find_if(touched_.begin(), touched_.end(), [&](auto& region) { return region->key == slice.key; });
+      auto known =
+          std::find_if(touched_.begin(), touched_.end(), [&](auto& region) { return region->key == slice.key; });
       if (known != touched_.end()) {
         std::swap(*known, touched_.back());
       } else if (RegionRef region = regions_->find_key(slice.key)) {
@@ -124,8 +131,8 @@ void TcpConnection::begin(const wire::Frame& frame, std::span<const wire::WireSl
       }
     }
     const Region& region = *touched_.back();
-    bool is_allowed = region.contains(slice.address, slice.length) &&
-                      (region.is_writable || frame.kind == wire::Kind::kRead);
+    bool is_allowed =
+        region.contains(slice.address, slice.length) && (region.is_writable || frame.kind == wire::Kind::kRead);
     if (!is_allowed) status_ = Status::kAccessDenied, failed_slice_ = i;
     payload_.add(reinterpret_cast<void*>(slice.address), slice.length);
   }
@@ -267,7 +274,7 @@ TcpServer::TcpServer(std::shared_ptr<RegionTable> regions, uint64_t epoch, const
   if (listen(listener_, 512) != 0) fail("listen");
   if (getsockname(listener_, name, &address->length) != 0) fail("getsockname");
   port_ = ntohs(address->storage.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(name)->sin6_port
-                                                        : reinterpret_cast<sockaddr_in*>(name)->sin_port);
+                                                       : reinterpret_cast<sockaddr_in*>(name)->sin_port);
   for (int i = 0; i < num_threads; i++) {
     auto loop = std::make_unique<Loop>();
     epoll_event event{};
@@ -337,9 +344,14 @@ void TcpServer::serve(Loop& loop) {
     auto found = loop.connections.find(socket);
     if (found == loop.connections.end()) return;
     switch (found->second->advance(ending)) {
-      case TcpConnection::Progress::kClosed: loop.connections.erase(found); break;
-      case TcpConnection::Progress::kMore: again.push_back(socket); break;
-      case TcpConnection::Progress::kWaiting: break;
+      case TcpConnection::Progress::kClosed:
+        loop.connections.erase(found);
+        break;
+      case TcpConnection::Progress::kMore:
+        again.push_back(socket);
+        break;
+      case TcpConnection::Progress::kWaiting:
+        break;
     }
   };
   auto last_look = Clock::now();

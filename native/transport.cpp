@@ -23,7 +23,9 @@ void Checksums::add(size_t slice, uint64_t offset, uint64_t length, uint32_t crc
 
 std::vector<uint32_t> Checksums::per_slice(size_t num_slices) {
   std::vector<uint32_t> sums(num_slices, 0);
-  auto earlier = [](const Piece& a, const Piece& b) { return std::tie(a.slice, a.offset) < std::tie(b.slice, b.offset); };
+  auto earlier = [](const Piece& a, const Piece& b) {
+    return std::tie(a.slice, a.offset) < std::tie(b.slice, b.offset);
+  };
   if (!std::is_sorted(pieces_.begin(), pieces_.end(), earlier)) std::sort(pieces_.begin(), pieces_.end(), earlier);
   for (const Piece& piece : pieces_)
     sums[piece.slice] = piece.offset ? crc32c_combine(sums[piece.slice], piece.crc, piece.length) : piece.crc;
@@ -88,7 +90,8 @@ Completion Peer::run(Request request) {
   Job job(std::move(request));
   Completion completion;
   if (!prepare(job, completion) || completion.num_bytes == 0) {
-    if (completion.status == Status::kOk && job.request.checksum) completion.checksums.resize(job.request.slices.size());
+    if (completion.status == Status::kOk && job.request.checksum)
+      completion.checksums.resize(job.request.slices.size());
     return completion;
   }
   return carry(job);

@@ -43,11 +43,11 @@ struct Request {
 // A request under way.
 struct Job {
   Request request;
-  std::vector<RegionRef> regions{};             // the local memory it works on, each once
-  std::vector<uint64_t> keys{};                 // of the remote region, per slice
-  std::atomic<Status> stop{Status::kOk};        // anything else: give up with this status
-  uint64_t sequence = 0;                        // order of arrival, for cancel()
-  std::vector<int> sockets{};                   // to shut down when stopped; guarded by the peer's mutex
+  std::vector<RegionRef> regions{};       // the local memory it works on, each once
+  std::vector<uint64_t> keys{};           // of the remote region, per slice
+  std::atomic<Status> stop{Status::kOk};  // anything else: give up with this status
+  uint64_t sequence = 0;                  // order of arrival, for cancel()
+  std::vector<int> sockets{};             // to shut down when stopped; guarded by the peer's mutex
 
   explicit Job(Request request) : request(std::move(request)) {}
   Completion failed(Status status, int64_t slice = -1) const {

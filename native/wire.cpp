@@ -2,9 +2,7 @@
 
 namespace mooncake::wire {
 
-bool is_hello(const Hello& hello) {
-  return hello.magic == kMagic && hello.version == kVersion && hello.zero == 0;
-}
+bool is_hello(const Hello& hello) { return hello.magic == kMagic && hello.version == kVersion && hello.zero == 0; }
 
 bool is_request(const Frame& frame) {
   return frame.magic == kMagic && (frame.kind == Kind::kWrite || frame.kind == Kind::kRead) && frame.status == 0 &&

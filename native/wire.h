@@ -26,8 +26,8 @@ static_assert(std::endian::native == std::endian::little, "the wire is little-en
 
 constexpr uint32_t kMagic = 0x434b4f4d;  // "MOKC"
 constexpr uint8_t kVersion = 1;
-constexpr uint32_t kMaxSlices = 1024;              // per frame
-constexpr uint64_t kMaxPayload = 64ull << 20;      // per frame
+constexpr uint32_t kMaxSlices = 1024;          // per frame
+constexpr uint64_t kMaxPayload = 64ull << 20;  // per frame
 
 enum class Kind : uint8_t { kWrite = 1, kRead = 2, kReply = 3 };
 
@@ -43,7 +43,7 @@ static_assert(sizeof(Hello) == 16);
 struct Frame {
   uint32_t magic = kMagic;
   Kind kind = Kind::kReply;
-  uint8_t status = 0;          // replies
+  uint8_t status = 0;  // replies
   uint16_t zero = 0;
   uint32_t num_slices = 0;     // requests
   uint32_t failed_slice = 0;   // replies with a status: which slice of the frame

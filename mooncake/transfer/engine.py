@@ -75,7 +75,7 @@ class TransferSettings:
     "Paths to offer and to use, best first: `shm`, `tcp`, `local`."
 
     num_streams: Annotated[int, Meta(ge=0, le=64)] = 0
-    "Connections that one big transfer is spread over, and threads that serve peers; 0: half the cores, 1 to 4."
+    "Connections that one big transfer is spread over, and threads that serve peers; 0: half the cores (1-4)."
 
     submit_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     "Seconds after which a submitted transfer fails with TIMED_OUT."

@@ -87,10 +87,11 @@ class RegionIndex:
 
     def in_shared_memory(self, remote: Column, lengths: Column) -> npt.NDArray[np.bool_]:
         """One flag per slice. Empty slices lie everywhere."""
-        empty = lengths == 0
+        empty: npt.NDArray[np.bool_] = np.equal(lengths, 0)
         if not len(self._starts):
             return empty
         nearest = np.searchsorted(self._starts, remote, side="right").astype(np.int64) - 1
         inside = nearest >= 0
         room = self._ends[np.maximum(nearest, 0)] - np.minimum(remote, self._ends[np.maximum(nearest, 0)])
-        return np.asarray((inside & (lengths <= room)) | empty, dtype=np.bool_)
+        found: npt.NDArray[np.bool_] = np.logical_or(inside & (lengths <= room), empty)
+        return found
