@@ -452,9 +452,10 @@ class Master:
             victims = self.eviction.victims(now, lambda v: placement.covers(v.extents[0].segment))
             with contextlib.closing(victims):
                 for victim in victims:
-                    budget_bytes -= victim.size_bytes
-                    self._evict(victim, "no space for a put", now)
-                    placement.freed(victim.extents[0].segment)
+                    segments = [extent.segment for extent in victim.extents]
+                    budget_bytes -= self._evict(victim, "no space for a put", now)
+                    for segment in segments:
+                        placement.freed(segment)
                     place = placement.allocate(size_bytes)
                     if place is not None or budget_bytes < 0:
                         break
@@ -486,18 +487,21 @@ class Master:
         victims = self.eviction.victims(now, lambda victim: victim.extents[0].segment.is_alive)
         with contextlib.closing(victims):
             for victim in victims:
-                allocated_bytes -= victim.size_bytes
-                self._evict(victim, "watermark", now)
+                allocated_bytes -= self._evict(victim, "watermark", now)
                 if allocated_bytes <= target_bytes:
                     break
 
-    def _evict(self, victim: StoredObject, reason: str, now: float) -> None:
+    def _evict(self, victim: StoredObject, reason: str, now: float) -> int:
+        """The space that was won: nobody leases a victim, so all of it and at once."""
         self.counts.evicted_objects += 1
         self.counts.evicted_bytes += victim.size_bytes
-        self._unlink(victim, f"evicted: {reason}", now)
+        return self._unlink(victim, f"evicted: {reason}", now)
 
-    def _unlink(self, stored: StoredObject, reason: str, now: float) -> None:
-        """Make the object unfindable now, and release its space as soon as every promise is over."""
+    def _unlink(self, stored: StoredObject, reason: str, now: float) -> int:
+        """Make the object unfindable now, and release its space as soon as every promise is over.
+
+        Returns the bytes that were released at once.
+        """
         if stored.state is State.WRITING:
             stored.release_at = stored.write_until + self.settings.grace_s
             self.objects.unlink(stored)
@@ -507,17 +511,19 @@ class Master:
             self.eviction.unlinked(stored)
         self._tell_story(stored.key, f"#{stored.object_id} unlinked: {reason}", now)
         if stored.release_at <= now:
-            self._release(stored)
-        else:
-            heapq.heappush(self._timers, (stored.release_at, next(self._order), stored))
+            return self._release(stored)
+        heapq.heappush(self._timers, (stored.release_at, next(self._order), stored))
+        return 0
 
-    def _release(self, stored: StoredObject) -> None:
+    def _release(self, stored: StoredObject) -> int:
         assert stored.state is State.UNLINKED, stored
+        released_bytes = 0
         for extent in stored.extents:
             if extent.segment.is_mounted:
-                extent.segment.allocator.free(extent.offset)
+                released_bytes += extent.segment.allocator.free(extent.offset)
                 del extent.segment.holders[extent.offset]
         stored.extents = []
+        return released_bytes
 
     def _empty(self, segment: Segment, reason: str, now: float) -> None:
         """Forget what lay on a segment that is gone."""

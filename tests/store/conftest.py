@@ -1,0 +1,119 @@
+"""A master that is checked after every test, and a voice to speak to it with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from mooncake.machine import Wake
+from mooncake.store import messages as m
+from mooncake.store.master import ConnectionLost, Master, MasterSettings, Note, Received, Reply
+
+LEASE_S, PUT_S, GRACE_S, TTL_S = 10.0, 30.0, 5.0, 5.0
+
+
+class Voice:
+    """Says things to a master at instants that the test chooses; ``notes`` is what operators see."""
+
+    def __init__(self, settings: MasterSettings) -> None:
+        self.master = Master(settings)
+        self.now = 0.0
+        self.notes: list[Note] = []
+        self._put_id = 1
+
+    def say(self, message: msgspec.Struct, connection: str = "client") -> Any:
+        replies = []
+        for effect in self.master.handle(Received("origin", connection, message), self.now):
+            if isinstance(effect, Reply):
+                assert effect.origin == "origin"
+                replies.append(effect.message)
+            else:
+                self.notes.append(effect)
+        self.master.check()
+        assert len(replies) == 1
+        return replies[0]
+
+    def lose(self, connection: str) -> None:
+        for effect in self.master.handle(ConnectionLost(connection), self.now):
+            assert isinstance(effect, Note)
+            self.notes.append(effect)
+        self.master.check()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass; the master is woken whenever it asked to be."""
+        until = self.now + seconds
+        while True:
+            deadline = self.master.deadline()
+            if deadline is None or deadline > until:
+                break
+            self.now = max(self.now, deadline)
+            for effect in self.master.handle(Wake(), self.now):
+                assert isinstance(effect, Note)
+                self.notes.append(effect)
+            self.master.check()
+            after = self.master.deadline()
+            assert after is None or after > self.now, "the master asks to be woken for nothing"
+        self.now = until
+
+    def mount(
+        self, name: str = "a", size_bytes: int = 4096, *, epoch: int = 7, host: str = "h", rest_s: float = 0.0
+    ) -> m.Mounted:
+        mount = m.Mount(name, epoch, host, 1 << 20, size_bytes, b"how to reach " + name.encode(), rest_s)
+        reply = self.say(mount, f"node {name}")
+        assert isinstance(reply, m.Mounted)
+        return reply
+
+    def keep_alive(self, seconds: float, *names: str, epoch: int = 7) -> None:
+        """Let time pass while these nodes send heartbeats."""
+        for _ in range(int(seconds)):
+            self.wait(1.0)
+            for name in names or ("a",):
+                assert self.say(m.Heartbeat(name, epoch), f"node {name}").is_known
+        self.wait(seconds - int(seconds))
+
+    def start(self, *keys: str, size_bytes: int = 1000, host: str = "h", put_id: int = 0) -> m.PutStarted:
+        if not put_id:
+            put_id = self._put_id
+            self._put_id += len(keys)
+        count = len(keys)
+        message = m.PutStart(put_id, host, list(keys), [size_bytes] * count, [size_bytes] * count)
+        reply = self.say(message)
+        assert isinstance(reply, m.PutStarted)
+        return reply
+
+    def end(self, key: str, object_id: int, checksums: bytes = b"crc!") -> Any:
+        return self.say(m.PutEnd([key], [object_id], [checksums])).outcomes[0]
+
+    def put(self, *keys: str, size_bytes: int = 1000, host: str = "h") -> list[m.Reserved]:
+        reserved = self.start(*keys, size_bytes=size_bytes, host=host).reserved
+        for key, place in zip(keys, reserved, strict=True):
+            assert place is not None
+            assert self.end(key, place.object_id) is True
+        return [place for place in reserved if place is not None]
+
+    def find(self, key: str) -> m.Stored | None:
+        found = self.say(m.Lookup([key])).objects[0]
+        assert found is None or isinstance(found, m.Stored)
+        return found
+
+    def remove(self, key: str, force: bool = False) -> Any:
+        return self.say(m.Remove([key], force)).outcomes[0]
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.master.allocated_bytes
+
+
+SETTINGS = MasterSettings(
+    lease_s=LEASE_S, put_s=PUT_S, grace_s=GRACE_S, heartbeat_s=1.0, segment_ttl_s=TTL_S, high_watermark=1.0
+)
+
+
+@pytest.fixture
+def voice() -> Iterator[Voice]:
+    voice = Voice(SETTINGS)
+    yield voice
+    voice.master.check()
