@@ -170,9 +170,8 @@ class _Answer:
         writer = ChatWriter if isinstance(asked, ChatCompletionRequest) else TextWriter
         self._writer = writer(answer_id, int(clock.wall()), api.model, asked.return_token_ids)
         self._began = clock.monotonic()
-        transfer = asked.kv_transfer_params or {}
-        self._text_offset = int(transfer.get("output_text_offset") or 0)
-        self._is_prefill = bool(transfer.get("do_remote_decode"))
+        self._text_offset = _transfer_count(asked, "output_text_offset")
+        self._is_prefill = _is_prefill(asked)
 
     async def whole(self) -> Any:
         choices = [Piece(index) for index in range(len(self._requests))]
@@ -287,8 +286,7 @@ def _prompts_of(api: Api, asked: AnyRequest) -> list[list[int]]:
 def _engine_request(
     api: Api, asked: AnyRequest, prompt: list[int], request_id: str, choice: int
 ) -> EngineRequest:
-    transfer = asked.kv_transfer_params or {}
-    num_prior = transfer.get("num_output_tokens") or 0
+    num_prior = _transfer_count(asked, "num_output_tokens")
     for param in ("presence_penalty", "frequency_penalty", "logit_bias", "min_p"):
         if getattr(asked, param):
             raise ApiError(400, f"{param} is not supported by this server", param=param, code="unsupported")
@@ -318,10 +316,23 @@ def _engine_request(
             sampling,
             salt=asked.cache_salt or "",
             num_prior_output_tokens=num_prior,
-            save_tail=bool(transfer.get("do_remote_decode")),
+            save_tail=_is_prefill(asked),
         )
     except InvalidArgument as error:
         raise _as_api_error(error) from error
+
+
+def _is_prefill(asked: AnyRequest) -> bool:
+    """Whether another worker will decode, and waits for the prompt's KV in the pool."""
+    return bool((asked.kv_transfer_params or {}).get("do_remote_decode"))
+
+
+def _transfer_count(asked: AnyRequest, name: str) -> int:
+    value = (asked.kv_transfer_params or {}).get(name) or 0
+    if not isinstance(value, int) or value < 0:
+        message = f"kv_transfer_params.{name} is {value!r}; allowed: a count of 0 or more"
+        raise ApiError(400, message, param="kv_transfer_params", code="invalid_value")
+    return value
 
 
 def _signed(seed: int) -> int:

@@ -1,0 +1,262 @@
+"""The worker's HTTP face over a real engine with a tiny random model, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mooncake.inference.api import Api, create_app
+from mooncake.inference.engine import Engine, EngineSettings
+from mooncake.inference.generate import Generator
+from mooncake.inference.openai import KvEventSource
+from mooncake.inference.tokenizer import Tokenizer
+from mooncake.inference.weights import load_model
+from mooncake.types import Role
+from mooncake.web import WebServer, listen
+from tests.inference.conftest import VOCABULARY, Reference
+
+TEXT = "/v1/completions"
+CHAT = "/v1/chat/completions"
+TEMPLATE = "{% for message in messages %}{{ message.role[0] }}{{ message.content }}{% endfor %}"
+
+
+def make_tokenizer(folder: Path) -> Tokenizer:
+    """Bytes as tokens, as far as the tiny vocabulary goes; what is beyond can't be said."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCABULARY - 3]
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{text: 3 + n for n, text in enumerate(alphabet)}}
+    raw = RawTokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+    )
+    wrapped.save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+class Client:
+    def __init__(self, http: aiohttp.ClientSession, url: str, generator: Generator) -> None:
+        self.http = http
+        self.url = url
+        self.generator = generator
+
+    async def get(self, path: str) -> Any:
+        async with self.http.get(self.url + path) as answer:
+            return await answer.json()
+
+    async def post(self, path: str, body: object, status: int = 200) -> Any:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.http.post(self.url + path, data=data) as answer:
+            found = await answer.json()
+            assert answer.status == status, found
+            return found
+
+    async def stream(self, path: str, body: dict[str, object]) -> list[Any]:
+        events = []
+        async with self.http.post(self.url + path, json={**body, "stream": True}) as answer:
+            assert answer.status == 200, await answer.text()
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            async for line in answer.content:
+                if line.startswith(b"data: "):
+                    events.append(line[6:].strip())
+        assert events.pop() == b"[DONE]"
+        return [json.loads(event) for event in events]
+
+
+@pytest.fixture
+async def client(llama: Reference, tmp_path: Path) -> AsyncIterator[Client]:
+    engine = Engine(EngineSettings(block_tokens=16, kv_cache_bytes=1 << 20), load_model(llama.folder))
+    generator = Generator(engine, make_tokenizer(tmp_path), asyncio.get_running_loop())
+    generator.start()
+    api = Api(generator, "tiny", Role.PREFILL, KvEventSource("tcp://127.0.0.1:1"))
+    server = WebServer(create_app(api), listen("127.0.0.1", 0))
+    await server.start()
+    async with aiohttp.ClientSession() as http:
+        yield Client(http, f"http://127.0.0.1:{server.port}", generator)
+    await server.close()
+    await asyncio.to_thread(generator.stop)
+    engine.check()
+
+
+PROMPT = list(range(5, 45))
+
+
+def greedy(**more: object) -> dict[str, object]:
+    return {
+        "prompt": PROMPT,
+        "temperature": 0,
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
+
+
+async def test_the_answer_is_transformers(client: Client, llama: Reference) -> None:
+    answer = await client.post(TEXT, greedy())
+    choice = answer["choices"][0]
+    assert choice["token_ids"] == llama.greedy(PROMPT, 12)
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"] == {
+        "prompt_tokens": 40,
+        "completion_tokens": 12,
+        "total_tokens": 52,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    again = await client.post(TEXT, greedy())
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+
+
+async def test_a_stream_joins_to_the_whole(client: Client) -> None:
+    whole = (await client.post(TEXT, greedy()))["choices"][0]
+    events = await client.stream(TEXT, greedy(stream_options={"include_usage": True}))
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == whole["text"]
+    tokens = [token for event in events[:-1] for token in event["choices"][0]["token_ids"]]
+    assert tokens == whole["token_ids"]
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 12
+
+
+async def test_a_chat_streams_role_then_text(client: Client) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "ab"}],
+        "temperature": 0,
+        "max_tokens": 6,
+        "ignore_eos": True,
+    }
+    whole = await client.post(CHAT, body)
+    events = await client.stream(CHAT, body)
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert text == whole["choices"][0]["message"]["content"]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("num_prior", [1, 5, 11])
+async def test_an_answer_continues_where_another_worker_left_it(client: Client, num_prior: int) -> None:
+    sampled = greedy(temperature=0.9, seed=3, stop=["~~"])
+    whole = (await client.post(TEXT, sampled))["choices"][0]
+    begun = [event["choices"][0] for event in await client.stream(TEXT, sampled)]
+    tokens = whole["token_ids"][:num_prior]
+    sent = ""
+    for choice in begun:
+        if not tokens[: len(choice["token_ids"])]:
+            break
+        tokens = tokens[len(choice["token_ids"]) :]
+        sent += choice["text"]
+    resumed = await client.post(
+        TEXT,
+        {
+            **sampled,
+            "prompt": PROMPT + whole["token_ids"][:num_prior],
+            "kv_transfer_params": {"num_output_tokens": num_prior, "output_text_offset": len(sent)},
+        },
+    )
+    choice = resumed["choices"][0]
+    assert whole["token_ids"][:num_prior] + choice["token_ids"] == whole["token_ids"]
+    assert sent + choice["text"] == whole["text"]
+    assert resumed["usage"]["prompt_tokens"] == 40
+    assert resumed["usage"]["completion_tokens"] == 12
+
+
+async def test_stop_strings_end_the_answer_and_are_not_shown(client: Client) -> None:
+    whole = (await client.post(TEXT, greedy()))["choices"][0]["text"]
+    stop = whole[3:5]
+    choice = (await client.post(TEXT, greedy(stop=[stop])))["choices"][0]
+    assert choice["text"] == whole[: whole.index(stop)]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+
+
+async def test_many_prompts_and_choices_are_numbered(client: Client) -> None:
+    answer = await client.post(TEXT, greedy(prompt=[PROMPT, PROMPT[:7]], n=2, temperature=0.5, seed=1))
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 47
+    assert answer["usage"]["completion_tokens"] == 48
+
+
+async def test_logprobs_have_a_column_per_token(client: Client) -> None:
+    logprobs = (await client.post(TEXT, greedy(logprobs=3, max_tokens=4)))["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == 4
+    assert all(len(top) <= 3 for top in logprobs["top_logprobs"])
+    assert all(value <= 0 for value in logprobs["token_logprobs"])
+    chat = {
+        "messages": [{"role": "user", "content": "a"}],
+        "logprobs": True,
+        "top_logprobs": 2,
+        "max_tokens": 2,
+    }
+    rows = (await client.post(CHAT, chat))["choices"][0]["logprobs"]["content"]
+    assert 1 <= len(rows) <= 2
+    assert len(rows[0]["top_logprobs"]) == 2
+
+
+async def test_prefill_says_what_it_stored(client: Client) -> None:
+    answer = await client.post(TEXT, greedy(max_tokens=1, kv_transfer_params={"do_remote_decode": True}))
+    assert answer["kv_transfer_params"] == {"do_remote_prefill": True, "num_stored_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        (TEXT, b"{", 400, None),
+        (TEXT, {"prompt": [1, 10**6]}, 400, "prompt"),
+        (TEXT, {"prompt": [5] * 600}, 400, "prompt"),
+        (TEXT, {"prompt": "ab", "model": "other"}, 404, "model"),
+        (TEXT, {"prompt": "ab", "presence_penalty": 1.0}, 400, "presence_penalty"),
+        (TEXT, {"prompt": [5], "max_tokens": 2, "kv_transfer_params": {"num_output_tokens": 9}}, 400, None),
+        (TEXT, {"prompt": [5], "kv_transfer_params": {"num_output_tokens": "x"}}, 400, "kv_transfer_params"),
+        (CHAT, {"messages": "hello"}, 400, "messages"),
+    ],
+)
+async def test_bad_requests_are_named(
+    client: Client, path: str, body: object, status: int, param: str | None
+) -> None:
+    error = (await client.post(path, body, status))["error"]
+    assert error["message"]
+    if param is not None:
+        assert error["param"] == param
+    assert (await client.post(TEXT, greedy(max_tokens=1)))["choices"]
+
+
+async def test_a_client_that_leaves_stops_its_request(client: Client) -> None:
+    async def running() -> int:
+        return int((await client.get("/health"))["num_running"])
+
+    for stream in (True, False):
+        asked = asyncio.create_task(client.post(TEXT, greedy(max_tokens=450, stream=stream)))
+        while not await running():
+            assert not asked.done()
+        asked.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asked
+        async with asyncio.timeout(10):
+            while await running():
+                pass
+
+
+async def test_the_other_pages(client: Client) -> None:
+    models = await client.get("/v1/models")
+    assert models["data"][0]["id"] == "tiny"
+    assert models["data"][0]["max_model_len"] > 100
+    assert (await client.get("/kv_event_sources"))["block_size"] == 16
+    assert (await client.get("/ready"))["status"] == "ok"
+    await client.post(TEXT, greedy(max_tokens=1))
+    async with client.http.get(client.url + "/metrics") as answer:
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        page = await answer.text()
+    for name in (
+        "vllm:time_to_first_token_seconds_count",
+        "vllm:prefix_cache_queries_total",
+        "vllm:num_requests_running",
+    ):
+        assert name in page
