@@ -37,7 +37,8 @@ def make_tokenizer(folder: Path) -> Tokenizer:
     raw = RawTokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    wrapped = make(
         tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
     )
     wrapped.save_pretrained(folder)
