@@ -187,13 +187,12 @@ def test_nobody_is_imported_by_nobody() -> None:
 
 
 def _modules_named_in_strings() -> set[str]:
-    """Modules that the command line imports by name when their subcommand runs."""
+    """Modules imported by name when they are needed: subcommands, transports, lazy public names."""
     names: set[str] = set()
     for module in MODULES:
-        if room(module) == "cli":
-            for node in ast.walk(tree_of(module)):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    names.update(re.findall(r"mooncake\.([a-z_.]+)", node.value))
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.update(re.findall(r"^mooncake\.([a-z_.]+)(?::\w+)?$", node.value))
     return names
 
 
