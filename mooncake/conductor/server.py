@@ -1,7 +1,7 @@
 """The conductor's shell: the core on a driver, with its probes, event subscriptions and wire.
 
 ``ConductorService`` runs the core in this process, ``ConductorServer`` lends it to others by RPC, and
-``RemoteConductor`` is the client's side; service and client have the same four methods (``Scheduling``),
+``RemoteConductor`` is the client's side; service and client have the same methods (``Scheduling``),
 so that a gateway need not know whether its conductor lives inside it. Nothing here decides where a request
 goes, with one exception: while the conductor is unreachable a client serves its known instances in turn,
 because a late answer helps nobody and any worker can do any work.
@@ -113,6 +113,10 @@ class Scheduling(Protocol):
         """Report a fact. Returns at once; never raises."""
         ...
 
+    async def change(self, event: AddInstance | RemoveInstance | Drain) -> None:
+        """Change the membership; done when it returns. Raises Unavailable."""
+        ...
+
     async def status(self) -> list[InstanceStatus]: ...
 
     async def story(self, key: str) -> list[str]: ...
@@ -160,6 +164,9 @@ class ConductorService:
 
     def post(self, event: Event) -> None:
         self._driver.post(event)
+
+    async def change(self, event: AddInstance | RemoveInstance | Drain) -> None:
+        self.post(event)
 
     async def status(self) -> list[InstanceStatus]:
         return self.core.status()
@@ -364,13 +371,14 @@ class RemoteConductor:
         return self._place_in_turn(request)
 
     def post(self, event: Event) -> None:
-        if isinstance(event, AddInstance):
-            self._known[event.instance] = event.role
-        elif isinstance(event, RemoveInstance | Drain):
-            self._known.pop(event.instance, None)
+        self._remember(event)
         # A full queue means a conductor that is long gone: what it misses, it learns by probing.
         with contextlib.suppress(asyncio.QueueFull):
             self._outbox.put_nowait(event)
+
+    async def change(self, event: AddInstance | RemoveInstance | Drain) -> None:
+        await self._client.call(event, CALL_TIMEOUT_S)
+        self._remember(event)
 
     async def status(self) -> list[InstanceStatus]:
         try:
@@ -390,6 +398,12 @@ class RemoteConductor:
         answer = await self._client.call(GetStory(key), CALL_TIMEOUT_S)
         assert isinstance(answer, Story)
         return answer.lines
+
+    def _remember(self, event: Event) -> None:
+        if isinstance(event, AddInstance):
+            self._known[event.instance] = event.role
+        elif isinstance(event, RemoveInstance | Drain):
+            self._known.pop(event.instance, None)
 
     def _place_in_turn(self, request: Place) -> Decision | Refuse:
         self._next_turn += 1

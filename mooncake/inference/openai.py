@@ -262,6 +262,20 @@ class TextPart(_Shape):
     text: str
 
 
+_TEMPLATE_ARGUMENTS = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "max_length",
+    "padding",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "truncation",
+)
+"""Names that mean something to whoever renders a template; a client may only set the template's own."""
+
 _text_parts = pydantic.TypeAdapter(list[TextPart])
 
 
@@ -312,6 +326,9 @@ class ChatCompletionRequest(_GenerationRequest):
             raise _rule("tools", "set", "none, this server does not parse tool calls")
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise _rule("response_format", json.dumps(self.response_format)[:100], 'only {"type": "text"}')
+        reserved = [name for name in _TEMPLATE_ARGUMENTS if name in (self.chat_template_kwargs or {})]
+        if reserved:
+            raise _rule("chat_template_kwargs", f"holding {reserved[0]}", "variables of the model's template")
         if self.continue_final_message and self.add_generation_prompt:
             raise _rule("continue_final_message", "true", "only with add_generation_prompt=false")
         return self

@@ -100,6 +100,7 @@ def test_a_wrong_completion_names_the_field(fields: dict[str, Any], param: str) 
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ],
 )
 def test_a_wrong_chat_names_the_field(fields: dict[str, Any], param: str) -> None:

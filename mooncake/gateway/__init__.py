@@ -1,0 +1,1 @@
+"""The door: the OpenAI API for clients, and behind it the walk from prefill to decode."""

@@ -1,0 +1,190 @@
+"""Who serves: instances come and go at run time; health, state and numbers for people and probes.
+
+Owns the admin calls and their key. Whoever lacks the key changes nothing and learns only what ``/status``
+tells everybody.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from msgspec import Meta
+
+import mooncake
+from mooncake import metrics
+from mooncake.conductor.conductor import AddInstance, Drain, RemoveInstance
+from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.inference.openai import ApiError
+from mooncake.rpc.client import split_address
+from mooncake.types import Role
+
+if TYPE_CHECKING:
+    from mooncake.gateway.app import Gateway
+
+MAX_ADMIN_BODY_BYTES = 64 << 10
+
+
+class InstanceChange(msgspec.Struct):
+    """The body of ``/instances/…``."""
+
+    type: Literal["prefill", "decode"]
+    instance: Annotated[str, Meta(min_length=3, max_length=300)]
+
+
+def add_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Everything but the OpenAI endpoints."""
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        rows = await gateway.scheduling.status()
+        if not any(row.health == "ready" for row in rows):
+            states = ", ".join(f"{row.instance} is {row.health}" for row in rows) or "none was added"
+            raise ApiError(503, f"no instance is ready: {states}", code="no_instance", retry_after_s=1.0)
+        return {"status": "ready"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": mooncake.__version__}
+
+    @app.get("/metrics")
+    async def metrics_page() -> Response:
+        return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    @app.get("/status")
+    async def status() -> Response:
+        return _json(await _status(gateway))
+
+    @app.get("/story/{key:path}")
+    async def story(key: str) -> Response:
+        """What the conductor did for an answer (by its ``id``) or with an instance, and why."""
+        try:
+            return _json({"key": key, "story": await gateway.scheduling.story(key)})
+        except MooncakeError as error:
+            raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
+
+    @app.post("/instances/add", openapi_extra=_TAKES_CHANGE)
+    async def add(http: Request) -> Response:
+        change = await _change(gateway, http)
+        await _apply(gateway, AddInstance(change.instance, Role(change.type)))
+        return _json({"message": f"added {change.instance} to {change.type}", "status": "added"})
+
+    @app.post("/instances/remove", openapi_extra=_TAKES_CHANGE)
+    async def remove(http: Request) -> Response:
+        change = await _known(gateway, await _change(gateway, http))
+        await _apply(gateway, RemoveInstance(change.instance))
+        return _json({"message": f"removed {change.instance} from {change.type}", "status": "removed"})
+
+    @app.post("/instances/drain", openapi_extra=_TAKES_CHANGE)
+    async def drain(http: Request) -> Response:
+        change = await _known(gateway, await _change(gateway, http))
+        await _apply(gateway, Drain(change.instance))
+        return _json({"message": f"draining {change.instance}", "status": "draining"})
+
+
+_TAKES_CHANGE: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["type", "instance"],
+                    "properties": {
+                        "type": {"enum": ["prefill", "decode"]},
+                        "instance": {"type": "string", "examples": ["127.0.0.1:8101"]},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+async def _status(gateway: Gateway) -> dict[str, Any]:
+    rows = await gateway.scheduling.status()
+    ready = {role: sum(row.role is role and row.health == "ready" for row in rows) for role in Role}
+    degraded = ""
+    if not any(ready.values()):
+        degraded = "no instance is ready"
+    elif not all(ready.values()):
+        degraded = f"no {Role.PREFILL if not ready[Role.PREFILL] else Role.DECODE} instance is ready"
+    found: dict[str, Any] = {
+        "model": gateway.settings.model_name,
+        "max_model_len": gateway.max_model_len,
+        "scheduling": gateway.settings.scheduling,
+        "conductor": gateway.conductor_state,
+        "degraded": degraded,
+        "requests_in_flight": gateway.gate.num_in_flight,
+        "instances": rows,
+    }
+    for role in Role:
+        nodes = [row.instance for row in rows if row.role is role]
+        found |= {f"{role}_node_count": len(nodes), f"{role}_nodes": nodes}
+    return found
+
+
+async def _change(gateway: Gateway, http: Request) -> InstanceChange:
+    """The body of an admin call, once its key was found right.
+
+    Raises:
+        ApiError: 401 wrong key, 403 no key is set here, 400 naming the wrong field.
+    """
+    expected = gateway.settings.admin_api_key
+    if not expected:
+        message = "admin calls are off: start the gateway with ADMIN_API_KEY (or --admin-api-key) set"
+        raise ApiError(403, message, code="admin_key_not_set")
+    given = http.headers.get("x-api-key", "")
+    if not hmac.compare_digest(given.encode(), expected.encode()):
+        what = "is wrong" if given else "is missing"
+        raise ApiError(401, f"the header X-API-Key {what}; nothing was changed", code="invalid_api_key")
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > MAX_ADMIN_BODY_BYTES:
+            raise ApiError(
+                413, f"the body is larger than {MAX_ADMIN_BODY_BYTES} bytes", code="body_too_large"
+            )
+    try:
+        change = msgspec.json.decode(body, type=InstanceChange)
+    except msgspec.ValidationError as error:
+        field = str(error).partition("`$.")[2].rstrip("`") or None
+        if "required field" in str(error):
+            field = str(error).partition("required field `")[2].partition("`")[0]
+        raise ApiError(400, f"{error}", param=field, code="invalid_value") from error
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    try:
+        split_address(change.instance)
+    except InvalidArgument as error:
+        message = f"instance is {change.instance!r}; allowed: host:port"
+        raise ApiError(400, message, param="instance", code="invalid_value") from error
+    return change
+
+
+async def _apply(gateway: Gateway, event: AddInstance | RemoveInstance | Drain) -> None:
+    try:
+        await gateway.scheduling.change(event)
+    except MooncakeError as error:
+        raise ApiError(503, f"nothing was changed: {error}", code=error.code, retry_after_s=1.0) from error
+
+
+async def _known(gateway: Gateway, change: InstanceChange) -> InstanceChange:
+    for row in await gateway.scheduling.status():
+        if row.instance == change.instance:
+            if row.role.value == change.type:
+                return change
+            message = f"{change.instance} is a {row.role} instance, not a {change.type} instance"
+            raise ApiError(404, message, param="type", code="no_such_instance")
+    message = f"there is no instance {change.instance}; GET /status lists them"
+    raise ApiError(404, message, param="instance", code="no_such_instance")
+
+
+def _json(answer: Any) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

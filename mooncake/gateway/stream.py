@@ -1,0 +1,116 @@
+"""Server-sent events: read from a worker, written to a client.
+
+Owns the bytes between ``data:`` and the blank line, and what happens when either side goes away. What an
+event means is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from mooncake.errors import ProtocolError
+from mooncake.inference.openai import ApiError
+
+ResultT = TypeVar("ResultT")
+
+MAX_EVENT_BYTES = 16 << 20
+"""A worker's event beyond this size is not read on."""
+
+
+class EventParser:
+    """Cuts a worker's stream into the ``data`` of its events. Feed it whatever arrives."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of each event that ``data`` completes.
+
+        Raises:
+            ProtocolError: an event without end.
+        """
+        *events, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise ProtocolError(f"a server-sent event of more than {MAX_EVENT_BYTES} bytes")
+        return [found for event in events if (found := _data_of(event))]
+
+
+def _data_of(event: bytes) -> bytes:
+    lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines)
+
+
+class EventStream(Response):
+    """A response that writes events as they are made and stops making them when the client leaves.
+
+    ``first`` was taken from ``events`` already; ``on_end`` is called once, whatever the end.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str],
+        on_end: Callable[[], None],
+    ) -> None:
+        # A proxy that buffers would turn a stream into one late answer.
+        no_buffering = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers={**no_buffering, **headers})
+        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+        self._first = first
+        self._events = events
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.ensure_future(self._write(send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            await _cancel(writing, leaving)
+            await self._events.aclose()
+            self._on_end()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_left(http: Request, answer: Awaitable[ResultT]) -> ResultT:
+    """The result of ``answer``, which is cancelled when the client goes away.
+
+    Raises:
+        ApiError: 499 for the log; the client is not there to read it.
+    """
+    answering = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(_left(http.receive))
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ApiError(499, "the client went away", code="client_closed_request")
+        return answering.result()
+    finally:
+        await _cancel(answering, leaving)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
