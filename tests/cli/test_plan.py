@@ -59,7 +59,7 @@ def test_roles_are_told_about_each_other() -> None:
     assert flag(plans["node"], "--pool-size") == "64MiB"
     assert flag(plans["prefill-0"], "--role") == "prefill"
     assert flag(plans["prefill-0"], "--model") == "/models/smollm2"
-    assert flag(plans["prefill-0"], "--served-name") == "smollm2"
+    assert flag(plans["prefill-0"], "--served-model-name") == "smollm2"
     assert flag(plans["conductor"], "--scheduling") == "round_robin"
     assert flag(plans["gateway"], "--prefill") == plans["prefill-0"].address
     assert flag(plans["gateway"], "--decode") == plans["decode-0"].address
@@ -80,7 +80,7 @@ def test_children_log_and_are_configured_as_we_are(tmp_path: Path) -> None:
 
 
 def test_threads_and_pool_fit_the_machine() -> None:
-    assert threads_per_worker(UpSettings(threads=3)) == 3
+    assert threads_per_worker(UpSettings(num_threads=3)) == 3
     assert threads_per_worker(UpSettings(prefill=64, decode=64)) in (1, 2)
     assert quiet_threads(2)["OMP_WAIT_POLICY"] == "PASSIVE"
     assert 0 < default_pool_bytes() <= LARGEST_DEFAULT_POOL_BYTES

@@ -7,15 +7,47 @@ those of the metadata service that programs written for the existing package exp
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from mooncake import clock
+from mooncake.config import Port
+from mooncake.log import get_logger
+from mooncake.web import WebServer, listen
+
+log = get_logger(__name__)
 
 MAX_VALUE_BYTES = 16 << 20
 MAX_KEY_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class MetadataSettings:
+    """Keep the addresses of transfer engines."""
+
+    host: str = "127.0.0.1"
+    "Address to listen on."
+
+    port: Port = 8080
+    "Port of the HTTP server; 0 takes a free one."
+
+
+async def serve(settings: MetadataSettings) -> None:
+    """Run the service until cancelled.
+
+    Raises:
+        AddressInUse: the port is taken.
+    """
+    server = WebServer(make_app(), listen(settings.host, settings.port))
+    await server.start()
+    try:
+        log.info("ready", role="metadata", address=f"http://{settings.host}:{server.port}")
+        await server.wait()
+    finally:
+        await server.close()
 
 
 class Entries:
