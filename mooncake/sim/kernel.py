@@ -1,0 +1,130 @@
+"""Virtual time: an event heap, a clock that jumps, one source of randomness, processes that die.
+
+Two events of the same instant happen in the order in which they were planned (a counter in the
+heap's key), so a seed is a whole history and a failure comes back with it. A process can crash:
+everything it had planned for itself is then void, and what others plan for it falls on the floor.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from random import Random
+from typing import Any, Generic, TypeVar
+
+from mooncake.machine import Machine, Wake
+
+EventT = TypeVar("EventT")
+EffectT = TypeVar("EffectT")
+
+
+class Timer:
+    """A planned action; ``cancel`` makes it void."""
+
+    __slots__ = ("action", "is_void")
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action = action
+        self.is_void = False
+
+    def cancel(self) -> None:
+        self.is_void = True
+
+
+class Kernel:
+    """The clock and what is planned on it."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.random = Random(seed)
+        self.now = 0.0
+        self.num_steps = 0
+        self.trace: list[str] = []
+        """What happened, for people and for comparing two runs of one seed."""
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
+        """Plan ``action``; a negative delay is none."""
+        timer = Timer(action)
+        heapq.heappush(self._heap, (self.now + max(0.0, delay_s), next(self._order), timer))
+        return timer
+
+    def run(self, until: float) -> None:
+        """Let time pass to ``until``, or to the end of all plans."""
+        while self._heap and self._heap[0][0] <= until:
+            self.now, _, timer = heapq.heappop(self._heap)
+            if not timer.is_void:
+                self.num_steps += 1
+                timer.action()
+        self.now = max(self.now, until)
+
+    def tell(self, line: str) -> None:
+        self.trace.append(f"{self.now:.6f} {line}")
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+
+class Process:
+    """Something that runs on a host and can crash."""
+
+    def __init__(self, kernel: Kernel, name: str) -> None:
+        self.kernel = kernel
+        self.name = name
+        self.is_alive = True
+        self._on_crash: list[Callable[[], None]] = []
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
+        """As ``Kernel.after``, unless the process has died by then."""
+
+        def unless_dead() -> None:
+            if self.is_alive:
+                action()
+
+        return self.kernel.after(delay_s, unless_dead)
+
+    def on_crash(self, action: Callable[[], None]) -> None:
+        self._on_crash.append(action)
+
+    def crash(self) -> None:
+        """Die at once, saying goodbye to nobody."""
+        if self.is_alive:
+            self.is_alive = False
+            self.kernel.tell(f"{self.name} crashes")
+            for action in self._on_crash:
+                action()
+
+    def __repr__(self) -> str:
+        return f"<Process {self.name} [{'alive' if self.is_alive else 'dead'}]>"
+
+
+class SimDriver(Generic[EventT, EffectT]):
+    """What ``driver.Driver`` is on asyncio: feeds one machine and wakes it. Checks it at every step."""
+
+    def __init__(
+        self,
+        process: Process,
+        machine: Machine[EventT, EffectT],
+        perform: Callable[[EffectT], None],
+    ) -> None:
+        self._process = process
+        self._machine: Any = machine
+        self._perform = perform
+        self._timer: Timer | None = None
+        self.after_step: Callable[[], None] | None = None
+
+    def post(self, event: EventT | Wake) -> None:
+        now = self._process.kernel.now
+        effects = self._machine.handle(event, now)
+        self._machine.check()
+        if self.after_step is not None:
+            self.after_step()
+        for effect in effects:
+            self._perform(effect)
+        if self._timer is not None:
+            self._timer.cancel()
+        deadline = self._machine.deadline()
+        if deadline is not None:
+            self._timer = self._process.after(deadline - now, lambda: self.post(Wake()))

@@ -1,0 +1,156 @@
+"""Connections between simulated processes: ordered, delayed, breakable, and silent in a partition.
+
+A partition loses nothing, it holds: that is what TCP makes of lost packets, until somebody's
+patience ends. A crash breaks the connections of a process; the other side hears of it a delay later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from mooncake.sim.faults import Faults
+from mooncake.sim.kernel import Kernel, Process
+
+
+class End:
+    """One side of a connection. Compared by identity."""
+
+    def __init__(self, link: Link, process: Process) -> None:
+        self.link = link
+        self.process = process
+        self.on_message: Callable[[Any], None] | None = None
+        self.on_closed: Callable[[str], None] | None = None
+        self.is_open = True
+        self.free_at = 0.0
+        """Nothing is delivered here before: keeps the order of messages."""
+
+    def send(self, message: Any) -> None:
+        if self.is_open:
+            self.link.carry(self, message)
+
+    def close(self) -> None:
+        """Close this side; it hears no more, the other one hears of it."""
+        if self.is_open:
+            self.is_open = False
+            self.link.closed(self, "closed by the other side")
+
+
+class Link:
+    def __init__(self, network: Network, a: Process, b: Process) -> None:
+        self._network = network
+        self.a = End(self, a)
+        self.b = End(self, b)
+
+    def other(self, end: End) -> End:
+        return self.b if end is self.a else self.a
+
+    def carry(self, sender: End, message: Any) -> None:
+        kernel, faults = self._network.kernel, self._network.faults
+        receiver = self.other(sender)
+        breaks = kernel.chance(faults.break_chance)
+        if breaks and kernel.chance(0.5):
+            self.cut("the network broke it")
+            return
+
+        def deliver() -> None:
+            if receiver.is_open and receiver.process.is_alive and receiver.on_message is not None:
+                receiver.on_message(message)
+            if breaks:
+                self.cut("the network broke it")
+
+        self._network.plan(sender, receiver, deliver)
+
+    def closed(self, closer: End, reason: str) -> None:
+        receiver = self.other(closer)
+
+        def deliver() -> None:
+            if receiver.is_open:
+                receiver.is_open = False
+                if receiver.process.is_alive and receiver.on_closed is not None:
+                    receiver.on_closed(reason)
+
+        self._network.plan(closer, receiver, deliver)
+
+    def cut(self, reason: str) -> None:
+        for end in (self.a, self.b):
+            self.closed(self.other(end), reason)
+
+    def crash(self, end: End) -> None:
+        if end.is_open:
+            end.is_open = False
+            self.closed(end, "the process behind it died")
+
+
+class Network:
+    """Who listens under which name, and which pairs can't hear each other for a while."""
+
+    def __init__(self, kernel: Kernel, faults: Faults) -> None:
+        self.kernel = kernel
+        self.faults = faults
+        self._listeners: dict[str, tuple[Process, Callable[[End], None]]] = {}
+        self._healed_at: dict[tuple[str, str], float] = {}
+
+    def listen(self, name: str, process: Process, accept: Callable[[End], None]) -> None:
+        self._listeners[name] = (process, accept)
+
+    def connect(
+        self, process: Process, name: str, opened: Callable[[End], None], refused: Callable[[str], None]
+    ) -> None:
+        """Connect to whoever listens under ``name`` when the request gets there."""
+
+        def arrive() -> None:
+            listener = self._listeners.get(name)
+            if listener is None or not listener[0].is_alive:
+                process.after(self.delay_s(name, process.name), lambda: refused("connection refused"))
+                return
+            server, accept = listener
+            link = Link(self, process, server)
+            process.on_crash(lambda: link.crash(link.a))
+            server.on_crash(lambda: link.crash(link.b))
+            accept(link.b)
+
+            def connected() -> None:
+                if not process.is_alive:
+                    link.crash(link.a)
+                elif link.a.is_open:
+                    opened(link.a)
+                else:
+                    refused("closed while connecting")
+
+            process.kernel.after(self.delay_s(name, process.name), connected)
+
+        self.kernel.after(self.delay_s(process.name, name), arrive)
+
+    def partition(self, one: str, other: str, seconds: float) -> None:
+        self.kernel.tell(f"{one} and {other} don't hear each other for {seconds:.2f} s")
+        self._healed_at[min(one, other), max(one, other)] = self.kernel.now + seconds
+
+    def heal(self) -> None:
+        self._healed_at.clear()
+
+    def held_s(self, one: str, other: str) -> float:
+        """How long until a message from one to the other gets through."""
+        healed_at = self._healed_at.get((min(one, other), max(one, other)), 0.0)
+        return max(0.0, healed_at - self.kernel.now)
+
+    def delay_s(self, sender: str, receiver: str) -> float:
+        random = self.kernel.random
+        delay_s = self.faults.delay_s * random.uniform(0.5, 3.0)
+        if random.random() < self.faults.slow_chance:
+            delay_s += random.uniform(0, self.faults.slow_s)
+        return delay_s + self.held_s(sender, receiver)
+
+    def plan(self, sender: End, receiver: End, action: Callable[[], None]) -> None:
+        """In order after everything that was sent this way before."""
+        now = self.kernel.now
+        at = max(now + self.delay_s(sender.process.name, receiver.process.name), receiver.free_at)
+        receiver.free_at = at
+        self.kernel.after(at - now, action)
+
+
+def over_the_wire(message: msgspec.Struct, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+    """What the other side decodes: catches a message that can't travel."""
+    return decoder.decode(msgspec.msgpack.encode(message))

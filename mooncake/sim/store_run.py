@@ -1,0 +1,158 @@
+"""One run of the store under one seed: the cluster, the work, the faults, and a calm end.
+
+The first part is as rough as the seed says. Then everything heals, and the cluster has to show that
+nothing is stuck: every operation has ended, and each client can put and get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mooncake.sim import faults as faults_module
+from mooncake.sim.checkers import Violation
+from mooncake.sim.cluster import Cluster
+from mooncake.sim.faults import Faults
+from mooncake.sim.kernel import Kernel
+from mooncake.sim.workload import TIMEOUT_S, Worker
+from mooncake.store.master import MasterSettings
+
+SETTINGS = MasterSettings(
+    lease_s=4.0, put_s=6.0, grace_s=2.0, heartbeat_s=0.5, segment_ttl_s=3.0, high_watermark=0.9
+)
+ROUGH_S = 60.0
+CALM_S = 30.0
+HOSTS = ("left", "right")
+
+
+class StoreRun:
+    """Prepare with a seed (and faults, else the seed draws them), then ``run()``."""
+
+    def __init__(self, seed: int, faults: Faults | None = None) -> None:
+        self.kernel = Kernel(seed)
+        random = self.kernel.random
+        self.faults = faults if faults is not None else faults_module.draw(random)
+        self.cluster = Cluster(self.kernel, self.faults, SETTINGS)
+        self._is_rough = True
+        self._num_clients = random.randint(2, 4)
+        self._keys = [f"key{number}" for number in range(random.choice((4, 12, 40)))]
+        self._max_bytes = random.choice((64, 700, 2000))
+        pool_bytes = random.choice((4096, 16384, 65536))
+        self._sizes = {f"node{number}": pool_bytes for number in range(random.randint(1, 3))}
+        self._workers: dict[str, Worker] = {}
+
+    def run(self) -> None:
+        """Raises Violation (or the assertion of a core) with the seed in its message."""
+        try:
+            self._run()
+        except AssertionError as error:
+            last = "\n  ".join(self.kernel.trace[-12:])
+            message = f"seed {self.kernel.seed} at {self.kernel.now:.6f}: {error}\n{self.faults}\n  {last}"
+            raise Violation(message) from error
+
+    def _run(self) -> None:
+        for name in self._sizes:
+            self._start_node(name)
+        for number in range(self._num_clients):
+            self._start_client(f"client{number}")
+        self._plan_faults()
+        for _ in range(int(ROUGH_S)):
+            self.kernel.run(self.kernel.now + 1.0)
+            self.cluster.checkers.check_ends()
+        self._calm_down()
+        self.kernel.run(self.kernel.now + TIMEOUT_S + SETTINGS.rest_s + CALM_S)
+        self.cluster.checkers.check_ends()
+        self._prove_health()
+
+    # Starting
+
+    def _start_node(self, name: str) -> None:
+        host = HOSTS[int(name[-1]) % len(HOSTS)]
+        self.cluster.start_node(name, host, self._sizes[name])
+
+    def _start_client(self, name: str) -> None:
+        client = self.cluster.start_client(name, HOSTS[int(name[-1]) % len(HOSTS)])
+        self._workers[name] = Worker(client, self._keys, self._max_bytes)
+
+    # Faults
+
+    def _plan_faults(self) -> None:
+        faults = self.faults
+        self._now_and_then(faults.partition_every_s, self._partition)
+        self._now_and_then(faults.crash_master_every_s, self._crash_master)
+        self._now_and_then(faults.crash_node_every_s, self._crash_node)
+        self._now_and_then(faults.crash_client_every_s, self._crash_client)
+        self._now_and_then(faults.corruption_every_s, self._corrupt)
+
+    def _now_and_then(self, every_s: float, action: Callable[[], None]) -> None:
+        if not every_s:
+            return
+
+        def strike() -> None:
+            if self._is_rough:
+                action()
+                self._now_and_then(every_s, action)
+
+        self.kernel.after(self.kernel.random.expovariate(1 / every_s), strike)
+
+    def _partition(self) -> None:
+        names = ["master", *self.cluster.nodes, *self.cluster.clients]
+        one, other = self.kernel.random.sample(names, 2)
+        seconds = self.kernel.random.expovariate(1 / self.faults.partition_s)
+        self.cluster.network.partition(one, other, seconds)
+
+    def _restart_later(self, start: Callable[[], None]) -> None:
+        self.kernel.after(self.kernel.random.expovariate(1 / self.faults.restart_s), start)
+
+    def _crash_master(self) -> None:
+        if self.cluster.master.process.is_alive:
+            self.cluster.master.process.crash()
+            self._restart_later(self.cluster.start_master)
+
+    def _crash_node(self) -> None:
+        name = self.kernel.random.choice(list(self.cluster.nodes))
+        if self.cluster.nodes[name].is_alive:
+            self.cluster.nodes[name].process.crash()
+            self._restart_later(lambda: self._start_node(name))
+
+    def _crash_client(self) -> None:
+        name = self.kernel.random.choice(list(self.cluster.clients))
+        if self.cluster.clients[name].process.is_alive:
+            self.cluster.clients[name].process.crash()
+            self._restart_later(lambda: self._start_client(name))
+
+    def _corrupt(self) -> None:
+        node = self.cluster.nodes[self.kernel.random.choice(list(self.cluster.nodes))]
+        at = self.kernel.random.randrange(len(node.memory))
+        node.memory[at] ^= 1 << self.kernel.random.randrange(8)
+        self.kernel.tell(f"a bit falls at {at} of {node.name}")
+
+    # The calm end
+
+    def _calm_down(self) -> None:
+        self.kernel.tell("calm")
+        self._is_rough = False
+        self.cluster.network.heal()
+        self.cluster.faults = self.cluster.network.faults = Faults(has_checksums=self.faults.has_checksums)
+        for worker in self._workers.values():
+            worker.stop()
+
+    def _prove_health(self) -> None:
+        for name, client in self.cluster.clients.items():
+            if not client.process.is_alive:
+                raise Violation(f"{name} was not started again")
+            key, value = f"proof of {name}", name.encode()
+            client.memory[: len(value)] = value
+            address, deadline = 1000, self.kernel.now + TIMEOUT_S
+            results: list[object] = []
+
+            def collect(result: object, error: Exception | None, results: list[object] = results) -> None:
+                results.append(error if error is not None else result)
+
+            operations = client.operations
+            client.run(operations.put([key], [0], [len(value)], 256, deadline), deadline, collect)
+            self.kernel.run(self.kernel.now + 1.0)
+            client.run(operations.get_into([key], [address], [100], deadline), deadline, collect)
+            self.kernel.run(self.kernel.now + 1.0)
+            got = bytes(client.memory[address : address + len(value)])
+            if results != [[None], [len(value)]] or got != value:
+                raise Violation(f"{name} can't put and get in a healed cluster: {results}")

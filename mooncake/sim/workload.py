@@ -1,0 +1,228 @@
+"""What simulated clients do all day: put, get, look, remove, in whole objects and in parts.
+
+Every value is unique, so that a reader who gets another object's bytes, or an older version's,
+can't be right by accident.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from mooncake.errors import Refusal
+from mooncake.sim.checkers import Violation
+from mooncake.sim.cluster import SimClient
+from mooncake.store.operations import PutGrant, ReadGrant
+
+CHUNK_BYTES = 256
+TIMEOUT_S = 6.0
+MAX_PAUSE_S = 0.4
+
+
+class Worker:
+    """One client's endless sequence of operations, until ``stop``."""
+
+    def __init__(self, client: SimClient, keys: list[str], max_bytes: int) -> None:
+        self._client = client
+        self._kernel = client.kernel
+        self._checkers = client.cluster.checkers
+        self._keys = keys
+        self._max_bytes = max_bytes
+        self._num_values = 0
+        self.is_stopped = False
+        self.is_idle = False
+        self._next()
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def _next(self, *_: Any) -> None:
+        self.is_idle = self.is_stopped
+        if self.is_stopped:
+            return
+        random = self._kernel.random
+        work = random.choices(
+            (self._put, self._get, self._put_parts, self._look, self._exists, self._remove),
+            (5, 6, 3, 3, 1, 1),
+        )[0]
+        self._client.process.after(random.uniform(0, MAX_PAUSE_S), work)
+
+    def _some_keys(self) -> list[str]:
+        return self._kernel.random.sample(self._keys, self._kernel.random.randint(1, 4))
+
+    def _new_value(self, key: str) -> bytes:
+        self._num_values += 1
+        name = f"{key} {self._client.name} {self._kernel.now!r} {self._num_values}"
+        digest = hashlib.blake2b(name.encode()).digest()
+        length = self._kernel.random.randint(1, self._max_bytes)
+        value = (digest * (length // len(digest) + 1))[:length]
+        self._checkers.value_put(key, value)
+        return value
+
+    def _place(self, value: bytes) -> int:
+        address = self._client.allocate(len(value))
+        self._client.memory[address : address + len(value)] = value
+        return address
+
+    @property
+    def _deadline(self) -> float:
+        return self._kernel.now + TIMEOUT_S
+
+    # Whole objects
+
+    def _put(self) -> None:
+        keys = self._some_keys()
+        values = [self._new_value(key) for key in keys]
+        addresses = [self._place(value) for value in values]
+        deadline = self._deadline
+        operation = self._client.operations.put(
+            keys, addresses, [len(value) for value in values], CHUNK_BYTES, deadline
+        )
+        self._client.run(operation, deadline, self._put_done)
+
+    def _put_done(self, outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
+        if error is not None:
+            self._checkers.counts["errors"] += 1
+        for outcome in outcomes or ():
+            self._checkers.counts["puts" if outcome is None else "refusals"] += 1
+        self._next()
+
+    def _get(self) -> None:
+        keys, deadline = self._some_keys(), self._deadline
+        addresses = [self._client.allocate(self._max_bytes) for _ in keys]
+        operation = self._client.operations.get_into(keys, addresses, [self._max_bytes] * len(keys), deadline)
+
+        def done(sizes: list[int | None] | None, error: Exception | None) -> None:
+            if error is not None:
+                self._checkers.counts["errors"] += 1
+            for key, address, size in zip(keys, addresses, sizes or (), strict=False):
+                self._checkers.counts["misses" if size is None else "hits"] += 1
+                if size is not None:
+                    value = bytes(self._client.memory[address : address + size])
+                    self._checkers.value_read(key, value, f"{self._client.name}'s get")
+            self._next()
+
+        self._client.run(operation, deadline, done)
+
+    # Parts, with time between them
+
+    def _put_parts(self) -> None:
+        """Start, write in pieces with pauses, then end, abort, or forget about it."""
+        keys, deadline = self._some_keys()[:2], self._deadline
+        values = {key: self._new_value(key) for key in keys}
+        operation = self._client.operations.start_puts(
+            keys, [len(values[key]) for key in keys], [CHUNK_BYTES] * len(keys), deadline
+        )
+
+        def started(outcomes: list[PutGrant | Refusal | None] | None, error: Exception | None) -> None:
+            grants = [
+                outcome
+                for outcome in outcomes or ()
+                if isinstance(outcome, PutGrant) and outcome.segment is not None
+            ]
+            promises = [self._checkers.promised(self._client, grant) for grant in grants]
+            if grants:
+                self._write_next(grants, promises, values, 0, self._kernel.random.randint(1, 3))
+            else:
+                self._next()
+
+        self._client.run(operation, deadline, started)
+
+    def _write_next(
+        self, grants: list[PutGrant], promises: list[Any], values: dict[str, bytes], part: int, parts: int
+    ) -> None:
+        """Write part ``part`` of ``parts`` of every object."""
+        deadline = self._deadline
+        offsets, addresses, lengths = [], [], []
+        for grant in grants:
+            value = values[grant.key]
+            start, end = len(value) * part // parts, len(value) * (part + 1) // parts
+            offsets.append(start)
+            lengths.append(end - start)
+            addresses.append(self._place(value[start:end] or b"\0"))
+        operation = self._client.operations.write_ranges(grants, offsets, addresses, lengths, deadline)
+
+        def written(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
+            if part + 1 < parts and error is None:
+                pause_s = self._kernel.random.choice((0.0, 0.1, 3.0))
+                self._client.process.after(
+                    pause_s, lambda: self._write_next(grants, promises, values, part + 1, parts)
+                )
+            else:
+                self._finish(grants, promises)
+
+        self._client.run(operation, deadline, written)
+
+    def _finish(self, grants: list[PutGrant], promises: list[Any]) -> None:
+        choice = self._kernel.random.random()
+        deadline = self._deadline
+        if choice < 0.1:
+            self._next()
+        elif choice < 0.2:
+            self._client.run(self._client.operations.abort_puts(grants, deadline), deadline, self._next)
+        else:
+
+            def ended(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
+                for promise, outcome in zip(promises, outcomes or (), strict=False):
+                    if outcome is None:
+                        self._checkers.kept(promise)
+                self._put_done(outcomes, error)
+
+            self._client.run(self._client.operations.end_puts(grants, deadline), deadline, ended)
+
+    # Looking at memory in place, as a view does
+
+    def _look(self) -> None:
+        """Lease, and look at the node's memory again and again until just before the lease ends."""
+        keys, deadline = self._some_keys()[:1], self._deadline
+
+        def opened(grants: list[ReadGrant | None] | None, error: Exception | None) -> None:
+            grant = grants[0] if grants else None
+            if grant is None or not grant.segment.is_alive:
+                self._next()
+                return
+            self._checkers.promised(self._client, grant)
+            first = grant.segment.read(grant.address, grant.size_bytes)
+            if not self._client.cluster.faults.corruption_every_s:
+                # A writer that overran its deadline or a bit that fell: only checksums catch those.
+                self._checkers.value_read(grant.key, first, f"{self._client.name}'s look")
+            self._look_again(grant, first, self._kernel.random.randint(0, 2))
+
+        self._client.run(self._client.operations.open_reads(keys, deadline), deadline, opened)
+
+    def _look_again(self, grant: ReadGrant, first: bytes, num_renewals: int) -> None:
+        self._checkers.counts["looks"] += 1
+        left_s = grant.expires_at - self._kernel.now
+        if left_s <= 0 or not grant.segment.is_alive:
+            self._next()
+            return
+        now = grant.segment.read(grant.address, grant.size_bytes)
+        if now != first and not self._client.cluster.faults.corruption_every_s:
+            raise Violation(f"{grant.key!r} changed under {self._client.name}'s lease")
+        if num_renewals and left_s < 2.0:
+            deadline = self._kernel.now + min(left_s, 1.0)
+
+            def renewed(flags: list[bool] | None, error: Exception | None) -> None:
+                self._look_again(grant, first, num_renewals - 1)
+
+            self._client.run(self._client.operations.renew([grant], deadline), deadline, renewed)
+            return
+        # The last look is a microsecond before the end.
+        wait_s = left_s - 1e-6 if left_s < 0.5 else left_s * self._kernel.random.uniform(0.3, 0.95)
+        if left_s <= 2e-6:
+            self._next()
+            return
+        self._client.process.after(wait_s, lambda: self._look_again(grant, first, num_renewals))
+
+    # Metadata
+
+    def _exists(self) -> None:
+        deadline = self._deadline
+        self._client.run(self._client.operations.exists(self._some_keys(), deadline), deadline, self._next)
+
+    def _remove(self) -> None:
+        deadline = self._deadline
+        force = self._kernel.chance(0.5)
+        self._client.run(
+            self._client.operations.remove(self._some_keys()[:2], force, deadline), deadline, self._next
+        )
