@@ -28,6 +28,8 @@ QUIET_S = 60.0
 """A role that was ready for this long starts counting its deaths from zero again."""
 GRACE_S = 10.0
 """How long a role may take to stop after SIGTERM before it is killed."""
+STARTING_GRACE_S = 2.0
+"""The same for one that does not serve yet: it has nothing to lose."""
 STATUS_BAD_SETTINGS = 2
 """Exit status of a role that refused its settings."""
 
@@ -219,7 +221,7 @@ class Supervisor:
     # -- dying and resting ---------------------------------------------------------------------------
 
     def _exited(self, role: RoleStatus, status: int, now: float) -> list[Effect]:
-        how = "was not ready in time" if role.is_overdue else how_it_ended(status)
+        how = how_it_ended(status)
         if self.is_stopping:
             role.enter(State.STOPPED, now, how)
             return [Say(role.spec.name, f"stopped ({how})"), *self._stop_what_may(now)]
@@ -230,6 +232,8 @@ class Supervisor:
             return [said, *self._stop_all(now, f"{role.spec.name} refused its settings")]
         if role.state is State.READY and now - role.since >= QUIET_S:
             role.num_deaths = 0
+        if role.is_overdue:
+            how = "was not ready in time"
         rest_s = min(FIRST_REST_S * 2**role.num_deaths, LONGEST_REST_S)
         role.num_deaths += 1
         role.is_overdue = False
@@ -250,7 +254,7 @@ class Supervisor:
                     text = f"not ready after {role.spec.ready_within_s:g} s; killing it"
                     effects += [Say(role.spec.name, text), Kill(role.spec.name)]
                 case State.STOPPING:
-                    text = f"did not stop within {GRACE_S:g} s; killing it"
+                    text = f"did not stop within {now - role.since:.0f} s; killing it"
                     effects += [Say(role.spec.name, text), *self._kill(role)]
         return effects
 
@@ -270,8 +274,9 @@ class Supervisor:
         effects: list[Effect] = []
         for role in self.roles.values():
             if role.state in (State.STARTING, State.READY) and role.spec.name not in leaned_on:
+                grace_s = GRACE_S if role.state is State.READY else STARTING_GRACE_S
                 role.is_overdue = False
-                role.enter(State.STOPPING, now, "its turn to stop", wake_at=now + GRACE_S)
+                role.enter(State.STOPPING, now, "its turn to stop", wake_at=now + grace_s)
                 effects.append(Terminate(role.spec.name))
         if not self._is_finished and not any(role.runs for role in self.roles.values()):
             self._is_finished = True

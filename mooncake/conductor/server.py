@@ -97,7 +97,7 @@ async def serve(settings: ConductorSettings) -> None:
     try:
         port = await server.start(settings.host, settings.port)
         await service.start()
-        log.info("ready", address=f"{settings.host}:{port}", scheduling=settings.scheduling)
+        log.info("ready", role="conductor", address=f"{settings.host}:{port}", scheduling=settings.scheduling)
         await asyncio.get_running_loop().create_future()
     finally:
         await server.close()

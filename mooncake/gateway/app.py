@@ -139,9 +139,10 @@ async def serve(settings: GatewaySettings) -> None:
     tokenizer = await asyncio.to_thread(_load_tokenizer, settings.model)
     gateway = Gateway(settings, tokenizer)
     server = WebServer(create_app(gateway), listening)
-    await server.start()
     try:
-        log.info("ready", address=f"http://{settings.host}:{server.port}", model=settings.model_name)
+        await server.start()
+        address = f"http://{settings.host}:{server.port}"
+        log.info("ready", role="gateway", address=address, model=settings.model_name)
         await server.wait()
     finally:
         await server.close()

@@ -128,8 +128,8 @@ async def serve(settings: WorkerSettings) -> None:
     listening = listen(settings.host, settings.port)
     async with running(settings) as api:
         server = WebServer(create_app(api), listening)
-        await server.start()
         try:
+            await server.start()
             address = f"http://{settings.host}:{server.port}"
             log.info("ready", role=settings.role, address=address, model=settings.model_name)
             await server.wait()

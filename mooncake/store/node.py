@@ -205,7 +205,9 @@ async def serve(settings: NodeSettings) -> None:
         await node.start()
         log.info("pool_allocated", pool_bytes=settings.pool_size_bytes, engine=repr(node.engine))
         await node.mounted.wait()
-        log.info("ready", segment=node.engine.name, metrics=f"{settings.host}:{metrics_port}")
+        descriptor = node.engine.describe()
+        address, metrics_address = descriptor.endpoints["tcp"], f"{settings.host}:{metrics_port}"
+        log.info("ready", role="node", address=address, segment=descriptor.name, metrics=metrics_address)
         await asyncio.Event().wait()
     finally:
         await node.close()

@@ -69,7 +69,8 @@ async def serve(settings: MasterSettings) -> None:
     metrics, metrics_port = serve_metrics(settings.host, settings.metrics_port)
     try:
         port = await server.start()
-        log.info("ready", address=f"{settings.host}:{port}", metrics=f"{settings.host}:{metrics_port}")
+        address, metrics_address = (f"{settings.host}:{number}" for number in (port, metrics_port))
+        log.info("ready", role="master", address=address, metrics=metrics_address)
         try:
             await asyncio.Event().wait()
         finally:

@@ -9,6 +9,7 @@ from mooncake.cli.supervise import (
     GRACE_S,
     LONGEST_REST_S,
     QUIET_S,
+    STARTING_GRACE_S,
     AllReady,
     BecameReady,
     Begin,
@@ -163,8 +164,18 @@ def test_one_that_does_not_stop_is_killed_after_the_grace() -> None:
     probe = Probe().all_ready()
     probe(Stop(), at=10.0)
     assert probe.core.deadline() == 10.0 + GRACE_S
-    assert deeds(probe(Wake(), at=10.0 + GRACE_S)) == [Kill("gateway")]
-    assert deeds(probe(Exited("gateway", -9))) == [Terminate("worker")]
+    effects = probe(Wake(), at=10.0 + GRACE_S)
+    assert effects == [Say("gateway", "did not stop within 10 s; killing it"), Kill("gateway")]
+    effects = probe(Exited("gateway", -9))
+    assert effects == [Say("gateway", "stopped (killed by signal 9)"), Terminate("worker")]
+
+
+def test_one_that_did_not_serve_yet_is_killed_sooner() -> None:
+    probe = Probe()
+    probe(Begin(), at=1.0)
+    probe(Stop(), at=10.0)
+    assert probe.core.deadline() == 10.0 + STARTING_GRACE_S
+    assert deeds(probe(Wake(), at=10.0 + STARTING_GRACE_S)) == [Kill("master")]
 
 
 def test_a_second_stop_kills_at_once() -> None:

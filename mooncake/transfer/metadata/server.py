@@ -42,8 +42,8 @@ async def serve(settings: MetadataSettings) -> None:
         AddressInUse: the port is taken.
     """
     server = WebServer(make_app(), listen(settings.host, settings.port))
-    await server.start()
     try:
+        await server.start()
         log.info("ready", role="metadata", address=f"http://{settings.host}:{server.port}")
         await server.wait()
     finally:
