@@ -97,12 +97,19 @@ Completion Peer::run(Request request) {
   return carry(job);
 }
 
+// With the mutex held. A region closed before is found here, one closed later by region_closed().
+void Peer::enlist(Job& job) {
+  job.sequence = next_sequence_++;
+  active_.push_back(&job);
+  for (const RegionRef& region : job.regions)
+    if (region->is_closed()) job.stop = Status::kCancelled;
+}
+
 Completion Peer::carry(Job& job) {
   {
     std::lock_guard lock(mutex_);
     if (closed_) return job.failed(Status::kCancelled);
-    job.sequence = next_sequence_++;
-    active_.push_back(&job);
+    enlist(job);
   }
   Completion completion = execute(job);
   {
@@ -158,9 +165,7 @@ void Peer::work() {
     }
     Queued next = std::move(queued_.front());
     queued_.pop_front();
-    // In the list of active jobs before the mutex is dropped, so cancel() never misses it.
-    next.job->sequence = next_sequence_++;
-    active_.push_back(next.job.get());
+    enlist(*next.job);  // before the mutex is dropped, so cancel() never misses it
     lock.unlock();
     Completion completion = next.job->is_late() ? next.job->failed(Status::kTimedOut) : execute(*next.job);
     completion.token = next.token;

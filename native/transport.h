@@ -110,6 +110,7 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
   bool prepare(Job& job, Completion& completion);
   void stop(Job& job, Status status);
   Completion carry(Job& job);
+  void enlist(Job& job);
   void work();
   void fail_queued(Status status);
 

@@ -30,7 +30,7 @@ from mooncake.log import get_logger
 from mooncake.transfer.batch import RETRIED, Batch, Finish, PartDone, Start
 from mooncake.transfer.memory import available_bytes, span_of
 from mooncake.transfer.metadata import Backend
-from mooncake.transfer.queue import Columns, Move, Queue, completion_of, unregistered
+from mooncake.transfer.queue import Columns, Move, Queue, completion_of, nobody, unregistered
 from mooncake.transfer.segment import (
     RegionIndex,
     RegionInfo,
@@ -359,6 +359,8 @@ class TransferEngine:
                 done = carrier.run(op, columns.local, columns.remote, columns.lengths, timeout_s, checksum)
                 if done.status not in RETRIED or len(paths) == 1:
                     return self._checked(op, columns, done)
+            elif len(paths) == 1:
+                return Completion(status=nobody(deadline))
             paths = paths[1:]
         move = self._move(0, op, segment, columns, paths, deadline, checksum)
         effects = move.batch.handle(Start(), time.monotonic())
@@ -369,7 +371,7 @@ class TransferEngine:
             left_s = max(0.0, deadline - time.monotonic())
             carrier = segment.carrier(effect.path, left_s)
             if carrier is None:
-                event = PartDone(effect.part, Status.PEER_LOST)
+                event = PartDone(effect.part, nobody(deadline))
             else:
                 part = carrier.run(op, *columns.rows(effect), left_s, checksum)
                 event = PartDone(effect.part, part.status, part.failed_slice, part.num_bytes, part.checksums)

@@ -123,7 +123,7 @@ class Queue:
         left_s = max(0.0, move.deadline - time.monotonic())
         carrier = move.segment.carrier(carry.path, left_s)
         if carrier is None:
-            return PartDone(carry.part, Status.PEER_LOST)
+            return PartDone(carry.part, nobody(move.deadline))
         number = next(self._numbers)
         self._parts[number] = (move, carry.part)
         rows = move.columns.rows(carry)
@@ -132,6 +132,11 @@ class Queue:
             return None
         del self._parts[number]
         return PartDone(carry.part, Status.UNREGISTERED, failed)
+
+
+def nobody(deadline: float) -> Status:
+    """Status when a path has no carrier: all the time went into looking for one, or there is none."""
+    return Status.TIMED_OUT if time.monotonic() >= deadline else Status.PEER_LOST
 
 
 def completion_of(token: int, end: Finish) -> Completion:

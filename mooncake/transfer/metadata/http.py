@@ -74,7 +74,7 @@ class HttpBackend:
                 except TimeoutError as error:
                     self._connection.close()
                     raise DeadlineExceeded(
-                        f"metadata service {self.url} did not answer {method} in {self._connection.timeout:g} s"
+                        f"metadata service {self.url} did not answer {method} in time"
                     ) from error
                 except (OSError, http.client.HTTPException) as error:
                     self._connection.close()
