@@ -89,6 +89,8 @@ class Answer:
         self._deadline = deadline
         self._slo = slo
         self._began = clock.monotonic()
+        self._num_output_tokens = 0
+        """In the pieces given out so far; workers may be ahead."""
         self._longest_gap_s = 0.0
         self._ttft_s: float | None = None
         writer = ChatWriter if isinstance(asked, ChatCompletionRequest) else TextWriter
@@ -148,6 +150,7 @@ class Answer:
                 if piece is None:
                     num_open -= 1
                 else:
+                    self._num_output_tokens += len(piece.token_ids)
                     yield piece
             self._account()
         finally:
@@ -228,7 +231,7 @@ class Answer:
     def _usage(self) -> Usage:
         return Usage.of(
             sum(len(walk.prompt) for walk in self._walks),
-            sum(len(choice.token_ids) for choice in self._choices),
+            self._num_output_tokens,
             sum(walk.num_cached_tokens for walk in self._walks),
         )
 
