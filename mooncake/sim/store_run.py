@@ -20,7 +20,8 @@ SETTINGS = MasterSettings(
     lease_s=4.0, put_s=6.0, grace_s=2.0, heartbeat_s=0.5, segment_ttl_s=3.0, high_watermark=0.9
 )
 ROUGH_S = 60.0
-CALM_S = 30.0
+CALM_S = 60.0
+"""More than restarts, give-ups and rests take, one after the other."""
 HOSTS = ("left", "right")
 
 
@@ -59,7 +60,7 @@ class StoreRun:
             self.kernel.run(self.kernel.now + 1.0)
             self.cluster.checkers.check_ends()
         self._calm_down()
-        self.kernel.run(self.kernel.now + TIMEOUT_S + SETTINGS.rest_s + CALM_S)
+        self.kernel.run(self.kernel.now + CALM_S)
         self.cluster.checkers.check_ends()
         self._prove_health()
 

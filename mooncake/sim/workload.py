@@ -183,7 +183,7 @@ class Worker:
                 return
             self._checkers.promised(self._client, grant)
             first = grant.segment.read(grant.address, grant.size_bytes)
-            if not self._client.cluster.faults.corruption_every_s:
+            if not self._checkers.has_corruption:
                 # A writer that overran its deadline or a bit that fell: only checksums catch those.
                 self._checkers.value_read(grant.key, first, f"{self._client.name}'s look")
             self._look_again(grant, first, self._kernel.random.randint(0, 2))
@@ -197,7 +197,7 @@ class Worker:
             self._next()
             return
         now = grant.segment.read(grant.address, grant.size_bytes)
-        if now != first and not self._client.cluster.faults.corruption_every_s:
+        if now != first and not self._checkers.has_corruption:
             raise Violation(f"{grant.key!r} changed under {self._client.name}'s lease")
         if num_renewals and left_s < 2.0:
             deadline = self._kernel.now + min(left_s, 1.0)

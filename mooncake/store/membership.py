@@ -27,8 +27,6 @@ FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 ANSWER_S = 3.0
 """How long a connection attempt or an answer may take before the connection is given up."""
-UNANSWERED_REST_S = 60.0
-"""Assumed when a Mount was sent and its answer lost: that master may have made promises."""
 
 
 class Phase(enum.StrEnum):
@@ -117,7 +115,6 @@ class Membership:
         self._backoff_s = FIRST_BACKOFF_S
         self._heartbeat_s = 1.0
         self._is_beat_open = False
-        self._rest_before_mount = 0.0
         self._lines: list[str] = []
 
     @property
@@ -168,12 +165,12 @@ class Membership:
                 reason = str(message.refusal)
                 return [Disconnect(), *self._closed(f"mount refused: {reason}", now)]
             self._heartbeat_s = message.heartbeat_s
-            self._mount = msgspec.structs.replace(
-                self._mount, rest_s=max(message.rest_s, self._rest_before_mount)
-            )
+            rest_s = max(message.rest_s, self._mount.rest_s)
+            self._mount = msgspec.structs.replace(self._mount, rest_s=rest_s)
             self._backoff_s = FIRST_BACKOFF_S
             self._is_beat_open = False
-            self._enter(Phase.MOUNTED, now, self._heartbeat_s)
+            # The first heartbeat at once: before it, the master gives no space out.
+            self._enter(Phase.MOUNTED, now, 0.0)
             fields = {"segment": self._mount.segment, "num_objects": message.num_objects}
             return [Note("mounted", fields)]
         if isinstance(message, m.Beat) and self.phase is Phase.MOUNTED:
@@ -185,11 +182,7 @@ class Membership:
 
     def _send_mount(self, now: float) -> list[Effect]:
         self._enter(Phase.MOUNTING, now, ANSWER_S)
-        mount = self._mount
-        self._rest_before_mount = mount.rest_s
-        # Until the answer is here, assume that it is lost on the way.
-        self._mount = msgspec.structs.replace(mount, rest_s=max(mount.rest_s, UNANSWERED_REST_S))
-        return [Send(mount)]
+        return [Send(self._mount)]
 
     def _closed(self, reason: str, now: float) -> list[Effect]:
         if self.phase is Phase.LEAVING:

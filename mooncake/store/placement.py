@@ -21,7 +21,7 @@ class Placement:
         self._local: list[tuple[int, int, Segment]] = []
         self._remote: list[tuple[int, int, Segment]] = []
         for order, segment in enumerate(segments):
-            if segment.is_alive and segment.rests_until <= now and segment.name not in avoid:
+            if segment.takes_objects(now) and segment.name not in avoid:
                 near = self._local if segment.host == host else self._remote
                 near.append((-segment.allocator.free_bytes, order, segment))
         heapq.heapify(self._local)

@@ -12,7 +12,9 @@ memory: the same epoch brings everything back, another one means that the bytes 
 
 ``rests_until``: memory that served another master (or this one, before it was given up) may still
 be read and written under promises that nobody here remembers. It is mounted at once, but nothing
-is allocated on it until every such promise has run out.
+is allocated on it until every such promise has run out. Nor is anything before the first heartbeat,
+which tells that the node has read the answer to its Mount and knows how long it binds it: else a
+master that dies right after mounting could have made promises that nobody tells its successor.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class Segment:
         "holders",
         "host",
         "is_alive",
+        "is_confirmed",
         "name",
         "rests_until",
         "state",
@@ -69,6 +72,8 @@ class Segment:
         self.state = SegmentState.ALIVE
         self.is_alive = True
         """``state is ALIVE``, as a plain attribute because every lookup of every key reads it."""
+        self.is_confirmed = False
+        """A heartbeat has come since the mount."""
         self.gone_at = 0.0
         """When a suspected segment is given up."""
         self.holders: dict[int, StoredObject] = {}
@@ -77,6 +82,10 @@ class Segment:
     @property
     def is_mounted(self) -> bool:
         return self.state is not SegmentState.GONE
+
+    def takes_objects(self, now: float) -> bool:
+        """Whether space may be given out here."""
+        return self.is_alive and self.is_confirmed and self.rests_until <= now
 
     def set_state(self, state: SegmentState) -> None:
         self.state = state
@@ -123,6 +132,7 @@ class Segments:
         if segment is None or segment.connection != connection:
             return None
         segment.heard_at = now
+        segment.is_confirmed = True
         segment.set_state(SegmentState.ALIVE)
         return segment
 

@@ -64,6 +64,8 @@ class Voice:
         mount = m.Mount(name, epoch, host, 1 << 20, size_bytes, b"how to reach " + name.encode(), rest_s)
         reply = self.say(mount, f"node {name}")
         assert isinstance(reply, m.Mounted)
+        if reply.refusal is None:
+            assert self.say(m.Heartbeat(name, epoch), f"node {name}").is_known
         return reply
 
     def keep_alive(self, seconds: float, *names: str, epoch: int = 7) -> None:

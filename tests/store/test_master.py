@@ -78,8 +78,14 @@ def test_put_end_brings_one_checksum_a_chunk(voice: Voice, checksums: bytes) -> 
 
 @pytest.mark.parametrize(
     ("key", "size", "code"),
-    [("", 1, "invalid_key"), ("x" * 1025, 1, "invalid_key"), ("a\0b", 1, "invalid_key")]
-    + [("k", 0, "invalid_size"), ("k", -1, "invalid_size"), ("k", 5000, "too_large")],
+    [
+        ("", 1, "invalid_key"),
+        ("x" * 1025, 1, "invalid_key"),
+        ("a\0b", 1, "invalid_key"),
+        ("k", 0, "invalid_size"),
+        ("k", -1, "invalid_size"),
+        ("k", 5000, "too_large"),
+    ],
 )
 def test_bad_puts_are_refused(voice: Voice, key: str, size: int, code: str) -> None:
     voice.mount()
@@ -281,6 +287,13 @@ def test_memory_of_an_earlier_master_rests_until_its_promises_are_over(voice: Vo
         "no_space", "promises of an earlier master may still be in use; space is given out in 20 s"
     )
     voice.keep_alive(20)
+    assert voice.start("k").reserved[0] is not None
+
+
+def test_no_space_is_given_out_before_the_node_confirmed_the_mount(voice: Voice) -> None:
+    voice.say(m.Mount("a", 7, "h", 0, 4096, b"", 0.0), "node a")
+    assert refusal_of(voice.start("k")).code == "no_space"
+    voice.say(m.Heartbeat("a", 7), "node a")
     assert voice.start("k").reserved[0] is not None
 
 
