@@ -1,0 +1,49 @@
+"""The examples run as they are written."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mooncake.store.master import MasterSettings
+from mooncake.store.node import Node, NodeSettings
+from mooncake.store.server import MasterServer
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=60, check=False, cwd=EXAMPLES
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.processes
+def test_transfer() -> None:
+    out = run("transfer.py")
+    assert "write: OK 1048576 bytes" in out
+    assert "first of the last quarter: 0 = 0" in out
+
+
+@pytest.mark.processes
+async def test_store() -> None:
+    master = MasterServer(MasterSettings(port=0))
+    port = await master.start()
+    node = Node(NodeSettings(master=f"127.0.0.1:{port}", pool_size_bytes=8 << 20))
+    await node.start()
+    await asyncio.wait_for(node.mounted.wait(), 10)
+    try:
+        out = await asyncio.to_thread(run, "store.py", f"127.0.0.1:{port}")
+    finally:
+        await node.close()
+        await master.close()
+    assert "put: stored" in out
+    assert "1048576 bytes, equal: True" in out
+    assert "exists: [True, False]" in out
+    assert "remove: [True, True, True]" in out
