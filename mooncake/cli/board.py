@@ -107,17 +107,20 @@ def write_status(path: Path, processes: Processes, url: str, is_ready: bool) -> 
 
 def welcome(url: str, model: str, master: str, admin_key: str, log_folder: Path) -> str:
     """What can be done now that everything serves."""
-    question = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    message = {"role": "user", "content": "What is the capital of France?"}
+    question = {"model": model, "temperature": 0, "messages": [message]}
     return f"""
 Mooncake serves {model} at {url}
 
   curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d {shlex.quote(json.dumps(question))}
 
-  mooncake chat --url {url}            talk to it
-  curl -s {url}/status                 who serves; /metrics for numbers
-  admin calls (/instances/add, ...)    send the header X-API-Key: {admin_key}
-  Store("{master}")         the pool, from Python
-  logs                                 {log_folder}
-  Ctrl-C                               stop everything
+  mooncake chat --url {url}
+      talks to it; /status says who serves, /metrics in numbers
+  X-API-Key: {admin_key}
+      is the header that admin calls (/instances/add, ...) must bring
+  Store("{master}")
+      is the pool, from Python
+  {log_folder}
+      has the logs; Ctrl-C stops everything
 """

@@ -57,6 +57,9 @@ class UpSettings:
     num_threads: Annotated[int, Meta(ge=0)] = 0
     "Threads that each worker computes with; 0 divides the cores among the workers, but gives each two."
 
+    kv_cache_size_bytes: Annotated[int, Size, Meta(ge=1 << 20)] = 512 << 20
+    "Memory of each worker for its own KV blocks."
+
     pool_size_bytes: Annotated[int, Size, Meta(ge=1 << 20)] | None = None
     "Memory of the shared pool; without it, 2GiB or a quarter of the memory, whichever is less."
 
@@ -105,7 +108,12 @@ def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_ke
     num_threads = threads_per_worker(settings)
     model = ["--model", model_folder, "--served-model-name", settings.model_name]
     compute = [*model, "--master", at["master"], "--device", settings.device, "--dtype", settings.dtype]
-    compute += ["--num-threads", str(num_threads)]
+    compute += [
+        "--num-threads",
+        str(num_threads),
+        "--kv-cache-size",
+        format_size(settings.kv_cache_size_bytes),
+    ]
     [metrics_port] = free_ports(INSIDE, 1, Random(), besides=ports.values())
     node_flags = ["--master", at["master"], "--pool-size", pool, "--metrics-port", str(metrics_port)]
     is_mounted = HttpCheck("/metrics", "\nmooncake_store_mounted 1", metrics_port)

@@ -70,6 +70,7 @@ def test_the_welcome_has_a_line_that_can_be_pasted() -> None:
     [body] = [line.strip().removeprefix("-d ") for line in text.splitlines() if line.strip().startswith("-d")]
     assert json.loads(body.strip("'")) == {
         "model": "smollm2",
+        "temperature": 0,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
     }
     assert "curl -s http://127.0.0.1:8000/v1/chat/completions" in text
