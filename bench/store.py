@@ -1,0 +1,232 @@
+"""How fast the store is for one client: metadata calls, single objects, batches; memcpy beside them.
+
+Run ``python bench/store.py`` (``--json`` for programs, ``--quick`` for a look). Master, node and client
+are three processes on this host; the client has one thread. Checksums are on, as always: a put computes
+them, a get verifies them. The reference is one thread copying the same bytes between the same kinds of
+memory, taking turns with what is measured, because on a shared machine only neighbours in time can be
+compared. Every source is walked through and every key is new, so nothing comes from the processor's cache.
+
+What it cannot show: a real network, many clients at once, NUMA, latency under load, and first touches: the
+pool is written once before the clock starts, because a long-running node's memory has all been used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from random import Random
+
+import numpy as np
+
+from mooncake.cli.ports import free_ports
+from mooncake.store import Store, StoreSettings
+from mooncake.store import messages as m
+from mooncake.transfer import Region, TransferEngine, TransferSettings
+
+KIB, MIB = 1 << 10, 1 << 20
+WINDOW_BYTES = 256 * MIB
+POOL_BYTES = 1536 * MIB
+SIZES = [("4 KiB", 4 * KIB), ("64 KiB", 64 * KIB), ("1 MiB", MIB), ("16 MiB", 16 * MIB)]
+BATCH = 128
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    path: str
+    what: str
+    p50_us: float
+    p99_us: float
+    keys_per_s: float
+    gb_s: float | None = None
+    memcpy_gb_s: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.gb_s is None or not self.memcpy_gb_s else self.gb_s / self.memcpy_gb_s
+
+
+@contextmanager
+def running_store(pool_bytes: int) -> Iterator[str]:
+    """A master and a node; yields the master's address."""
+    port = free_ports("127.0.0.1", 1, Random())[0]
+    address = f"127.0.0.1:{port}"
+    quiet = ["--log-level", "warning"]
+    start = [sys.executable, "-m", "mooncake"]
+    # Short leases, so that the bench may overwrite what it has just read.
+    master = [*start, "master", "--port", str(port), "--lease-s", "0.2", *quiet]
+    node = [*start, "node", "--master", address, "--pool-size", str(pool_bytes), *quiet]
+    processes = [subprocess.Popen(command) for command in (master, node)]
+    try:
+        yield address
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+            process.wait(20)
+
+
+class Bench:
+    """One client and the memory it puts from and gets into."""
+
+    def __init__(self, address: str, path: str, num_rounds: int) -> None:
+        self.path = path
+        self.num_rounds = num_rounds
+        transports = ("shm", "tcp") if path == "shm" else (path,)
+        self.engine = TransferEngine(TransferSettings(transports=transports))
+        self.store = Store(address, self.engine, StoreSettings(timeout_s=30.0))
+        self.source = self.engine.allocate(WINDOW_BYTES)
+        self.target = self.engine.allocate(WINDOW_BYTES)
+        np.asarray(self.source.view())[:] = np.random.default_rng(0).integers(
+            0, 256, WINDOW_BYTES, dtype=np.uint8
+        )
+        self._num_keys = 0
+        self._at = 0
+
+    def wait_until_mounted(self) -> None:
+        deadline = time.monotonic() + 60
+        while not any(s.state == "alive" for s in self.store.ask(m.Status()).segments):
+            assert time.monotonic() < deadline, "no node was mounted"
+            time.sleep(0.05)
+
+    def touch_pool(self) -> None:
+        """Write all of the pool once, and drop it."""
+        count = POOL_BYTES // (16 * MIB) - 4
+        keys = self.new_keys(count)
+        for key in keys:
+            assert self.store.put(key, self.pieces(self.source, 16 * MIB, 1)[0]) is None
+        self.store.remove(keys)
+
+    def new_keys(self, count: int) -> list[str]:
+        self._num_keys += count
+        return [f"kv/0123456789abcdef/{self._num_keys - i:064x}" for i in range(count)]
+
+    def pieces(self, region: Region, size: int, count: int) -> list[tuple[int, int]]:
+        """(address, size) of the next ``count`` pieces of the window."""
+        if self._at + size * count > WINDOW_BYTES:
+            self._at = 0
+        first = region.address + self._at
+        self._at += size * count
+        return [(first + i * size, size) for i in range(count)]
+
+    def memcpy(self, size: int, count: int) -> float:
+        """Seconds one thread takes to copy as many bytes."""
+        sources = self.pieces(self.source, size, count)
+        targets = self.pieces(self.target, size, count)
+        began = time.perf_counter()
+        for (source, _), (target, _) in zip(sources, targets, strict=True):
+            ctypes.memmove(target, source, size)
+        return time.perf_counter() - began
+
+    def put_and_get(self, name: str, size: int, count: int) -> list[Row]:
+        puts, gets, copies, views = [], [], [], []
+        for _ in range(self.num_rounds if size * count < 8 * MIB else max(5, self.num_rounds // 20)):
+            keys = self.new_keys(count)
+            copies.append(self.memcpy(size, count))
+            source = self.pieces(self.source, size, count)
+            puts.append(timed(lambda k=keys, s=source: self.store.put_batch(k, s)))  # type: ignore[misc]
+            target = self.pieces(self.target, size, count)
+            gets.append(timed(lambda k=keys, t=target: self.store.get_batch_into(k, t)))  # type: ignore[misc]
+            if count == 1:
+                views.append(timed(lambda k=keys: self.look(k[0])))  # type: ignore[misc]
+            # The lease of the get protects the objects for a while; the pool has room for that.
+            if self._num_keys % 64 == 0 or size * count >= MIB:
+                self.store.remove(keys, force=True)
+        rows = []
+        reference = size * count / statistics.median(copies) / 1e9
+        for what, times in (("put", puts), ("get", gets)):
+            gb_s = size * count / statistics.median(times) / 1e9
+            rows.append(self.row(f"{what} {name}", times, count, gb_s, reference))
+        if views and self.path == "shm":
+            rows.append(self.row(f"view {name}, unverified", views, 1))
+        return rows
+
+    def look(self, key: str) -> None:
+        with self.store.view(key, verify=False) as view:
+            assert view is not None
+
+    def exists(self, count: int) -> Row:
+        keys = self.new_keys(count)
+        self.store.put_batch(keys, self.pieces(self.source, KIB, count))
+        times = [timed(lambda: self.store.exists(keys)) for _ in range(self.num_rounds * 10)]
+        return self.row(f"exists, {count} keys", times, count)
+
+    def row(
+        self,
+        what: str,
+        times: list[float],
+        count: int,
+        gb_s: float | None = None,
+        memcpy: float | None = None,
+    ) -> Row:
+        median = statistics.median(times)
+        p99 = sorted(times)[int(len(times) * 0.99)]
+        return Row(self.path, what, median * 1e6, p99 * 1e6, count / median, gb_s, memcpy)
+
+    def close(self) -> None:
+        self.store.close()
+        self.engine.close()
+
+
+def timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def measure(path: str, num_rounds: int) -> list[Row]:
+    with running_store(POOL_BYTES) as address:
+        bench = Bench(address, path, num_rounds)
+        try:
+            bench.wait_until_mounted()
+            bench.touch_pool()
+            rows = [bench.exists(1), bench.exists(256)] if path == "shm" else []
+            for name, size in SIZES:
+                rows += bench.put_and_get(name, size, 1)
+            rows += bench.put_and_get(f"{BATCH} x 1 MiB", MIB, BATCH)
+            return rows
+        finally:
+            bench.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
+    parser.add_argument("--path", choices=("shm", "tcp", "both"), default="both", help="how bytes travel")
+    given = parser.parse_args()
+    paths = ("shm", "tcp") if given.path == "both" else (given.path,)
+    rows = [row for path in paths for row in measure(path, 40 if given.quick else 200)]
+    if given.json:
+        for row in rows:
+            print(json.dumps({**asdict(row), "ratio": row.ratio}))
+        return
+    print(
+        f"machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()}"
+    )
+    print(f"command: python bench/store.py {' '.join(sys.argv[1:])}")
+    print(
+        f"{'path':<5}{'what':<28}{'p50 us':>10}{'p99 us':>10}{'keys/s':>12}{'GB/s':>8}{'memcpy':>8}{'ratio':>7}"
+    )
+    for row in rows:
+        bytes_part = ""
+        if row.gb_s is not None and row.memcpy_gb_s is not None and row.ratio is not None:
+            bytes_part = f"{row.gb_s:>8.2f}{row.memcpy_gb_s:>8.2f}{row.ratio:>7.2f}"
+        print(
+            f"{row.path:<5}{row.what:<28}{row.p50_us:>10.1f}{row.p99_us:>10.1f}{row.keys_per_s:>12.0f}{bytes_part}"
+        )
+    print("not shown: a real network, many clients, NUMA, latency under load, first touches of memory")
+
+
+if __name__ == "__main__":
+    main()
