@@ -4,10 +4,8 @@ A step's rows are one flat column; each request owns a slice of it and a list of
 consecutive ids are one contiguous matrix in the pool, so a request whose blocks form one run is
 attended to in place, without a copy::
 
-    blocks  7 8 9 | 3      runs (7*B, 3*B) (3*B, n)
-            ───────────
-            a view of K      decode: one product per run, one softmax over all
-                             prefill: runs are gathered once per layer, tiles of rows see what they may
+    blocks  7 8 9        runs (7*B, 2*B + n)               a view of the pool
+    blocks  7 8 9 | 3    runs (7*B, 3*B) (3*B, n)          two pieces, copied together
 
 Grouped queries are never expanded: in decode the query group becomes rows, in prefill
 ``enable_gqa`` does it inside the kernel. It refuses to know layers' loads and saves; ``runner``
@@ -71,12 +69,10 @@ class PagedAttention:
         assert pool.is_contiguous() and tuple(pool.shape) == layout.pool_shape(pool.shape[2])
         self.pool = pool
         self.layout = layout
-        self._num_heads = num_heads
         self._group = num_heads // layout.num_kv_heads
         flat = (-1, layout.num_kv_heads, layout.head_dim)
         self._keys = [pool[layer, 0].view(flat) for layer in range(layout.num_layers)]
         self._values = [pool[layer, 1].view(flat) for layer in range(layout.num_layers)]
-        self._scale = layout.head_dim**-0.5
 
     def span(self, first_row: int, num_rows: int, start: int, block_ids: Sequence[int]) -> Span:
         """Plan one request's rows once; every layer uses the plan."""
@@ -107,22 +103,11 @@ class PagedAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _one_row(self, q: Tensor, keys: Tensor, values: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
-        heads, dim = self.layout.num_kv_heads, self.layout.head_dim
-        q = q.reshape(heads, self._group, dim)
-        if len(runs) == 1:
-            first, count = runs[0]
-            k = keys[first : first + count].transpose(0, 1)
-            v = values[first : first + count].transpose(0, 1)
-            out = F.scaled_dot_product_attention(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
-            return out.view(1, -1)
-        scores = torch.cat([torch.bmm(q, keys[at : at + n].permute(1, 2, 0)) for at, n in runs], -1)
-        weights = torch.softmax(scores.float() * self._scale, -1).to(q.dtype)
-        mixed: Tensor | None = None
-        for (at, n), weight in zip(runs, torch.split(weights, [n for _, n in runs], -1), strict=True):
-            v = values[at : at + n].transpose(0, 1)
-            mixed = torch.bmm(weight, v) if mixed is None else torch.baddbmm(mixed, weight, v)
-        assert mixed is not None
-        return mixed.view(1, -1)
+        # [1, kv heads, query group, dim]: the query heads of one kv head are rows over the same keys
+        q = q.reshape(1, self.layout.num_kv_heads, self._group, self.layout.head_dim)
+        k = _gather(keys, runs).transpose(0, 1).unsqueeze(0)
+        v = _gather(values, runs).transpose(0, 1).unsqueeze(0)
+        return F.scaled_dot_product_attention(q, k, v).view(1, -1)
 
     def _many_rows(self, q: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
         # [1, heads, tokens, dim] views: the kernel takes strides, so nothing is transposed in memory

@@ -90,11 +90,13 @@ class BlockPool:
                 self._free_list(block).pop(block)
             self._references[block] += 1
 
-    def allocate(self, num_blocks: int, after: int | None = None) -> list[int] | None:
+    def allocate(self, num_blocks: int, after: int | None = None, headroom: int = 0) -> list[int] | None:
         """``num_blocks`` blocks with one reference each, or None if there are not enough.
 
         Ids are consecutive where possible, starting behind ``after``: attention reads a run of
-        consecutive blocks in place and copies across gaps.
+        consecutive blocks in place and copies across gaps. Up to ``headroom`` blanks behind the last
+        one are moved to where they are taken last, so that this owner can still grow into them when
+        others have come.
         """
         if num_blocks > self.num_free:
             return None
@@ -111,7 +113,15 @@ class BlockPool:
         taken = blanks + sorted(evicted)
         for block in taken:
             self._references[block] = 1
+        if taken:
+            self._spare(taken[-1], headroom)
         return taken
+
+    def _spare(self, last: int, headroom: int) -> None:
+        for block in range(last + 1, last + 1 + headroom):
+            if block not in self._blank:
+                break
+            self._blank.move_to_end(block)
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Give one reference back on each. Later blocks are reused before earlier ones."""

@@ -29,6 +29,9 @@ from mooncake.prefix import BlockHash
 
 STORIES_KEPT = 512
 
+TOKENS_SPARED = 512
+"""An answer's first tokens find their blocks right behind the prompt's, if there is room enough."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerSettings:
@@ -335,7 +338,9 @@ class Scheduler:
             return False
         self._waiting.pop(0)
         self.pool.touch(found)
-        fresh = self.pool.allocate(num_needed, found[-1] if found else None)
+        num_to_come = min(request.sampling.max_tokens - request.num_output_tokens, TOKENS_SPARED)
+        headroom = -(-num_to_come // block_tokens)
+        fresh = self.pool.allocate(num_needed, found[-1] if found else None, headroom)
         assert fresh is not None
         request.block_ids = found + fresh
         request.num_local_cached_tokens = len(found) * block_tokens

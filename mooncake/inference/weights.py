@@ -63,10 +63,9 @@ def read_config(folder: Path) -> ModelConfig:
     _refuse_unsupported(path, raw)
     try:
         return _parse_config(path, raw, family)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"{path}: field {error} is missing or not a number; fetch the model again"
-        ) from error
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        what = f"a field is missing or no number ({type(error).__name__}: {error})"
+        raise ModelError(f"{path}: {what}; fetch the model again") from error
 
 
 def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
@@ -105,10 +104,12 @@ def _parse_config(path: Path, raw: dict[str, Any], family: str) -> ModelConfig:
         has_qk_norm=family == "qwen3",
         eos_token_ids=_eos_token_ids(path.parent, raw),
     )
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+    if min(getattr(config, size) for size in sizes) < 1 or min(config.head_dim, config.max_positions) < 1:
+        raise ModelError(f"{path}: a size is zero or negative; fetch the model again")
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
-        raise ModelError(
-            f"{path}: num_attention_heads is no multiple of num_key_value_heads, or head_dim is odd"
-        )
+        what = "num_attention_heads must be a multiple of num_key_value_heads, head_dim even"
+        raise ModelError(f"{path}: {what}; fetch the model again")
     return config
 
 

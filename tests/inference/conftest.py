@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Threads that wait for each other by spinning stand still when other processes want the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mooncake.errors import InvalidArgument, Refusal
+from mooncake.inference import scheduler
 from mooncake.inference.blocks import BlockEvent, BlockRemoved, BlockStored
 from mooncake.inference.engine import Engine, EngineSettings, EngineThread, Output
 from mooncake.inference.request import FinishReason, Request, SamplingParams
@@ -128,8 +129,9 @@ def test_preempted_requests_equal_transformers(reference: Reference) -> None:
     assert any("preempted" in line for line in stories)
 
 
-def test_fragmented_blocks_equal_transformers(reference: Reference) -> None:
-    """Sequences that grow in turns get blocks in turns: every one is spread over many runs."""
+def test_fragmented_blocks_equal_transformers(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without spared room, sequences that grow in turns are each spread over many runs."""
+    monkeypatch.setattr(scheduler, "TOKENS_SPARED", 0)
     prompts = {str(seed): prompt_of(5, seed) for seed in range(3)}
     engine = make_engine(reference)
     answers = run(engine, *(greedy(prompt, 5 * BLOCK, name) for name, prompt in prompts.items()))

@@ -1,0 +1,119 @@
+"""Draws follow the distribution that was asked for and depend on (seed, position) alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from mooncake.errors import InvalidArgument
+from mooncake.inference.request import Request, SamplingParams
+from mooncake.inference.sampler import sample, uniform
+
+PROBABILITIES = [0.4, 0.3, 0.15, 0.1, 0.05]
+LOGITS = torch.tensor(PROBABILITIES).log()
+NUM_DRAWS = 3000
+
+
+def draw(sampling: SamplingParams, position: int = 0, logits: torch.Tensor = LOGITS) -> int:
+    request = Request("r", [0], sampling)
+    request.token_ids += [0] * position
+    return sample(logits.clone().unsqueeze(0), [request], (4,))[0][0]
+
+
+def frequencies(**fields: float) -> list[float]:
+    counts = Counter(
+        draw(SamplingParams(max_tokens=NUM_DRAWS, seed=3, **fields), position)  # type: ignore[arg-type]
+        for position in range(NUM_DRAWS)
+    )
+    return [counts[token] / NUM_DRAWS for token in range(5)]
+
+
+def test_draws_are_counter_based() -> None:
+    draws = [uniform(5, position) for position in range(100)]
+    assert draws == [uniform(5, position) for position in range(100)]
+    assert len(set(draws)) == 100 and all(0 <= value < 1 for value in draws)
+    assert uniform(6, 0) != uniform(5, 0) != uniform(-5, 0)
+
+
+def test_temperature_one_follows_the_distribution() -> None:
+    assert frequencies() == pytest.approx(PROBABILITIES, abs=0.03)
+
+
+def test_temperature_sharpens() -> None:
+    weights = [p**2 for p in PROBABILITIES]
+    assert frequencies(temperature=0.5) == pytest.approx([w / sum(weights) for w in weights], abs=0.03)
+
+
+def test_top_k_keeps_the_likeliest() -> None:
+    assert frequencies(top_k=2) == pytest.approx([4 / 7, 3 / 7, 0, 0, 0], abs=0.03)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    assert frequencies(top_p=0.7) == pytest.approx([4 / 7, 3 / 7, 0, 0, 0], abs=0.03)
+    assert frequencies(top_p=0.71) == pytest.approx([4 / 8.5, 3 / 8.5, 1.5 / 8.5, 0, 0], abs=0.03)
+    assert frequencies(top_p=0.01)[0] == 1.0
+
+
+def test_top_k_and_top_p_together() -> None:
+    assert frequencies(top_k=3, top_p=0.8) == pytest.approx([4 / 7, 3 / 7, 0, 0, 0], abs=0.03)
+
+
+def test_wide_nucleus_needs_the_whole_vocabulary() -> None:
+    flat = torch.zeros(5000)
+    sampling = SamplingParams(max_tokens=400, top_p=0.9, seed=1)
+    assert len({draw(sampling, position, flat) for position in range(400)}) > 350
+
+
+def test_zero_and_tiny_temperatures_take_the_likeliest() -> None:
+    assert draw(SamplingParams(temperature=0)) == 0
+    assert draw(SamplingParams(temperature=1e-9)) == 0
+
+
+def test_ends_are_suppressed_before_min_tokens() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0, 9.0])
+    early = SamplingParams(temperature=0, min_tokens=2, max_tokens=4, stop_token_ids=(3,))
+    assert draw(early, 1, logits) == 2 and draw(early, 2, logits) == 4
+    assert draw(SamplingParams(temperature=0, min_tokens=2, ignore_eos=True), 0, logits) == 4
+
+
+def test_equal_seeds_agree_and_ids_differ() -> None:
+    def answer(name: str, seed: int | None) -> list[int]:
+        sampling = SamplingParams(max_tokens=30, seed=seed)
+        request = Request(name, [0], sampling)
+        for _ in range(30):
+            request.token_ids += sample(LOGITS.clone().unsqueeze(0), [request], ())[0]
+        return request.token_ids
+
+    assert answer("a", 1) == answer("b", 1)
+    assert answer("a", None) == answer("a", None) != answer("b", None)
+
+
+def test_logprobs_are_those_before_temperature() -> None:
+    request = Request("r", [0], SamplingParams(temperature=5.0, logprobs=2, seed=0))
+    tokens, found = sample(LOGITS.clone().unsqueeze(0), [request], ())
+    assert found[0] is not None
+    assert found[0].token_id == tokens[0]
+    assert found[0].logprob == pytest.approx(float(LOGITS[tokens[0]]), abs=1e-5)
+    assert [token for token, _ in found[0].top] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("min_tokens", 17),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("logprobs", 21),
+        ("seed", 2**63),
+    ],
+)
+def test_bad_parameters_name_the_field(field: str, value: float) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field

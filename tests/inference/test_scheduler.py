@@ -1,0 +1,297 @@
+"""Every request ends with all its tokens, whatever the pool's size, the cache's answers and the aborts."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+
+import pytest
+
+from mooncake.errors import InvalidArgument, Refusal
+from mooncake.inference.request import FinishReason, Request, RequestState, SamplingParams
+from mooncake.inference.scheduler import Chunk, Scheduler, SchedulerSettings, Step
+
+BLOCK = 4
+SETTINGS = SchedulerSettings(num_blocks=33, block_tokens=BLOCK, max_batch_tokens=16, max_running=8)
+
+
+def request_of(name: str, num_tokens: int, max_tokens: int = 4, **fields: object) -> Request:
+    prompt = [int(name) * 100 + index for index in range(num_tokens)] if name.isdigit() else [7] * num_tokens
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), **fields)  # type: ignore[arg-type]
+
+
+def run_step(scheduler: Scheduler, now: float = 0.0) -> Step:
+    """One step in which every sampled token is 1."""
+    step = scheduler.schedule(now)
+    tokens = {chunk.request.id: 1 for chunk in step.chunks if chunk.samples}
+    scheduler.step_finished(step, tokens, (), now)
+    scheduler.check()
+    return step
+
+
+def shape(step: Step) -> list[tuple[str, int, int]]:
+    return [(chunk.request.id, chunk.start, chunk.num_tokens) for chunk in step.chunks]
+
+
+def test_long_prompts_are_cut_and_decodes_go_first() -> None:
+    scheduler = Scheduler(SETTINGS)
+    scheduler.add(request_of("1", 3), 0.0)
+    run_step(scheduler)
+    scheduler.add(request_of("2", 40), 0.0)
+    assert shape(run_step(scheduler)) == [("1", 3, 1), ("2", 0, 15)]
+    assert shape(run_step(scheduler)) == [("1", 4, 1), ("2", 15, 15)]
+    assert shape(run_step(scheduler)) == [("1", 5, 1), ("2", 30, 10)]
+    assert shape(run_step(scheduler)) == [("2", 40, 1)]
+
+
+def test_priority_then_arrival() -> None:
+    scheduler = Scheduler(dataclasses.replace(SETTINGS, max_running=1))
+    for name, priority in (("1", 1), ("2", 0), ("3", 0)):
+        scheduler.add(request_of(name, 4, 1, priority=priority), 0.0)
+    assert [run_step(scheduler).chunks[0].request.id for _ in range(3)] == ["2", "3", "1"]
+
+
+def test_shared_prefix_is_computed_once() -> None:
+    scheduler = Scheduler(SETTINGS)
+    scheduler.add(request_of("a", 9, 1), 0.0)
+    run_step(scheduler)
+    second = request_of("b", 9, 1)
+    scheduler.add(second, 0.0)
+    assert shape(run_step(scheduler)) == [("b", 8, 1)]
+    assert second.num_local_hit_tokens == 8
+
+
+def test_wholly_cached_prompt_computes_its_last_token_without_writing() -> None:
+    scheduler = Scheduler(SETTINGS)
+    scheduler.add(request_of("a", 8, 1), 0.0)
+    run_step(scheduler)
+    scheduler.add(request_of("b", 8, 1), 0.0)
+    chunk = run_step(scheduler).chunks[0]
+    assert (chunk.start, chunk.num_tokens, chunk.num_cached) == (7, 1, 8)
+
+
+def test_last_in_rank_is_preempted_and_comes_back() -> None:
+    scheduler = Scheduler(dataclasses.replace(SETTINGS, num_blocks=6))
+    first, second = request_of("1", 8, 12), request_of("2", 7, 9)
+    for request in (first, second):
+        scheduler.add(request, 0.0)
+    while first.state is not RequestState.FINISHED or second.state is not RequestState.FINISHED:
+        run_step(scheduler)
+    assert first.num_preemptions == 0 and second.num_preemptions > 0
+    assert (first.num_output_tokens, second.num_output_tokens) == (12, 9)
+    assert any("preempted" in line for line in scheduler.story("2"))
+
+
+def test_what_never_fits_is_refused_with_a_reason() -> None:
+    scheduler = Scheduler(dataclasses.replace(SETTINGS, num_blocks=3, max_waiting=1))
+    refused = scheduler.add(request_of("1", 9), 0.0)
+    assert isinstance(refused, Refusal) and "takes up to 8" in refused.reason
+    assert scheduler.add(request_of("2", 8), 0.0) is None
+    refused = scheduler.add(request_of("3", 1), 0.0)
+    assert isinstance(refused, Refusal) and refused.code == "queue_full"
+
+
+def test_bad_settings_name_the_field() -> None:
+    with pytest.raises(InvalidArgument, match="max_running"):
+        dataclasses.replace(SETTINGS, max_running=17)
+    with pytest.raises(InvalidArgument, match="block_tokens"):
+        dataclasses.replace(SETTINGS, block_tokens=0)
+
+
+EXTERNAL = dataclasses.replace(SETTINGS, has_external_cache=True)
+
+
+def look_up(scheduler: Scheduler, request: Request, num_found: int) -> list[int] | None:
+    scheduler.add(request, 0.0)
+    step = scheduler.schedule(0.0)
+    assert [lookup.request for lookup in step.lookups] == [request] and not step.chunks
+    return scheduler.lookup_finished(request.id, num_found, 0.0)
+
+
+def test_lookup_asks_for_full_blocks_and_the_tail() -> None:
+    scheduler = Scheduler(EXTERNAL)
+    request = request_of("1", 10)
+    scheduler.add(request, 0.0)
+    blocks = scheduler.schedule(0.0).lookups[0].blocks
+    assert [num_tokens for _, num_tokens in blocks] == [4, 4, 2]
+    assert [block_hash for block_hash, _ in blocks] == [*request.hash_blocks(BLOCK), request.tail_hash]
+
+
+def test_waiting_for_the_cache_holds_nobody_up() -> None:
+    scheduler = Scheduler(EXTERNAL)
+    slow, quick = request_of("1", 8), request_of("2", 8)
+    scheduler.add(slow, 0.0)
+    scheduler.add(quick, 0.0)
+    scheduler.schedule(0.0)
+    assert scheduler.lookup_finished("2", 0, 0.0) is None
+    assert shape(run_step(scheduler)) == [("2", 0, 8)]
+
+
+def test_loaded_request_joins_with_its_first_layer() -> None:
+    scheduler = Scheduler(EXTERNAL)
+    request = request_of("1", 10)
+    block_ids = look_up(scheduler, request, 2)
+    assert block_ids == request.block_ids[:2]
+    assert run_step(scheduler).chunks == []
+    scheduler.load_ready("1", 0.0)
+    step = run_step(scheduler)
+    assert shape(step) == [("1", 8, 2)] and step.chunks[0].has_load
+    assert step.saves == []  # what came from outside is not sent back
+    scheduler.release(block_ids)
+    scheduler.check()
+
+
+def test_failed_load_starts_over_from_the_local_prefix() -> None:
+    scheduler = Scheduler(EXTERNAL)
+    request = request_of("1", 10)
+    block_ids = look_up(scheduler, request, 2)
+    assert block_ids is not None
+    scheduler.load_ready("1", 0.0)
+    step = scheduler.schedule(0.0)
+    assert scheduler.step_finished(step, {"1": 9}, {"1"}, 0.0) == []
+    scheduler.release(block_ids)
+    assert request.num_output_tokens == 0
+    step = run_step(scheduler)
+    assert shape(step) == [("1", 0, 10)]
+    assert [block.block_id for block in step.saves[0].blocks] == request.block_ids[:2]
+
+
+def test_blocks_are_saved_when_they_fill_and_tails_on_request() -> None:
+    scheduler = Scheduler(EXTERNAL)
+    request = request_of("1", 10, 1, save_tail=True)
+    look_up(scheduler, request, 0)
+    step = scheduler.schedule(0.0)
+    assert [block.num_tokens for block in step.saves[0].blocks] == [4, 4, 2]
+    assert step.saves[0].blocks[-1].hash == request.tail_hash
+    scheduler.step_finished(step, {"1": 5}, (), 0.0)
+    assert request.state is RequestState.FINISHED
+    assert scheduler.pool.num_free == scheduler.pool.num_usable - 3  # still being read
+    scheduler.release(step.saves[0].block_ids)
+    scheduler.check()
+    assert scheduler.pool.num_free == scheduler.pool.num_usable
+
+
+def test_prefill_offers_locally_cached_blocks_again() -> None:
+    """The store may have dropped them, and a decode worker waits for the whole prompt."""
+    scheduler = Scheduler(EXTERNAL)
+    look_up(scheduler, request_of("a", 8, 1), 0)
+    scheduler.release(run_step(scheduler).saves[0].block_ids)
+    scheduler.add(request_of("b", 8, 1, save_tail=True), 0.0)
+    step = run_step(scheduler)
+    assert [block.num_tokens for block in step.saves[0].blocks] == [4, 4]
+
+
+class World:
+    """Random requests, a random cache, random aborts; stands in for everything around a scheduler."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.scheduler = Scheduler(
+            SchedulerSettings(
+                num_blocks=self.random.choice([8, 14, 40]),
+                block_tokens=BLOCK,
+                max_batch_tokens=self.random.choice([4, 9, 32]),
+                max_running=self.random.choice([1, 4]),
+                has_external_cache=self.random.random() < 0.7,
+            )
+        )
+        self.requests: list[Request] = []
+        self.lookups: list[tuple[Request, int]] = []
+        self.loads: dict[str, list[int]] = {}
+        self.pins: list[list[int]] = []
+        self.now = 0.0
+
+    def arrive(self) -> None:
+        longest = self.scheduler.max_total_tokens - 1
+        family, length = self.random.randint(1, 3), self.random.randint(1, min(longest, 24))
+        prompt = [family * 100 + index for index in range(length)]
+        sampling = SamplingParams(max_tokens=self.random.randint(1, 20), ignore_eos=True)
+        save_tail = self.random.random() < 0.3
+        request = Request(f"r{len(self.requests)}", prompt, sampling, save_tail=save_tail)
+        assert self.scheduler.add(request, self.now) is None
+        self.requests.append(request)
+
+    def answer_the_cache(self) -> None:
+        for request, num_asked in self.lookups:
+            if request.state is RequestState.LOOKING:
+                found = self.random.choice([0, self.random.randint(0, num_asked), num_asked])
+                block_ids = self.scheduler.lookup_finished(request.id, found, self.now)
+                if block_ids is not None:
+                    self.loads[request.id] = block_ids
+        self.lookups = []
+        for request in self.requests:
+            if request.state is RequestState.LOADING and self.random.random() < 0.7:
+                if self.random.random() < 0.3:
+                    self.scheduler.load_failed(request.id, self.now)
+                    self.pins.append(self.loads.pop(request.id))
+                else:
+                    self.scheduler.load_ready(request.id, self.now)
+        self.random.shuffle(self.pins)
+        for block_ids in self.pins[: len(self.pins) // 2 + 1]:
+            self.scheduler.release(block_ids)
+        self.pins = self.pins[len(self.pins) // 2 + 1 :]
+
+    def step(self) -> None:
+        self.now += 1.0
+        self.answer_the_cache()
+        step = self.scheduler.schedule(self.now)
+        self.verify(step)
+        self.lookups += [(lookup.request, len(lookup.blocks)) for lookup in step.lookups]
+        self.pins += [save.block_ids for save in step.saves]
+        failed = {c.request.id for c in step.chunks if c.has_load and self.random.random() < 0.3}
+        tokens = {c.request.id: self.random.randint(1, 9) for c in step.chunks if c.samples}
+        self.scheduler.step_finished(step, tokens, failed, self.now)
+        for chunk in step.chunks:
+            if chunk.request.id in self.loads:
+                self.pins.append(self.loads.pop(chunk.request.id))
+        self.scheduler.check()
+
+    def verify(self, step: Step) -> None:
+        assert step.num_tokens <= self.scheduler.settings.max_batch_tokens
+        ids = [chunk.request.id for chunk in step.chunks]
+        assert len(ids) == len(set(ids))
+        written: dict[int, str] = {}
+        for chunk in step.chunks:
+            self.verify_chunk(chunk, written)
+
+    def verify_chunk(self, chunk: Chunk, written: dict[int, str]) -> None:
+        request = chunk.request
+        assert chunk.end <= request.num_tokens <= self.scheduler.max_total_tokens
+        assert chunk.samples == (chunk.end == request.num_tokens)
+        for position in range(max(chunk.start, chunk.num_cached), chunk.end):
+            slot = request.block_ids[position // BLOCK] * BLOCK + position % BLOCK
+            assert slot not in written, f"{request.id} and {written.get(slot)} write one slot"
+            assert slot >= BLOCK, "block 0 is scratch"
+            written[slot] = request.id
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_worlds(seed: int) -> None:
+    world = World(seed)
+    aborted: dict[str, None] = {}
+    for _ in range(40):
+        if world.random.random() < 0.5:
+            world.arrive()
+        if world.requests and world.random.random() < 0.05:
+            request = world.random.choice(world.requests)
+            if request.state is not RequestState.FINISHED:
+                world.scheduler.abort(request.id, world.now)
+                aborted[request.id] = None
+                if request.id in world.loads:
+                    world.pins.append(world.loads.pop(request.id))
+        world.step()
+    for _ in range(3000):
+        if all(request.state is RequestState.FINISHED for request in world.requests):
+            break
+        world.step()
+    for request in world.requests:
+        assert request.state is RequestState.FINISHED, (request, world.scheduler.story(request.id))
+        if request.id in aborted:
+            continue
+        assert request.finish_reason is FinishReason.LENGTH
+        is_full = request.num_tokens == world.scheduler.max_total_tokens
+        assert request.num_output_tokens == request.sampling.max_tokens or is_full
+    for block_ids in world.pins:
+        world.scheduler.release(block_ids)
+    world.scheduler.check()
+    assert world.scheduler.pool.num_free == world.scheduler.pool.num_usable
