@@ -116,6 +116,7 @@ def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_ke
     ]
     [metrics_port] = free_ports(INSIDE, 1, Random(), besides=ports.values())
     node_flags = ["--master", at["master"], "--pool-size", pool, "--metrics-port", str(metrics_port)]
+    node_flags += ["--metadata", f"http://{at['metadata']}/metadata"]
     is_mounted = HttpCheck("/metrics", "\nmooncake_store_mounted 1", metrics_port)
     instances = ["--prefill", *(at[name] for name in prefill), "--decode", *(at[name] for name in decode)]
 

@@ -42,8 +42,12 @@ from mooncake.store.membership import (
     Send,
 )
 from mooncake.transfer import TransferEngine, TransferSettings
+from mooncake.transfer.metadata.http import HttpBackend
 
 log = get_logger(__name__)
+
+PUBLISHED_FOR_S = 6.0
+"""How long a descriptor stays in the metadata service after its node has fallen silent."""
 
 POOL_BYTES = Gauge("mooncake_store_pool_bytes", "Memory that this node lends to the store", registry=registry)
 IS_MOUNTED = Gauge("mooncake_store_mounted", "1 while the master knows this node", registry=registry)
@@ -74,6 +78,9 @@ class NodeSettings:
     huge_pages: bool = True
     "Ask for huge pages, and do without where there are none."
 
+    metadata: str = ""
+    "URL of a metadata service where the segment is published, so that others can open it by name."
+
     metrics_port: Port = 0
     "Port of `/metrics`; 0 takes a free one."
 
@@ -89,7 +96,8 @@ class Node:
             advertise_host=settings.advertise_host,
             tcp_port=settings.port,
         )
-        self.engine = TransferEngine(transfer)
+        backend = HttpBackend(settings.metadata) if settings.metadata else None
+        self.engine = TransferEngine(transfer, backend)
         self.mounted = asyncio.Event()
         """Set while the master knows this node."""
         self._left = asyncio.Event()
@@ -121,6 +129,8 @@ class Node:
         self._membership = membership
         self._driver = Driver(membership, self._perform)
         self._driver.post(Wake())
+        if self.settings.metadata:
+            self._spawn(self._keep_published())
 
     async def close(self) -> None:
         """Tell the master that the memory goes away, and let it go."""
@@ -180,6 +190,21 @@ class Node:
             self._report(link, Closed(str(error)))
         else:
             self._report(link, Answered(reply))
+
+    async def _keep_published(self) -> None:
+        """Put the descriptor again and again: a metadata service that restarts forgets it."""
+        is_published = False
+        while True:
+            try:
+                await asyncio.to_thread(self.engine.publish, PUBLISHED_FOR_S)
+                if not is_published:
+                    log.info("published", metadata=self.settings.metadata, segment=self.engine.name)
+                is_published = True
+            except MooncakeError as error:
+                if is_published:
+                    log.warning("not_published", reason=str(error))
+                is_published = False
+            await asyncio.sleep(PUBLISHED_FOR_S / 3)
 
     def _report(self, link: AsyncClient, event: Event) -> None:
         """What an earlier connection still has to say is of no interest."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench.cluster import Cluster
+from bench.cluster import Cluster, wait_for
+from mooncake.transfer import TransferEngine
+from mooncake.transfer.engine import DESCRIPTOR_PREFIX
+from mooncake.transfer.metadata.http import HttpBackend
 
 pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -76,3 +79,16 @@ def test_streaming_with_usage(cluster: Cluster) -> None:
     assert streamed.text == whole.body["choices"][0]["text"]
     assert streamed.token_ids == whole.body["choices"][0]["token_ids"]
     assert streamed.usage["completion_tokens"] == len(streamed.token_ids)
+
+
+def test_the_pool_is_found_by_name_in_the_metadata_service(cluster: Cluster) -> None:
+    backend = HttpBackend(f"http://{cluster.address('metadata')}/metadata")
+    (key,) = wait_for(lambda: backend.list(DESCRIPTOR_PREFIX), "the node to be published", 30.0)
+    engine = TransferEngine(backend=backend)
+    try:
+        segment = engine.open_name(key.removeprefix(DESCRIPTOR_PREFIX))
+        assert segment is not None
+        assert "shm" in segment.paths
+    finally:
+        engine.close()
+        backend.close()
