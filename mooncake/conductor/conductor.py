@@ -283,9 +283,16 @@ class Conductor:
     def _place(self, event: Place, now: float) -> list[Effect]:
         effects = self._release(event.request_id, now)
         settings = self._settings
-        blocks = self.index.matches(event.hashes)
-        cached = {one: min(n * settings.block_tokens, event.num_tokens) for one, n in blocks.items()}
-        job = Job(event.num_tokens, cached, now, settings.slow_start_s, event.affinity, random=self._random)
+        full_blocks = event.hashes[: event.num_tokens // settings.block_tokens]
+        job = Job(
+            event.num_tokens,
+            self.index.matches(full_blocks),
+            settings.block_tokens,
+            now,
+            settings.slow_start_s,
+            event.affinity,
+            random=self._random,
+        )
         prefill_policy, decode_policy = POLICIES[settings.scheduling]
         exclude = dict.fromkeys(event.exclude)
         decode = self._choose(Role.DECODE, decode_policy, job, exclude)
@@ -299,7 +306,7 @@ class Conductor:
             degraded, decode, prefill = "no decode instance is ready", prefill, None
         elif prefill is None and event.needs_prefill:
             degraded = "no prefill instance is ready"
-        return [*effects, self._decide(event, prefill, decode, degraded, cached, now)]
+        return [*effects, self._decide(event, prefill, decode, degraded, job)]
 
     def _choose(self, role: Role, policy: Policy, job: Job, exclude: dict[InstanceId, None]) -> Choice | None:
         """The policy's choice among ready instances, else among suspects, else None."""
@@ -321,11 +328,10 @@ class Conductor:
         prefill: Choice | None,
         decode: Choice,
         degraded: str,
-        cached: dict[InstanceId, int],
-        now: float,
+        job: Job,
     ) -> Decision:
-        computes = (prefill or decode).instance
-        num_cached = cached.get(computes.id, 0)
+        now = job.now
+        num_cached = job.cached_tokens((prefill or decode).instance)
         parts = [f"decode {decode.instance.id} ({decode.reason})"]
         if prefill is not None:
             parts.insert(0, f"prefill {prefill.instance.id} ({prefill.reason})")

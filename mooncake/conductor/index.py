@@ -79,13 +79,14 @@ class PrefixIndex:
         """Instance -> number of leading blocks of ``hashes`` that it holds; without any it is absent."""
         found: dict[InstanceId, int] = {}
         alive = -1
-        holders = self._holders
+        holders_of = self._holders.get
+        to_int = int.from_bytes  # written out rather than _short: this loop is the cost of a decision
         position = 0
         for position, block_hash in enumerate(hashes):
-            still = alive & holders.get(_short(block_hash), 0)
+            still = alive & holders_of(to_int(block_hash[:8], "little"), 0)
             if still != alive:
                 if position:
-                    self._record(found, alive & ~still, position)
+                    self._record(found, alive ^ still, position)
                 alive = still
                 if not alive:
                     return found

@@ -23,21 +23,21 @@ def instances(*queued: int) -> list[Instance]:
 
 def job(num_tokens: int = 1000, **fields: object) -> Job:
     cached: dict[str, int] = {}
-    made = Job(num_tokens, cached, now=1000.0, slow_start_s=10.0)
+    made = Job(num_tokens, cached, block_tokens=10, now=1000.0, slow_start_s=10.0)
     for name, value in fields.items():
         setattr(made, name, value)
     return made
 
 
 def test_cache_outweighs_a_shorter_queue_until_it_does_not() -> None:
-    choice = select.prefill_by_cache(instances(0, 500), job(cached_tokens={"h:1": 900}))
+    choice = select.prefill_by_cache(instances(0, 500), job(cached_blocks={"h:1": 90}))
     assert choice.instance.id == "h:1"
     assert "900 of 1000 tokens cached, 500 queued" in choice.reason
-    assert select.prefill_by_cache(instances(0, 901), job(cached_tokens={"h:1": 900})).instance.id == "h:0"
+    assert select.prefill_by_cache(instances(0, 901), job(cached_blocks={"h:1": 90})).instance.id == "h:0"
 
 
 def test_load_ignores_the_cache() -> None:
-    choice = select.prefill_by_load(instances(1, 0, 2), job(cached_tokens={"h:2": 1000}))
+    choice = select.prefill_by_load(instances(1, 0, 2), job(cached_blocks={"h:2": 100}))
     assert choice.instance.id == "h:1"
 
 
@@ -59,7 +59,7 @@ def test_affinity_is_followed_until_it_would_cost_more_than_the_prompt() -> None
 
 def test_decode_goes_where_fewest_run() -> None:
     assert select.decode_by_load(instances(5, 0, 5), job()).instance.id == "h:1"
-    assert select.decode_by_load(instances(0, 0), job(cached_tokens={"h:1": 64})).instance.id == "h:1"
+    assert select.decode_by_load(instances(0, 0), job(cached_blocks={"h:1": 6})).instance.id == "h:1"
 
 
 def test_round_robin_takes_turns_and_newcomers_come_less_often() -> None:
