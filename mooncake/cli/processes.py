@@ -38,7 +38,6 @@ PROBE_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 5.0
 NUM_LAST_LINES = 12
 LAST_BYTES = 16 << 10
-MOST_BYTES_OF_AN_ANSWER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ async def _passes(check: HttpCheck, reader: asyncio.StreamReader, writer: asynci
     status_line = await reader.readline()
     if status_line.split(b" ")[1:2] != [b"200"]:
         return False
-    return not check.text or check.text.encode() in await reader.read(MOST_BYTES_OF_AN_ANSWER)
+    return not check.text or check.text.encode() in await reader.read()  # to its end
 
 
 def last_lines(path: Path, start: int = 0) -> list[str]:

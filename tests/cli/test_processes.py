@@ -123,7 +123,8 @@ async def test_stopping_while_a_process_is_being_started(tmp_path: Path) -> None
     assert world.processes.pid("a") is None
     world.processes.stop()
     assert await world.end() == 0
-    assert world.said == ["a: stopped (killed by signal 15)"]
+    [said] = world.said
+    assert said.startswith("a: stopped (")
 
 
 async def test_refused_settings_stop_the_others_and_are_shown(tmp_path: Path) -> None:
