@@ -198,6 +198,7 @@ MOONCAKE_AVX512 uint32_t raw_copy_avx512(uint8_t* to, const uint8_t* from, size_
     std::memcpy(to, from, odd);
     to += odd, from += odd, length -= odd;
   }
+  streaming &= (reinterpret_cast<uintptr_t>(to) & 63) == 0;
   if (size_t num_blocks = length / 256; num_blocks >= 2) {
     crc = streaming ? fold_blocks<Store::kStreaming>(to, from, num_blocks, crc)
                     : fold_blocks<Store::kCached>(to, from, num_blocks, crc);

@@ -11,8 +11,10 @@ bool is_request(const Frame& frame) {
 }
 
 bool is_reply(const Frame& frame) {
-  return frame.magic == kMagic && frame.kind == Kind::kReply && frame.zero == 0 &&
-         frame.status <= static_cast<uint8_t>(Status::kProtocolError) && frame.payload_bytes <= kMaxPayload;
+  bool is_known =
+      frame.status == static_cast<uint8_t>(Status::kOk) || frame.status == static_cast<uint8_t>(Status::kAccessDenied);
+  return frame.magic == kMagic && frame.kind == Kind::kReply && frame.zero == 0 && is_known &&
+         frame.payload_bytes <= kMaxPayload;
 }
 
 bool fits(const Frame& frame, std::span<const WireSlice> slices) {

@@ -1,0 +1,461 @@
+// Tests below Python, for the sanitizers (scripts/sanitize) and for what Python cannot reach: broken
+// peers, byte soup on the wire, threads that race. Plain asserts; a fixed seed unless one is given.
+//
+//     test_native [seed] [rounds]
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cassert>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+
+#include "crc32c.h"
+#include "shm.h"
+#include "tcp.h"
+
+using namespace mooncake;
+using namespace std::chrono_literals;
+
+namespace {
+
+std::mt19937_64 rng(1);
+int rounds = 300;
+
+uint64_t below(uint64_t limit) { return limit ? rng() % limit : 0; }
+
+std::vector<uint8_t> noise(size_t size) {
+  std::vector<uint8_t> bytes(size);
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(rng());
+  return bytes;
+}
+
+uint64_t address_of(const void* memory) { return reinterpret_cast<uint64_t>(memory); }
+
+Request request(Op op, std::vector<Slice> slices, bool checksum = false, Clock::duration patience = 20s) {
+  return {op, std::move(slices), checksum, Clock::now() + patience};
+}
+
+std::vector<RemoteRegion> published(const RegionTable& table) {
+  std::vector<RemoteRegion> regions;
+  for (const RegionRef& region : table.all()) regions.push_back({region->address, region->size, region->key});
+  return regions;
+}
+
+void test_checksums() {
+  assert(crc32c("123456789", 9) == 0xe3069283);  // the check value of CRC-32C
+  std::vector<uint8_t> from = noise(70'000), to(70'000);
+  for (int i = 0; i < rounds * 5; i++) {
+    size_t start = below(300), length = below(i % 8 ? 1500 : 65'000), there = below(200);
+    auto seed = static_cast<uint32_t>(rng());
+    uint32_t sum = detail::crc32c_table(&from[start], length, seed);
+    assert(crc32c(&from[start], length, seed) == sum);
+    if (detail::has_sse42()) assert(detail::crc32c_sse42(&from[start], length, seed) == sum);
+    std::fill(to.begin(), to.end(), 0);
+    assert(copy_crc32c(&to[there], &from[start], length, seed, i % 2) == sum);
+    assert(std::memcmp(&to[there], &from[start], length) == 0 && to[there + length] == 0);
+    std::fill(to.begin(), to.end(), 0);
+    copy(&to[there], &from[start], length, i % 2);
+    assert(std::memcmp(&to[there], &from[start], length) == 0 && to[there + length] == 0);
+    size_t cut = below(length + 1);
+    assert(crc32c_combine(crc32c(&from[start], cut, seed), crc32c(&from[start + cut], length - cut), length - cut) ==
+           sum);
+  }
+}
+
+void test_regions() {
+  RegionTable table;
+  std::vector<uint8_t> memory(1000);
+  uint64_t base = address_of(memory.data());
+  RegionRef whole = table.add(base, 1000, true), part = table.add(base + 100, 50, false);
+  assert(table.find_local(base + 100, 50) == part || table.find_local(base + 100, 50) == whole);
+  assert(table.find_local(base + 140, 20) == whole);  // beyond the part that starts nearer
+  assert(!table.find_local(base + 999, 2) && !table.find_local(base - 1, 1) && !table.find_local(base, UINT64_MAX));
+  assert(table.find_key(part->key) == part && !table.find_key(part->key ^ 1));
+  std::atomic<bool> is_inside{false}, has_left{false};
+  std::thread toucher([&] {
+    std::vector<RegionRef> regions{whole, part};
+    Touch touch(regions);
+    assert(touch);
+    is_inside = true;
+    std::this_thread::sleep_for(20ms);
+    has_left = true;
+  });
+  while (!is_inside) std::this_thread::yield();
+  table.remove(whole->key);
+  assert(has_left && whole->is_closed() && !whole->enter());
+  toucher.join();
+  assert(table.find_local(base + 100, 50) == part && !table.find_local(base, 10));
+  std::string error;
+  RegionRef shared = table.allocate(3 << 20, true, true, error);
+  assert(shared && shared->is_shared() && table.all().size() == 2);
+  reinterpret_cast<uint8_t*>(shared->address)[(3 << 20) - 1] = 1;
+  assert(!table.allocate(1ull << 60, true, true, error) && !error.empty());
+  table.remove_all();
+  assert(table.all().empty());
+}
+
+void test_queue() {
+  Queue queue;
+  auto is_readable = [&] {
+    pollfd entry{queue.fileno(), POLLIN, 0};
+    return poll(&entry, 1, 0) == 1;
+  };
+  assert(!is_readable() && queue.drain(10, 0).empty() && queue.drain(10, 0.001).empty());
+  std::vector<std::thread> producers;
+  for (int i = 0; i < 4; i++)
+    producers.emplace_back([&] {
+      for (int j = 0; j < 250; j++) queue.push({});
+    });
+  size_t count = 0;
+  while (count < 1000) count += queue.drain(7, 5).size();
+  for (auto& producer : producers) producer.join();
+  assert(!is_readable());
+  queue.push({});
+  queue.push({});
+  assert(is_readable() && queue.drain(1, 0).size() == 1 && is_readable() && queue.drain(5, 0).size() == 1 &&
+         !is_readable());
+}
+
+void test_wire() {
+  wire::Frame frame;
+  frame.kind = wire::Kind::kWrite, frame.num_slices = 2, frame.payload_bytes = 10;
+  assert(wire::is_request(frame) && !wire::is_reply(frame));
+  std::vector<wire::WireSlice> slices{{100, 4, 1}, {200, 6, 1}};
+  assert(wire::fits(frame, slices));
+  for (auto& broken : std::vector<std::vector<wire::WireSlice>>{{{100, 4, 1}, {200, 5, 1}},
+                                                                {{100, 4, 1}, {200, 7, 1}},
+                                                                {{100, 10, 1}, {200, 0, 1}},
+                                                                {{UINT64_MAX - 1, 4, 1}, {200, 6, 1}}})
+    assert(!wire::fits(frame, broken));
+  frame.num_slices = wire::kMaxSlices + 1;
+  assert(!wire::is_request(frame));
+}
+
+// Two processes in one: `near` moves, `far` lends a region with untouchable margins.
+struct Pair {
+  static constexpr uint64_t kSize = 300'000, kMargin = 512;
+  std::shared_ptr<RegionTable> near = std::make_shared<RegionTable>(), far = std::make_shared<RegionTable>();
+  std::vector<uint8_t> here = noise(kSize), plain = std::vector<uint8_t>(kSize + 2 * kMargin, 0);
+  RegionRef local = near->add(address_of(here.data()), kSize, true);
+  RegionRef remote;
+  std::shared_ptr<Peer> peer;
+  std::unique_ptr<TcpServer> server;
+  std::shared_ptr<ShmTransport> near_shm, far_shm;
+
+  explicit Pair(bool is_tcp, int num_streams = 2) {
+    if (is_tcp) {
+      remote = far->add(address_of(plain.data()) + kMargin, kSize, true);
+      server = std::make_unique<TcpServer>(far, 7, "127.0.0.1", 0, 2);
+      auto address = TcpAddress::parse("127.0.0.1", server->port());
+      peer = std::make_shared<TcpPeer>(near, published(*far), *address, 7, num_streams);
+      near->listen(peer);
+    } else {
+      std::string error;
+      remote = far->allocate(kSize, false, true, error);
+      far_shm = std::make_shared<ShmTransport>(far, 7), near_shm = std::make_shared<ShmTransport>(near, 8);
+      far->listen(far_shm);
+      Status status;
+      peer = near_shm->connect(far_shm->endpoint(), 7, published(*far), Clock::now() + 5s, status);
+      assert(peer && status == Status::kOk);
+      assert(!near_shm->connect(far_shm->endpoint(), 6, {}, Clock::now() + 5s, status) && status == Status::kPeerLost);
+      assert(!near_shm->connect("mooncake-nobody", 7, {}, Clock::now() + 5s, status) && status == Status::kPeerLost);
+    }
+  }
+  ~Pair() {
+    peer->close();
+    if (server) server->close();
+  }
+  uint8_t* there() const { return reinterpret_cast<uint8_t*>(remote->address); }
+  bool margins_are_intact() const {
+    auto is_zero = [](uint8_t byte) { return byte == 0; };
+    return std::all_of(plain.begin(), plain.begin() + kMargin, is_zero) &&
+           std::all_of(plain.end() - kMargin, plain.end(), is_zero);
+  }
+};
+
+void test_moving(bool is_tcp) {
+  Pair pair(is_tcp);
+  for (int i = 0; i < rounds / 10; i++) {
+    std::vector<Slice> slices;
+    uint64_t at = below(50);
+    while (at < Pair::kSize && slices.size() < 2000) {
+      uint64_t length = std::min(below(i % 3 ? 400 : 60'000), Pair::kSize - at);
+      slices.push_back({pair.local->address + at, pair.remote->address + at, length});
+      at += length + below(9);
+    }
+    bool is_submitted = i % 2;
+    Completion done;
+    auto move = [&](Op op) {
+      if (!is_submitted) return pair.peer->run(request(op, slices, true));
+      auto queue = std::make_shared<Queue>();
+      int64_t failed = -1;
+      assert(pair.peer->submit(queue, 9, request(op, slices, true), failed) == Status::kOk);
+      auto drained = queue->drain(1, 20);
+      assert(drained.size() == 1 && drained[0].token == 9);
+      return drained[0];
+    };
+    Completion sent = move(Op::kWrite);
+    assert(sent.status == Status::kOk && sent.checksums.size() == slices.size());
+    std::vector<uint8_t> before = pair.here;
+    for (const Slice& slice : slices) std::memset(reinterpret_cast<void*>(slice.local), 0, slice.length);
+    Completion received = move(Op::kRead);
+    assert(received.status == Status::kOk && received.num_bytes == sent.num_bytes &&
+           received.checksums == sent.checksums);
+    assert(pair.here == before && pair.margins_are_intact());
+    for (size_t j = 0; j < slices.size(); j++)
+      assert(sent.checksums[j] == crc32c(reinterpret_cast<void*>(slices[j].local), slices[j].length));
+  }
+  Slice fine{pair.local->address, pair.remote->address, 10};
+  Slice outside{pair.local->address, pair.remote->address + Pair::kSize - 5, 10};
+  Slice unknown{pair.local->address - 1, pair.remote->address, 10};
+  Completion done = pair.peer->run(request(Op::kWrite, {fine, outside}));
+  assert(done.status == Status::kAccessDenied && done.failed_slice == 1);
+  done = pair.peer->run(request(Op::kRead, {fine, fine, unknown}));
+  assert(done.status == Status::kUnregistered && done.failed_slice == 2);
+  pair.peer->set_remote({{pair.remote->address, Pair::kSize * 2, pair.remote->key}});  // claims too much
+  done = pair.peer->run(request(Op::kWrite, {fine, outside}));
+  assert(done.status == Status::kAccessDenied && done.failed_slice == 1 && pair.margins_are_intact());
+  assert(pair.peer->run(request(Op::kWrite, {fine})).status == Status::kOk);
+  pair.peer->set_remote({{pair.remote->address, Pair::kSize, pair.remote->key ^ 1}});
+  assert(pair.peer->run(request(Op::kRead, {fine})).status == Status::kAccessDenied);
+}
+
+// Traffic from several threads while regions close, jobs are cancelled and at last the target goes.
+void test_ending(bool is_tcp) {
+  for (int i = 0; i < rounds / 60; i++) {
+    Pair pair(is_tcp);
+    std::atomic<bool> is_over{false};
+    std::atomic<int> num_done{0};
+    std::vector<std::thread> threads;
+    auto traffic = [&](Op op, uint64_t part) {
+      uint64_t size = Pair::kSize / 4;
+      while (!is_over) {
+        Slice slice{pair.local->address + part * size, pair.remote->address + part * size, size};
+        Status status = pair.peer->run(request(op, {slice}, part % 2)).status;
+        num_done++;
+        if (status != Status::kOk && status != Status::kCancelled) return;
+      }
+    };
+    for (uint64_t part = 0; part < 4; part++) threads.emplace_back(traffic, part < 2 ? Op::kWrite : Op::kRead, part);
+    auto queue = std::make_shared<Queue>();
+    int64_t failed = -1;
+    for (uint64_t token = 0; token < 20; token++)
+      pair.peer->submit(queue, token, request(Op::kWrite, {{pair.local->address, pair.remote->address, 1000}}), failed);
+    while (num_done < 20) std::this_thread::yield();
+    pair.peer->cancel();
+    size_t num_ended = 0;
+    while (num_ended < 20) num_ended += queue->drain(20, 10).size();
+    switch (i % 3) {
+      case 0:
+        pair.near->remove(pair.local->key);
+        std::fill(pair.here.begin(), pair.here.end(), 5);  // a late touch would be a race
+        break;
+      case 1:
+        pair.far->remove(pair.remote->key);
+        std::memset(pair.there(), 5, Pair::kSize);
+        break;
+      default:
+        if (pair.server) pair.server->close();
+        if (pair.far_shm) pair.far_shm->close();
+    }
+    if (i % 3 == 0) is_over = true;
+    for (auto& thread : threads) thread.join();
+  }
+}
+
+// Byte soup into the server's side of a connection: frames that are nearly right and bytes that are
+// not. Whatever comes, memory outside the region stays as it is and the connection ends or waits.
+void test_server_robustness() {
+  auto table = std::make_shared<RegionTable>();
+  std::vector<uint8_t> memory(20'000, 0);
+  RegionRef region = table->add(address_of(memory.data()) + 1000, 18'000, true);
+  for (int i = 0; i < rounds; i++) {
+    int ends[2];
+    assert(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0);
+    TcpConnection connection(ends[1], table, 7);
+    std::vector<uint8_t> soup;
+    auto add = [&](const void* bytes, size_t size) {
+      soup.insert(soup.end(), static_cast<const uint8_t*>(bytes), static_cast<const uint8_t*>(bytes) + size);
+    };
+    wire::Hello hello;
+    hello.epoch = 7;
+    add(&hello, sizeof hello);
+    for (uint64_t frames = below(5) + 1; frames > 0; frames--) {
+      std::vector<wire::WireSlice> slices(below(30) ? below(6) + 1 : wire::kMaxSlices);
+      wire::Frame frame;
+      for (auto& slice : slices) {
+        slice = {region->address + below(18'500), below(300) + 1, below(8) ? region->key : rng()};
+        if (below(10) == 0) slice.address -= below(3000);
+        frame.payload_bytes += slice.length;
+      }
+      frame.kind = below(2) ? wire::Kind::kWrite : wire::Kind::kRead;
+      frame.num_slices = static_cast<uint32_t>(slices.size());
+      frame.number = frames;
+      add(&frame, sizeof frame);
+      add(slices.data(), slices.size() * sizeof slices[0]);
+      std::vector<uint8_t> payload(frame.kind == wire::Kind::kWrite ? frame.payload_bytes : 0, 0xee);
+      add(payload.data(), payload.size());
+    }
+    for (uint64_t flips = below(2) * below(6); flips > 0; flips--)
+      soup[below(soup.size())] ^= static_cast<uint8_t>(1u << below(8));
+    if (below(4) == 0) soup.resize(below(soup.size() + 1));
+    if (below(10) == 0) soup = noise(below(5000) + 1);
+    auto progress = TcpConnection::Progress::kWaiting;
+    std::vector<uint8_t> sink(1 << 16);
+    for (size_t at = 0; at < soup.size() && progress != TcpConnection::Progress::kClosed;) {
+      size_t step = std::min(soup.size() - at, below(3) ? soup.size() : below(40) + 1);
+      ssize_t sent = send(ends[0], soup.data() + at, step, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (sent > 0) at += static_cast<size_t>(sent);
+      progress = connection.advance(false);
+      while (recv(ends[0], sink.data(), sink.size(), MSG_DONTWAIT) > 0) progress = connection.advance(false);
+    }
+    close(ends[0]);
+    while (connection.advance(true) == TcpConnection::Progress::kMore) continue;
+    assert(connection.advance(true) == TcpConnection::Progress::kClosed);
+    for (size_t at = 0; at < 1000; at++) assert(memory[at] == 0 && memory[19'000 + at] == 0);
+  }
+}
+
+// A server that answers a real client with replies that are nearly right.
+void test_client_robustness() {
+  auto table = std::make_shared<RegionTable>();
+  std::vector<uint8_t> memory(20'000, 0);
+  RegionRef region = table->add(address_of(memory.data()) + 1000, 18'000, true);
+  int listener = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in name{};
+  name.sin_family = AF_INET, name.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof name;
+  assert(bind(listener, reinterpret_cast<sockaddr*>(&name), length) == 0 && listen(listener, 8) == 0);
+  getsockname(listener, reinterpret_cast<sockaddr*>(&name), &length);
+  auto address = TcpAddress::parse("127.0.0.1", ntohs(name.sin_port));
+  for (int i = 0; i < rounds / 3; i++) {
+    Op op = below(2) ? Op::kRead : Op::kWrite;
+    uint64_t size = below(17'000) + 1;
+    wire::Hello hello;
+    hello.epoch = 7;
+    wire::Frame reply;
+    reply.number = 1;
+    reply.payload_bytes = op == Op::kRead ? size : 0;
+    std::vector<uint8_t> answer(sizeof hello + sizeof reply + reply.payload_bytes + below(3) * 40, 0xee);
+    std::memcpy(answer.data(), &hello, sizeof hello);
+    std::memcpy(answer.data() + sizeof hello, &reply, sizeof reply);
+    bool is_spoilt = below(3) > 0;
+    size_t spoilt_at = below(sizeof hello + sizeof reply);
+    if (is_spoilt) answer[spoilt_at] ^= static_cast<uint8_t>(1u << below(8));
+    if (below(4) == 0) answer.resize(below(answer.size()));
+    std::thread server([&] {
+      int socket = accept(listener, nullptr, nullptr);
+      (void)!send(socket, answer.data(), answer.size(), MSG_NOSIGNAL);
+      shutdown(socket, SHUT_WR);
+      std::vector<uint8_t> sink(1 << 16);
+      while (recv(socket, sink.data(), sink.size(), 0) > 0) continue;
+      close(socket);
+    });
+    {
+      auto peer = std::make_shared<TcpPeer>(table, std::vector<RemoteRegion>{{5000, 20'000, 3}}, *address, 7, 1);
+      Completion done = peer->run(request(op, {{region->address, 5000, size}}, true, 5s));
+      assert(done.status != Status::kTimedOut);
+      peer->close();
+    }
+    server.join();
+    for (size_t at = 0; at < 1000; at++) assert(memory[at] == 0 && memory[19'000 + at] == 0);
+  }
+  close(listener);
+}
+
+// Strangers at the shared-memory socket.
+void test_shm_robustness() {
+  auto table = std::make_shared<RegionTable>();
+  std::string error;
+  RegionRef region = table->allocate(8192, false, true, error);
+  auto transport = std::make_shared<ShmTransport>(table, 7);
+  table->listen(transport);
+  for (int i = 0; i < rounds / 3; i++) {
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    sockaddr_un name{};
+    name.sun_family = AF_UNIX;
+    std::memcpy(name.sun_path + 1, transport->endpoint().data(), transport->endpoint().size());
+    auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + transport->endpoint().size());
+    assert(connect(fd, reinterpret_cast<sockaddr*>(&name), length) == 0);
+    for (uint64_t j = below(6) + 1; j > 0; j--) {
+      ShmMessage message;
+      message.kind = static_cast<ShmMessage::Kind>(below(9));
+      message.epoch = below(4) ? 7 : rng();
+      message.key = below(2) ? region->key : rng();
+      std::vector<uint8_t> bytes(sizeof message);
+      std::memcpy(bytes.data(), &message, sizeof message);
+      if (below(4) == 0) bytes[below(bytes.size())] ^= 1;
+      if (below(6) == 0) bytes.resize(below(100));
+      (void)!send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    }
+    close(fd);
+  }
+  table->remove(region->key);
+  transport->close();
+}
+
+// Many small chunks of a busy life, in threads: connect, move, close.
+void test_coming_and_going() {
+  auto far = std::make_shared<RegionTable>();
+  std::vector<uint8_t> memory(100'000);
+  RegionRef region = far->add(address_of(memory.data()), memory.size(), true);
+  TcpServer server(far, 7, "127.0.0.1", 0, 2);
+  auto address = TcpAddress::parse("127.0.0.1", server.port());
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; i++)
+    threads.emplace_back([&, i] {
+      for (int j = 0; j < rounds / 30; j++) {
+        auto near = std::make_shared<RegionTable>();
+        std::vector<uint8_t> here(20'000, 1);
+        RegionRef local = near->add(address_of(here.data()), here.size(), true);
+        auto peer = std::make_shared<TcpPeer>(near, published(*far), *address, 7, 3);
+        near->listen(peer);
+        Slice slice{local->address, region->address + static_cast<uint64_t>(i) * 20'000, 20'000};
+        auto queue = std::make_shared<Queue>();
+        int64_t failed = -1;
+        peer->submit(queue, 1, request(Op::kWrite, {slice}), failed);
+        assert(peer->run(request(Op::kWrite, {slice})).status == Status::kOk);
+        if (j % 2) assert(queue->drain(1, 10).size() == 1);
+        peer->close();
+        assert(peer->run(request(Op::kWrite, {slice})).status == Status::kCancelled);
+      }
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
+  if (argc > 2) rounds = std::atoi(argv[2]);
+  rng.seed(seed);
+  std::pair<const char*, std::function<void()>> tests[] = {
+      {"checksums", test_checksums},
+      {"regions", test_regions},
+      {"queue", test_queue},
+      {"wire", test_wire},
+      {"moving over tcp", [] { test_moving(true); }},
+      {"moving over shm", [] { test_moving(false); }},
+      {"ending over tcp", [] { test_ending(true); }},
+      {"ending over shm", [] { test_ending(false); }},
+      {"server robustness", test_server_robustness},
+      {"client robustness", test_client_robustness},
+      {"shm robustness", test_shm_robustness},
+      {"coming and going", test_coming_and_going},
+  };
+  for (auto& [name, test] : tests) {
+    std::printf("%s\n", name);
+    std::fflush(stdout);
+    test();
+  }
+  std::printf("all passed (seed %llu, %s)\n", static_cast<unsigned long long>(seed), crc32c_implementation());
+}

@@ -1,0 +1,31 @@
+"""Builds the tests below Python without sanitizers and runs them; ``scripts/sanitize`` runs them with."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not on the path")
+def test_native(tmp_path: Path) -> None:
+    for step in (
+        [
+            "cmake",
+            "-S",
+            str(ROOT),
+            "-B",
+            str(tmp_path),
+            "-DMOONCAKE_NATIVE_TESTS=ON",
+            "-DCMAKE_BUILD_TYPE=Debug",
+        ],
+        ["cmake", "--build", str(tmp_path), "--parallel", "2"],
+        [str(tmp_path / "test_native"), "1", "100"],
+    ):
+        done = subprocess.run(step, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "all passed" in done.stdout
