@@ -129,7 +129,7 @@ def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_ke
     plans = [
         plan(RoleSpec("metadata"), "metadata", [], HttpCheck("/health")),
         plan(RoleSpec("master"), "master", [], None),
-        plan(RoleSpec("node", ("master",)), "node", node_flags, is_mounted),
+        plan(RoleSpec("node", ("master",), leans_on=("metadata",)), "node", node_flags, is_mounted),
         *(worker(name, "prefill") for name in prefill),
         *(worker(name, "decode") for name in decode),
         plan(
