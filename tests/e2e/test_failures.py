@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -106,19 +107,22 @@ def test_a_killed_daemon_costs_recomputing_and_comes_back(cluster: Cluster) -> N
         cluster.wait_until_restarted("node", pid)
         clients.wait_for_more(3)
     assert verify(cluster, clients) == 0
-    # It joined by itself: what is computed now is found again by another worker.
-    prompt = list(range(2000, 2200))
+    # It joined by itself: what is computed now goes into the pool again.
+    prompt, salts = list(range(2000, 2200)), itertools.count()
 
     def is_pooled() -> bool:
-        answer = cluster.complete(prompt, 1, cache_salt=str(time.monotonic_ns() // 10**9))
+        before = saved_bytes(cluster)
+        answer = cluster.complete(prompt, 1, cache_salt=f"after the daemon {next(salts)}")
         assert answer.status == 200, answer.body
-        workers = [name for name in cluster.status["roles"] if name.startswith("prefill")]
-        saved = [_metric(cluster, name, "mooncake_inference_kv_saved_bytes_total") for name in workers]
-        cluster.complete([*prompt, 5], 1, cache_salt=str(time.monotonic_ns() // 10**9))
-        again = [_metric(cluster, name, "mooncake_inference_kv_saved_bytes_total") for name in workers]
-        return sum(again) > sum(saved)
+        return saved_bytes(cluster) > before
 
     wait_for(is_pooled, "the pool to take blocks again", 60.0)
+
+
+def saved_bytes(cluster: Cluster) -> float:
+    """What the prefill workers have saved to the pool so far."""
+    workers = [name for name in cluster.status["roles"] if name.startswith("prefill")]
+    return sum(_metric(cluster, name, "mooncake_inference_kv_saved_bytes_total") for name in workers)
 
 
 def _metric(cluster: Cluster, role: str, name: str) -> float:
