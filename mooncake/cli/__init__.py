@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -19,6 +20,9 @@ from mooncake.errors import AddressInUse, MooncakeError, Unavailable
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The console script ``mooncake``."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # Read once, when torch is loaded. Its threads wait for each other by spinning otherwise: measured 50
+    # times slower as soon as another process wants the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from mooncake.cli.table import application_for  # here, so that a missing extra can be explained
 
