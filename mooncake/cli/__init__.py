@@ -8,8 +8,8 @@ only a broken program shows a traceback. ``table.py`` lists the commands, ``role
 from __future__ import annotations
 
 import errno
-import socket
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
