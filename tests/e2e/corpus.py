@@ -24,5 +24,5 @@ def licence_tokens(folder: Path) -> list[int]:
 def prompts(folder: Path) -> list[list[int]]:
     """One prompt for each of ``LENGTHS``, each beginning elsewhere so that none shares a prefix."""
     tokens = licence_tokens(folder)
-    rolled = [tokens[start:] + tokens for start in range(0, 37 * len(LENGTHS), 37)]
+    rolled = [tokens[start:] + 2 * tokens for start in range(0, 37 * len(LENGTHS), 37)]
     return [text[:length] for text, length in zip(rolled, LENGTHS, strict=True)]
