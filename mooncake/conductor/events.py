@@ -12,6 +12,7 @@ making; those are translated by hashing the tokens that travel beside them.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -70,6 +71,16 @@ class EventSource(msgspec.Struct, frozen=True):
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+
+    def as_seen_from_afar(self, instance: InstanceId) -> EventSource:
+        """With the instance's host where the worker says "any of my addresses"."""
+        host = instance.rpartition(":")[0]
+
+        def reachable(endpoint: str) -> str:
+            return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", lambda _: f"tcp://{host}:", endpoint)
+
+        replay = None if self.replay_endpoint is None else reachable(self.replay_endpoint)
+        return EventSource(reachable(self.endpoint), replay, self.topic)
 
 
 class EventReader:

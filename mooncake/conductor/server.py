@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import aiohttp
 import msgspec
+import zmq
 import zmq.asyncio
 from prometheus_client import Counter
 
@@ -247,9 +248,14 @@ class ConductorService:
                 reason=f"its blocks have {answer.block_size} tokens, ours {self.settings.block_tokens}",
             )
             return
-        async with asyncio.TaskGroup() as group:
-            for source in found:
-                group.create_task(follow(self._zmq, instance, source, self._driver.post))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for source in found:
+                    reachable = source.as_seen_from_afar(instance)
+                    group.create_task(follow(self._zmq, instance, reachable, self._driver.post))
+        except* zmq.ZMQError as errors:
+            reason = str(errors.exceptions[0])
+            log.warning("kv_events_ignored", instance=instance, sources=found, reason=reason)
 
 
 class _Sources(msgspec.Struct):

@@ -41,7 +41,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @app.get("/ready", responses={503: {"description": "No instance is ready"}})
     async def ready() -> dict[str, str]:
         rows = await gateway.scheduling.status()
         if not any(row.health == "ready" for row in rows):
@@ -61,7 +61,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     async def status() -> Response:
         return _json(await _status(gateway))
 
-    @app.get("/story/{key:path}")
+    @app.get("/story/{key:path}", responses={503: _ERRORS[503]})
     async def story(key: str) -> Response:
         """What the conductor did for an answer (by its ``id``) or with an instance, and why."""
         try:
@@ -69,25 +69,32 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
         except MooncakeError as error:
             raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
 
-    @app.post("/instances/add", openapi_extra=_TAKES_CHANGE)
+    @app.post("/instances/add", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
     async def add(http: Request) -> Response:
         change = await _change(gateway, http)
         await _apply(gateway, AddInstance(change.instance, Role(change.type)))
         return _json({"message": f"added {change.instance} to {change.type}", "status": "added"})
 
-    @app.post("/instances/remove", openapi_extra=_TAKES_CHANGE)
+    @app.post("/instances/remove", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
     async def remove(http: Request) -> Response:
         change = await _known(gateway, await _change(gateway, http))
         await _apply(gateway, RemoveInstance(change.instance))
         return _json({"message": f"removed {change.instance} from {change.type}", "status": "removed"})
 
-    @app.post("/instances/drain", openapi_extra=_TAKES_CHANGE)
+    @app.post("/instances/drain", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
     async def drain(http: Request) -> Response:
         change = await _known(gateway, await _change(gateway, http))
         await _apply(gateway, Drain(change.instance))
         return _json({"message": f"draining {change.instance}", "status": "draining"})
 
 
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "A field is wrong; `error.param` names it"},
+    401: {"description": "The key is missing or wrong"},
+    403: {"description": "No admin key is set here"},
+    404: {"description": "No such instance"},
+    503: {"description": "The conductor can't be reached"},
+}
 _TAKES_CHANGE: dict[str, Any] = {
     "requestBody": {
         "required": True,

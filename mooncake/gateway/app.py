@@ -3,7 +3,7 @@
 Owns the way from an HTTP request to an ``Answer``: reading and checking it, tokenizing, hashing, the
 headers in and out. What happens to a prompt then is ``route.py``; who serves it is the conductor's choice,
 which runs inside this process or, with ``--conductor``, in one of its own. No torch is needed here: the
-gateway must start in a second and fit on a small machine.
+gateway must start quickly and fit on a small machine.
 """
 
 from __future__ import annotations
@@ -203,6 +203,10 @@ class Gateway:
             await self._service.close()
         await self.workers.close()
 
+    def model_card(self) -> ModelCard:
+        name = self.settings.model_name
+        return ModelCard(id=name, created=self.created, root=name, max_model_len=self.max_model_len)
+
     async def context_length(self) -> int:
         """Most tokens of prompt and answer together, asked of the workers once.
 
@@ -228,6 +232,17 @@ class Gateway:
             log.info("model_unknown", instance=instance, reason=error.reason)
             return None
         return cards[0].max_model_len if cards else None
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "A field is wrong; `error.param` names it"},
+    404: {"description": "No such model"},
+    413: {"description": "The body is too large"},
+    429: {"description": "Too much at once; `Retry-After` says when to come back"},
+    500: {"description": "A fault of this server"},
+    503: {"description": "No instance can serve; `Retry-After` says when to come back"},
+    504: {"description": "The deadline has passed"},
+}
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -264,20 +279,23 @@ def create_app(gateway: Gateway) -> FastAPI:
         broken = ApiError(500, "the gateway failed; its log has the traceback", code="internal_error")
         return Response(broken.body(), 500, media_type="application/json")
 
-    @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest), responses=_ERRORS)
     async def completions(http: Request) -> Response:
         return await _serve(gateway, http, parse_request(CompletionRequest, await read_body(http)))
 
-    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatCompletionRequest))
+    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatCompletionRequest), responses=_ERRORS)
     async def chat_completions(http: Request) -> Response:
         return await _serve(gateway, http, parse_request(ChatCompletionRequest, await read_body(http)))
 
     @app.get("/v1/models")
     async def models() -> Response:
-        card = ModelCard(
-            id=gateway.settings.model_name, created=gateway.created, max_model_len=gateway.max_model_len
-        )
-        return Response(to_json(ModelList([card])), media_type="application/json")
+        return Response(to_json(ModelList([gateway.model_card()])), media_type="application/json")
+
+    @app.get("/v1/models/{model:path}", responses={404: _ERRORS[404]})
+    async def model(model: str) -> Response:
+        if model != gateway.settings.model_name:
+            raise model_not_found(model, gateway.settings.model_name)
+        return Response(to_json(gateway.model_card()), media_type="application/json")
 
     admin.add_routes(app, gateway)
     return app

@@ -20,12 +20,12 @@ tokens) and ``kv_transfer_params``, a map that a gateway hands on unread, except
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import pydantic
 from msgspec import UNSET, UnsetType
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from mooncake.errors import MooncakeError
@@ -126,6 +126,40 @@ def _rule(field: str, has: str, allowed: str) -> PydanticCustomError:
     )
 
 
+# What the validators below take, for /openapi.json.
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_TOKENS: dict[str, Any] = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
+    "minItems": 1,
+}
+_STOP_SCHEMA: dict[str, Any] = {
+    "anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 32}, {"type": "null"}]
+}
+_PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        _TEXT,
+        _TOKENS,
+        {"type": "array", "items": _TEXT, "minItems": 1},
+        {"type": "array", "items": _TOKENS, "minItems": 1},
+    ]
+}
+_CONTENT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+        {"type": "null"},
+    ]
+}
+
+
 class StreamOptions(_Shape):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -147,7 +181,7 @@ class _GenerationRequest(_Shape):
     logit_bias: dict[str, float] | None = None
     seed: int | None = Field(None, ge=-_MAX_INT - 1, le=_MAX_INT)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stop: list[str] = Field(default_factory=list, max_length=32)
+    stop: Annotated[list[str], WithJsonSchema(_STOP_SCHEMA)] = Field(default_factory=list, max_length=32)
     stop_token_ids: list[int] = Field(default_factory=list, max_length=1024)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -207,7 +241,7 @@ _PROMPT_ALLOWED = "allowed: a string, a list of token ids, a list of strings or 
 class CompletionRequest(_GenerationRequest):
     """``POST /v1/completions``. Without ``max_tokens`` 16 tokens are generated, as in the public API."""
 
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     suffix: str | None = None
@@ -283,7 +317,7 @@ class ChatMessage(_Shape):
     """One turn. ``content`` is text, or parts of text that are joined."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | None = None
+    content: Annotated[str | None, WithJsonSchema(_CONTENT_SCHEMA)] = None
     name: str | None = None
 
     @field_validator("content", mode="before")

@@ -167,6 +167,15 @@ def batch(*tagged: dict[str, object], ts: float = 1.0) -> bytes:
     return msgspec.msgpack.encode([ts, list(tagged), 0])
 
 
+def test_a_worker_on_all_addresses_is_reached_at_its_own() -> None:
+    source = EventSource("tcp://0.0.0.0:5557", "tcp://*:5558", "t")
+    assert source.as_seen_from_afar("10.0.0.7:8100") == EventSource(
+        "tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558", "t"
+    )
+    plain = EventSource("tcp://10.0.0.9:5557")
+    assert plain.as_seen_from_afar("10.0.0.7:8100") == plain
+
+
 def test_duplicates_are_read_once() -> None:
     reader = EventReader("w")
     payload = batch({"type": "BlockStored", "block_hashes": [HASHES[0]], "medium": "cpu"})

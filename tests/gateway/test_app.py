@@ -67,6 +67,7 @@ async def test_completions_with_the_official_client(house: House) -> None:
     async with client_of(house) as client:
         answer = await client.completions.create(model="tiny", prompt="w20 w21", max_tokens=4, logprobs=1)
         models = await client.models.list()
+        assert (await client.models.retrieve("tiny")).id == "tiny"
     assert answer.choices[0].text == answer_text([20, 21], 4)
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.token_logprobs == [-0.5] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
 
 import pytest
 
@@ -215,3 +216,44 @@ async def test_a_conductor_of_its_own_and_its_loss(tokenizer: Tokenizer) -> None
         assert lost["headers"]["x-mooncake-route"] == "degraded: no conductor"
         _, status = await house.get("/status")
         assert "can't be reached" in status["conductor"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_answers_are_right_whatever_dies(tokenizer: Tokenizer, seed: int) -> None:
+    """Thirty clients while workers lose connections, give up, are killed and come back."""
+    random = Random(seed)
+    async with running(tokenizer, num_prefill=3, num_decode=3, scheduling="random") as house:
+        everyone = [*house.prefill, *house.decode]
+        for worker in everyone:
+            worker.token_pause_s = 0.002
+
+        async def ask(number: int) -> None:
+            prompt = [random.randrange(20, 90) for _ in range(random.randrange(1, 20))]
+            num_tokens = random.randrange(1, 30)
+            await asyncio.sleep(random.random())
+            if number % 2:
+                answer = await house.complete(prompt, num_tokens, return_token_ids=True)
+                assert answer["choices"][0]["token_ids"] == answer_ids(prompt, num_tokens)
+                assert answer["choices"][0]["text"] == answer_text(prompt, num_tokens)
+            else:
+                streamed = await house.stream(prompt, num_tokens)
+                assert streamed.text() == answer_text(prompt, num_tokens)
+
+        async def disturb() -> None:
+            for _ in range(12):
+                await asyncio.sleep(0.1)
+                victim = random.choice(everyone)
+                fault = random.randrange(4)
+                if fault == 0:
+                    victim.die_after = random.randrange(6)
+                elif fault == 1:
+                    victim.abort_after = random.randrange(1, 6)
+                else:
+                    await victim.stop()
+                    await asyncio.sleep(0.05)
+                    await victim.start()
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(30):
+                group.create_task(ask(number))
+            group.create_task(disturb())
