@@ -24,6 +24,10 @@ class Eviction:
         self._heap: list[tuple[float, int, StoredObject]] = []
         self._num_dead = 0
 
+    def __len__(self) -> int:
+        """Entries, those of unlinked objects included."""
+        return len(self._heap)
+
     def add(self, stored: StoredObject) -> None:
         """``stored`` has become readable."""
         heapq.heappush(self._heap, (stored.lease_until, stored.object_id, stored))

@@ -443,7 +443,7 @@ class Master:
     def _make_room(self, size_bytes: int, placement: Placement, now: float) -> Extent | Refusal:
         """Space for one replica, evicting for it when none is free."""
         if size_bytes > placement.largest_bytes:
-            return self._no_segment(size_bytes, placement, now)
+            return self._no_segment(size_bytes, now)
         place = placement.allocate(size_bytes)
         # A hole need not open where the oldest objects are, but neither may one put that finds
         # none flush the whole cache.
@@ -466,18 +466,19 @@ class Master:
             return Refusal("no_space", reason)
         return Extent(*place)
 
-    def _no_segment(self, size_bytes: int, placement: Placement, now: float) -> Refusal:
-        if placement.largest_bytes:
-            return Refusal(
-                "too_large", f"{size_bytes} bytes; the largest segment has {placement.largest_bytes}"
-            )
-        rests = [s.rests_until - now for s in self.segments.mounted.values() if s.is_alive]
-        if not rests or max(rests) <= 0:
-            return Refusal("no_space", "no segment that can be written is mounted; is a node running?")
-        return Refusal(
-            "no_space",
-            f"promises of an earlier master may still be in use; space is given out in {min(rests):.3g} s",
-        )
+    def _no_segment(self, size_bytes: int, now: float) -> Refusal:
+        """Why no segment may be tried at all."""
+        alive = [segment for segment in self.segments.mounted.values() if segment.is_alive]
+        if not alive:
+            return Refusal("no_space", "no segment is mounted; is a node running?")
+        largest_bytes = max(segment.allocator.size_bytes for segment in alive)
+        if size_bytes > largest_bytes:
+            return Refusal("too_large", f"{size_bytes} bytes; the largest segment has {largest_bytes}")
+        rests_s = [segment.rests_until - now for segment in alive if segment.rests_until > now]
+        if not rests_s:
+            return Refusal("no_space", "the segments that are left were just mounted, or can't be reached")
+        reason = "promises of an earlier master may still be in use; space is given out in"
+        return Refusal("no_space", f"{reason} {min(rests_s):.3g} s")
 
     def _evict_to_watermark(self, now: float) -> None:
         capacity_bytes, allocated_bytes = self.capacity_bytes, self.allocated_bytes

@@ -454,14 +454,14 @@ class Operations:
         columns = columns.where(usable[columns.grant])
         if not columns.grant.size:
             return
-        until = min(deadline, *(grants[i].expires_at for i in np.unique(columns.grant)))
+        until = min(deadline, *(grants[i].expires_at for i in _distinct(columns.grant)))
         for moved, part in (yield from self._move(True, grants, columns, until)):
             if moved.checksums is None:
-                for index in np.unique(part.grant):
+                for index in _distinct(part.grant):
                     grant = grants[index]
                     grant.failure = _lost(grant.replica, moved.reason)
                 continue
-            for index in np.unique(part.grant):
+            for index in _distinct(part.grant):
                 if moved.now >= grants[index].expires_at:
                     grants[index].failure = Refusal("expired", "the deadline for writing has passed")
             self._account(grants, part, moved.checksums)
@@ -506,14 +506,14 @@ class Operations:
         columns = columns.where(np.array(is_good, dtype=bool)[columns.grant])
         if not columns.grant.size:
             return is_good
-        until = min(deadline, max(grants[i].expires_at for i in np.unique(columns.grant)))
+        until = min(deadline, max(grants[i].expires_at for i in _distinct(columns.grant)))
         corrupt: dict[int, None] = {}
         for moved, part in (yield from self._move(False, grants, columns, until)):
             if moved.checksums is None:
-                for index in np.unique(part.grant):
+                for index in _distinct(part.grant):
                     is_good[index] = False
                 continue
-            for index in np.unique(part.grant):
+            for index in _distinct(part.grant):
                 if moved.now >= grants[index].expires_at:
                     is_good[index] = False
                     self.counts.expired_leases += 1
@@ -610,6 +610,11 @@ class _Columns:
         begin = np.maximum((first[of] + turn) * chunk[of], self.offset[of])
         end = np.minimum((first[of] + turn + np.uint64(1)) * chunk[of], self.offset[of] + self.length[of])
         return _Columns(self.grant[of], begin, self.local[of] + (begin - self.offset[of]), end - begin)
+
+
+def _distinct(column: npt.NDArray[np.intp]) -> list[int]:
+    """Each number once, in order of appearance; for short columns this beats ``np.unique``."""
+    return list(dict.fromkeys(column.tolist()))
 
 
 def _columns(

@@ -1,0 +1,390 @@
+"""The operations against a real master, with the world in between in the test's hands."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, Refusal
+from mooncake.sim.cluster import checksum, combine
+from mooncake.store import messages as m
+from mooncake.store.operations import (
+    Answer,
+    Ask,
+    Move,
+    Moved,
+    Open,
+    Operation,
+    Operations,
+    Pause,
+    PutGrant,
+    ReadGrant,
+)
+from tests.store.conftest import SETTINGS, Voice
+
+BASE = 1 << 20
+"""Where ``Voice.mount`` says that a node's memory begins."""
+
+
+class World:
+    """Performs effects on a master, nodes' memories and local memory; says no when told to."""
+
+    def __init__(self, **pools: int) -> None:
+        self.voice = Voice(SETTINGS)
+        self.nodes = {name: bytearray(size) for name, size in (pools or {"a": 65536}).items()}
+        for name, memory in self.nodes.items():
+            self.voice.mount(name, len(memory))
+        self.local = bytearray(1 << 20)
+        self.operations = Operations("h", combine, 1000)
+        self.asked: list[msgspec.Struct] = []
+        self.moves: list[Move] = []
+        self.before_ask: Callable[[msgspec.Struct], PeerLost | None] = lambda message: None
+        self.after_ask: Callable[[msgspec.Struct], PeerLost | None] = lambda message: None
+        self.before_move: Callable[[str], str] = lambda segment: ""
+        self.slow_move_s = 0.0
+
+    @property
+    def deadline(self) -> float:
+        return self.voice.now + 5.0
+
+    def run(self, operation: Operation[Any]) -> Any:
+        outcome: Any = None
+        while True:
+            try:
+                effect = operation.send(outcome)
+            except StopIteration as stop:
+                return stop.value
+            outcome = self._perform(effect)
+
+    def _perform(self, effect: Ask | Open | Move | Pause) -> Any:
+        if isinstance(effect, Ask):
+            return self._ask(effect)
+        if isinstance(effect, Open):
+            return effect.segment if effect.segment in self.nodes else None
+        if isinstance(effect, Pause):
+            self.voice.now += effect.seconds
+            return None
+        self.moves.append(effect)
+        self.voice.now += self.slow_move_s
+        return [self._move(effect, slices) for slices in effect.transfers]
+
+    def _ask(self, effect: Ask) -> Answer:
+        asked_at = self.voice.now
+        self.asked.append(effect.message)
+        error = self.before_ask(effect.message)
+        if error is None:
+            reply = self.voice.say(effect.message)
+            error = self.after_ask(effect.message)
+            if error is None:
+                return Answer(reply, None, asked_at, self.voice.now)
+        return Answer(None, error, asked_at, self.voice.now)
+
+    def _move(self, effect: Move, slices: Any) -> Moved:
+        reason = self.before_move(slices.handle)
+        if reason:
+            return Moved(None, reason, self.voice.now)
+        memory, sums = self.nodes[slices.handle], []
+        for local, remote, length in zip(
+            slices.local.tolist(), slices.remote.tolist(), slices.lengths.tolist(), strict=True
+        ):
+            at = remote - BASE
+            if effect.is_write:
+                memory[at : at + length] = self.local[local : local + length]
+            else:
+                self.local[local : local + length] = memory[at : at + length]
+            sums.append(checksum(bytes(memory[at : at + length])))
+        return Moved(np.array(sums, dtype=np.uint32), "", self.voice.now)
+
+    def put(self, *values: bytes, chunk_bytes: int = 100) -> list[Refusal | None]:
+        """Under keys k0, k1, ..."""
+        addresses, at = [], 0
+        for value in values:
+            self.local[at : at + len(value)] = value
+            addresses.append(at)
+            at += len(value)
+        keys = [f"k{i}" for i in range(len(values))]
+        sizes = [len(value) for value in values]
+        result = self.run(self.operations.put(keys, addresses, sizes, chunk_bytes, self.deadline))
+        assert isinstance(result, list)
+        return result
+
+    def get(self, *keys: str) -> list[bytes | None]:
+        places = [500_000 + 1000 * i for i in range(len(keys))]
+        sizes = self.run(self.operations.get_into(keys, places, [1000] * len(keys), self.deadline))
+        return [
+            None if size is None else bytes(self.local[at : at + size])
+            for at, size in zip(places, sizes, strict=True)
+        ]
+
+    def open_read(self, key: str) -> ReadGrant:
+        grant = self.run(self.operations.open_reads([key], self.deadline))[0]
+        assert isinstance(grant, ReadGrant)
+        return grant
+
+    def start_put(self, key: str, size: int, chunk_bytes: int) -> PutGrant:
+        grant = self.run(self.operations.start_puts([key], [size], [chunk_bytes], self.deadline))[0]
+        assert isinstance(grant, PutGrant)
+        return grant
+
+
+def test_what_is_put_comes_back() -> None:
+    world = World()
+    values = [bytes([i]) * (i * 90 + 1) for i in range(5)]
+    assert world.put(*values) == [None] * 5
+    assert world.get("k4", "missing", "k0") == [values[4], None, values[0]]
+
+
+def test_a_broken_connection_only_costs_the_question_again() -> None:
+    world = World()
+    rounds = {"before": 2, "after": 2}
+
+    def lose(side: str) -> Callable[[msgspec.Struct], PeerLost | None]:
+        def maybe(message: msgspec.Struct) -> PeerLost | None:
+            rounds[side] -= 1
+            return PeerLost("gone") if rounds[side] >= 0 else None
+
+        return maybe
+
+    world.before_ask, world.after_ask = lose("before"), lose("after")
+    assert world.put(b"value") == [None]
+    assert world.get("k0") == [b"value"]
+    starts = [message for message in world.asked if isinstance(message, m.PutStart)]
+    assert len(starts) == 5 and len({start.put_id for start in starts}) == 1
+    assert world.operations.counts.repeated_requests == 4
+    assert world.voice.allocated_bytes == 64
+
+
+def test_a_promise_counts_from_the_first_question() -> None:
+    world = World()
+    world.after_ask = lambda message: PeerLost("gone") if len(world.asked) == 1 else None
+    began = world.voice.now
+    grant = world.start_put("k", 10, 10)
+    assert world.voice.now > began
+    assert grant.expires_at == began + SETTINGS.put_s
+
+
+def test_an_operation_ends_when_the_master_stays_away() -> None:
+    world = World()
+    world.before_ask = lambda message: PeerLost("gone")
+    with pytest.raises(DeadlineExceeded, match="gone"):
+        world.get("k")
+    assert world.voice.now <= 5.0
+
+
+def test_a_put_looks_for_another_node_when_one_cannot_be_reached() -> None:
+    world = World(a=65536, b=4096)
+    world.before_move = lambda segment: "connection refused" if segment == "a" else ""
+    assert world.put(b"one", b"two") == [None, None]
+    found = world.voice.find("k0")
+    assert found is not None and found.replicas[0].segment == "b"
+    world.before_move = lambda segment: ""
+    assert world.get("k0", "k1") == [b"one", b"two"]
+
+
+def test_when_no_node_can_be_reached_the_put_says_so() -> None:
+    world = World(a=4096)
+    world.before_move = lambda segment: "connection refused"
+    refusal = world.put(b"one")[0]
+    assert refusal is not None and refusal.code == "no_space"
+    assert world.voice.master.objects.writing == {}
+    assert world.get("k0") == [None]
+
+
+def test_a_batch_over_two_nodes_moves_at_once() -> None:
+    world = World(a=4096, b=4096)
+    values = [bytes([i]) * 900 for i in range(6)]
+    assert world.put(*values) == [None] * 6
+    assert [len(move.transfers) for move in world.moves] == [2]
+    assert world.get(*[f"k{i}" for i in range(6)]) == values
+    assert [len(move.transfers) for move in world.moves] == [2, 2]
+
+
+def test_wrong_bytes_are_a_miss_and_the_master_hears_of_it() -> None:
+    world = World()
+    world.put(b"x" * 250, b"y" * 250)
+    world.nodes["a"][120] ^= 1
+    assert world.get("k0", "k1") == [None, b"y" * 250]
+    assert world.operations.counts.checksum_mismatches == 1
+    assert [type(message) for message in world.asked][-1] is m.Corrupt
+    assert world.voice.find("k0") is None
+
+
+def test_bytes_that_come_after_the_lease_are_a_miss_but_no_corruption() -> None:
+    world = World()
+    world.put(b"value")
+    grant = world.open_read("k0")
+    world.slow_move_s = SETTINGS.lease_s
+    world.nodes["a"][0] ^= 1
+    assert world.run(world.operations.read_whole([grant], [0], world.deadline + 100)) == [False]
+    assert world.operations.counts.expired_leases == 1
+    assert world.operations.counts.checksum_mismatches == 0
+
+
+def test_a_write_that_ends_after_the_deadline_does_not_count() -> None:
+    world = World()
+    grant = world.start_put("k", 100, 100)
+    world.slow_move_s = SETTINGS.put_s
+    refusals = world.run(world.operations.write_ranges([grant], [0], [0], [100], world.deadline + 100))
+    assert refusals[0].code == "expired"
+    assert world.run(world.operations.end_puts([grant], world.deadline))[0].code == "expired"
+    assert world.voice.find("k") is None
+
+
+def test_a_failed_read_is_a_miss_and_the_segment_is_described_anew() -> None:
+    world = World()
+    world.put(b"value")
+    world.before_move = lambda segment: "reset"
+    assert world.get("k0") == [None]
+    world.before_move = lambda segment: ""
+    assert world.get("k0") == [b"value"]
+    assert sum(isinstance(message, m.Describe) for message in world.asked) == 2
+
+
+def test_a_segment_that_cannot_be_opened_is_a_miss_or_a_refusal() -> None:
+    world = World(a=4096)
+    world.put(b"value")
+    other = Operations("h", combine, 5)
+    del world.nodes["a"]
+    assert world.run(other.get_into(["k0"], [0], [100], world.deadline)) == [None]
+    refusal = world.run(other.put(["new"], [0], [10], 10, world.deadline))[0]
+    assert refusal.code == "no_space"
+
+
+def test_large_batches_are_cut() -> None:
+    world = World(a=1 << 20)
+    count = m.MAX_KEYS + 5
+    keys = [f"k{i}" for i in range(count)]
+    assert (
+        world.run(world.operations.put(keys, [0] * count, [8] * count, 8, world.deadline)) == [None] * count
+    )
+    assert world.run(world.operations.exists(keys, world.deadline)) == [True] * count
+    assert world.run(world.operations.remove(keys, True, world.deadline)) == [True] * count
+
+
+def test_an_object_larger_than_its_buffer_is_an_error() -> None:
+    world = World()
+    world.put(b"x" * 200)
+    with pytest.raises(InvalidArgument, match="200 bytes"):
+        world.run(world.operations.get_into(["k0"], [0], [199], world.deadline))
+
+
+def test_a_key_that_exists_is_neither_granted_nor_refused() -> None:
+    world = World()
+    world.put(b"value")
+    assert world.run(world.operations.start_puts(["k0"], [1], [1], world.deadline)) == [None]
+    assert world.put(b"other") == [None]
+    assert world.get("k0") == [b"value"]
+
+
+def test_an_incomplete_put_is_given_up() -> None:
+    world = World()
+    grant = world.start_put("k", 250, 100)
+    world.run(world.operations.write_ranges([grant], [0, 200], [0, 0], [100, 50], world.deadline))
+    refusal = world.run(world.operations.end_puts([grant], world.deadline))[0]
+    assert refusal == Refusal("incomplete", "1 chunks of 'k' were not written")
+    assert world.voice.master.objects.writing == {}
+
+
+def test_an_aborted_put_cannot_be_ended() -> None:
+    world = World()
+    grant = world.start_put("k", 10, 10)
+    world.run(world.operations.abort_puts([grant], world.deadline))
+    assert world.run(world.operations.end_puts([grant], world.deadline))[0].code == "aborted"
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 251), (250, 1), (300, 0), (2**63, 2**63)])
+def test_ranges_stay_within_the_object(offset: int, length: int) -> None:
+    world = World()
+    grant = world.start_put("k", 250, 100)
+    with pytest.raises(InvalidArgument, match="within its 250 bytes"):
+        world.run(world.operations.write_ranges([grant], [offset], [0], [length], world.deadline))
+
+
+def test_columns_must_fit_together() -> None:
+    world = World()
+    grants = [world.start_put("k", 250, 100), world.start_put("l", 250, 100)]
+    for columns in (([0, 1, 2],) * 3, ([0, 0], [0], [0, 0])):
+        with pytest.raises(InvalidArgument, match="columns"):
+            world.run(world.operations.write_ranges(grants, *columns, world.deadline))
+
+
+def test_a_part_of_a_chunk_cannot_be_read_alone() -> None:
+    world = World()
+    world.put(b"x" * 250)
+    grant = world.open_read("k0")
+    for offsets, lengths in (([10], [90]), ([0], [99]), ([200], [49]), ([0, 40], [50, 60])):
+        with pytest.raises(InvalidArgument, match="whole chunks"):
+            world.run(
+                world.operations.read_ranges([grant], offsets, [0] * len(offsets), lengths, world.deadline)
+            )
+
+
+def test_a_chunk_may_be_read_in_parts_to_different_places() -> None:
+    world = World()
+    value = Random(1).randbytes(250)
+    world.put(value)
+    grant = world.open_read("k0")
+    good = world.run(
+        world.operations.read_ranges(
+            [grant], [200, 120, 100], [5000, 7000, 6000], [50, 80, 20], world.deadline
+        )
+    )
+    assert good == [True]
+    assert world.local[5000:5050] == value[200:]
+    assert world.local[6000:6020] + world.local[7000:7080] == value[100:200]
+    world.nodes["a"][150] ^= 1
+    good = world.run(
+        world.operations.read_ranges([grant], [120, 100], [7000, 6000], [80, 20], world.deadline)
+    )
+    assert good == [False]
+
+
+def test_renewing_moves_the_end_of_the_lease() -> None:
+    world = World()
+    world.put(b"value")
+    grant = world.open_read("k0")
+    before = grant.expires_at
+    world.voice.keep_alive(3)
+    assert world.run(world.operations.renew([grant], world.deadline)) == [True]
+    assert grant.expires_at == before + 3
+    world.voice.remove("k0", force=True)
+    assert world.run(world.operations.renew([grant], world.deadline)) == [False]
+    assert grant.expires_at == before + 3
+
+
+@given(
+    size=st.integers(1, 400),
+    chunk_bytes=st.integers(1, 150),
+    cuts=st.lists(st.integers(0, 400), max_size=8),
+    seed=st.integers(0, 2**32),
+)
+def test_parts_in_any_order_make_the_object(size: int, chunk_bytes: int, cuts: list[int], seed: int) -> None:
+    """Also when a part is written twice, or crosses chunks, or is empty."""
+    world = World()
+    random = Random(seed)
+    value = random.randbytes(size)
+    world.local[:size] = value
+    grant = world.start_put("k", size, chunk_bytes)
+    borders = sorted({0, size, *(cut for cut in cuts if cut < size)})
+    parts = list(itertools.pairwise(borders))
+    parts += random.choices(parts, k=2)
+    random.shuffle(parts)
+    for start, end in parts:
+        columns = ([start], [start], [end - start])
+        assert world.run(world.operations.write_ranges([grant], *columns, world.deadline)) == [None]
+    assert world.run(world.operations.end_puts([grant], world.deadline)) == [None]
+    assert world.get("k") == [value]
+
+
+@given(st.binary(max_size=60), st.binary(max_size=60))
+def test_the_simulators_checksum_combines(a: bytes, b: bytes) -> None:
+    if a and b:
+        assert combine(checksum(a), checksum(b), len(b)) == checksum(a + b)

@@ -1,0 +1,174 @@
+"""Scenarios of the master as text: commands, then what it decided. For operators as much as for tests.
+
+``tests/scenarios/master_*.txt`` hold blocks like ::
+
+    10 writer: put_start k:1000 l:1000
+      k -> #1 at a+0
+      l refused, no_space: ...
+
+An instant, who speaks (a connection), a command; below it, indented, the answer and what operators are
+told. ``pytest tests/store/test_scenarios.py --rewrite`` writes down what the master decides today.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from mooncake.errors import Refusal
+from mooncake.machine import Wake
+from mooncake.store import messages as m
+from mooncake.store.master import ConnectionLost, Master, MasterSettings, Note, Received, Reply
+
+FOLDER = Path(__file__).parent.parent / "scenarios"
+BASE = 1 << 40
+
+
+class Stage:
+    """One scenario's master. Times: lease 10 s, put 30 s, grace 5 s, heartbeat 1 s, ttl 5 s."""
+
+    def __init__(self) -> None:
+        self.master = Master(MasterSettings(high_watermark=1.0))
+        self.now = 0.0
+        self._ids: dict[str, int] = {}
+        """Key -> id of its last reservation, so that scenarios need not repeat numbers."""
+        self._put_id = 1
+
+    def perform(self, line: str) -> list[str]:
+        when, who, *words = line.replace(":", " ", 1).split()
+        told = self._let_time_pass(float(when))
+        if words[0] == "lose":
+            told += self._handle(ConnectionLost(who))
+        elif words[0] == "wait":
+            pass
+        elif words[0] == "story":
+            told += self.master.story(words[1])
+        else:
+            told += self._handle(Received("origin", who, self._message(words[0], words[1:])))
+        self.master.check()
+        return told
+
+    def _let_time_pass(self, until: float) -> list[str]:
+        assert until >= self.now, "time goes forward"
+        told: list[str] = []
+        while (deadline := self.master.deadline()) is not None and deadline <= until:
+            self.now = max(self.now, deadline)
+            told += [f"at {self.now:g}: {line}" for line in self._handle(Wake())]
+        self.now = until
+        return told
+
+    def _handle(self, event: Any) -> list[str]:
+        told: list[str] = []
+        for effect in self.master.handle(event, self.now):
+            if isinstance(effect, Reply):
+                assert isinstance(event, Received)
+                told += self._shown(event.message, effect.message)
+            else:
+                assert isinstance(effect, Note)
+                fields = " ".join(
+                    f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in effect.fields.items()
+                )
+                told.append(f"note {effect.event} {fields}")
+        return told
+
+    def _message(self, command: str, words: list[str]) -> msgspec.Struct:
+        options = dict(word.split("=") for word in words if "=" in word)
+        names = [word for word in words if "=" not in word]
+        if command == "mount":
+            rest_s, epoch = float(options.get("rest", 0)), int(options.get("epoch", 1))
+            size, host = int(options.get("size", 4096)), options.get("host", "h")
+            return m.Mount(names[0], epoch, host, BASE, size, b"", rest_s)
+        if command in ("beat", "unmount"):
+            kind = m.Heartbeat if command == "beat" else m.Unmount
+            return kind(names[0], int(options.get("epoch", 1)))
+        if command == "put_start":
+            keys = [name.split(":")[0] for name in names]
+            sizes = [int(name.split(":")[1]) for name in names]
+            put_id = int(options.get("put", self._put_id))
+            self._put_id = max(self._put_id, put_id) + len(keys)
+            avoid = options["avoid"].split(",") if "avoid" in options else []
+            return m.PutStart(put_id, options.get("host", "h"), keys, sizes, sizes, avoid)
+        ids = [int(options.get("id", self._ids.get(name, 0))) for name in names]
+        if command == "put_end":
+            return m.PutEnd(names, ids, [b"crc!"] * len(names))
+        if command == "put_abort":
+            return m.PutAbort(names, ids)
+        if command == "corrupt":
+            return m.Corrupt(names, ids)
+        if command == "renew":
+            return m.Renew(names, ids)
+        if command == "lookup":
+            return m.Lookup(names)
+        if command == "exists":
+            return m.Exists(names)
+        if command in ("remove", "remove_force"):
+            return m.Remove(names, command == "remove_force")
+        raise AssertionError(f"no such command: {command}")
+
+    def _shown(self, message: Any, reply: Any) -> list[str]:
+        keys = getattr(message, "keys", [])
+        if isinstance(reply, m.PutStarted):
+            lines = []
+            for index, (key, place) in enumerate(zip(keys, reply.reserved, strict=True)):
+                if place is not None:
+                    self._ids[key] = place.object_id
+                    lines.append(f"{key} -> {_place(place)}")
+                elif index in reply.refusals:
+                    lines.append(f"{key} {_outcome(reply.refusals[index])}")
+                else:
+                    lines.append(f"{key} exists or is being written")
+            return lines
+        if isinstance(reply, m.Found):
+            return [
+                f"{key} miss"
+                if stored is None
+                else f"{key} -> {_place(stored)}, leased for {reply.lease_s:g} s"
+                for key, stored in zip(keys, reply.objects, strict=True)
+            ]
+        if isinstance(reply, m.Outcomes):
+            return [f"{key} {_outcome(outcome)}" for key, outcome in zip(keys, reply.outcomes, strict=True)]
+        if isinstance(reply, m.Flags):
+            return [f"{key} {'yes' if flag else 'no'}" for key, flag in zip(keys, reply.flags, strict=True)]
+        if isinstance(reply, m.Mounted):
+            return [f"mounted, {reply.num_objects} objects" if not reply.refusal else _outcome(reply.refusal)]
+        assert isinstance(reply, m.Beat)
+        return ["known" if reply.is_known else "unknown, mount again"]
+
+
+def _place(place: m.Reserved | m.Stored) -> str:
+    where = ", ".join(f"{one.segment}+{one.address - BASE}" for one in place.replicas)
+    return f"#{place.object_id} at {where}"
+
+
+def _outcome(outcome: bool | Refusal) -> str:
+    if isinstance(outcome, Refusal):
+        return f"refused, {outcome.code}: {outcome.reason}"
+    return "done" if outcome else "nothing to do"
+
+
+def performed(text: str) -> str:
+    """The scenario with the answers that the master gives."""
+    stage, lines = Stage(), list[str]()
+    for line in text.splitlines():
+        if line.startswith("  "):
+            continue
+        lines.append(line)
+        if line and not line.startswith("#"):
+            lines += [f"  {told}" for told in stage.perform(line)]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("master_*.txt")), ids=lambda path: path.stem)
+def test_master(path: Path, request: pytest.FixtureRequest) -> None:
+    text = path.read_text()
+    actual = performed(text)
+    if request.config.getoption("--rewrite"):
+        path.write_text(actual)
+    assert actual == text
+
+
+def test_there_are_scenarios() -> None:
+    assert len(list(FOLDER.glob("master_*.txt"))) >= 5

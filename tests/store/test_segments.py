@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from mooncake.errors import Refusal
+from mooncake.store.messages import Mount
+from mooncake.store.segments import Segment, Segments, SegmentState
+
+
+def mount(
+    segments: Segments, now: float, epoch: int = 1, connection: str = "c", rest_s: float = 0.0
+) -> Segment:
+    message = Mount("a", epoch, "h", 0, 4096, b"", rest_s)
+    outcome = segments.mount(message, connection, now)
+    assert not isinstance(outcome, Refusal)
+    return outcome[0]
+
+
+def test_a_segment_without_heartbeats_is_suspected_then_given_up() -> None:
+    segments = Segments(ttl_s=5.0, heartbeat_s=1.0)
+    segment = mount(segments, 10.0)
+    assert segments.deadline() == 13.0
+    assert segments.expire(12.9) == ([], [])
+    assert segments.expire(13.0) == ([segment], [])
+    assert segment.state is SegmentState.SUSPECTED and segments.deadline() == 18.0
+    assert segments.expire(18.0) == ([], [segment])
+    assert not segment.is_mounted and segments.deadline() is None
+
+
+def test_a_heartbeat_counts_only_over_the_connection_of_the_mount() -> None:
+    segments = Segments(5.0, 1.0)
+    segment = mount(segments, 0.0)
+    assert segments.beat("a", 1, "other", 1.0) is None
+    assert segments.beat("a", 2, "c", 1.0) is None
+    assert segments.beat("a", 1, "c", 1.0) is segment
+    assert segments.deadline() == 4.0
+
+
+def test_losing_an_old_connection_does_not_hurt_a_segment_that_moved_on() -> None:
+    segments = Segments(5.0, 1.0)
+    segment = mount(segments, 0.0, connection="old")
+    assert mount(segments, 1.0, connection="new") is segment
+    assert segments.connection_lost("old", 2.0) == []
+    assert segments.connection_lost("new", 2.0) == [segment]
+    assert segments.connection_lost("new", 2.5) == [], "it is suspected already"
+
+
+def test_space_is_given_out_after_the_first_heartbeat_and_the_rest() -> None:
+    segments = Segments(5.0, 1.0)
+    segment = mount(segments, 0.0, rest_s=2.0)
+    assert not segment.takes_objects(2.0)
+    segments.beat("a", 1, "c", 1.0)
+    assert not segment.takes_objects(1.9) and segment.takes_objects(2.0)
+    segments.connection_lost("c", 3.0)
+    assert not segment.takes_objects(3.0)
+    assert mount(segments, 4.0, rest_s=99.0) is segment
+    assert segment.takes_objects(4.0), "this master remembers its promises"
+
+
+def test_another_life_of_the_process_replaces_a_suspected_one() -> None:
+    segments = Segments(5.0, 1.0)
+    first = mount(segments, 0.0, epoch=1)
+    refusal = segments.mount(Mount("a", 2, "h", 0, 4096, b"", 0.0), "d", 1.0)
+    assert isinstance(refusal, Refusal) and refusal.code == "name_taken"
+    segments.connection_lost("c", 2.0)
+    outcome = segments.mount(Mount("a", 2, "h", 0, 4096, b"", 0.0), "d", 3.0)
+    assert not isinstance(outcome, Refusal)
+    assert outcome[1] is first and not first.is_mounted
+    assert segments.find("a", 1) is None and segments.find("a", 2) is outcome[0]
+    segments.check()
