@@ -139,6 +139,8 @@ class Batch:
     ) -> list[Carry]:
         """Every slice goes to the first path that can carry it and has not failed it before."""
         effects: list[Carry] = []
+        if not self._num_slices:
+            return effects
         left = slices
         for path, able in self._paths.items():
             if path in tried or (left is not None and not len(left)):

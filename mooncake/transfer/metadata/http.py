@@ -26,11 +26,15 @@ class HttpBackend:
 
     def __init__(self, url: str, timeout_s: float = 5.0) -> None:
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        try:
+            port = parts.port or 80
+        except ValueError:
+            port = 0
+        if parts.scheme != "http" or not parts.hostname or not port:
             raise InvalidArgument("url", url, "http://host:port/metadata")
         self.url = url
         self._path = parts.path.rstrip("/") or "/metadata"
-        self._connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
+        self._connection = http.client.HTTPConnection(parts.hostname, port, timeout=timeout_s)
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:

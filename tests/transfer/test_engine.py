@@ -1,0 +1,266 @@
+"""What the engine adds to its transports: choice of paths, retries, names, memory, coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from mooncake.errors import AddressInUse, InvalidArgument, OutOfMemory, ProtocolError
+from mooncake.transfer import (
+    Completion,
+    Op,
+    Status,
+    TransferEngine,
+    TransferSettings,
+    crc32c,
+    crc32c_columns,
+    crc32c_combine,
+)
+from mooncake.transfer.engine import DESCRIPTOR_PREFIX, host_identity, reachable_host
+
+
+@pytest.fixture
+def near() -> Iterator[TransferEngine]:
+    with TransferEngine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def far() -> Iterator[TransferEngine]:
+    with TransferEngine(TransferSettings(name="far")) as engine:
+        yield engine
+
+
+def test_shared_and_plain_memory_in_one_batch(near: TransferEngine, far: TransferEngine) -> None:
+    pool = far.allocate(10_000)
+    plain = np.zeros(10_000, dtype=np.uint8)
+    lent = far.register(plain)
+    data = np.random.default_rng(1).integers(1, 256, 10_000, dtype=np.uint8)
+    here = near.register(data)
+    segment = near.open(far.describe())
+    assert segment.paths == ("shm", "tcp") and not segment.is_uniform
+    local = [here.address + i * 1000 for i in range(10)]
+    remote = [(pool if i % 2 else lent).address + i * 1000 for i in range(10)]
+    done = near.run(Op.WRITE, segment, local, remote, [1000] * 10, checksum=True)
+    assert (done.status, done.num_bytes) == (Status.OK, 10_000)
+    assert done.checksums is not None
+    assert done.checksums.tolist() == [crc32c(data[i * 1000 : (i + 1) * 1000].data) for i in range(10)]
+    shared = np.frombuffer(pool.view(), dtype=np.uint8)
+    assert (np.where(np.arange(10_000) // 1000 % 2, shared, plain) == data).all()
+    assert not shared[:1000].any() and not plain[1000:2000].any()
+
+    queue = near.new_queue()
+    near.submit(queue, 4, Op.WRITE, segment, local, [*remote[:9], 1], [1000] * 10)
+    ended: list[Completion] = []
+    while not ended:
+        ended = queue.drain(timeout_s=10)
+    assert (ended[0].token, ended[0].status, ended[0].failed_slice) == (4, Status.ACCESS_DENIED, 9)
+
+
+def test_tcp_takes_over_when_shm_leads_nowhere(near: TransferEngine, far: TransferEngine) -> None:
+    pool = far.allocate(4096)
+    here = near.allocate(4096)
+    here.view()[:] = b"x" * 4096
+    described = far.describe()
+    broken = msgspec.structs.replace(described, endpoints={**described.endpoints, "shm": "mooncake-nobody"})
+    segment = near.open(broken)
+    done = near.run(Op.WRITE, segment, [here.address], [pool.address], [4096])
+    assert done.status == Status.OK and bytes(pool.view()) == b"x" * 4096
+    assert "shm lost" in repr(segment)
+    queue = near.new_queue()
+    near.submit(queue, 1, Op.WRITE, segment, [here.address], [pool.address], [4096])
+    assert [completion.status for completion in queue.drain(timeout_s=10)] == [Status.OK]
+
+
+def test_a_peer_without_a_common_path(near: TransferEngine, far: TransferEngine) -> None:
+    pool, here = far.allocate(4096), near.allocate(4096)
+    elsewhere = msgspec.structs.replace(far.describe(), host="elsewhere", endpoints={"shm": "x"})
+    segment = near.open(elsewhere)
+    assert segment.paths == ()
+    done = near.run(Op.WRITE, segment, [here.address], [pool.address], [10])
+    assert done.status == Status.PEER_LOST
+    queue = near.new_queue()
+    near.submit(queue, 3, Op.WRITE, segment, [here.address], [pool.address], [10])
+    assert [(c.token, c.status) for c in queue.drain(timeout_s=10)] == [(3, Status.PEER_LOST)]
+    assert near.map(segment, pool.address, 10) is None
+
+
+def test_segments_are_cached_and_learn_new_regions(near: TransferEngine, far: TransferEngine) -> None:
+    first = far.allocate(4096)
+    here = near.allocate(4096)
+    segment = near.open(far.describe())
+    assert near.run(Op.WRITE, segment, [here.address], [first.address], [10]).status == Status.OK
+    second = far.allocate(4096)
+    assert near.run(Op.WRITE, segment, [here.address], [second.address], [10]).status == Status.ACCESS_DENIED
+    assert near.open(far.describe()) is segment
+    assert near.run(Op.WRITE, segment, [here.address], [second.address], [10]).status == Status.OK
+    near.forget(segment)
+    assert near.run(Op.WRITE, segment, [here.address], [second.address], [10]).status == Status.CANCELLED
+    again = near.open(far.describe())
+    assert again is not segment
+    assert near.run(Op.WRITE, again, [here.address], [second.address], [10]).status == Status.OK
+
+
+async def test_transfers_on_an_event_loop(near: TransferEngine, far: TransferEngine) -> None:
+    pool, here = far.allocate(1 << 20), near.allocate(1 << 20)
+    here.view()[:] = bytes(range(256)) * 4096
+    segment = near.open(far.describe())
+    starts = range(0, 1 << 20, 1 << 14)
+    ended = await asyncio.gather(
+        *(
+            near.transfer(
+                Op.WRITE, segment, [here.address + at], [pool.address + at], [1 << 14], checksum=True
+            )
+            for at in starts
+        )
+    )
+    assert all(completion.status == Status.OK for completion in ended)
+    assert pool.view() == here.view()
+    with pytest.raises(InvalidArgument, match="register"):
+        await near.transfer(Op.WRITE, segment, [1], [pool.address], [10])
+
+
+async def test_a_cancelled_coroutine_waits_for_its_memory(near: TransferEngine, far: TransferEngine) -> None:
+    size = 32 << 20
+    pool, here = far.allocate(size), near.allocate(size)
+    here.view()[:] = b"a" * size
+    segment = near.open(far.describe())
+    task = asyncio.create_task(near.transfer(Op.WRITE, segment, [here.address], [pool.address], [size]))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bytes(pool.view()[-10:]) == b"a" * 10, "the transfer was still under way"
+
+
+class Shelf:
+    """A metadata backend in a dict."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, bytes] = {}
+
+    def get(self, key: str) -> bytes | None:
+        return self.entries.get(key)
+
+    def put(self, key: str, value: bytes, ttl_s: float | None = None) -> None:
+        self.entries[key] = value
+
+    def remove(self, key: str) -> bool:
+        return self.entries.pop(key, None) is not None
+
+    def list(self, prefix: str) -> list[str]:
+        return sorted(key for key in self.entries if key.startswith(prefix))
+
+
+def test_peers_find_each_other_by_name() -> None:
+    shelf = Shelf()
+    settings = TransferSettings(name="node-1")
+    with TransferEngine(settings, shelf) as far, TransferEngine(backend=shelf) as near:
+        assert near.open_name("node-1") is None
+        pool, here = far.allocate(4096), near.allocate(4096)
+        far.publish(ttl_s=30)
+        segment = near.open_name("node-1")
+        assert segment is not None and segment.name == "node-1"
+        assert near.run(Op.WRITE, segment, [here.address], [pool.address], [10]).status == Status.OK
+        shelf.put(DESCRIPTOR_PREFIX + "node-2", b"{}")
+        with pytest.raises(ProtocolError):
+            near.open_name("node-2")
+
+
+def test_memory_that_is_not_there(near: TransferEngine) -> None:
+    for size in (1 << 50, 1 << 62):
+        for populate in (True, False):
+            with pytest.raises(OutOfMemory, match="bytes"):
+                near.allocate(size, populate=populate)
+    with pytest.raises(InvalidArgument, match="size_bytes"):
+        near.allocate(0)
+
+
+def test_allocated_memory(near: TransferEngine) -> None:
+    region = near.allocate(5000, huge_pages=False)
+    assert region.is_shared and region.is_writable and region.size_bytes == 5000 and region.key
+    view = region.view()
+    assert len(view) == 5000 and not any(view)
+    view[4999] = 9
+    near.unregister(region)
+    near.unregister(region)
+    assert region.is_closed and view[4999] == 9, "views outlive the registration"
+    assert near.describe().regions == []
+
+
+def test_registered_memory_is_kept_alive(near: TransferEngine) -> None:
+    region = near.register(bytearray(b"hello"))
+    assert bytes(region.view()) == b"hello" and not region.is_shared
+
+
+def test_a_taken_port() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(AddressInUse, match="tcp_port"):
+            TransferEngine(TransferSettings(tcp_port=taken.getsockname()[1]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (TransferSettings(transports=("shm", "pigeon")), "transports"),
+        (TransferSettings(listen_host="192.0.2.7"), "listen_host"),
+        (TransferSettings(listen_host="no such host"), "listen_host"),
+    ],
+)
+def test_bad_settings(settings: TransferSettings, names: str) -> None:
+    with pytest.raises(InvalidArgument, match=names):
+        TransferEngine(settings)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ([1], [1, 2], [1]),
+        ([-1], [1], [1]),
+        ([2**64], [1], [1]),
+        ([[1]], [[1]], [[1]]),
+        (["a"], [1], [1]),
+        ([None], [1], [1]),
+    ],
+)
+def test_bad_columns(near: TransferEngine, far: TransferEngine, columns: tuple[list[int], ...]) -> None:
+    segment = near.open(far.describe())
+    with pytest.raises(InvalidArgument, match="columns"):
+        near.run(Op.WRITE, segment, *columns)
+
+
+def test_columns_of_other_types(near: TransferEngine, far: TransferEngine) -> None:
+    pool, here = far.allocate(4096), near.allocate(4096)
+    segment = near.open(far.describe())
+    signed = np.array([here.address, 0, here.address, 0])[::2]
+    remote = np.array([pool.address, pool.address + 99], dtype=np.int64)
+    assert near.run(Op.WRITE, segment, signed, remote, (10, 20)).num_bytes == 30
+
+
+def test_names_and_addresses() -> None:
+    assert host_identity() == host_identity() and "/" in host_identity()
+    assert reachable_host("127.0.0.1") == "127.0.0.1"
+    assert reachable_host("0.0.0.0") not in ("0.0.0.0", "")
+    with TransferEngine(TransferSettings(listen_host="localhost")) as one, TransferEngine() as two:
+        assert one.name != two.name and one.epoch != two.epoch
+        assert "tcp=" in repr(one)
+
+
+def test_checksums() -> None:
+    data = np.frombuffer(b"123456789", dtype=np.uint8)
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(b"") == 0
+    assert crc32c(b"6789", crc32c(b"12345")) == 0xE3069283
+    assert crc32c_combine(crc32c(b"12345"), crc32c(b"6789"), 4) == 0xE3069283
+    base = data.ctypes.data
+    sums = crc32c_columns(
+        np.array([base, base + 5, base], dtype=np.uint64), np.array([5, 4, 0], dtype=np.uint64)
+    )
+    assert sums.dtype == np.uint32 and sums.tolist() == [crc32c(b"12345"), crc32c(b"6789"), 0]

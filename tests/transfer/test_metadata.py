@@ -1,0 +1,111 @@
+"""The metadata service and its client, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+from mooncake.transfer.metadata.http import HttpBackend
+from mooncake.transfer.metadata.server import MAX_VALUE_BYTES, Entries, make_app
+from mooncake.web import WebServer, listen
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    server = WebServer(make_app(), listen("127.0.0.1", 0))
+    await server.start()
+    yield server.port
+    await server.close()
+
+
+async def ask(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, str]:
+    def call() -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request(method, path, body)
+        response = connection.getresponse()
+        answer = response.status, response.read().decode()
+        connection.close()
+        return answer
+
+    return await asyncio.to_thread(call)
+
+
+async def test_the_answers_programs_expect(port: int) -> None:
+    assert await ask(port, "GET", "/metadata?key=a") == (404, "metadata not found")
+    assert await ask(port, "PUT", "/metadata?key=a", b'{"x": 1}') == (200, "metadata updated")
+    assert await ask(port, "GET", "/metadata?key=a") == (200, '{"x": 1}')
+    assert await ask(port, "PUT", "/metadata?key=a", b"2") == (200, "metadata updated")
+    assert await ask(port, "GET", "/metadata?key=a") == (200, "2")
+    assert await ask(port, "DELETE", "/metadata?key=a") == (200, "metadata deleted")
+    assert await ask(port, "DELETE", "/metadata?key=a") == (404, "metadata not found")
+    for method in ("GET", "PUT", "DELETE"):
+        assert await ask(port, method, "/metadata") == (400, "metadata key is required")
+    assert (await ask(port, "POST", "/metadata?key=a"))[0] == 405
+    assert await ask(port, "GET", "/health") == (200, "OK")
+
+
+async def test_bad_requests(port: int) -> None:
+    assert (await ask(port, "PUT", f"/metadata?key={'k' * 1025}", b"x"))[0] == 400
+    for ttl in ("0", "-1", "soon", "nan", "inf"):
+        assert (await ask(port, "PUT", f"/metadata?key=a&ttl_s={ttl}", b"x"))[0] == 422
+    assert (await ask(port, "PUT", "/metadata?key=big", b"x" * (MAX_VALUE_BYTES + 1)))[0] == 413
+    assert (await ask(port, "GET", "/metadata?key=big"))[0] == 404
+
+
+async def test_the_backend_against_the_service(port: int) -> None:
+    backend = HttpBackend(f"http://127.0.0.1:{port}/metadata")
+
+    def use() -> None:
+        assert backend.get("mooncake/ram/a b&c=ü") is None
+        backend.put("mooncake/ram/a b&c=ü", b"\x00\xff", ttl_s=60)
+        backend.put("mooncake/ram/z", b"z")
+        backend.put("other", b"")
+        assert backend.get("mooncake/ram/a b&c=ü") == b"\x00\xff"
+        assert backend.get("other") == b""
+        assert backend.list("mooncake/ram/") == ["mooncake/ram/a b&c=ü", "mooncake/ram/z"]
+        assert backend.remove("mooncake/ram/z") and not backend.remove("mooncake/ram/z")
+        with pytest.raises(ProtocolError, match="refused"):
+            backend.put("k" * 2000, b"")
+        backend.close()
+        assert backend.get("other") == b"", "a closed connection is opened again"
+        backend.close()
+
+    await asyncio.to_thread(use)
+
+
+def test_nobody_there() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(PeerLost, match="is it running"):
+            HttpBackend(f"http://127.0.0.1:{unused.getsockname()[1]}/metadata").get("a")
+
+
+def test_a_service_that_does_not_answer() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        backend = HttpBackend(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.05)
+        with pytest.raises(DeadlineExceeded, match="did not answer GET"):
+            backend.get("a")
+
+
+@pytest.mark.parametrize("url", ["", "etcd://x:1", "http://", "127.0.0.1:8080", "http://host:99999/"])
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="url is"):
+        HttpBackend(url)
+
+
+def test_entries_expire() -> None:
+    entries = Entries()
+    entries.put("a", b"1", 10, now=100)
+    entries.put("b", b"2", None, now=100)
+    assert entries.get("a", now=109.9) == b"1"
+    entries.put("a", b"3", 10, now=109.9)
+    assert entries.get("a", now=119) == b"3"
+    assert entries.list("", now=119.9) == ["b"]
+    assert entries.get("a", now=119.9) is None and not entries.remove("a", now=119.9)
