@@ -12,7 +12,8 @@ from bench.cluster import Cluster, running_cluster
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[Cluster]:
     # Round robin, so that consecutive requests are known to land on different workers.
-    with running_cluster("--scheduling", "round_robin", "--pool-size", "2GiB") as cluster:
+    memory = ("--pool-size", "1GiB", "--kv-cache-size", "512MiB")
+    with running_cluster("--scheduling", "round_robin", *memory) as cluster:
         yield cluster
 
 

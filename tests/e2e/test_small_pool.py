@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(600)
 
 
 def test_no_room_in_the_pool_costs_only_time() -> None:
-    flags = ("--prefill", "1", "--decode", "1", "--pool-size", "4MiB")
+    flags = ("--prefill", "1", "--decode", "1", "--pool-size", "4MiB", "--kv-cache-size", "256MiB")
     prompt = list(range(3000, 3300))
     with running_cluster(*flags) as cluster:
         answer = cluster.complete(prompt, 8, min_tokens=8)
