@@ -462,21 +462,22 @@ class EngineThread:
     def _loop(self) -> None:
         engine = self._engine
         while not self._is_stopping:
-            self._deliver(*self._guarded_step())
+            if not self._advance():
+                engine.wait()
         self._on_step(engine.fail_all("the worker is stopping; send the request to another one"), [])
-        while not engine.is_idle:
-            self._deliver(*self._guarded_step())
+        while not engine.is_idle:  # loads and saves may still touch the pool
+            if not self._advance() and not engine.is_idle:
+                engine.wait()
 
-    def _guarded_step(self) -> tuple[bool, list[Output]]:
+    def _advance(self) -> bool:
+        """One step; False if only news can bring the engine further."""
         try:
-            return self._engine.step()
+            has_computed, outputs = self._engine.step()
         except Exception as error:
             log.exception("engine_step_failed", error=error)
-            return True, self._engine.fail_all(f"the engine failed ({type(error).__name__}: {error})")
-
-    def _deliver(self, has_progressed: bool, outputs: list[Output]) -> None:
+            what = f"the engine failed ({type(error).__name__}: {error}); the request may be sent again"
+            has_computed, outputs = False, self._engine.fail_all(what)
         events = self._engine.drain_events()
         if outputs or events:
             self._on_step(outputs, events)
-        if not has_progressed:
-            self._engine.wait()
+        return has_computed

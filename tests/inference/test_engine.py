@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +16,7 @@ from mooncake.inference.engine import Engine, EngineSettings, EngineThread, Outp
 from mooncake.inference.request import FinishReason, Request, SamplingParams
 from mooncake.inference.weights import load_model
 from tests.inference.conftest import Reference, prompt_of
-from tests.inference.dictionary_link import DictionaryLink, DictionarySave
+from tests.inference.dictionary_link import DictionaryLink, DictionaryLookup, DictionarySave
 
 BLOCK = 16
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1)
@@ -269,6 +270,25 @@ def test_logprobs_equal_transformers(llama: Reference) -> None:
     assert [value for _, value in found.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_dtypes_come_close(reference: Reference, dtype: str) -> None:
+    """Near ties may flip, so logarithms are compared and not tokens."""
+    prompt = prompt_of(2 * BLOCK + 5)
+
+    def first_logprobs(name: str) -> dict[int, float]:
+        engine = Engine(
+            EngineSettings(block_tokens=BLOCK, kv_cache_bytes=1 << 20), load_model(reference.folder, name)
+        )
+        engine.add(Request("r", prompt, SamplingParams(max_tokens=1, temperature=0, logprobs=20)))
+        _, outputs = engine.step()
+        assert outputs[0].logprobs is not None
+        return dict(outputs[0].logprobs[0].top)
+
+    exact, narrow = first_logprobs("float32"), first_logprobs(dtype)
+    best = list(exact)[:5]
+    assert [narrow.get(token, -99.0) for token in best] == pytest.approx([exact[t] for t in best], abs=0.5)
+
+
 def test_last_output_of_a_prefill_waits_for_its_saves(llama: Reference) -> None:
     link = DictionaryLink(is_eager=False)
     engine = make_engine(llama, link)
@@ -400,6 +420,45 @@ def test_thread_sleeps_wakes_and_stops(llama: Reference) -> None:
     assert collected["last"] == llama.greedy(prompt, NUM_TOKENS)
     assert thread.stop()
     assert engine.is_idle
+
+
+def test_stop_waits_for_saves(llama: Reference) -> None:
+    link = DictionaryLink(is_eager=False)
+    engine = make_engine(llama, link)
+    stepped = threading.Event()
+    thread = EngineThread(engine, lambda outputs, events: stepped.set())
+    thread.start()
+    engine.add(greedy(prompt_of(2 * BLOCK), 1))
+    deadline = time.monotonic() + 30
+    while not link.lookups and time.monotonic() < deadline:
+        time.sleep(0.01)
+    link.answer(link.lookups[0])
+    assert stepped.wait(30)
+    assert not thread.stop(timeout_s=0.2), "the pool is still being read"
+    link.land(link.saves[0])
+    assert thread.stop()
+    assert engine.is_idle
+
+
+def test_broken_link_fails_its_requests_only(llama: Reference) -> None:
+    class BrokenLink(DictionaryLink):
+        def lookup(self, blocks: object) -> DictionaryLookup:
+            raise RuntimeError("broken on purpose")
+
+    ended: list[Output] = []
+    has_ended = threading.Event()
+
+    def on_step(outputs: Sequence[Output], events: Sequence[BlockEvent]) -> None:
+        ended.extend(outputs)
+        has_ended.set()
+
+    engine = make_engine(llama, BrokenLink())
+    thread = EngineThread(engine, on_step)
+    thread.start()
+    engine.add(greedy(prompt_of(2 * BLOCK)))
+    assert has_ended.wait(30)
+    assert "broken on purpose" in str(ended[0].error)
+    assert thread.stop() and engine.is_idle
 
 
 def test_stop_ends_running_requests(llama: Reference) -> None:
