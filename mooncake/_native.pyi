@@ -100,15 +100,11 @@ class RegionTable:
     def remove(self, key: int) -> None:
         """Unregister. When it returns nothing touches the memory, however sick a peer is. *Unlocked.*"""
     def remove_all(self) -> None: ...
-    def covers(self, address: int, size_bytes: int) -> bool: ...
     def all(self) -> list[Region]:
         """By address."""
 
 class View(Buffer):
     """Bytes of a peer's region in place, read-only; keeps the mapping."""
-
-    @property
-    def address(self) -> int: ...
 
 class Queue:
     """Completions of submitted transfers."""

@@ -120,7 +120,7 @@ void bind_regions(nb::module_& m) {
       .def("enter", &Region::enter)
       .def("leave", &Region::leave)
       .def("view", [](nb::handle self) { return nb::steal(PyMemoryView_FromObject(self.ptr())); });
-  nb::class_<View>(m, "View", nb::type_slots(kViewSlots)).def_ro("address", &View::address);
+  nb::class_<View>(m, "View", nb::type_slots(kViewSlots));
   nb::class_<RegionTable>(m, "RegionTable")
       .def(nb::new_([] { return std::make_shared<RegionTable>(); }))
       .def(
@@ -142,10 +142,6 @@ void bind_regions(nb::module_& m) {
       .def("add", &RegionTable::add, "address"_a, "size_bytes"_a, "is_writable"_a)
       .def("remove", &RegionTable::remove, "key"_a, nb::call_guard<Unlocked>())
       .def("remove_all", &RegionTable::remove_all, nb::call_guard<Unlocked>())
-      .def(
-          "covers",
-          [](RegionTable& self, uint64_t address, uint64_t size) { return self.find_local(address, size) != nullptr; },
-          "address"_a, "size_bytes"_a)
       .def("all", &RegionTable::all);
 }
 

@@ -12,7 +12,16 @@ namespace mooncake {
 
 namespace {
 constexpr auto kWorkerIdle = std::chrono::seconds(10);
+
+// By address; ranges may overlap, so the nearest start need not be the region, but nearly always is.
+const RemoteRegion* region_of(const std::vector<RemoteRegion>& regions, uint64_t address, uint64_t length) {
+  auto after = std::upper_bound(regions.begin(), regions.end(), address,
+                                [](uint64_t at, const RemoteRegion& region) { return at < region.address; });
+  while (after != regions.begin())
+    if ((--after)->contains(address, length)) return &*after;
+  return nullptr;
 }
+}  // namespace
 
 OwnProcess::OwnProcess() : pid_(getpid()) {}
 OwnProcess::operator bool() const { return getpid() == pid_; }
@@ -47,9 +56,8 @@ void Peer::set_remote(std::vector<RemoteRegion> remote) {
 
 std::optional<RemoteRegion> Peer::remote_of(uint64_t address, uint64_t length) {
   std::lock_guard lock(mutex_);
-  for (const RemoteRegion& region : *remote_)
-    if (region.contains(address, length)) return region;
-  return std::nullopt;
+  const RemoteRegion* found = region_of(*remote_, address, length);
+  return found ? std::optional(*found) : std::nullopt;
 }
 
 // Resolves every slice to a local region and a remote key, before anything moves.
@@ -75,10 +83,8 @@ bool Peer::prepare(Job& job, Completion& completion) {
         job.regions.push_back(std::move(found));
     }
     if (!there || !there->contains(slice.remote, slice.length)) {
-      auto found = std::find_if(remote->begin(), remote->end(),
-                                [&](auto& region) { return region.contains(slice.remote, slice.length); });
-      if (found == remote->end()) return completion = job.failed(Status::kAccessDenied, static_cast<int64_t>(i)), false;
-      there = &*found;
+      there = region_of(*remote, slice.remote, slice.length);
+      if (!there) return completion = job.failed(Status::kAccessDenied, static_cast<int64_t>(i)), false;
     }
     job.keys[i] = there->key;
     completion.num_bytes += slice.length;

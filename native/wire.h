@@ -1,5 +1,5 @@
 // The TCP data protocol: fixed little-endian structs and the checks a receiver makes before it
-// believes any of them. docs/wire.md draws the conversation; in short
+// believes any of them. In short:
 //
 //     client                                server
 //     Hello{epoch}                     ──▶

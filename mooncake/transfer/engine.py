@@ -25,12 +25,12 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from mooncake.errors import InvalidArgument, OutOfMemory, PeerLost, Unavailable
+from mooncake.errors import AccessDenied, InvalidArgument, OutOfMemory, PeerLost, Unavailable
 from mooncake.log import get_logger
 from mooncake.transfer.batch import RETRIED, Batch, Finish, PartDone, Start
 from mooncake.transfer.memory import available_bytes, span_of
 from mooncake.transfer.metadata import Backend
-from mooncake.transfer.queue import Columns, Move, Queue, completion_of, nobody, unregistered
+from mooncake.transfer.queue import Columns, Move, Queue, completion_of, count, nobody, unregistered
 from mooncake.transfer.segment import (
     RegionIndex,
     RegionInfo,
@@ -122,7 +122,7 @@ class Segment:
                 carrier = self._transports[path].connect(
                     peer.endpoints[path], peer.epoch, peer.regions, timeout_s
                 )
-            except PeerLost as error:
+            except (PeerLost, AccessDenied) as error:
                 self._lost[path] = str(error)  # the same epoch does not come back
                 log.info("path_lost", segment=self.name, path=path, reason=str(error))
                 return None
@@ -357,6 +357,7 @@ class TransferEngine:
             carrier = segment.carrier(paths[0], timeout_s)
             if carrier is not None:
                 done = carrier.run(op, columns.local, columns.remote, columns.lengths, timeout_s, checksum)
+                count(paths[0], op, done.status, done.num_bytes)
                 if done.status not in RETRIED or len(paths) == 1:
                     return self._checked(op, columns, done)
             elif len(paths) == 1:
@@ -374,6 +375,7 @@ class TransferEngine:
                 event = PartDone(effect.part, nobody(deadline))
             else:
                 part = carrier.run(op, *columns.rows(effect), left_s, checksum)
+                count(effect.path, op, part.status, part.num_bytes)
                 event = PartDone(effect.part, part.status, part.failed_slice, part.num_bytes, part.checksums)
             effects += move.batch.handle(event, time.monotonic())
 

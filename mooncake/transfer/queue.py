@@ -12,10 +12,27 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+from prometheus_client import Counter
+
 from mooncake.errors import InvalidArgument
+from mooncake.metrics import registry
 from mooncake.transfer.batch import Batch, Carry, Finish, PartDone, Start
 from mooncake.transfer.segment import Column
-from mooncake.transfer.transports import Carrier, Completion, NativeQueue, Op, Status
+from mooncake.transfer.transports import SCHEMES, Carrier, Completion, NativeQueue, Op, Status
+
+_MOVED = Counter("mooncake_transfer_moved_bytes", "Bytes moved.", ["path", "op"], registry=registry)
+_FAILED = Counter(
+    "mooncake_transfer_failed_parts", "Parts of batches that failed.", ["path", "status"], registry=registry
+)
+_moved = {(path, op): _MOVED.labels(path, op.name.lower()) for path in SCHEMES for op in Op}
+
+
+def count(path: str, op: Op, status: Status, num_bytes: int) -> None:
+    """What became of a part."""
+    if status == Status.OK:
+        _moved[path, op].inc(num_bytes)
+    else:
+        _FAILED.labels(path, status.name.lower()).inc()
 
 
 @dataclass(slots=True)
@@ -59,7 +76,7 @@ class Queue:
     def __init__(self) -> None:
         self._native = NativeQueue()
         self._numbers = itertools.count()
-        self._parts: dict[int, tuple[Move, int] | Completion] = {}
+        self._parts: dict[int, tuple[Move, Carry] | Completion] = {}
         self._lock = threading.RLock()
 
     def fileno(self) -> int:
@@ -84,8 +101,9 @@ class Queue:
                 if isinstance(waiting, Completion):
                     finished.append(waiting)
                     continue
-                move, number = waiting
-                event = PartDone(number, part.status, part.failed_slice, part.num_bytes, part.checksums)
+                move, carry = waiting
+                count(carry.path, move.op, part.status, part.num_bytes)
+                event = PartDone(carry.part, part.status, part.failed_slice, part.num_bytes, part.checksums)
                 finished += self._follow(move, event)
         return finished
 
@@ -125,7 +143,7 @@ class Queue:
         if carrier is None:
             return PartDone(carry.part, nobody(move.deadline))
         number = next(self._numbers)
-        self._parts[number] = (move, carry.part)
+        self._parts[number] = (move, carry)
         rows = move.columns.rows(carry)
         failed = carrier.submit(self._native, number, move.op, *rows, left_s, move.checksum)
         if failed < 0:

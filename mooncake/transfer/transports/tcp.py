@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 
 from mooncake import _native
-from mooncake.errors import AddressInUse, InvalidArgument, PeerLost
+from mooncake.errors import AddressInUse, InvalidArgument, PeerLost, Unavailable
 from mooncake.transfer.segment import RegionInfo
 from mooncake.transfer.transports import Carrier, Site
 
@@ -57,10 +57,12 @@ class TcpTransport:
 
     def connect(self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float) -> Carrier:
         host, _, port = endpoint.rpartition(":")
+        if not port.isdigit() or int(port) > 65535:
+            raise PeerLost(f"tcp peer {endpoint!r} is no host:port; its descriptor is damaged")
         try:
             address = numeric_host(host.strip("[]"), "endpoint")
-        except InvalidArgument as error:
-            raise PeerLost(f"tcp peer {endpoint}: {error}") from error
+        except InvalidArgument as error:  # perhaps it resolves again in a moment
+            raise Unavailable(f"tcp peer {endpoint}: {error}") from error
         remote = [(region.address, region.size_bytes, region.key) for region in regions]
         return TcpCarrier(
             _native.TcpPeer(self._regions, remote, address, int(port), epoch, self._num_streams)
