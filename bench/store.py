@@ -34,8 +34,8 @@ from mooncake.store import messages as m
 from mooncake.transfer import Region, TransferEngine, TransferSettings
 
 KIB, MIB = 1 << 10, 1 << 20
-WINDOW_BYTES = 256 * MIB
-POOL_BYTES = 1536 * MIB
+WINDOW_BYTES = 128 * MIB
+POOL_BYTES = 768 * MIB
 SIZES = [("4 KiB", 4 * KIB), ("64 KiB", 64 * KIB), ("1 MiB", MIB), ("16 MiB", 16 * MIB)]
 BATCH = 128
 
@@ -101,7 +101,7 @@ class Bench:
 
     def touch_pool(self) -> None:
         """Write all of the pool once, and drop it."""
-        count = POOL_BYTES // (16 * MIB) - 4
+        count = POOL_BYTES // (16 * MIB)
         keys = self.new_keys(count)
         for key in keys:
             assert self.store.put(key, self.pieces(self.source, 16 * MIB, 1)[0]) is None
@@ -211,13 +211,11 @@ def main() -> None:
         for row in rows:
             print(json.dumps({**asdict(row), "ratio": row.ratio}))
         return
-    print(
-        f"machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()}"
-    )
+    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
+    print(f"machine: {platform.machine()}, {os.cpu_count()} cores, load {load}")
     print(f"command: python bench/store.py {' '.join(sys.argv[1:])}")
-    print(
-        f"{'path':<5}{'what':<28}{'p50 us':>10}{'p99 us':>10}{'keys/s':>12}{'GB/s':>8}{'memcpy':>8}{'ratio':>7}"
-    )
+    heads = f"{'p50 us':>10}{'p99 us':>10}{'keys/s':>12}{'GB/s':>8}{'memcpy':>8}{'ratio':>7}"
+    print(f"{'path':<5}{'what':<28}{heads}")
     for row in rows:
         bytes_part = ""
         if row.gb_s is not None and row.memcpy_gb_s is not None and row.ratio is not None:

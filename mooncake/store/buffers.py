@@ -74,7 +74,7 @@ class Lent:
     def register(self, ranges: Sequence[tuple[int, int]]) -> None:
         engine = self._memory.engine
         for address, size_bytes in ranges:
-            if size_bytes and not engine.regions.covers(address, size_bytes):
+            if size_bytes:
                 self._regions.append(engine.register((address, size_bytes)))
             self.addresses.append(address)
 

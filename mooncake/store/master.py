@@ -552,12 +552,13 @@ class Master:
             elif stored.state is State.UNLINKED and stored.release_at <= now:
                 self._release(stored)
         deadline = self.segments.deadline()
-        if deadline is not None and deadline <= now:
-            silent, gone = self.segments.expire(now)
-            for segment in silent:
-                self._note("segment_suspected", segment, reason="no heartbeat")
-            for segment in gone:
-                self._empty(segment, "given up", now)
+        if deadline is None or now < deadline:
+            return
+        silent, gone = self.segments.expire(now)
+        for segment in silent:
+            self._note("segment_suspected", segment, reason="no heartbeat")
+        for segment in gone:
+            self._empty(segment, "given up", now)
 
     # Telling
 

@@ -298,7 +298,8 @@ class Operations:
         Columns are u64 [k * len(grants)]. None: written. A refused grant stays refused; end or abort it.
         """
         columns = _columns(grants, object_offsets, local_addresses, lengths)
-        yield from self._write(grants, columns, deadline)
+        _check_bounds(grants, columns)
+        yield from self._write(grants, columns.cut_at_chunks(grants), deadline)
         return [grant.failure for grant in grants]
 
     def read_ranges(
@@ -316,6 +317,9 @@ class Operations:
                 can't be verified.
         """
         columns = _columns(grants, object_offsets, local_addresses, lengths)
+        _check_bounds(grants, columns)
+        columns = columns.cut_at_chunks(grants)
+        _check_whole_chunks(grants, columns)
         return (yield from self._read(grants, columns, deadline))
 
     def end_puts(self, grants: Sequence[PutGrant], deadline: float) -> Operation[list[Refusal | None]]:
@@ -448,10 +452,8 @@ class Operations:
         return handles
 
     def _write(self, grants: Sequence[PutGrant], columns: _Columns, deadline: float) -> Operation[None]:
-        _check_bounds(grants, columns)
-        columns = columns.cut_at_chunks(grants)
-        usable = np.array([grant.failure is None for grant in grants], dtype=bool)
-        columns = columns.where(usable[columns.grant])
+        """``columns`` lie within their objects and cross no chunk's border."""
+        columns = columns.only([grant.failure is None for grant in grants])
         if not columns.grant.size:
             return
         until = min(deadline, *(grants[i].expires_at for i in _distinct(columns.grant)))
@@ -499,11 +501,9 @@ class Operations:
         return crc if at == whole else None
 
     def _read(self, grants: Sequence[ReadGrant], columns: _Columns, deadline: float) -> Operation[list[bool]]:
-        _check_bounds(grants, columns)
-        columns = columns.cut_at_chunks(grants)
-        _check_whole_chunks(grants, columns)
+        """``columns`` make up whole chunks and cross no chunk's border."""
         is_good = [grant.segment is not None for grant in grants]
-        columns = columns.where(np.array(is_good, dtype=bool)[columns.grant])
+        columns = columns.only(is_good)
         if not columns.grant.size:
             return is_good
         until = min(deadline, max(grants[i].expires_at for i in _distinct(columns.grant)))
@@ -594,6 +594,10 @@ class _Columns:
             return self
         return _Columns(self.grant[mask], self.offset[mask], self.local[mask], self.length[mask])
 
+    def only(self, flags: list[bool]) -> _Columns:
+        """The slices of the grants whose flag is set."""
+        return self if all(flags) else self.where(np.array(flags, dtype=bool)[self.grant])
+
     def cut_at_chunks(self, grants: Sequence[Grant]) -> _Columns:
         """The same bytes in slices none of which crosses a chunk's border; empty ones left out."""
         chunk = np.array([grant.chunk_bytes for grant in grants], dtype=np.uint64)[self.grant]
@@ -634,12 +638,16 @@ def _columns(
 
 
 def _whole(grants: Sequence[Grant], addresses: Sequence[int]) -> _Columns:
-    return _Columns(
+    """Every byte of every object, cut at the borders of its chunks."""
+    columns = _Columns(
         np.arange(len(grants)),
         np.zeros(len(grants), dtype=np.uint64),
         np.array(addresses, dtype=np.uint64),
         np.array([grant.size_bytes for grant in grants], dtype=np.uint64),
     )
+    if all(grant.size_bytes <= grant.chunk_bytes for grant in grants):
+        return columns
+    return columns.cut_at_chunks(grants)
 
 
 def _check_bounds(grants: Sequence[Grant], columns: _Columns) -> None:

@@ -102,6 +102,9 @@ class Segments:
         self._ttl_s = ttl_s
         self._patience_s = MISSED_BEATS * heartbeat_s
         self.mounted: dict[str, Segment] = {}
+        self._look_at: float | None = None
+        """No segment changes its state by the passing of time before this instant. Heartbeats only
+        put that off, so they leave it alone, and a request of a client pays nothing for a thousand nodes."""
 
     def mount(
         self, mount: Mount, connection: Hashable, now: float
@@ -113,6 +116,7 @@ class Segments:
                 known.connection = connection
                 known.heard_at = now
                 known.set_state(SegmentState.ALIVE)
+                self._look_by(now + self._patience_s)
                 return known, None
             if known.is_alive:
                 return Refusal(
@@ -122,6 +126,7 @@ class Segments:
                 )
         segment = Segment(mount, connection, now)
         self.mounted[mount.segment] = segment
+        self._look_by(now + self._patience_s)
         if known is not None:
             known.set_state(SegmentState.GONE)
         return segment, known
@@ -133,7 +138,9 @@ class Segments:
             return None
         segment.heard_at = now
         segment.is_confirmed = True
-        segment.set_state(SegmentState.ALIVE)
+        if not segment.is_alive:
+            segment.set_state(SegmentState.ALIVE)
+            self._look_by(now + self._patience_s)
         return segment
 
     def find(self, name: str, epoch: int) -> Segment | None:
@@ -149,7 +156,10 @@ class Segments:
 
     def expire(self, now: float) -> tuple[list[Segment], list[Segment]]:
         """(newly suspected for silence, given up). The caller must empty the latter."""
-        silent, gone = [], []
+        silent: list[Segment] = []
+        gone: list[Segment] = []
+        if self._look_at is None or now < self._look_at:
+            return silent, gone
         for segment in list(self.mounted.values()):
             if segment.is_alive and segment.heard_at + self._patience_s <= now:
                 self._suspect(segment, now)
@@ -157,6 +167,7 @@ class Segments:
             elif not segment.is_alive and segment.gone_at <= now:
                 self.drop(segment)
                 gone.append(segment)
+        self._look_at = min(map(self._changes_at, self.mounted.values()), default=None)
         return silent, gone
 
     def drop(self, segment: Segment) -> None:
@@ -166,14 +177,20 @@ class Segments:
         segment.set_state(SegmentState.GONE)
 
     def deadline(self) -> float | None:
-        return min(
-            (s.heard_at + self._patience_s if s.is_alive else s.gone_at for s in self.mounted.values()),
-            default=None,
-        )
+        """When to call ``expire``; it may find that nothing has happened yet."""
+        return self._look_at
+
+    def _changes_at(self, segment: Segment) -> float:
+        return segment.heard_at + self._patience_s if segment.is_alive else segment.gone_at
+
+    def _look_by(self, instant: float) -> None:
+        if self._look_at is None or instant < self._look_at:
+            self._look_at = instant
 
     def _suspect(self, segment: Segment, now: float) -> None:
         segment.set_state(SegmentState.SUSPECTED)
         segment.gone_at = now + self._ttl_s
+        self._look_by(segment.gone_at)
 
     def check(self) -> None:
         for name, segment in self.mounted.items():
@@ -181,6 +198,7 @@ class Segments:
             assert segment.is_alive == (segment.state is SegmentState.ALIVE)
             assert segment.holders.keys() == segment.allocator.allocations.keys(), segment
             segment.allocator.check()
+            assert self._look_at is not None and self._look_at <= self._changes_at(segment), segment
 
     def __repr__(self) -> str:
         return f"<Segments {list(self.mounted.values())!r}>"

@@ -31,7 +31,9 @@ def test_a_heartbeat_counts_only_over_the_connection_of_the_mount() -> None:
     assert segments.beat("a", 1, "other", 1.0) is None
     assert segments.beat("a", 2, "c", 1.0) is None
     assert segments.beat("a", 1, "c", 1.0) is segment
+    assert segments.expire(3.9) == ([], [])
     assert segments.deadline() == 4.0
+    assert segments.expire(4.0) == ([segment], [])
 
 
 def test_losing_an_old_connection_does_not_hurt_a_segment_that_moved_on() -> None:
