@@ -413,11 +413,8 @@ class RemoteConductor:
 
     def _place_in_turn(self, request: Place) -> Decision | Refuse:
         self._next_turn += 1
-        by_role: dict[Role, list[InstanceId]] = {Role.PREFILL: [], Role.DECODE: []}
-        for instance, role in self._known.items():
-            if instance not in request.exclude:
-                by_role[role].append(instance)
-        prefills, decodes = by_role[Role.PREFILL], by_role[Role.DECODE]
+        prefills = self._in_turn(Role.PREFILL, request.exclude)
+        decodes = self._in_turn(Role.DECODE, request.exclude)
         if not prefills and not decodes:
             refusal = Refusal("no_instance", "the conductor can't be reached and no other instance is known")
             return Refuse(request.request_id, refusal, _REFRESH_S)
@@ -428,6 +425,12 @@ class RemoteConductor:
         if prefills and decodes and request.needs_prefill:
             prefill = prefills[self._next_turn % len(prefills)]
         return Decision(request.request_id, prefill, decode, reason, degraded="no conductor")
+
+    def _in_turn(self, role: Role, exclude: list[InstanceId]) -> list[InstanceId]:
+        """Those of a role that were last seen ready; all of it when none was."""
+        pool = [one for one, its_role in self._known.items() if its_role is role and one not in exclude]
+        last_ready = {row.instance: None for row in self._rows if row.health == "ready"}
+        return [one for one in pool if one in last_ready] or pool
 
     async def _keep_connected(self) -> None:
         """Register the known instances at every new connection, then keep them as the conductor has them."""
