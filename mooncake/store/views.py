@@ -134,13 +134,15 @@ class AsyncView:
 
 
 class LeaseKeeper:
-    """Renews the leases of open views from one thread, which runs only while there are any."""
+    """Renews the leases of open views from one thread, which ends when it finds none."""
 
     def __init__(self, renew: Callable[[list[ReadGrant], float], None]) -> None:
         self._renew = renew
         self._changed = threading.Condition()
         self._grants: dict[int, ReadGrant] = {}
         self._thread: threading.Thread | None = None
+        self._looks_at = 0.0
+        """When the thread looks at the leases next."""
 
     def add(self, grant: ReadGrant) -> None:
         with self._changed:
@@ -148,7 +150,8 @@ class LeaseKeeper:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="store-leases", daemon=True)
                 self._thread.start()
-            else:
+            elif self._looks_at > clock.monotonic() + _renewal_s(grant):
+                # Only then: waking it for every short view would cost more than the view.
                 self._changed.notify()
 
     def remove(self, grant: ReadGrant) -> None:
@@ -167,6 +170,7 @@ class LeaseKeeper:
                     self._thread = None
                     return
                 wait_s = min(map(_renewal_s, self._grants.values()))
+                self._looks_at = clock.monotonic() + wait_s
                 self._changed.wait(wait_s)
                 grants = list(self._grants.values())
             try:
