@@ -374,7 +374,7 @@ def _allowed(option: Option) -> str:
     if option.takes_many:
         return "a list (separated by commas in the environment)"
     if option.has(Size):
-        return f"a size such as 64MiB, 256GB or 4096{_range(option)}"
+        return f"a size{_range(option)}, such as 64MiB, 256GB or 4096"
     nouns: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", Path: "a path"}
     return f"{nouns.get(option.base, 'text')}{_range(option)}"
 
@@ -391,10 +391,11 @@ def choices_of(base: Any) -> list[str]:
 def _range(option: Option) -> str:
     """`` from 0 to 65535``, out of the field's ``Meta`` marks."""
     words = ""
+    write = format_size if option.has(Size) else str
     for mark in _marks(option.annotation):
         if isinstance(mark, Meta):
             bounds = [("from", mark.ge), ("above", mark.gt), ("to", mark.le), ("below", mark.lt)]
-            words += "".join(f" {word} {bound}" for word, bound in bounds if bound is not None)
+            words += "".join(f" {word} {write(bound)}" for word, bound in bounds if bound is not None)
             if mark.min_length:
                 words += f" of at least {mark.min_length} character{'s' if mark.min_length > 1 else ''}"
             if mark.pattern is not None:

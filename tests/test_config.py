@@ -169,9 +169,9 @@ def test_a_kubernetes_service_link_is_not_a_port() -> None:
         ("PORT", "http", "an integer from 0 to 65535"),
         ("PORT", "1.5", "an integer from 0 to 65535"),
         ("PORT", "", "an integer from 0 to 65535"),
-        ("POOL_SIZE", "64 parsecs", "a size such as 64MiB, 256GB or 4096 from 4096"),
-        ("POOL_SIZE", "-4096", "a size such as"),
-        ("POOL_SIZE", "1KiB", "from 4096"),
+        ("POOL_SIZE", "64 parsecs", "a size from 4KiB, such as 64MiB, 256GB or 4096"),
+        ("POOL_SIZE", "-4096", "a size from 4KiB, such as"),
+        ("POOL_SIZE", "1KiB", "from 4KiB"),
         ("TIMEOUT_S", "0", "a number above 0"),
         ("TIMEOUT_S", "nan", "a number above 0"),
         ("TIMEOUT_S", "inf", "a number above 0"),
@@ -180,7 +180,7 @@ def test_a_kubernetes_service_link_is_not_a_port() -> None:
         ("COLOR", "green", "red, blue"),
         ("SCHEDULING", "worst", "cache_aware, random"),
         ("HOST", "", "text of at least 1 character"),
-        ("LIMIT", "much", "a size such as 64MiB, 256GB or 4096, or none"),
+        ("LIMIT", "much", "a size, such as 64MiB, 256GB or 4096, or none"),
     ],
 )
 def test_a_bad_value_names_field_origin_value_and_range(variable: str, value: str, allowed: str) -> None:

@@ -128,7 +128,7 @@ def test_help_comes_from_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--port", "x"], "port (flag --port) is 'x'; allowed: an integer from 0 to 65535"),
         (["--color", "green"], "color (flag --color) is 'green'; allowed: red, blue"),
-        (["--pool-size", "big"], "pool_size (flag --pool-size) is 'big'; allowed: a size such as"),
+        (["--pool-size", "big"], "pool_size (flag --pool-size) is 'big'; allowed: a size, such as"),
         (["--ratio", "1"], "ratio (flag --ratio) is '1'; allowed: a number above 0 below 1, or none"),
         (["--log-level", "loud"], "level (flag --log-level) is 'loud'; allowed: debug, info, warning, error"),
         (["--config", "/nowhere.toml"], "--config is '/nowhere.toml'; allowed: a readable"),
