@@ -129,7 +129,8 @@ class Engine:
         self.layout = model.config.kv_layout(model.dtype, settings.block_tokens)
         if pool is None:
             shape = self.layout.pool_shape(settings.num_blocks(self.layout))
-            pool = torch.zeros(shape, dtype=model.dtype, device=model.device)
+            # Not zeroed: a slot is written before it is read, and pages nobody used cost no memory.
+            pool = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.pool = pool
         self.model = model
         self.scheduler = Scheduler(settings.scheduler_settings(model, pool.shape[2], link is not None))

@@ -163,15 +163,19 @@ class Decoder:
     """Weights and arithmetic of one model on one device."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], max_positions: int = 0) -> None:
-        """``tensors`` by their Hugging Face names, one dtype, one device; ``weights.py`` checks them."""
+        """``tensors`` by their Hugging Face names, on one device; ``weights.py`` checks them.
+
+        One dtype too, but for the embedding, whose rows are converted when they are looked up.
+        """
         self.config = config
-        embedding = tensors["model.embed_tokens.weight"]
-        self.dtype, self.device = embedding.dtype, embedding.device
-        self._embedding = embedding
+        norm = tensors["model.norm.weight"]
+        self.dtype, self.device = norm.dtype, norm.device
+        self._embedding = tensors["model.embed_tokens.weight"]
         self._layers = [DecoderLayer(config, layer, tensors) for layer in range(config.num_layers)]
-        self._norm = RmsNorm(tensors["model.norm.weight"], config.norm_eps)
-        head = embedding if config.has_tied_embeddings else tensors["lm_head.weight"]
-        self._head = Linear(head)
+        self._norm = RmsNorm(norm, config.norm_eps)
+        self._head = Linear(
+            self._embedding.to(self.dtype) if config.has_tied_embeddings else tensors["lm_head.weight"]
+        )
         self._cos, self._sin = self._angles(max_positions or config.max_positions)
 
     def _angles(self, max_positions: int) -> tuple[Tensor, Tensor]:
@@ -184,7 +188,7 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [rows, hidden] of int64 [rows] tokens at int64 [rows] positions."""
-        hidden = F.embedding(token_ids, self._embedding)
+        hidden = F.embedding(token_ids, self._embedding).to(self.dtype)
         cos, sin = self._cos[positions], self._sin[positions]
         for layer in self._layers:
             hidden = hidden.add_(layer.attention(hidden, cos, sin, attend))

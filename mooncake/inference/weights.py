@@ -172,7 +172,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of a folder, each mapped and converted when it is asked for."""
+    """The tensors of a folder, each mapped, and converted when it is asked for."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._folder, self._dtype, self._device = folder, dtype, device
@@ -196,6 +196,8 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = cast(Tensor, self._files[name].get_tensor(name))
+        if name == "model.embed_tokens.weight" and self._device.type == "cpu":
+            return tensor  # stays mapped, shared by all processes; the rows used are converted
         return tensor.to(self._device, self._dtype)
 
     def __iter__(self) -> Iterator[str]:

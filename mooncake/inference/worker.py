@@ -152,7 +152,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Api]:
     async with contextlib.AsyncExitStack() as stack:
         engine_settings = settings.engine_settings()
         shape = layout.pool_shape(engine_settings.num_blocks(layout))
-        pool = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        pool = torch.empty(shape, dtype=model.dtype, device=model.device)  # pages cost memory once used
         link: StoreLink | None = None
         if settings.master:
             weights = await asyncio.to_thread(weights_digest, folder)
