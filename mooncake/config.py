@@ -390,8 +390,11 @@ def choices_of(base: Any) -> list[str]:
 
 def _range(option: Option) -> str:
     """`` from 0 to 65535``, out of the field's ``Meta`` marks."""
+
+    def write(bound: float) -> str:
+        return format_size(int(bound)) if option.has(Size) else str(bound)
+
     words = ""
-    write = format_size if option.has(Size) else str
     for mark in _marks(option.annotation):
         if isinstance(mark, Meta):
             bounds = [("from", mark.ge), ("above", mark.gt), ("to", mark.le), ("below", mark.lt)]
