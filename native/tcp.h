@@ -139,6 +139,6 @@ class TcpPeer final : public Peer {
 // Waits for `events` on a socket until the deadline; 0 when it passed, else poll's revents.
 int wait_for(int socket, short events, Clock::time_point deadline);
 int milliseconds_until(Clock::time_point deadline);
-void tune(int socket);
+void tune(int socket);  // a connected one
 
 }  // namespace mooncake
