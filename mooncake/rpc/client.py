@@ -156,8 +156,14 @@ class AsyncClient:
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._connect())
             self._connecting.add_done_callback(self._connecting_done)
-        # Shielded: a caller whose deadline passes must not cancel the attempt the others wait for.
-        return await asyncio.shield(self._connecting)
+        connecting = self._connecting
+        try:
+            # Shielded: a caller whose deadline passes must not cancel the attempt the others wait for.
+            return await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            if connecting.cancelled():  # by close(); nobody else does
+                raise PeerLost("the client was closed") from None
+            raise
 
     def _connecting_done(self, task: asyncio.Task[_Wire]) -> None:
         self._connecting = None

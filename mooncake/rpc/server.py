@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -67,6 +68,10 @@ class Connection(asyncio.Protocol):
         # A cast: uvloop's transports don't inherit from asyncio's.
         transport = cast(asyncio.Transport, transport)
         self._transport = transport
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            # A client whose machine is gone says no goodbye; the kernel finds out.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         name = transport.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if name else "unknown"
         self._server.connections[self] = None

@@ -72,11 +72,20 @@ class Lent:
         self._memory.give_back(self._regions, self._staged)
 
     def register(self, ranges: Sequence[tuple[int, int]]) -> None:
-        engine = self._memory.engine
-        for address, size_bytes in ranges:
-            if size_bytes:
-                self._regions.append(engine.register((address, size_bytes)))
-            self.addresses.append(address)
+        """Rows of one array touch, and are registered as one range."""
+        self.addresses = [address for address, _ in ranges]
+        start = end = 0
+        for address, size_bytes in sorted(ranges):
+            if address <= end and start < end:
+                end = max(end, address + size_bytes)
+                continue
+            self._register(start, end)
+            start, end = address, address + size_bytes
+        self._register(start, end)
+
+    def _register(self, start: int, end: int) -> None:
+        if start < end:
+            self._regions.append(self._memory.engine.register((start, end - start)))
 
     def stage(self, offset: int, base: int) -> None:
         self._staged = offset

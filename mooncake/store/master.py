@@ -150,7 +150,8 @@ class Master:
         self._timers: list[tuple[float, int, StoredObject]] = []
         """(instant, tie-breaker, object): a writer's deadline, or the release of unlinked space."""
         self._order = itertools.count()
-        self._stories: deque[tuple[float, ObjectKey, str]] = deque(maxlen=STORY_LINES)
+        self._stories: deque[tuple[float, ObjectKey, str, tuple[object, ...]]] = deque(maxlen=STORY_LINES)
+        """(instant, key, format, its arguments): put together only when somebody asks."""
         self._notes: list[Effect] = []
         self._answers: dict[type, Callable[[Any, Hashable, float], msgspec.Struct]] = {
             m.Lookup: self._lookup,
@@ -202,7 +203,7 @@ class Master:
                 assert stored.state is State.READABLE or id(stored) in waiting, f"{stored} leaks"
 
     def story(self, key: str) -> list[str]:
-        return [f"{at:.6f} {what}" for at, about, what in self._stories if about == key]
+        return [f"{at:.6f} {what.format(*of)}" for at, about, what, of in self._stories if about == key]
 
     def _answer(self, event: Received, now: float) -> msgspec.Struct:
         message = event.message
@@ -268,7 +269,7 @@ class Master:
             outcome = self._reserve(put_id, key, size_bytes, chunk_bytes, placement, now)
             if isinstance(outcome, Refusal):
                 self.counts.refused_puts += 1
-                self._tell_story(key, f"put refused: {outcome}", now)
+                self._tell_story(now, key, "put refused: {}", outcome)
                 refusals[len(reserved)] = outcome
                 outcome = None
             reserved.append(outcome)
@@ -304,7 +305,7 @@ class Master:
         write_until = now + self.settings.put_s
         stored = self.objects.begin(key, put_id, size_bytes, chunk_bytes, [room], write_until)
         heapq.heappush(self._timers, (write_until, next(self._order), stored))
-        self._tell_story(key, f"put started as #{stored.object_id} on {room.segment.name}", now)
+        self._tell_story(now, key, "put started as #{} on {}", stored.object_id, room.segment.name)
         return m.Reserved(stored.object_id, stored.replicas())
 
     def _put_end(self, message: m.PutEnd, _: Hashable, now: float) -> m.Outcomes | Failure:
@@ -319,9 +320,9 @@ class Master:
             if outcome is True:
                 self.counts.puts += 1
                 self.eviction.add(self.objects.readable[key])
-                self._tell_story(key, f"readable as #{object_id}", now)
+                self._tell_story(now, key, "readable as #{}", object_id)
             elif outcome is not False:
-                self._tell_story(key, f"put of #{object_id} refused at its end: {outcome}", now)
+                self._tell_story(now, key, "put of #{} refused at its end: {}", object_id, outcome)
         return m.Outcomes(outcomes)
 
     def _put_abort(self, message: m.PutAbort, _: Hashable, now: float) -> m.Outcomes:
@@ -444,27 +445,27 @@ class Master:
         """Space for one replica, evicting for it when none is free."""
         if size_bytes > placement.largest_bytes:
             return self._no_segment(size_bytes, now)
-        place = placement.allocate(size_bytes)
+        place = placement.allocate(size_bytes) or self._evict_for(size_bytes, placement, now)
+        if place is not None:
+            return Extent(*place)
+        reason = f"no hole of {size_bytes} bytes, and what is stored is leased, being written or not enough"
+        return Refusal("no_space", reason)
+
+    def _evict_for(self, size_bytes: int, placement: Placement, now: float) -> tuple[Segment, int] | None:
         # A hole need not open where the oldest objects are, but neither may one put that finds
         # none flush the whole cache.
         budget_bytes = max(8 * size_bytes, int(self.settings.eviction_ratio * self.capacity_bytes))
-        if place is None:
-            victims = self.eviction.victims(now, lambda v: placement.covers(v.extents[0].segment))
-            with contextlib.closing(victims):
-                for victim in victims:
-                    segments = [extent.segment for extent in victim.extents]
-                    budget_bytes -= self._evict(victim, "no space for a put", now)
-                    for segment in segments:
-                        placement.freed(segment)
-                    place = placement.allocate(size_bytes)
-                    if place is not None or budget_bytes < 0:
-                        break
-        if place is None:
-            reason = (
-                f"no hole of {size_bytes} bytes, and what is stored is leased, being written or not enough"
-            )
-            return Refusal("no_space", reason)
-        return Extent(*place)
+        victims = self.eviction.victims(now, lambda v: placement.covers(v.extents[0].segment))
+        with contextlib.closing(victims):
+            for victim in victims:
+                segments = [extent.segment for extent in victim.extents]
+                budget_bytes -= self._evict(victim, "no space for a put", now)
+                for segment in segments:
+                    placement.freed(segment)
+                place = placement.allocate(size_bytes)
+                if place is not None or budget_bytes < 0:
+                    return place
+        return None
 
     def _no_segment(self, size_bytes: int, now: float) -> Refusal:
         """Why no segment may be tried at all."""
@@ -510,7 +511,7 @@ class Master:
             stored.release_at = stored.lease_until
             self.objects.unlink(stored)
             self.eviction.unlinked(stored)
-        self._tell_story(stored.key, f"#{stored.object_id} unlinked: {reason}", now)
+        self._tell_story(now, stored.key, "#{} unlinked: {}", stored.object_id, reason)
         if stored.release_at <= now:
             return self._release(stored)
         heapq.heappush(self._timers, (stored.release_at, next(self._order), stored))
@@ -565,8 +566,8 @@ class Master:
     def _note(self, event: str, segment: Segment, **fields: Any) -> None:
         self._notes.append(Note(event, {"segment": segment.name, "host": segment.host, **fields}))
 
-    def _tell_story(self, key: ObjectKey, what: str, now: float) -> None:
-        self._stories.append((now, key, what))
+    def _tell_story(self, now: float, key: ObjectKey, what: str, *of: object) -> None:
+        self._stories.append((now, key, what, of))
 
     def __repr__(self) -> str:
         return f"<Master {self.objects!r} {self.segments!r}>"

@@ -325,7 +325,7 @@ class Operations:
     def end_puts(self, grants: Sequence[PutGrant], deadline: float) -> Operation[list[Refusal | None]]:
         """Make complete objects visible; the others are given up, with the reason."""
         for grant in grants:
-            if grant.failure is None and not grant.is_written.all():
+            if grant.failure is None and b"\0" in grant.is_written.tobytes():
                 missing = int(grant.is_written.size - grant.is_written.sum())
                 grant.failure = Refusal("incomplete", f"{missing} chunks of {grant.key!r} were not written")
         good = [grant for grant in grants if grant.failure is None]
@@ -334,7 +334,7 @@ class Operations:
             message = m.PutEnd(
                 [grant.key for grant in part],
                 [grant.object_id for grant in part],
-                [grant.checksums.astype("<u4").tobytes() for grant in part],
+                [grant.checksums.tobytes() for grant in part],
             )
             answer, _ = yield from self._ask(message, deadline)
             for grant, outcome in zip(part, answer.reply.outcomes, strict=True):
@@ -697,7 +697,7 @@ def _put_grant(
         chunk_bytes=chunk_bytes,
         segment=None,
         address=replica.address,
-        checksums=np.zeros(num_chunks, dtype=np.uint32),
+        checksums=np.zeros(num_chunks, dtype="<u4"),
         is_written=np.zeros(num_chunks, dtype=np.bool_),
         expires_at=expires_at,
         object_id=reserved.object_id,

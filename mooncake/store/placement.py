@@ -26,12 +26,9 @@ class Placement:
                 near.append((-segment.allocator.free_bytes, order, segment))
         heapq.heapify(self._local)
         heapq.heapify(self._remote)
-
-    @property
-    def largest_bytes(self) -> int:
-        """No object larger than this can ever be placed on these segments."""
         every = (*self._local, *self._remote)
-        return max((segment.allocator.size_bytes for _, _, segment in every), default=0)
+        self.largest_bytes = max((segment.allocator.size_bytes for _, _, segment in every), default=0)
+        """No object larger than this can ever be placed on these segments."""
 
     def allocate(self, size_bytes: int) -> tuple[Segment, int] | None:
         """A segment and an offset in it, or None when no segment has a hole that large."""

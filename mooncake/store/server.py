@@ -34,6 +34,7 @@ class MasterServer:
         self._driver: Driver[Event, Effect] = Driver(self.master, _perform)
         self._rpc = RpcServer(dict.fromkeys(m.REQUESTS, self._received), self._connection_lost)
         self._metrics = _Metrics(self.master)
+        self._is_closed = False
 
     async def start(self) -> int:
         """Listen. Returns the port.
@@ -46,6 +47,7 @@ class MasterServer:
         return port
 
     async def close(self) -> None:
+        self._is_closed = True
         self._driver.close()
         await self._rpc.close()
         registry.unregister(self._metrics)
@@ -54,7 +56,8 @@ class MasterServer:
         self._driver.post(Received(call, call.connection, message))
 
     def _connection_lost(self, connection: Connection) -> None:
-        self._driver.post(ConnectionLost(connection))
+        if not self._is_closed:
+            self._driver.post(ConnectionLost(connection))
 
 
 async def serve(settings: MasterSettings) -> None:

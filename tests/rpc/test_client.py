@@ -162,6 +162,26 @@ async def test_the_server_hears_of_a_client_that_leaves(client: AsyncClient, ser
         await client.call(Echo("late"), 5)
 
 
+async def test_closing_while_connecting_is_a_loss_and_no_cancellation() -> None:
+    client = AsyncClient("127.0.0.1:1", [Echo], "nobody")
+    calling = asyncio.create_task(client.call(Echo("x"), 5))
+    await asyncio.sleep(0)
+    await client.close()
+    with pytest.raises(PeerLost, match="closed"):
+        await calling
+
+
+async def test_a_caller_that_is_cancelled_does_not_stop_the_others(service: Service) -> None:
+    client = AsyncClient(service.address, [Echo])
+    first = asyncio.create_task(client.call(Echo("first"), 5))
+    second = asyncio.create_task(client.call(Echo("second"), 5))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second == Echo("second")
+    assert first.cancelled()
+    await client.close()
+
+
 async def test_a_taken_port_is_named(service: Service) -> None:
     with pytest.raises(AddressInUse, match=str(service.rpc.port)):
         await RpcServer({}).start("127.0.0.1", service.rpc.port)

@@ -1,0 +1,81 @@
+"""The master's shell in this process: metrics, malformed requests, connections that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+
+from mooncake.errors import AddressInUse, InvalidArgument
+from mooncake.metrics import page
+from mooncake.rpc import AsyncClient
+from mooncake.store import messages as m
+from mooncake.store.master import MasterSettings
+from mooncake.store.server import MasterServer
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[MasterServer]:
+    server = MasterServer(MasterSettings(port=0))
+    port = await server.start()
+    server.settings = dataclasses.replace(server.settings, port=port)
+    yield server
+    await server.close()
+
+
+@pytest.fixture
+async def client(server: MasterServer) -> AsyncIterator[AsyncClient]:
+    client = AsyncClient(f"127.0.0.1:{server.settings.port}", m.REPLIES, "the master")
+    yield client
+    await client.close()
+
+
+async def mount(client: AsyncClient) -> None:
+    await client.call(m.Mount("a", 1, "h", 0, 4096, b"", 0.0), 5)
+    assert (await client.call(m.Heartbeat("a", 1), 5)).is_known
+
+
+async def test_requests_reach_the_core_and_its_counts_the_page(client: AsyncClient) -> None:
+    await mount(client)
+    started = await client.call(m.PutStart(1, "h", ["k"], [100], [100]), 5)
+    await client.call(m.PutEnd(["k"], [started.reserved[0].object_id], [b"crc!"]), 5)
+    assert (await client.call(m.Exists(["k", "l"]), 5)).flags == b"\1\0"
+    text = page().decode()
+    for line in (
+        "mooncake_store_objects 1.0",
+        "mooncake_store_capacity_bytes 4096.0",
+        "mooncake_store_allocated_bytes 128.0",
+        "mooncake_store_evicted_bytes_total 0.0",
+        "mooncake_store_puts_total 1.0",
+    ):
+        assert line in text
+
+
+async def test_losing_the_nodes_connection_hides_its_objects(
+    server: MasterServer, client: AsyncClient
+) -> None:
+    node = AsyncClient(f"127.0.0.1:{server.settings.port}", m.REPLIES)
+    await mount(node)
+    await node.close()
+    async with asyncio.timeout(5):
+        while (await client.call(m.Status(), 5)).segments[0].state == "alive":  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_a_batch_beyond_the_limit_is_refused_by_name(client: AsyncClient) -> None:
+    with pytest.raises(InvalidArgument, match="at most 4096"):
+        await client.call(m.Lookup(["k"] * 4097), 5)
+
+
+async def test_a_second_master_cannot_take_the_port(server: MasterServer) -> None:
+    with pytest.raises(AddressInUse, match=str(server.settings.port)):
+        await MasterServer(server.settings).start()
+
+
+async def test_a_closed_server_leaves_no_metrics(server: MasterServer, client: AsyncClient) -> None:
+    other = MasterServer(MasterSettings(port=0))
+    await other.start()
+    await other.close()
+    assert page().decode().count("\nmooncake_store_objects ") == 1
