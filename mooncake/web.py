@@ -58,6 +58,7 @@ class WebServer:
             http="httptools",
             lifespan="on",
             log_config=None,
+            log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
