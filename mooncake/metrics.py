@@ -14,7 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from mooncake.errors import AddressInUse
 
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 registry = CollectorRegistry()
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4

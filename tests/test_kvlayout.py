@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,12 @@ from mooncake.errors import InvalidArgument
 from mooncake.kvlayout import KvIdentity, KvLayout
 
 SMOLLM2 = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16", block_tokens=32)
+CHANGES: list[tuple[str, Any]] = [
+    ("num_layers", 4),
+    ("dtype", "float16"),
+    ("block_tokens", 8),
+    ("head_dim", 8),
+]
 TINY = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", block_tokens=4)
 
 
@@ -60,6 +67,6 @@ def test_the_key_changes_with_anything_that_makes_bytes_invalid() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "int3"), ("block_tokens", 0), ("num_layers", 0)])
-def test_a_senseless_layout_is_refused_by_name(field: str, value: object) -> None:
+def test_a_senseless_layout_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=field):
-        dataclasses.replace(TINY, **{field: value})  # type: ignore[arg-type]
+        dataclasses.replace(TINY, **{field: value})
