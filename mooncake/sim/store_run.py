@@ -72,7 +72,9 @@ class StoreRun:
 
     def _start_client(self, name: str) -> None:
         client = self.cluster.start_client(name, HOSTS[int(name[-1]) % len(HOSTS)])
-        self._workers[name] = Worker(client, self._keys, self._max_bytes)
+        worker = self._workers[name] = Worker(client, self._keys, self._max_bytes)
+        if not self._is_rough:
+            worker.stop()
 
     # Faults
 

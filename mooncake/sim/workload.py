@@ -30,14 +30,12 @@ class Worker:
         self._max_bytes = max_bytes
         self._num_values = 0
         self.is_stopped = False
-        self.is_idle = False
         self._next()
 
     def stop(self) -> None:
         self.is_stopped = True
 
     def _next(self, *_: Any) -> None:
-        self.is_idle = self.is_stopped
         if self.is_stopped:
             return
         random = self._kernel.random

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mooncake.errors import InvalidArgument
+from mooncake.store.buffers import STAGED_BYTES, STAGING_BYTES, LocalMemory
+from mooncake.transfer import TransferEngine
+
+
+@pytest.fixture
+def memory() -> Iterator[LocalMemory]:
+    with TransferEngine() as engine:
+        memory = LocalMemory(engine)
+        yield memory
+        memory.close()
+        assert not engine.regions.all(), "something stayed registered"
+
+
+def registered(memory: LocalMemory) -> list[int]:
+    return [region.size_bytes for region in memory.engine.regions.all()]
+
+
+def test_small_buffers_are_copied_to_the_staging_region(memory: LocalMemory) -> None:
+    with memory.source([b"one", bytearray(b"three"), np.frombuffer(b"five!", dtype=np.uint8)]) as lent:
+        assert lent.is_staged and lent.sizes == [3, 5, 5]
+        assert registered(memory) == [STAGING_BYTES]
+        staging = memory.engine.regions.all()[0]
+        offset = lent.addresses[0] - staging.address
+        assert bytes(staging.view()[offset : offset + 13]) == b"onethreefive!"
+        with memory.source([b"four"]) as other:
+            assert other.addresses[0] >= lent.addresses[0] + 13
+
+
+def test_large_buffers_are_registered_for_as_long_as_they_are_lent(memory: LocalMemory) -> None:
+    value = bytes(STAGED_BYTES + 1)
+    with memory.source([value]) as lent:
+        assert not lent.is_staged and registered(memory) == [len(value)]
+    assert registered(memory) == []
+
+
+def test_rows_of_an_array_are_registered_as_one_range(memory: LocalMemory) -> None:
+    rows = np.zeros((8, STAGED_BYTES), dtype=np.uint8)
+    first = rows.ctypes.data
+    with memory.target([rows[3], rows[1], rows[2], rows[7]]) as lent:
+        assert lent.addresses == [first + index * STAGED_BYTES for index in (3, 1, 2, 7)]
+        assert sorted(registered(memory)) == [STAGED_BYTES, 3 * STAGED_BYTES]
+
+
+def test_the_same_buffer_twice_is_one_range(memory: LocalMemory) -> None:
+    row = np.zeros(STAGED_BYTES, dtype=np.uint8)
+    with memory.target([row, row]) as lent:
+        assert lent.addresses == [row.ctypes.data] * 2
+        assert registered(memory) == [STAGED_BYTES]
+
+
+@pytest.mark.parametrize("size", [5, STAGED_BYTES + 5])
+def test_fresh_bytes_are_filled_before_anyone_sees_them(memory: LocalMemory, size: int) -> None:
+    lent, values = memory.fresh([size])
+    with lent:
+        region = memory.engine.regions.all()[0]
+        start = lent.addresses[0] - region.address
+        region.view()[start : start + size] = b"x" * size
+        memory.unstage(lent, values)
+    assert values == [b"x" * size]
+
+
+def test_an_empty_value_needs_no_memory(memory: LocalMemory) -> None:
+    with memory.source([b""]) as lent:
+        assert lent.sizes == [0] and registered(memory) == []
+
+
+def test_bad_buffers_are_named(memory: LocalMemory) -> None:
+    with pytest.raises(InvalidArgument, match="writable"):
+        memory.target([b"read-only"])
+    with pytest.raises(InvalidArgument, match="buffer"):
+        memory.source([3.14])
+    with pytest.raises(InvalidArgument, match="contiguous"):
+        memory.source([np.zeros((4, 4))[:, 1]])
