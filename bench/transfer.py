@@ -2,8 +2,9 @@
 
 Run ``python bench/transfer.py`` (``--json`` for programs, ``--quick`` for a look). Two processes on one
 host, one client thread, huge-page memory on both sides, a window of 256 MiB walked through so that
-neither side works from the cache. Reference and measured code take turns; a ratio is a ratio of medians
-over rounds, because on a shared machine only neighbours in time can be compared.
+neither side works from the cache. ``+crc`` rows also compute CRC32C of every slice. Reference and
+measured code take turns; a ratio is a ratio of medians over rounds, because on a shared machine only
+neighbours in time can be compared.
 
 What it cannot show: a real network (loopback has no wire, and both ends share the cores), many clients,
 NUMA, and latency under load.
@@ -107,6 +108,7 @@ def run_ours(
     size: int,
     count: int,
     num: int,
+    checksum: bool = False,
 ) -> list[float]:
     """Seconds of each of ``num`` calls."""
     step = size * count
@@ -120,7 +122,7 @@ def run_ours(
     for i in range(num):
         local, remote = places[i % len(places)]
         begin = time.perf_counter()
-        done = engine.run(op, segment, local, remote, lengths)
+        done = engine.run(op, segment, local, remote, lengths, checksum=checksum)
         taken.append(time.perf_counter() - begin)
         assert done.status == Status.OK, done
     return taken
@@ -158,18 +160,22 @@ def measure(
             "stream r": lambda num=num, size=size, count=count: reference.seconds("r", size, count * num),  # type: ignore[misc]
         }
         plans = [
-            ("shm", Op.WRITE, "memcpy"),
-            ("shm", Op.READ, "memcpy"),
-            ("tcp", Op.WRITE, "stream w"),
-            ("tcp", Op.READ, "stream r"),
+            ("shm", Op.WRITE, False, "memcpy"),
+            ("shm", Op.READ, False, "memcpy"),
+            ("shm", Op.WRITE, True, "memcpy"),
+            ("tcp", Op.WRITE, False, "stream w"),
+            ("tcp", Op.READ, False, "stream r"),
+            ("tcp", Op.WRITE, True, "stream w"),
         ]
         seen: list[tuple[list[float], list[float]]] = [([], []) for _ in plans]
         calls: list[list[float]] = [[] for _ in plans]
         pings: list[float] = []
         for round_number in range(rounds + 1):
-            for i, (path, op, name) in enumerate(plans):
+            for i, (path, op, checksum, name) in enumerate(plans):
                 base = references[name]()
-                taken = run_ours(engines[path], op, segments[path], here[path], there, size, count, num)
+                taken = run_ours(
+                    engines[path], op, segments[path], here[path], there, size, count, num, checksum
+                )
                 if round_number == 0:
                     continue  # connections, page tables and caches warm up
                 seen[i][0].append(step * num / base / 1e9)
@@ -177,13 +183,26 @@ def measure(
                 calls[i] += taken
             if count == 1:
                 pings.append(reference.seconds("p", size, num) / num)
-        for i, (path, op, name) in enumerate(plans):
+        for i, (path, op, checksum, name) in enumerate(plans):
             ref, ours = (statistics.median(values) for values in seen[i])
             ordered = sorted(calls[i])
             p50, p99 = (ordered[int(len(ordered) * part)] * 1e6 for part in (0.5, 0.99))
-            is_tcp_write = path == "tcp" and count == 1 and op == Op.WRITE
+            is_tcp_write = path == "tcp" and count == 1 and op == Op.WRITE and not checksum
             ping = statistics.median(pings) * 1e6 if is_tcp_write else None
-            rows.append(Row(path, op.name.lower(), shape, name, ref, ours, ours / ref, p50, p99, ping))
+            rows.append(
+                Row(
+                    path,
+                    op.name.lower() + "+crc" * checksum,
+                    shape,
+                    name,
+                    ref,
+                    ours,
+                    ours / ref,
+                    p50,
+                    p99,
+                    ping,
+                )
+            )
     return rows
 
 
@@ -226,12 +245,12 @@ def main() -> None:
         print(json.dumps({"machine": machine, "command": sys.argv, "rows": [asdict(row) for row in rows]}))
         return
     print(f"machine: {machine}\ncommand: {' '.join(sys.argv)}")
-    print(f"{'path':4} {'op':5} {'shape':14} {'reference':>10} {'GB/s':>7} {'ours':>7} {'ratio':>6}"
+    print(f"{'path':4} {'op':9} {'shape':14} {'reference':>10} {'GB/s':>7} {'ours':>7} {'ratio':>6}"
           f" {'p50 us':>10} {'p99 us':>10}  C ping-pong us")  # fmt: skip
     for row in rows:
         ping = "" if row.reference_p50_us is None else f"{row.reference_p50_us:10.1f}"
         print(
-            f"{row.path:4} {row.op:5} {row.shape:14} {row.reference:>10} {row.reference_gb_s:7.2f}"
+            f"{row.path:4} {row.op:9} {row.shape:14} {row.reference:>10} {row.reference_gb_s:7.2f}"
             f" {row.ours_gb_s:7.2f} {row.ratio:6.2f} {row.p50_us:10.1f} {row.p99_us:10.1f}  {ping}"
         )
     print("not shown: a real network, many clients, NUMA, latency under load; both ends share the cores")

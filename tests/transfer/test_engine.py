@@ -90,6 +90,16 @@ def test_a_peer_without_a_common_path(near: TransferEngine, far: TransferEngine)
     assert near.map(segment, pool.address, 10) is None
 
 
+@pytest.mark.parametrize(
+    "endpoint", ["", "nonsense", "host:port", "127.0.0.1:99999", "no such host:1", "127.0.0.1:1"]
+)
+def test_a_damaged_tcp_endpoint(near: TransferEngine, far: TransferEngine, endpoint: str) -> None:
+    pool, here = far.allocate(4096), near.allocate(4096)
+    segment = near.open(msgspec.structs.replace(far.describe(), endpoints={"tcp": endpoint}))
+    done = near.run(Op.WRITE, segment, [here.address], [pool.address], [10])
+    assert done.status == Status.PEER_LOST
+
+
 def test_segments_are_cached_and_learn_new_regions(near: TransferEngine, far: TransferEngine) -> None:
     first = far.allocate(4096)
     here = near.allocate(4096)

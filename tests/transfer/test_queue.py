@@ -1,0 +1,108 @@
+"""Retries that are made while draining, with carriers that fail on demand."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from mooncake.errors import InvalidArgument
+from mooncake.transfer.batch import Batch
+from mooncake.transfer.queue import Columns, Move, Queue
+from mooncake.transfer.segment import Column
+from mooncake.transfer.transports import Carrier, Completion, NativeQueue, Op, Status
+from mooncake.transfer.transports.tcp import TcpCarrier
+
+
+class Scripted(TcpCarrier):
+    """Answers every submission with the next status of its script."""
+
+    def __init__(self, *script: Status) -> None:
+        self.script = list(script)
+        self.seen: list[list[int]] = []
+        self.submit = self._submit
+
+    def _submit(
+        self,
+        queue: NativeQueue,
+        token: int,
+        op: Op,
+        local: Column,
+        remote: Column,
+        lengths: Column,
+        timeout_s: float,
+        checksum: bool,
+    ) -> int:
+        self.seen.append(remote.tolist())
+        status = self.script.pop(0)
+        if status == Status.UNREGISTERED:
+            return 0
+        done = int(lengths.sum()) if status == Status.OK else 0
+        queue.push(Completion(token, status, -1 if status == Status.OK else 0, done))
+        return -1
+
+
+class Reachable:
+    def __init__(self, **carriers: Scripted | None) -> None:
+        self.carriers = carriers
+
+    def carrier(self, path: str, timeout_s: float) -> Carrier | None:
+        return self.carriers[path]
+
+
+def move(segment: Reachable, shm_rows: tuple[bool, ...] | None = None, token: int = 9) -> Move:
+    rows = np.arange(3, dtype=np.uint64)
+    able = {"shm": None if shm_rows is None else np.array(shm_rows), "tcp": None}
+    deadline = time.monotonic() + 60
+    batch = Batch(3, able, deadline, Status.ACCESS_DENIED)
+    return Move(token, Op.WRITE, segment, Columns(rows, rows + 100, rows + 1), batch, deadline, False)
+
+
+def outcome(queue: Queue) -> list[tuple[int, Status, int, int]]:
+    return [(c.token, c.status, c.failed_slice, c.num_bytes) for c in queue.drain(timeout_s=5.0)]
+
+
+def test_a_lost_path_is_replaced_while_draining() -> None:
+    shm, tcp = Scripted(Status.PEER_LOST), Scripted(Status.OK)
+    queue = Queue()
+    queue.start(move(Reachable(shm=shm, tcp=tcp)))
+    assert outcome(queue) == [], "the first path failed and the batch goes on"
+    assert len(queue) == 1
+    assert outcome(queue) == [(9, Status.OK, -1, 6)]
+    assert shm.seen == tcp.seen == [[100, 101, 102]]
+    assert len(queue) == 0
+
+
+def test_only_the_part_that_failed_is_repeated() -> None:
+    shm, tcp = Scripted(Status.PEER_LOST), Scripted(Status.OK, Status.OK)
+    queue = Queue()
+    queue.start(move(Reachable(shm=shm, tcp=tcp), (False, True, False)))
+    ended: list[tuple[int, Status, int, int]] = []
+    while not ended:
+        ended = outcome(queue)
+    assert ended == [(9, Status.OK, -1, 6)]
+    assert tcp.seen == [[100, 102], [101]]
+
+
+def test_when_all_paths_fail_the_last_one_is_blamed() -> None:
+    queue = Queue()
+    queue.start(move(Reachable(shm=Scripted(Status.PEER_LOST), tcp=Scripted(Status.TIMED_OUT))))
+    assert outcome(queue) == []
+    assert outcome(queue) == [(9, Status.TIMED_OUT, 0, 0)]
+
+
+def test_nobody_carries() -> None:
+    queue = Queue()
+    queue.start(move(Reachable(shm=None, tcp=None)))
+    assert outcome(queue) == [(9, Status.PEER_LOST, -1, 0)]
+
+
+def test_unregistered_memory_is_an_error_only_when_nothing_was_started() -> None:
+    queue = Queue()
+    with pytest.raises(InvalidArgument, match="register"):
+        queue.start(move(Reachable(shm=Scripted(Status.UNREGISTERED), tcp=Scripted())))
+    assert len(queue) == 0
+    shm, tcp = Scripted(Status.OK), Scripted(Status.UNREGISTERED)
+    queue.start(move(Reachable(shm=shm, tcp=tcp), (True, False, True)))
+    assert outcome(queue) == [(9, Status.UNREGISTERED, 1, 0)]
