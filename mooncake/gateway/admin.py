@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
 from msgspec import Meta
 
 import mooncake
@@ -53,7 +54,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     async def version() -> dict[str, str]:
         return {"version": mooncake.__version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics_page() -> Response:
         return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
 
@@ -61,7 +62,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     async def status() -> Response:
         return _json(await _status(gateway))
 
-    @app.get("/story/{key:path}", responses={503: _ERRORS[503]})
+    @app.get("/story/{key:path}", responses={404: _ERRORS[404], 503: _ERRORS[503]})
     async def story(key: str) -> Response:
         """What the conductor did for an answer (by its ``id``) or with an instance, and why."""
         try:
