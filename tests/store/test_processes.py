@@ -219,7 +219,8 @@ def test_a_view_whose_lease_is_lost_says_so(processes: Processes, store: Store) 
     with pytest.raises(Unavailable, match="discard"), store.view("viewed") as data:
         assert data is not None
         processes.kill("master")
-        time.sleep(2.1)
+        lease_over = clock.monotonic() + 2.1
+        until(lambda: clock.monotonic() > lease_over)
 
 
 async def test_the_asyncio_face_does_the_same(shared_processes: Processes, shared_store: Store) -> None:
@@ -247,8 +248,8 @@ def test_without_room_a_put_is_refused_with_a_reason(store: Store) -> None:
     store.exists([f"v{i}" for i in range(8)])
     refusal = store.put("one more", values[0])
     assert refusal is not None and refusal.code == "no_space"
-    time.sleep(2.1)
-    assert store.put("one more", values[0]) is None, "leases are over: something old makes room"
+    # When the leases are over, something old makes room.
+    until(lambda: store.put("one more", values[0]) is None, 10)
 
 
 def test_a_killed_node_means_misses_and_a_new_one_serves(processes: Processes, store: Store) -> None:
