@@ -159,14 +159,11 @@ class Worker:
         elif choice < 0.2:
             self._client.run(self._client.operations.abort_puts(grants, deadline), deadline, self._next)
         else:
-
-            def ended(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
-                for promise, outcome in zip(promises, outcomes or (), strict=False):
-                    if outcome is None:
-                        self._checkers.kept(promise)
-                self._put_done(outcomes, error)
-
-            self._client.run(self._client.operations.end_puts(grants, deadline), deadline, ended)
+            for grant, promise in zip(grants, promises, strict=True):
+                if grant.failure is None:
+                    # All its writes have ended: it needs the space no more, whatever comes of the end.
+                    self._checkers.kept(promise)
+            self._client.run(self._client.operations.end_puts(grants, deadline), deadline, self._put_done)
 
     # Looking at memory in place, as a view does
 
