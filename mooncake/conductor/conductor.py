@@ -243,6 +243,11 @@ class Conductor:
     def deadline(self) -> float | None:
         return self._timers[0][0] if self._timers else None
 
+    @property
+    def num_timers(self) -> int:
+        """Timers kept, stale ones included."""
+        return len(self._timers)
+
     def status(self) -> list[InstanceStatus]:
         """Every instance, in the order in which they joined."""
         return [
@@ -344,6 +349,7 @@ class Conductor:
         placement = _Placement(prefill_id, decode.instance.id, now, now + event.lifetime_s)
         self._placements[event.request_id] = placement
         heapq.heappush(self._timers, (placement.expires_at, "expiry", event.request_id))
+        self._drop_stale_timers()
         keys = tuple(key for key in (event.request_id, prefill_id, decode.instance.id) if key)
         self._tell(now, keys, f"placed {event.request_id}: {reason}")
         return Decision(event.request_id, prefill_id, decode.instance.id, reason, num_cached, degraded)
@@ -451,6 +457,17 @@ class Conductor:
                     self._tell(now, (key,), f"expired {key}: nobody reported its end")
                     effects += self._release(key, now)
         return effects
+
+    def _drop_stale_timers(self) -> None:
+        """Requests end long before they expire: without this the heap would hold an hour of them."""
+        if len(self._timers) < 1024 + 4 * (len(self._placements) + len(self.instances)):
+            return
+        live = [(one.expires_at, "expiry", key) for key, one in self._placements.items()]
+        for instance in self.instances.values():
+            if instance.next_probe_at is not None:
+                live.append((instance.next_probe_at, "probe", instance.id))
+        heapq.heapify(live)
+        self._timers = live
 
     # --- blocks
 

@@ -52,6 +52,12 @@ _PASSED_ON = (
     "user",
 )
 
+_tokens = Counter(
+    "mooncake_gateway_tokens",
+    "Tokens of answers that ended well: of prompts, of prompts that were found cached, of output.",
+    ["kind"],
+    registry=metrics.registry,
+)
 _slo_outcomes = Counter(
     "mooncake_gateway_slo",
     "Answers with an SLO in their headers, by which (ttft, tbt) and whether it was met.",
@@ -83,6 +89,7 @@ class Answer:
         slo: Slo,
     ) -> None:
         self._asked = asked
+        self._answer_id = answer_id
         self._walks = walks
         self._choices = [Choice(index) for index in range(len(walks) * asked.n)]
         self._max_model_len = max_model_len
@@ -236,7 +243,29 @@ class Answer:
         )
 
     def _account(self) -> None:
-        e2e_seconds.observe(clock.monotonic() - self._began)
+        e2e_s = clock.monotonic() - self._began
+        e2e_seconds.observe(e2e_s)
+        usage = self._usage()
+        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        for kind, num_tokens in (
+            ("prompt", usage.prompt_tokens),
+            ("cached", cached),
+            ("output", usage.completion_tokens),
+        ):
+            _tokens.labels(kind).inc(num_tokens)
+        route = self._walks[0].route
+        log.info(
+            "answered",
+            id=self._answer_id,
+            prefill=route.prefill,
+            decode=route.decode,
+            degraded=route.degraded,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=cached,
+            output_tokens=usage.completion_tokens,
+            ttft_ms=round((self._ttft_s or 0.0) * 1000, 1),
+            e2e_ms=round(e2e_s * 1000, 1),
+        )
         for name, wanted_ms, was_s in (
             ("ttft", self._slo.ttft_ms, self._ttft_s or 0.0),
             ("tbt", self._slo.tbt_ms, self._longest_gap_s),

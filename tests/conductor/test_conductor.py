@@ -236,6 +236,15 @@ def test_a_request_nobody_reports_expires(conductor: Conductor) -> None:
     assert "nobody reported its end" in conductor.story("r")[-1]
 
 
+def test_ended_requests_leave_no_timers(conductor: Conductor) -> None:
+    add(conductor, "p1", "d1")
+    for number in range(5000):
+        conductor.handle(Place(f"r{number}", 64), 1.0)
+        conductor.handle(Finished(f"r{number}"), 1.0)
+        assert conductor.num_timers < 2000
+    assert conductor.deadline() is not None
+
+
 NAMES = ["p1", "p2", "d1", "d2"]
 names = st.sampled_from(NAMES)
 requests = st.sampled_from(["r1", "r2", "r3", "r4", "r5", "r6"])
