@@ -162,7 +162,7 @@ class DecoderLayer:
 class Decoder:
     """Weights and arithmetic of one model on one device."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], max_positions: int = 0) -> None:
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
         """``tensors`` by their Hugging Face names, on one device; ``weights.py`` checks them.
 
         One dtype too, but for the embedding, whose rows are converted when they are looked up.
@@ -176,20 +176,22 @@ class Decoder:
         self._head = Linear(
             self._embedding.to(self.dtype) if config.has_tied_embeddings else tensors["lm_head.weight"]
         )
-        self._cos, self._sin = self._angles(max_positions or config.max_positions)
+        self._frequencies = config.rope.inverse_frequencies(config.head_dim).to(self.device)
 
-    def _angles(self, max_positions: int) -> tuple[Tensor, Tensor]:
-        """Tables [positions, 1, dim] such that rotating x is ``x * cos + roll(x, dim / 2) * sin``."""
-        inverse = self.config.rope.inverse_frequencies(self.config.head_dim)
-        angles = torch.outer(torch.arange(max_positions).float(), inverse)
-        cos = torch.cat((angles.cos(), angles.cos()), -1).unsqueeze(1)
-        sin = torch.cat((-angles.sin(), angles.sin()), -1).unsqueeze(1)
-        return cos.to(self.device, self.dtype), sin.to(self.device, self.dtype)
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors [rows, 1, dim] such that rotating x is ``x * cos + roll(x, dim / 2) * sin``.
+
+        Computed for each step: a table for a long context would cost more memory than this costs time.
+        """
+        angles = torch.outer(positions.float(), self._frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        cos, sin = torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+        return cos.to(self.dtype), sin.to(self.dtype)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [rows, hidden] of int64 [rows] tokens at int64 [rows] positions."""
         hidden = F.embedding(token_ids, self._embedding).to(self.dtype)
-        cos, sin = self._cos[positions], self._sin[positions]
+        cos, sin = self._angles(positions)
         for layer in self._layers:
             hidden = hidden.add_(layer.attention(hidden, cos, sin, attend))
             hidden = hidden.add_(layer.mlp(hidden))

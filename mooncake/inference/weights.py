@@ -32,12 +32,9 @@ FAMILIES = {
 ROPE_KINDS = ("default", "linear", "llama3")
 
 
-def load_model(
-    folder: Path, dtype: str = "float32", device: str = "cpu", max_positions: int | None = None
-) -> Decoder:
+def load_model(folder: Path, dtype: str = "float32", device: str = "cpu") -> Decoder:
     """The decoder in ``folder`` with its weights in ``dtype`` on ``device``.
 
-    ``max_positions`` bounds the rotary tables (tokens); the default is the model's own context.
     Raises ModelError when the folder, its configuration or its tensors are not usable.
     """
     config = read_config(folder)
@@ -47,7 +44,7 @@ def load_model(
     for name, shape in expected_shapes(config).items():
         files.require(name, shape)
     with torch.inference_mode():
-        return Decoder(config, files, min(max_positions or config.max_positions, config.max_positions))
+        return Decoder(config, files)
 
 
 def read_config(folder: Path) -> ModelConfig:

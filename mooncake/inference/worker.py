@@ -144,10 +144,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Api]:
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     folder = await asyncio.to_thread(resolve_model, settings.model)
-    max_positions = settings.max_model_len or None
-    model = await asyncio.to_thread(
-        load_model, folder, settings.torch_dtype, settings.torch_device, max_positions
-    )
+    model = await asyncio.to_thread(load_model, folder, settings.torch_dtype, settings.torch_device)
     layout = model.config.kv_layout(model.dtype, settings.block_tokens)
     async with contextlib.AsyncExitStack() as stack:
         engine_settings = settings.engine_settings()
