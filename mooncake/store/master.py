@@ -37,6 +37,8 @@ from mooncake.store.segments import Segment, Segments
 from mooncake.types import ObjectKey
 
 STORY_LINES = 100_000
+WATCH_SHARE = 0.005
+"""Of the capacity; the watermark is overshot by no more than this."""
 MAX_REST_S = 3600.0
 
 
@@ -150,6 +152,10 @@ class Master:
         self._timers: list[tuple[float, int, StoredObject]] = []
         """(instant, tie-breaker, object): a writer's deadline, or the release of unlinked space."""
         self._order = itertools.count()
+        self._unwatched_bytes = 0
+        self._watch_bytes = 0.0
+        """Adding up a thousand nodes for every put would cost more than the put, so the watermark is
+        looked at once so many bytes were given out."""
         self._stories: deque[tuple[float, ObjectKey, str, tuple[object, ...]]] = deque(maxlen=STORY_LINES)
         """(instant, key, format, its arguments): put together only when somebody asks."""
         self._notes: list[Effect] = []
@@ -261,7 +267,7 @@ class Master:
     def _put_start(self, message: m.PutStart, _: Hashable, now: float) -> m.PutStarted | Failure:
         if not len(message.keys) == len(message.sizes) == len(message.chunk_bytes):
             return Failure("invalid_argument", "put_start: keys, sizes and chunk_bytes differ in length")
-        placement = Placement(self.segments.mounted.values(), message.host, message.avoid, now)
+        placement = Placement(self.segments, message.host, message.avoid, now)
         reserved: list[m.Reserved | None] = []
         refusals: dict[int, Refusal] = {}
         columns = zip(message.keys, message.sizes, message.chunk_bytes, strict=True)
@@ -443,10 +449,13 @@ class Master:
 
     def _make_room(self, size_bytes: int, placement: Placement, now: float) -> Extent | Refusal:
         """Space for one replica, evicting for it when none is free."""
-        if size_bytes > placement.largest_bytes:
+        place = placement.allocate(size_bytes)
+        if place is None and size_bytes > placement.largest_bytes:
             return self._no_segment(size_bytes, now)
-        place = placement.allocate(size_bytes) or self._evict_for(size_bytes, placement, now)
+        if place is None:
+            place = self._evict_for(size_bytes, placement, now)
         if place is not None:
+            self._unwatched_bytes += size_bytes
             return Extent(*place)
         reason = f"no hole of {size_bytes} bytes, and what is stored is leased, being written or not enough"
         return Refusal("no_space", reason)
@@ -482,7 +491,11 @@ class Master:
         return Refusal("no_space", f"{reason} {min(rests_s):.3g} s")
 
     def _evict_to_watermark(self, now: float) -> None:
+        if self._unwatched_bytes < self._watch_bytes:
+            return
         capacity_bytes, allocated_bytes = self.capacity_bytes, self.allocated_bytes
+        self._unwatched_bytes = 0
+        self._watch_bytes = WATCH_SHARE * capacity_bytes
         if allocated_bytes <= self.settings.high_watermark * capacity_bytes:
             return
         target_bytes = (self.settings.high_watermark - self.settings.eviction_ratio) * capacity_bytes

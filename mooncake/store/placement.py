@@ -9,55 +9,76 @@ to date by telling it what was taken.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from functools import cached_property
+from typing import TypeAlias
 
-from mooncake.store.segments import Segment
+from mooncake.store.segments import Segment, Segments
+
+Order: TypeAlias = list[tuple[int, int, Segment]]
+"""A heap of (minus the free bytes, tie-breaker, segment)."""
 
 
 class Placement:
     """The order in which one put-start tries segments."""
 
-    def __init__(self, segments: Iterable[Segment], host: str, avoid: list[str], now: float) -> None:
-        self._local: list[tuple[int, int, Segment]] = []
-        self._remote: list[tuple[int, int, Segment]] = []
-        for order, segment in enumerate(segments):
-            if segment.takes_objects(now) and segment.name not in avoid:
-                near = self._local if segment.host == host else self._remote
-                near.append((-segment.allocator.free_bytes, order, segment))
-        heapq.heapify(self._local)
-        heapq.heapify(self._remote)
-        every = (*self._local, *self._remote)
-        self.largest_bytes = max((segment.allocator.size_bytes for _, _, segment in every), default=0)
+    def __init__(self, segments: Segments, host: str, avoid: Collection[str], now: float) -> None:
+        self._segments = segments
+        self._host = host
+        self._avoid = avoid
+        self._now = now
+        self._local = self._order(segments.on(host))
+
+    @cached_property
+    def _remote(self) -> Order:
+        return self._order(s for s in self._segments.mounted.values() if s.host != self._host)
+
+    def _order(self, segments: Iterable[Segment]) -> Order:
+        order: Order = [
+            (-segment.allocator.free_bytes, number, segment)
+            for number, segment in enumerate(segments)
+            if segment.takes_objects(self._now) and segment.name not in self._avoid
+        ]
+        heapq.heapify(order)
+        return order
+
+    @property
+    def largest_bytes(self) -> int:
         """No object larger than this can ever be placed on these segments."""
+        every = (*self._local, *self._remote)
+        return max((segment.allocator.size_bytes for _, _, segment in every), default=0)
 
     def allocate(self, size_bytes: int) -> tuple[Segment, int] | None:
         """A segment and an offset in it, or None when no segment has a hole that large."""
-        for near in (self._local, self._remote):
-            if not near:
-                continue
-            _, order, segment = near[0]
-            offset = segment.allocator.allocate(size_bytes)
-            if offset is not None:
-                heapq.heapreplace(near, (-segment.allocator.free_bytes, order, segment))
-                return segment, offset
-            # The emptiest has no hole that large (it is full, or in pieces): any other may.
-            for index, (_, order, segment) in enumerate(near):
-                offset = segment.allocator.allocate(size_bytes)
-                if offset is not None:
-                    near[index] = (-segment.allocator.free_bytes, order, segment)
-                    heapq.heapify(near)
-                    return segment, offset
-        return None
+        return _allocate_in(self._local, size_bytes) or _allocate_in(self._remote, size_bytes)
 
     def freed(self, segment: Segment) -> None:
         """Space was won in ``segment`` (by eviction): order it anew."""
-        for near in (self._local, self._remote):
-            for index, (_, order, other) in enumerate(near):
-                if other is segment:
-                    near[index] = (-segment.allocator.free_bytes, order, segment)
-                    heapq.heapify(near)
-                    return
+        near = self._local if segment.host == self._host else self._remote
+        for index, (_, number, other) in enumerate(near):
+            if other is segment:
+                near[index] = (-segment.allocator.free_bytes, number, segment)
+                heapq.heapify(near)
+                return
 
     def covers(self, segment: Segment) -> bool:
         """Whether this put-start may use ``segment``."""
-        return any(other is segment for near in (self._local, self._remote) for _, _, other in near)
+        return segment.takes_objects(self._now) and segment.name not in self._avoid
+
+
+def _allocate_in(near: Order, size_bytes: int) -> tuple[Segment, int] | None:
+    if not near:
+        return None
+    _, number, segment = near[0]
+    offset = segment.allocator.allocate(size_bytes)
+    if offset is not None:
+        heapq.heapreplace(near, (-segment.allocator.free_bytes, number, segment))
+        return segment, offset
+    # The emptiest has no hole that large (it is full, or in pieces): any other may.
+    for index, (_, number, segment) in enumerate(near):
+        offset = segment.allocator.allocate(size_bytes)
+        if offset is not None:
+            near[index] = (-segment.allocator.free_bytes, number, segment)
+            heapq.heapify(near)
+            return segment, offset
+    return None

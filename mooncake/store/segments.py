@@ -20,7 +20,7 @@ master that dies right after mounting could have made promises that nobody tells
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from mooncake.errors import Refusal
@@ -102,6 +102,8 @@ class Segments:
         self._ttl_s = ttl_s
         self._patience_s = MISSED_BEATS * heartbeat_s
         self.mounted: dict[str, Segment] = {}
+        self._by_host: dict[str, dict[str, Segment]] = {}
+        """The same segments, by host and name: a put looks at its own host first, and mostly no further."""
         self._look_at: float | None = None
         """No segment changes its state by the passing of time before this instant. Heartbeats only
         put that off, so they leave it alone, and a request of a client pays nothing for a thousand nodes."""
@@ -124,11 +126,12 @@ class Segments:
                     f"segment {mount.segment!r} is served by another process (on {known.host}); "
                     "give each node its own name, or wait until the old one is given up",
                 )
+        if known is not None:
+            self.drop(known)
         segment = Segment(mount, connection, now)
         self.mounted[mount.segment] = segment
+        self._by_host.setdefault(mount.host, {})[mount.segment] = segment
         self._look_by(now + self._patience_s)
-        if known is not None:
-            known.set_state(SegmentState.GONE)
         return segment, known
 
     def beat(self, name: str, epoch: int, connection: Hashable, now: float) -> Segment | None:
@@ -146,6 +149,10 @@ class Segments:
     def find(self, name: str, epoch: int) -> Segment | None:
         segment = self.mounted.get(name)
         return segment if segment is not None and segment.epoch == epoch else None
+
+    def on(self, host: str) -> Iterable[Segment]:
+        """The segments of one host."""
+        return self._by_host.get(host, {}).values()
 
     def connection_lost(self, connection: Hashable, now: float) -> list[Segment]:
         """Suspect everything that was mounted over ``connection``; returns what is newly suspected."""
@@ -174,6 +181,10 @@ class Segments:
         """The caller must empty it."""
         assert self.mounted.get(segment.name) is segment
         del self.mounted[segment.name]
+        neighbours = self._by_host[segment.host]
+        del neighbours[segment.name]
+        if not neighbours:
+            del self._by_host[segment.host]
         segment.set_state(SegmentState.GONE)
 
     def deadline(self) -> float | None:
@@ -193,6 +204,8 @@ class Segments:
         self._look_by(segment.gone_at)
 
     def check(self) -> None:
+        by_host = [segment for segments in self._by_host.values() for segment in segments.values()]
+        assert {id(segment) for segment in by_host} == {id(segment) for segment in self.mounted.values()}
         for name, segment in self.mounted.items():
             assert segment.name == name and segment.is_mounted, segment
             assert segment.is_alive == (segment.state is SegmentState.ALIVE)
