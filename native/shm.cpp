@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -16,12 +17,17 @@
 #include "crc32c.h"
 #include "tcp.h"
 
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
+
 namespace mooncake {
 
 namespace {
 
 constexpr uint64_t kStep = 4 << 20;        // bytes copied between looks at stop and deadline
 constexpr uint64_t kStreaming = 16 << 20;  // jobs this big do not fit in the cache anyway
+constexpr uint64_t kFaultIn = 2 << 20;     // mapped at once when first touched
 constexpr auto kRevocationTime = std::chrono::seconds(1);
 
 socklen_t abstract_name(const std::string& name, sockaddr_un& address) {
@@ -102,6 +108,17 @@ Status ShmPeer::find(uint64_t key, Clock::time_point deadline, const std::atomic
   }
 }
 
+// Where there are no huge pages, a page fault per 4 KiB makes the first pass over a pool ten times as slow
+// as the second. Asking for many pages at once costs a fifth of that, and asking to read them less than
+// to write: the kernel maps shared memory writable either way, and reads it maps by the dozen.
+void ShmPeer::Mapping::fault_in(uint64_t here, uint64_t length) const {
+  for (uint64_t part = (here - region->address) / kFaultIn; part * kFaultIn < here - region->address + length; part++) {
+    if ((*faulted_in)[part].exchange(true, std::memory_order_relaxed)) continue;
+    auto* start = reinterpret_cast<uint8_t*>(region->address + part * kFaultIn);
+    madvise(start, std::min(kFaultIn, region->size - part * kFaultIn), MADV_POPULATE_READ);
+  }
+}
+
 Completion ShmPeer::execute(Job& job) {
   Completion completion;
   const Request& request = job.request;
@@ -138,6 +155,7 @@ Completion ShmPeer::execute(Job& job) {
         return job.failed(mapping.region->is_closed() ? Status::kAccessDenied : Status::kCancelled,
                           static_cast<int64_t>(i));
       uint64_t step = std::min(kStep, slice.length - done);
+      mapping.fault_in(reinterpret_cast<uint64_t>(there) + done, step);
       if (request.checksum) crc = copy_crc32c(to + done, from + done, step, crc, total >= kStreaming);
       else copy(to + done, from + done, step, total >= kStreaming);
       done += step;
@@ -160,8 +178,10 @@ RegionRef ShmPeer::view(uint64_t address, uint64_t length, Clock::time_point dea
 void ShmPeer::given(const ShmMessage& message, int descriptor) {
   RegionRef region;
   if (descriptor >= 0) region = map_shared(descriptor, message.size, message.key);
+  Mapping mapping{true, region, message.base};
+  if (region) mapping.faulted_in = std::make_shared<std::vector<std::atomic<bool>>>(region->size / kFaultIn + 1);
   std::lock_guard lock(mutex_);
-  mappings_[message.key] = {true, std::move(region), message.base};
+  mappings_[message.key] = std::move(mapping);
   answered_.notify_all();
 }
 
@@ -171,7 +191,7 @@ void ShmPeer::revoked(uint64_t key) {
     std::lock_guard lock(mutex_);
     Mapping& mapping = mappings_[key];
     region = std::move(mapping.region);
-    mapping = {true, nullptr, 0};
+    mapping = {true};
     answered_.notify_all();
   }
   if (region) region->close();

@@ -73,6 +73,8 @@ class ShmPeer final : public Peer {
     bool is_answered = false;
     RegionRef region{};  // null: denied or revoked
     uint64_t base = 0;
+    std::shared_ptr<std::vector<std::atomic<bool>>> faulted_in{};  // per kFaultIn bytes
+    void fault_in(uint64_t here, uint64_t length) const;
   };
   Status find(uint64_t key, Clock::time_point deadline, const std::atomic<Status>* stop, Mapping& found);
 

@@ -237,7 +237,7 @@ void test_ending(bool is_tcp) {
     std::atomic<int> num_done{0};
     std::vector<std::thread> threads;
     auto traffic = [&](Op op, uint64_t part) {
-      uint64_t size = Pair::kSize / 4;
+      uint64_t size = (Pair::kSize - 1000) / 4;
       while (!is_over) {
         Slice slice{pair.local->address + part * size, pair.remote->address + part * size, size};
         Status status = pair.peer->run(request(op, {slice}, part % 2)).status;
@@ -249,7 +249,9 @@ void test_ending(bool is_tcp) {
     auto queue = std::make_shared<Queue>();
     int64_t failed = -1;
     for (uint64_t token = 0; token < 20; token++)
-      pair.peer->submit(queue, token, request(Op::kWrite, {{pair.local->address, pair.remote->address, 1000}}), failed);
+      pair.peer->submit(queue, token,
+                        request(Op::kWrite, {{pair.local->address, pair.remote->address + Pair::kSize - 1000, 1000}}),
+                        failed);
     while (num_done < 20) std::this_thread::yield();
     pair.peer->cancel();
     size_t num_ended = 0;
