@@ -34,7 +34,15 @@ class MasterServer:
         self._driver: Driver[Event, Effect] = Driver(self.master, _perform)
         self._rpc = RpcServer(dict.fromkeys(m.REQUESTS, self._received), self._connection_lost)
         self._metrics = _Metrics(self.master)
-        self._is_closed = False
+        self._is_serving = False
+
+    @property
+    def port(self) -> int:
+        return self._rpc.port
+
+    @property
+    def connections(self) -> list[Connection]:
+        return list(self._rpc.connections)
 
     async def start(self) -> int:
         """Listen. Returns the port.
@@ -44,10 +52,14 @@ class MasterServer:
         """
         port = await self._rpc.start(self.settings.host, self.settings.port)
         registry.register(self._metrics)
+        self._is_serving = True
         return port
 
     async def close(self) -> None:
-        self._is_closed = True
+        """Stop serving. Harmless when repeated."""
+        if not self._is_serving:
+            return
+        self._is_serving = False
         self._driver.close()
         await self._rpc.close()
         registry.unregister(self._metrics)
@@ -56,7 +68,7 @@ class MasterServer:
         self._driver.post(Received(call, call.connection, message))
 
     def _connection_lost(self, connection: Connection) -> None:
-        if not self._is_closed:
+        if self._is_serving:
             self._driver.post(ConnectionLost(connection))
 
 

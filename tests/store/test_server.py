@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
@@ -19,15 +18,14 @@ from mooncake.store.server import MasterServer
 @pytest.fixture
 async def server() -> AsyncIterator[MasterServer]:
     server = MasterServer(MasterSettings(port=0))
-    port = await server.start()
-    server.settings = dataclasses.replace(server.settings, port=port)
+    await server.start()
     yield server
     await server.close()
 
 
 @pytest.fixture
 async def client(server: MasterServer) -> AsyncIterator[AsyncClient]:
-    client = AsyncClient(f"127.0.0.1:{server.settings.port}", m.REPLIES, "the master")
+    client = AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES, "the master")
     yield client
     await client.close()
 
@@ -56,7 +54,7 @@ async def test_requests_reach_the_core_and_its_counts_the_page(client: AsyncClie
 async def test_losing_the_nodes_connection_hides_its_objects(
     server: MasterServer, client: AsyncClient
 ) -> None:
-    node = AsyncClient(f"127.0.0.1:{server.settings.port}", m.REPLIES)
+    node = AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES)
     await mount(node)
     await node.close()
     async with asyncio.timeout(5):
@@ -70,8 +68,8 @@ async def test_a_batch_beyond_the_limit_is_refused_by_name(client: AsyncClient) 
 
 
 async def test_a_second_master_cannot_take_the_port(server: MasterServer) -> None:
-    with pytest.raises(AddressInUse, match=str(server.settings.port)):
-        await MasterServer(server.settings).start()
+    with pytest.raises(AddressInUse, match=str(server.port)):
+        await MasterServer(MasterSettings(port=server.port)).start()
 
 
 async def test_a_closed_server_leaves_no_metrics(server: MasterServer, client: AsyncClient) -> None:

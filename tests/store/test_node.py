@@ -1,0 +1,112 @@
+"""The node's shell against a master in this process: mounting, mounting again, leaving, bad starts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from mooncake.errors import AddressInUse, OutOfMemory
+from mooncake.store import AsyncStore
+from mooncake.store import messages as m
+from mooncake.store.master import MasterSettings
+from mooncake.store.node import Node, NodeSettings
+from mooncake.store.server import MasterServer
+
+SETTINGS = MasterSettings(port=0, lease_s=0.1, put_s=0.1, grace_s=0.0, heartbeat_s=0.02)
+
+
+@pytest.fixture
+async def master() -> AsyncIterator[MasterServer]:
+    server = MasterServer(SETTINGS)
+    await server.start()
+    yield server
+    await server.close()
+
+
+def settings_for(master: MasterServer, pool_size_bytes: int = 1 << 20) -> NodeSettings:
+    return NodeSettings(master=f"127.0.0.1:{master.port}", pool_size_bytes=pool_size_bytes, huge_pages=False)
+
+
+@pytest.fixture
+async def node(master: MasterServer) -> AsyncIterator[Node]:
+    node = Node(settings_for(master))
+    await node.start()
+    async with asyncio.timeout(10):
+        await node.mounted.wait()
+    yield node
+    async with asyncio.timeout(10):
+        await node.close()
+
+
+async def until_written(store: AsyncStore, key: str, value: bytes) -> None:
+    async with asyncio.timeout(10):
+        while await store.put(key, value) is not None:  # noqa: ASYNC110 - the first heartbeat decides
+            await asyncio.sleep(0.005)
+
+
+async def test_a_node_lends_its_memory(master: MasterServer, node: Node) -> None:
+    assert master.master.capacity_bytes == 1 << 20
+    async with AsyncStore(f"127.0.0.1:{master.port}") as store:
+        await until_written(store, "k", b"value")
+        assert await store.get("k") == b"value"
+        async with store.view("k") as data:
+            assert data is not None and bytes(data) == b"value"
+
+
+async def test_a_lost_connection_brings_everything_back(master: MasterServer, node: Node) -> None:
+    async with AsyncStore(f"127.0.0.1:{master.port}") as store:
+        await until_written(store, "k", b"value")
+        for connection in master.connections:
+            connection.close()
+        async with asyncio.timeout(10):
+            while await store.get("k") != b"value":  # noqa: ASYNC110 - until it is back
+                await asyncio.sleep(0.005)
+    assert master.master.counts.lost_objects == 0
+
+
+async def test_another_master_finds_the_memory_resting(master: MasterServer, node: Node) -> None:
+    await master.close()
+    other = MasterServer(MasterSettings(port=master.port, heartbeat_s=0.02))
+    await other.start()
+    async with asyncio.timeout(10):
+        while not other.master.segments.mounted:  # noqa: ASYNC110 - polls the core
+            await asyncio.sleep(0.005)
+    (segment,) = other.master.segments.mounted.values()
+    assert segment.rests_until > segment.heard_at, "the first master's promises may be in use"
+    await other.close()
+
+
+async def test_leaving_is_told(master: MasterServer) -> None:
+    node = Node(settings_for(master))
+    await node.start()
+    await node.mounted.wait()
+    await node.close()
+    assert not master.master.segments.mounted
+
+
+async def test_leaving_without_a_master_ends(master: MasterServer) -> None:
+    node = Node(settings_for(master))
+    await master.close()
+    await node.start()
+    async with asyncio.timeout(10):
+        await node.close()
+
+
+async def test_memory_that_is_not_there_is_an_error(master: MasterServer) -> None:
+    node = Node(settings_for(master, 1 << 60))
+    with pytest.raises(OutOfMemory, match="available"):
+        await node.start()
+    await node.close()
+
+
+async def test_a_taken_transfer_port_is_an_error(master: MasterServer) -> None:
+    with pytest.raises(AddressInUse, match=str(master.port)):
+        Node(NodeSettings(master="127.0.0.1:1", port=master.port))
+
+
+async def test_the_status_names_the_node(master: MasterServer, node: Node) -> None:
+    async with AsyncStore(f"127.0.0.1:{master.port}") as store:
+        status = await store.ask(m.Status())
+        assert [segment.segment for segment in status.segments] == [node.engine.name]
