@@ -26,7 +26,8 @@ namespace mooncake {
 namespace {
 
 constexpr uint64_t kStep = 4 << 20;        // bytes copied between looks at stop and deadline
-constexpr uint64_t kStreaming = 16 << 20;  // jobs this big do not fit in the cache anyway
+constexpr uint64_t kStreaming = 16 << 20;  // jobs this big do not fit in the cache anyway ...
+constexpr uint64_t kLong = 32 << 10;       // ... but streaming a short slice waits longer than it saves
 constexpr uint64_t kFaultIn = 2 << 20;     // mapped at once when first touched
 constexpr auto kRevocationTime = std::chrono::seconds(1);
 
@@ -145,6 +146,7 @@ Completion ShmPeer::execute(Job& job) {
     auto* there = reinterpret_cast<uint8_t*>(mapping.region->address + (slice.remote - mapping.base));
     auto* to = request.op == Op::kWrite ? there : here;
     auto* from = request.op == Op::kWrite ? here : there;
+    bool streams = total >= kStreaming && slice.length >= kLong;
     uint32_t crc = 0;
     for (uint64_t done = 0; done < slice.length;) {
       if (job.stop.load() != Status::kOk) return job.failed(job.stop.load(), static_cast<int64_t>(i));
@@ -156,8 +158,8 @@ Completion ShmPeer::execute(Job& job) {
                           static_cast<int64_t>(i));
       uint64_t step = std::min(kStep, slice.length - done);
       mapping.fault_in(reinterpret_cast<uint64_t>(there) + done, step);
-      if (request.checksum) crc = copy_crc32c(to + done, from + done, step, crc, total >= kStreaming);
-      else copy(to + done, from + done, step, total >= kStreaming);
+      if (request.checksum) crc = copy_crc32c(to + done, from + done, step, crc, streams);
+      else copy(to + done, from + done, step, streams);
       done += step;
     }
     if (request.checksum) completion.checksums[i] = crc;
@@ -350,12 +352,12 @@ bool ShmTransport::serve_request(Link& link, const ShmMessage& message) {
   std::lock_guard lock(mutex_);
   ShmMessage answer;
   answer.key = message.key;
-  answer.epoch = epoch_;
+  answer.epoch = message.epoch;  // ours is told to nobody who does not know it
   switch (message.kind) {
     case ShmMessage::Kind::kHello:
       answer.kind = ShmMessage::Kind::kWelcome;
       link.is_greeted = message.epoch == epoch_;
-      return link.socket->send(answer) && link.is_greeted;
+      return link.is_greeted && link.socket->send(answer);
     case ShmMessage::Kind::kGet: {
       if (!link.is_greeted) return false;
       answer.kind = ShmMessage::Kind::kGive;

@@ -87,7 +87,7 @@ bool TcpConnection::parse() {
     if (!wire::is_hello(hello)) return over_ = true, false;
     begin_ += sizeof hello;
     wire::Hello answer;
-    answer.epoch = epoch_;
+    answer.epoch = hello.epoch;  // ours is told to nobody who does not know it
     answer.status = static_cast<uint8_t>(hello.epoch == epoch_ ? Status::kOk : Status::kPeerLost);
     std::memcpy(head_, &answer, sizeof answer);
     head_bytes_ = sizeof answer, head_sent_ = 0;
