@@ -301,13 +301,17 @@ class Conductor:
         prefill_policy, decode_policy = POLICIES[settings.scheduling]
         exclude = dict.fromkeys(event.exclude)
         decode = self._choose(Role.DECODE, decode_policy, job, exclude)
+        if decode is None and self._is_full(Role.DECODE, exclude):
+            return [*effects, self._refuse(event, exclude, Role.DECODE, now)]
         prefill = None
         if event.needs_prefill or decode is None:
             prefill = self._choose(Role.PREFILL, prefill_policy, job, exclude)
+            if prefill is None and self._is_full(Role.PREFILL, exclude):
+                return [*effects, self._refuse(event, exclude, Role.PREFILL, now)]
         degraded = ""
         if decode is None:
             if prefill is None:
-                return [*effects, self._refuse(event, exclude, now)]
+                return [*effects, self._refuse(event, exclude, None, now)]
             degraded, decode, prefill = "no decode instance is ready", prefill, None
         elif prefill is None and event.needs_prefill:
             degraded = "no prefill instance is ready"
@@ -326,6 +330,15 @@ class Conductor:
         ready = [one for one in eligible if one.health is Health.READY]
         job.turns = self._turns[role]
         return policy(ready or eligible, job)
+
+    def _ready(self, role: Role, exclude: dict[InstanceId, None]) -> list[Instance]:
+        pool = [one for one in self.instances.values() if one.role is role and one.may_be_chosen]
+        return [one for one in pool if one.health is Health.READY and one.id not in exclude]
+
+    def _is_full(self, role: Role, exclude: dict[InstanceId, None]) -> bool:
+        """Nobody of the role may be chosen only because all have too much: then the other role must not
+        help out, or a rush on one would drag both down."""
+        return bool(self._ready(role, exclude))
 
     def _decide(
         self,
@@ -354,18 +367,16 @@ class Conductor:
         self._tell(now, keys, f"placed {event.request_id}: {reason}")
         return Decision(event.request_id, prefill_id, decode.instance.id, reason, num_cached, degraded)
 
-    def _refuse(self, event: Place, exclude: dict[InstanceId, None], now: float) -> Refuse:
-        limit = self._settings.max_requests_per_instance
-        ready = [
-            one
-            for one in self.instances.values()
-            if one.health is Health.READY and not one.is_draining and one.id not in exclude
-        ]
-        if ready:
-            # All are full: the next place is free when the first of so many requests ends.
-            in_flight = sum(one.num_requests for one in ready)
-            wait_s = self._mean_duration_s / max(1, in_flight)
-            refusal = Refusal("overloaded", f"all {len(ready)} ready instances have {limit} requests")
+    def _refuse(self, event: Place, exclude: dict[InstanceId, None], full: Role | None, now: float) -> Refuse:
+        """``full``: the role whose instances all have as many requests as they may; None: nobody is there."""
+        if full is not None:
+            # The next place is free when the first of so many requests ends.
+            ready = self._ready(full, exclude)
+            wait_s = self._mean_duration_s / max(1, sum(one.num_requests for one in ready))
+            limit = self._settings.max_requests_per_instance
+            refusal = Refusal(
+                "overloaded", f"all ready {full} instances ({len(ready)}) have {limit} requests"
+            )
         else:
             wait_s = self._settings.suspect_probe_interval_s
             states = ", ".join(f"{one.id} is {one.state}" for one in self.instances.values())

@@ -155,6 +155,20 @@ def test_full_instances_refuse_with_a_computed_pause(conductor: Conductor) -> No
     assert isinstance(later, Refuse) and later.retry_after_s > refuse.retry_after_s
 
 
+def test_a_full_role_is_not_helped_out_by_the_other(conductor: Conductor) -> None:
+    add(conductor, "p1", "d1")
+    for number in range(4):
+        conductor.handle(Place(f"r{number}", 64), 0.0)
+        conductor.handle(Prefilled(f"r{number}"), 0.0)
+    refuse = place(conductor, "late")
+    assert isinstance(refuse, Refuse) and "decode" in refuse.refusal.reason
+    for number in range(4):
+        conductor.handle(Finished(f"r{number}"), 0.0)
+        conductor.handle(Place(f"s{number}", 64, exclude=["d1"]), 0.0)  # decoded by p1
+    refuse = place(conductor, "late")
+    assert isinstance(refuse, Refuse) and "prefill" in refuse.refusal.reason
+
+
 def test_a_suspect_serves_only_when_nobody_else_can(conductor: Conductor) -> None:
     add(conductor, "p1", "d1", "d2")
     effects = fail(conductor, "d1")

@@ -1,0 +1,158 @@
+"""Scenarios of the conductor as text: what happens, then what it decided. For operators as much as for tests.
+
+``tests/scenarios/conductor_*.txt`` hold blocks like ::
+
+    2 place r1 64 A
+      prefill p1 (least to compute: 0 of 64 tokens cached, 0 queued); decode d1 (fewest running: 0)
+
+An instant and a command; below it, indented, the decision and what changed. Probes are answered at once by
+how an instance is (``is p1 dead``: ready, alive or dead). With ``--rewrite``, pytest writes down what the
+conductor decides today.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from mooncake.conductor.conductor import (
+    AddInstance,
+    BlocksRemoved,
+    BlocksStored,
+    Conductor,
+    Decision,
+    Drain,
+    Event,
+    Failed,
+    Finished,
+    Place,
+    Prefilled,
+    Probe,
+    Probed,
+    Refuse,
+    RemoveInstance,
+    StateChanged,
+    Unwatch,
+    Watch,
+)
+from mooncake.conductor.load import ProbeOutcome, SchedulingSettings
+from mooncake.machine import Wake
+from mooncake.prefix import BlockHash, block_hashes, root_hash
+from mooncake.types import Role
+
+FOLDER = Path(__file__).parent.parent / "scenarios"
+BLOCK_TOKENS = 16
+ANSWERS = {"ready": ProbeOutcome.READY, "alive": ProbeOutcome.ALIVE, "dead": ProbeOutcome.FAILED}
+
+
+def blocks(prompt: str, num_blocks: int) -> list[BlockHash]:
+    """The first blocks of the endless prompt that a letter stands for."""
+    return block_hashes([ord(prompt)] * (num_blocks * BLOCK_TOKENS), BLOCK_TOKENS, root_hash())
+
+
+class Stage:
+    """One scenario's conductor, with default settings but for blocks of 16 tokens and 4 requests each."""
+
+    def __init__(self) -> None:
+        settings = SchedulingSettings(block_tokens=BLOCK_TOKENS, max_requests_per_instance=4)
+        self.conductor = Conductor(settings, Random(0))
+        self.now = 0.0
+        self._answers: dict[str, str] = {}
+
+    def perform(self, line: str) -> list[str]:
+        when, command, *words = line.split()
+        told = self._let_time_pass(float(when))
+        if command == "is":
+            self._answers[words[0]] = words[1]
+        elif command == "status":
+            told += [
+                f"{row.instance} {row.role} {row.health}: {row.num_requests} requests, "
+                f"{row.queued_tokens} tokens queued, {row.num_blocks} blocks"
+                for row in self.conductor.status()
+            ]
+        elif command == "story":
+            told += self.conductor.story(words[0])
+        elif command != "wait":
+            told += self._handle(self._event(command, words))
+        self.conductor.check()
+        return told
+
+    def _let_time_pass(self, until: float) -> list[str]:
+        assert until >= self.now, "time goes forward"
+        told: list[str] = []
+        while (deadline := self.conductor.deadline()) is not None and deadline <= until:
+            self.now = max(self.now, deadline)
+            told += [f"at {self.now:g}: {line}" for line in self._handle(Wake())]
+        self.now = until
+        return told
+
+    def _event(self, command: str, words: list[str]) -> Event:
+        options = dict(word.split("=") for word in words if "=" in word)
+        names = [word for word in words if "=" not in word]
+        first = names[0]
+        if command == "add":
+            return AddInstance(first, Role(names[1]))
+        if command == "place":
+            num_tokens = int(names[1])
+            hashes = blocks(names[2], num_tokens // BLOCK_TOKENS) if len(names) > 2 else []
+            exclude = options["exclude"].split(",") if "exclude" in options else []
+            return Place(first, num_tokens, hashes, options.get("affinity", ""), exclude)
+        if command == "resume":
+            return Place(first, int(names[1]), exclude=options["exclude"].split(","), needs_prefill=False)
+        if command == "stored":
+            return BlocksStored(first, blocks(names[1], int(names[2])))
+        if command == "removed":
+            return BlocksRemoved(first, blocks(names[1], int(names[2])))
+        if command == "failed":
+            return Failed(first, " ".join(names[2:]), names[1])
+        plain: dict[str, type[Prefilled | Finished | RemoveInstance | Drain]] = {
+            "prefilled": Prefilled,
+            "finished": Finished,
+            "remove": RemoveInstance,
+            "drain": Drain,
+        }
+        return plain[command](first)
+
+    def _handle(self, event: Event | Wake) -> list[str]:
+        told: list[str] = []
+        for effect in self.conductor.handle(event, self.now):
+            match effect:
+                case Decision():
+                    told.append(effect.reason)
+                case Refuse():
+                    told.append(f"refused, {effect.refusal}; again in {effect.retry_after_s:g} s")
+                case StateChanged():
+                    told.append(f"{effect.instance}: {effect.before} -> {effect.after} ({effect.reason})")
+                case Watch() | Unwatch():
+                    told.append(f"{type(effect).__name__.lower()} {effect.instance}")
+                case Probe():
+                    answer = self._answers.get(effect.instance, "ready")
+                    told += self._handle(Probed(effect.instance, ANSWERS[answer], f"it is {answer}"))
+        return told
+
+
+def performed(text: str) -> str:
+    """The scenario with what the conductor decides."""
+    stage, lines = Stage(), list[str]()
+    for line in text.splitlines():
+        if line.startswith("  "):
+            continue
+        lines.append(line)
+        if line and not line.startswith("#"):
+            lines += [f"  {told}" for told in stage.perform(line)]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("conductor_*.txt")), ids=lambda path: path.stem)
+def test_conductor(path: Path, request: pytest.FixtureRequest) -> None:
+    text = path.read_text()
+    actual = performed(text)
+    if request.config.getoption("--rewrite"):
+        path.write_text(actual)
+    assert actual == text
+
+
+def test_there_are_scenarios() -> None:
+    assert len(list(FOLDER.glob("conductor_*.txt"))) >= 4
