@@ -80,13 +80,13 @@ def test_there_are_thirty_prompts_up_to_4000_tokens(folder: Path) -> None:
     assert (len(lengths), min(lengths), max(lengths)) == (30, 1, 4000)
 
 
-def test_one_process_batched_with_others(folder: Path, expected: Answers) -> None:
-    compare(run_engine(folder, EngineSettings(block_tokens=32), together=True), expected)
+def test_one_process(folder: Path, expected: Answers) -> None:
+    compare(run_engine(folder, EngineSettings(block_tokens=32), together=False), expected)
 
 
-def test_one_process_chunked_prefill(folder: Path, expected: Answers) -> None:
+def test_one_process_in_chunks_batched_with_others(folder: Path, expected: Answers) -> None:
     settings = EngineSettings(block_tokens=32, max_batch_tokens=100)
-    compare(run_engine(folder, settings, together=False), expected)
+    compare(run_engine(folder, settings, together=True), expected)
 
 
 def test_disaggregated_cold_then_warm(folder: Path, expected: Answers, cluster: Cluster) -> None:
