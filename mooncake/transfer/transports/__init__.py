@@ -64,7 +64,8 @@ class Carrier(Protocol):
         """Move the slices in the calling thread, without the interpreter lock.
 
         ``UNREGISTERED`` names a slice whose local memory is not registered (or, for a read, not
-        writable); nothing was moved. After any other failure the destination's bytes are undefined.
+        writable); nothing was moved. After any other failure the destination's bytes are undefined,
+        and a write that was given up may still land while the peer reads what was under way.
         """
         ...
 

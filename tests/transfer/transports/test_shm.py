@@ -1,0 +1,74 @@
+"""What shared memory adds to the contract: users, revocation, first touches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mooncake.errors import PeerLost
+from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
+from mooncake.transfer.transports.shm import ShmTransport
+
+SHM = TransferSettings(transports=("shm",))
+
+AS_ANOTHER_USER = """
+import os, sys
+from mooncake.transfer import *
+from mooncake.transfer.segment import decode_descriptor
+os.setuid(65534)
+engine = TransferEngine(TransferSettings(transports=("shm",)))
+segment = engine.open(decode_descriptor(sys.argv[1].encode()))
+here = engine.allocate(4096)
+done = engine.run(Op.READ, segment, [here.address], [segment.descriptor.regions[0].address], [4096])
+print(done.status.name, repr(segment))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused() -> None:
+    with TransferEngine(SHM) as engine:
+        engine.allocate(4096)
+        done = subprocess.run(
+            [sys.executable, "-c", AS_ANOTHER_USER, engine.describe().encode().decode()],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "PEER_LOST" in done.stdout and "another user" in done.stdout
+
+
+def test_plain_memory_is_not_shown() -> None:
+    with TransferEngine(SHM) as near, TransferEngine(SHM) as far:
+        lent = far.register(np.zeros(100, dtype=np.uint8))
+        here = near.allocate(100)
+        segment = near.open(far.describe())
+        done = near.run(Op.READ, segment, [here.address], [lent.address], [100])
+        assert (done.status, done.failed_slice) == (Status.ACCESS_DENIED, 0)
+
+
+def test_a_region_is_mapped_in_parts_of_any_size() -> None:
+    with TransferEngine(SHM) as near, TransferEngine(SHM) as far:
+        for size in (1, 4095, (2 << 20) - 1, 2 << 20, (4 << 20) + 1):
+            pool, here = far.allocate(size), near.allocate(size)
+            segment = near.open(far.describe())
+            here.view()[:] = b"a" * size
+            for at, length in ((size - 1, 1), (0, 1), (0, size)):
+                done = near.run(Op.WRITE, segment, [here.address], [pool.address + at], [length])
+                assert done.status == Status.OK
+            assert bytes(pool.view()) == b"a" * size
+
+
+def test_nobody_at_the_socket() -> None:
+    with TransferEngine(SHM) as engine:
+        transport = ShmTransport(engine)
+        for endpoint in ("mooncake-nobody", "", "x" * 300):
+            with pytest.raises(PeerLost, match="gone"):
+                transport.connect(endpoint, 1, [], 1.0)
+        with pytest.raises(PeerLost, match="gone"):
+            transport.connect(transport.endpoint, engine.epoch ^ 1, [], 1.0)
+        transport.close()

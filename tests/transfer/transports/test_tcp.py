@@ -1,0 +1,152 @@
+"""The server's side of the wire, spoken to byte by byte (``native/wire.h``)."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mooncake.transfer import Region, Status, TransferEngine, TransferSettings
+
+MAGIC = 0x434B4F4D
+WRITE, READ, REPLY = 1, 2, 3
+
+
+def hello(epoch: int, version: int = 1) -> bytes:
+    return struct.pack("<IBBHQ", MAGIC, version, 0, 0, epoch)
+
+
+def frame(
+    kind: int, slices: list[tuple[int, int, int]], number: int = 1, payload: int | None = None
+) -> bytes:
+    total = sum(length for _, length, _ in slices) if payload is None else payload
+    head = struct.pack("<IBBHIIQQ", MAGIC, kind, 0, 0, len(slices), 0, number, total)
+    return head + b"".join(struct.pack("<QQQ", *part) for part in slices)
+
+
+class Wire:
+    """A connection that has said hello."""
+
+    def __init__(self, engine: TransferEngine, greeting: bytes | None = None) -> None:
+        host, port = engine.describe().endpoints["tcp"].split(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=10)
+        self.send(hello(engine.epoch) if greeting is None else greeting)
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def receive(self, size: int) -> bytes:
+        received = b""
+        while len(received) < size:
+            part = self.socket.recv(size - len(received))
+            if not part:
+                break
+            received += part
+        return received
+
+    def reply(self) -> tuple[int, int, int, int]:
+        """(status, failed slice, number, payload bytes)"""
+        magic, kind, status, zero, _, failed, number, payload = struct.unpack("<IBBHIIQQ", self.receive(32))
+        assert (magic, kind, zero) == (MAGIC, REPLY, 0)
+        return status, failed, number, payload
+
+    def is_closed(self) -> bool:
+        try:
+            return self.receive(1) == b""
+        except ConnectionResetError:
+            return True
+
+
+@pytest.fixture
+def engine() -> Iterator[TransferEngine]:
+    with TransferEngine(TransferSettings(transports=("tcp",))) as engine:
+        yield engine
+
+
+@pytest.fixture
+def pool(engine: TransferEngine) -> Region:
+    return engine.allocate(8192)
+
+
+def test_a_conversation_in_small_pieces(engine: TransferEngine, pool: Region) -> None:
+    wire = Wire(engine)
+    assert wire.receive(16) == hello(engine.epoch)
+    request = frame(WRITE, [(pool.address, 3, pool.key), (pool.address + 100, 2, pool.key)], 7) + b"abcde"
+    request += frame(READ, [(pool.address, 4, pool.key), (pool.address + 100, 2, pool.key)], 8)
+    for at in range(len(request)):
+        wire.send(request[at : at + 1])
+    assert wire.reply() == (Status.OK, 0, 7, 0)
+    assert wire.reply() == (Status.OK, 0, 8, 6)
+    assert wire.receive(6) == b"abc\0de"
+    assert bytes(pool.view()[:4]) == b"abc\0" and bytes(pool.view()[100:102]) == b"de"
+    wire.socket.close()
+
+
+def test_a_refusal_keeps_the_connection(engine: TransferEngine, pool: Region) -> None:
+    wire = Wire(engine)
+    wire.receive(16)
+    good = (pool.address, 4, pool.key)
+    for bad in (
+        (pool.address, 4, pool.key ^ 1),
+        (pool.address + 8190, 4, pool.key),
+        (pool.address - 1, 4, pool.key),
+    ):
+        wire.send(frame(WRITE, [good, bad], 3) + b"12345678")
+        assert wire.reply() == (Status.ACCESS_DENIED, 1, 3, 0)
+        wire.send(frame(READ, [good, bad, good], 4))
+        assert wire.reply() == (Status.ACCESS_DENIED, 1, 4, 0)
+    assert not any(pool.view()), "a refused frame moves nothing"
+    wire.send(frame(WRITE, [good], 5) + b"1234")
+    assert wire.reply() == (Status.OK, 0, 5, 0)
+    wire.socket.close()
+
+
+@pytest.mark.parametrize(
+    "bytes_of",
+    [
+        lambda pool: b"\0" * 64,
+        lambda pool: frame(REPLY, [(pool.address, 1, pool.key)]),
+        lambda pool: frame(9, [(pool.address, 1, pool.key)]),
+        lambda pool: frame(WRITE, []),
+        lambda pool: frame(WRITE, [(pool.address, 0, pool.key)]),
+        lambda pool: frame(WRITE, [(pool.address, 5, pool.key)], payload=4),
+        lambda pool: frame(READ, [(pool.address, 5, pool.key)], payload=6),
+        lambda pool: frame(READ, [(2**64 - 1, 5, pool.key)]),
+        lambda pool: frame(READ, [(pool.address, (64 << 20) + 1, pool.key)]),
+        lambda pool: frame(READ, [(pool.address, 2**64 - 1, 1), (pool.address, 2, 1)], payload=1),
+        lambda pool: frame(READ, [(pool.address, 1, pool.key)] * 1025),
+    ],
+)  # fmt: skip
+def test_nonsense_ends_the_connection(engine: TransferEngine, pool: Region, bytes_of) -> None:  # type: ignore[no-untyped-def]
+    wire = Wire(engine)
+    wire.receive(16)
+    wire.send(bytes_of(pool))
+    assert wire.is_closed()
+    assert Wire(engine).receive(16) == hello(engine.epoch), "the next one is served"
+
+
+@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\n\r\n", hello(1, version=2), b"\0" * 16])
+def test_another_protocol_is_not_answered(engine: TransferEngine, greeting: bytes) -> None:
+    assert Wire(engine, greeting).is_closed()
+
+
+def test_a_stranger_learns_nothing(engine: TransferEngine) -> None:
+    wire = Wire(engine, hello(77))
+    _, _, status, _, epoch = struct.unpack("<IBBHQ", wire.receive(16))
+    assert status == Status.PEER_LOST and epoch == 77
+    wire.socket.close()
+
+
+def test_whoever_says_nothing_is_shown_out(engine: TransferEngine) -> None:
+    wire = Wire(engine, b"")
+    talker = Wire(engine)
+    talker.receive(16)
+    begin = time.monotonic()
+    assert wire.is_closed() and time.monotonic() - begin > 1
+    talker.socket.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        talker.receive(1)  # an idle connection that has said hello stays
+    talker.socket.close()
