@@ -121,6 +121,18 @@ def test_prefix_shared_while_both_run_equals_transformers(llama: Reference) -> N
     assert answers["third"] == llama.greedy([*prompt, 5], NUM_TOKENS)
 
 
+def test_shared_blocks_are_never_written_again(llama: Reference) -> None:
+    """A wholly cached prompt computes its last token, whose keys lie in a block that others may read."""
+    prompt = prompt_of(2 * BLOCK)
+    engine = make_engine(llama)
+    run(engine, greedy(prompt, 1, name="first"))
+    block = engine.scheduler.pool.match(greedy(prompt).hash_blocks(BLOCK))[1]
+    engine.pool[:, :, block, BLOCK - 1] += 1.0
+    before = engine.pool[:, :, block].clone()
+    run(engine, greedy(prompt, 1, name="second"))
+    assert engine.pool[:, :, block].equal(before)
+
+
 def test_preempted_requests_equal_transformers(reference: Reference) -> None:
     prompts = {str(seed): prompt_of(2 * BLOCK, seed) for seed in range(4)}
     engine = make_engine(reference, num_blocks=10)
@@ -190,13 +202,14 @@ def test_local_prefix_then_external_load_equals_transformers(llama: Reference) -
 @pytest.mark.parametrize("is_eager", [True, False])
 def test_failed_load_is_recomputed_and_disturbs_nobody(llama: Reference, layer: int, is_eager: bool) -> None:
     prompt, other = prompt_of(3 * BLOCK), prompt_of(20, 7)
+    longer = prompt + prompt_of(BLOCK + 1, 5)  # fills a block in the step that loads: it must not be stored
     source = DictionaryLink()
     run(make_engine(llama, source), greedy(prompt, 1, save_tail=True))
     link = DictionaryLink(source.objects, is_eager)
     link.fail_at_layer = layer
     engine = make_engine(llama, link)
     engine.add(greedy(other, name="other"))
-    engine.add(greedy([*prompt, 9], name="loading"))
+    engine.add(greedy(longer, name="loading"))
     answers: dict[str, list[int]] = {"other": [], "loading": []}
 
     def step() -> None:
@@ -214,7 +227,7 @@ def test_failed_load_is_recomputed_and_disturbs_nobody(llama: Reference, layer: 
         link.load_layer(link.loads[0])
     for _ in range(200):
         step()
-    assert answers["loading"] == llama.greedy([*prompt, 9], NUM_TOKENS)
+    assert answers["loading"] == llama.greedy(longer, NUM_TOKENS)
     assert answers["other"] == llama.greedy(other, NUM_TOKENS)
     assert engine.stats().num_failed_loads == 1
     # nothing that was computed on missing keys may have been stored
