@@ -50,6 +50,7 @@ CORES = {
     "store.objects",
     "store.operations",
     "store.placement",
+    "store.records",
     "store.segments",
     "conductor.conductor",
     "conductor.index",

@@ -120,7 +120,8 @@ class Checkers:
 
     def master_started(self) -> None:
         self._life += 1
-        self._readable = {}
+        if not self._faults.has_oplog:
+            self._readable = {}
 
     def master_stepped(self, master: Master) -> None:
         readable = {key: stored.object_id for key, stored in master.objects.readable.items()}

@@ -23,9 +23,10 @@ from mooncake.sim.kernel import Kernel, Process, SimDriver
 from mooncake.sim.links import End, Network, over_the_wire
 from mooncake.store import membership
 from mooncake.store import messages as m
-from mooncake.store.master import ConnectionLost, Effect, Event, Master, MasterSettings, Note, Received, Reply
+from mooncake.store.master import ConnectionLost, Effect, Event, Keep, Master, MasterSettings, Received, Reply
 from mooncake.store.membership import Membership
 from mooncake.store.operations import Answer, Ask, Move, Moved, Open, Operation, Operations, Pause, Slices
+from mooncake.store.records import decode, encode
 
 MASTER = "master"
 NODE_ADDRESS = 1 << 30
@@ -58,8 +59,13 @@ class SimMaster:
 
     def __init__(self, cluster: Cluster) -> None:
         self.process = Process(cluster.kernel, MASTER)
-        self.master = Master(cluster.settings)
+        self.master = Master(cluster.settings, cluster.kernel.random.getrandbits(40) << 20)
         self._cluster = cluster
+        if cluster.faults.has_oplog:
+            records, _ = decode(bytes(cluster.oplog))
+            self.master.restore(records, cluster.kernel.now)
+            cluster.oplog[:] = encode(self.master.snapshot())
+            self.master.check()
         self._driver: SimDriver[Event, Effect] = SimDriver(self.process, self.master, self._perform)
         self._driver.after_step = lambda: cluster.checkers.master_stepped(self.master)
         cluster.network.listen(MASTER, self.process, self._accept)
@@ -76,8 +82,9 @@ class SimMaster:
         if isinstance(effect, Reply):
             end, request_id = effect.origin
             end.send((request_id, over_the_wire(effect.message, _replies)))
+        elif isinstance(effect, Keep):
+            self._cluster.oplog += encode(effect.records)
         else:
-            assert isinstance(effect, Note)
             fields = {name: value for name, value in effect.fields.items() if name != "host"}
             self._cluster.kernel.tell(f"master: {effect.event} {fields}")
 
@@ -350,6 +357,8 @@ class Cluster:
         self.faults = faults
         self.settings = settings
         self.network = Network(kernel, faults)
+        self.oplog = bytearray()
+        """What the master wrote down, if it does; outlives its process."""
         self.nodes: dict[str, SimNode] = {}
         self.clients: dict[str, SimClient] = {}
         self.checkers = Checkers(self)

@@ -41,9 +41,14 @@ class Faults:
     has_checksums: bool = True
     """False: checksums always match, so that only leases and deadlines protect a reader."""
 
+    has_oplog: bool = False
+    """The master writes its metadata down, and its successor reads it."""
+
     @property
     def is_calm(self) -> bool:
-        return self == Faults(delay_s=self.delay_s, has_checksums=self.has_checksums)
+        return self == Faults(
+            delay_s=self.delay_s, has_checksums=self.has_checksums, has_oplog=self.has_oplog
+        )
 
 
 def draw(random: Random) -> Faults:
@@ -68,4 +73,5 @@ def draw(random: Random) -> Faults:
         # Without checksums nobody could notice.
         corruption_every_s=often((2.0, 10.0)) if has_checksums else 0.0,
         has_checksums=has_checksums,
+        has_oplog=random.random() < 0.5,
     )

@@ -135,7 +135,9 @@ class StoreRun:
         self.kernel.tell("calm")
         self._is_rough = False
         self.cluster.network.heal()
-        self.cluster.faults = self.cluster.network.faults = Faults(has_checksums=self.faults.has_checksums)
+        self.cluster.faults = self.cluster.network.faults = Faults(
+            has_checksums=self.faults.has_checksums, has_oplog=self.faults.has_oplog
+        )
         for worker in self._workers.values():
             worker.stop()
 

@@ -12,6 +12,8 @@ that are already touched in use.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mooncake.errors import InvalidArgument
 
 ALIGNMENT_BYTES = 64
@@ -74,6 +76,25 @@ class Allocator:
         self.allocations[offset] = wanted
         self.allocated_bytes += wanted
         return offset
+
+    def adopt(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Take (offset, size) ranges that an earlier allocator of this memory had given out.
+
+        Only when nothing is allocated yet.
+        """
+        assert not self.allocations, self
+        self._remove_hole(0)
+        at = 0
+        for offset, size_bytes in sorted(ranges):
+            size_bytes += -size_bytes % ALIGNMENT_BYTES
+            assert at <= offset and offset + size_bytes <= self.size_bytes, (at, offset, size_bytes)
+            if at < offset:
+                self._add_hole(at, offset - at)
+            self.allocations[offset] = size_bytes
+            self.allocated_bytes += size_bytes
+            at = offset + size_bytes
+        if at < self.size_bytes:
+            self._add_hole(at, self.size_bytes - at)
 
     def free(self, offset: int) -> int:
         """Take a range back; returns its size."""

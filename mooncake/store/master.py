@@ -9,8 +9,9 @@ anyone; nodes and clients come to it. What it must never get wrong, whatever is 
 * Space is given out again only when nobody may touch it under an old promise: not before a reader's
   lease ends, not before a writer's deadline plus ``grace_s`` (a write posted in time may land late).
   So an object that goes while promised is *unlinked* at once and its space *released* later.
-* What it holds in memory only. After a restart the nodes mount again, empty, and their memory rests
-  until the promises of the predecessor have run out (``segments.py``).
+* What it acknowledged it can write down first (``Keep``), and a successor that reads it (``restore``)
+  has every object again. Promises are not written down: memory rests until those of the predecessor
+  have run out (``segments.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import dataclasses
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -33,6 +34,7 @@ from mooncake.store.allocator import ALIGNMENT_BYTES
 from mooncake.store.eviction import Eviction
 from mooncake.store.objects import Extent, Objects, State, StoredObject, check_put
 from mooncake.store.placement import Placement
+from mooncake.store.records import ObjectGone, ObjectReadable, Record, SegmentGone, SegmentMounted
 from mooncake.store.segments import Segment, Segments
 from mooncake.types import ObjectKey
 
@@ -58,6 +60,9 @@ class MasterSettings:
 
     metrics_port: Port = 0
     "Port of `/metrics`; 0 takes a free one."
+
+    oplog: str = ""
+    "File that keeps the metadata over a restart of the master; empty keeps it in memory only."
 
     lease_s: Seconds = 10.0
     "Seconds that a lookup protects an object from removal, eviction and reuse of its space."
@@ -120,8 +125,15 @@ class Note:
     fields: dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Keep:
+    """Effect: write these records down before anything that follows is sent."""
+
+    records: list[Record]
+
+
 Event = Received | ConnectionLost
-Effect = Reply | Note
+Effect = Reply | Note | Keep
 
 
 @dataclasses.dataclass
@@ -141,12 +153,16 @@ class Counts:
 
 
 class Master:
-    """A machine (see ``machine.py``) over ``Received`` and ``ConnectionLost``."""
+    """A machine (see ``machine.py``) over ``Received`` and ``ConnectionLost``.
 
-    def __init__(self, settings: MasterSettings = MasterSettings()) -> None:
+    ``first_object_id`` should be random: then no request about an object of an earlier master can
+    mean one of this master's.
+    """
+
+    def __init__(self, settings: MasterSettings = MasterSettings(), first_object_id: int = 1) -> None:
         self.settings = settings
         self.segments = Segments(settings.segment_ttl_s, settings.heartbeat_s)
-        self.objects = Objects()
+        self.objects = Objects(first_object_id - 1)
         self.eviction = Eviction()
         self.counts = Counts()
         self._timers: list[tuple[float, int, StoredObject]] = []
@@ -159,6 +175,7 @@ class Master:
         self._stories: deque[tuple[float, ObjectKey, str, tuple[object, ...]]] = deque(maxlen=STORY_LINES)
         """(instant, key, format, its arguments): put together only when somebody asks."""
         self._notes: list[Effect] = []
+        self._records: list[Record] = []
         self._answers: dict[type, Callable[[Any, Hashable, float], msgspec.Struct]] = {
             m.Lookup: self._lookup,
             m.Exists: self._exists,
@@ -190,6 +207,9 @@ class Master:
         if self._notes:
             effects += self._notes
             self._notes = []
+        if self._records:
+            effects.insert(0, Keep(self._records))
+            self._records = []
         return effects
 
     def deadline(self) -> float | None:
@@ -217,6 +237,53 @@ class Master:
         if len(keys) > m.MAX_KEYS:
             return Failure("invalid_argument", f"{len(keys)} keys in one message; at most {m.MAX_KEYS}")
         return self._answers[type(message)](message, event.connection, now)
+
+    # What an earlier master knew
+
+    def restore(self, records: Iterable[Record], now: float) -> None:
+        """Begin with what ``records`` say; call before anything else.
+
+        Objects are hidden until their nodes mount again, then all there. Nothing is known of promises,
+        so every object is taken to be leased, and every segment rests.
+        """
+        segments: dict[str, SegmentMounted] = {}
+        readable: dict[ObjectKey, ObjectReadable] = {}
+        for record in records:
+            if isinstance(record, SegmentMounted):
+                segments[record.segment] = record
+            elif isinstance(record, ObjectReadable):
+                readable[record.key] = record
+            elif isinstance(record, ObjectGone):
+                readable.pop(record.key, None)
+            else:
+                segments.pop(record.segment, None)
+                gone = [key for key, one in readable.items() if one.places[0][0] == record.segment]
+                for key in gone:
+                    del readable[key]
+        by_segment: dict[str, list[ObjectReadable]] = {}
+        for one in readable.values():
+            by_segment.setdefault(one.places[0][0], []).append(one)
+        for name, mounted in segments.items():
+            self._restore_segment(mounted, by_segment.get(name, []), now)
+
+    def _restore_segment(self, mounted: SegmentMounted, objects: list[ObjectReadable], now: float) -> None:
+        mount = m.Mount(**msgspec.structs.asdict(mounted), rest_s=self.settings.rest_s)
+        segment = self.segments.restore(mount, now)
+        segment.allocator.adopt((one.places[0][1], one.size_bytes) for one in objects)
+        lease_until = now + self.settings.lease_s
+        for one in objects:
+            extents = [Extent(segment, one.places[0][1])]
+            stored = self.objects.adopt(
+                one.key, one.object_id, one.size_bytes, one.chunk_bytes, one.checksums, extents, lease_until
+            )
+            self.eviction.add(stored)
+            self._tell_story(now, one.key, "restored as #{} on {}", one.object_id, segment.name)
+
+    def snapshot(self) -> list[Record]:
+        """The shortest records from which ``restore`` makes this state."""
+        records: list[Record] = [_record_of_segment(one) for one in self.segments.mounted.values()]
+        records += [_record_of(stored) for stored in self.objects.readable.values()]
+        return records
 
     # Reading
 
@@ -325,7 +392,9 @@ class Master:
             outcomes.append(outcome)
             if outcome is True:
                 self.counts.puts += 1
-                self.eviction.add(self.objects.readable[key])
+                stored = self.objects.readable[key]
+                self.eviction.add(stored)
+                self._records.append(_record_of(stored))
                 self._tell_story(now, key, "readable as #{}", object_id)
             elif outcome is not False:
                 self._tell_story(now, key, "put of #{} refused at its end: {}", object_id, outcome)
@@ -382,6 +451,8 @@ class Master:
         segment, replaced = outcome
         if replaced is not None:
             self._empty(replaced, "another process took its name", now)
+        if known is None:
+            self._records.append(_record_of_segment(segment))
         num_objects = sum(stored.state is State.READABLE for stored in segment.holders.values())
         event = "segment_mounted" if known is None else "segment_back"
         self._note(event, segment, num_objects=num_objects, rest_s=max(0.0, segment.rests_until - now))
@@ -522,6 +593,7 @@ class Master:
             self.objects.unlink(stored)
         else:
             stored.release_at = stored.lease_until
+            self._records.append(ObjectGone(stored.key, stored.object_id))
             self.objects.unlink(stored)
             self.eviction.unlinked(stored)
         self._tell_story(now, stored.key, "#{} unlinked: {}", stored.object_id, reason)
@@ -542,6 +614,7 @@ class Master:
 
     def _empty(self, segment: Segment, reason: str, now: float) -> None:
         """Forget what lay on a segment that is gone."""
+        self._records.append(SegmentGone(segment.name, segment.epoch))
         num_lost = 0
         for stored in list(segment.holders.values()):
             others = [extent for extent in stored.extents if extent.segment is not segment]
@@ -584,6 +657,20 @@ class Master:
 
     def __repr__(self) -> str:
         return f"<Master {self.objects!r} {self.segments!r}>"
+
+
+def _record_of(stored: StoredObject) -> ObjectReadable:
+    assert stored.stored is not None
+    places = [(extent.segment.name, extent.offset) for extent in stored.extents]
+    return ObjectReadable(
+        stored.key, stored.object_id, stored.size_bytes, stored.chunk_bytes, stored.stored.checksums, places
+    )
+
+
+def _record_of_segment(segment: Segment) -> SegmentMounted:
+    size_bytes = segment.allocator.size_bytes
+    where = (segment.host, segment.address, size_bytes, segment.descriptor)
+    return SegmentMounted(segment.name, segment.epoch, *where)
 
 
 def _is_visible(stored: StoredObject) -> bool:

@@ -95,6 +95,11 @@ class StoredObject:
             for extent in self.extents
         ]
 
+    def become_readable(self, checksums: bytes, lease_until: float) -> None:
+        self.state = State.READABLE
+        self.lease_until = lease_until
+        self.stored = Stored(self.object_id, self.size_bytes, self.chunk_bytes, checksums, self.replicas())
+
     def __repr__(self) -> str:
         return f"<StoredObject {self.key!r} #{self.object_id} {self.state.name} {self.size_bytes} bytes>"
 
@@ -114,10 +119,10 @@ def check_put(key: ObjectKey, size_bytes: int, chunk_bytes: int) -> Refusal | No
 class Objects:
     """The two tables. Every object in them has extents in segments that are mounted."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_id: int) -> None:
         self.readable: dict[ObjectKey, StoredObject] = {}
         self.writing: dict[ObjectKey, StoredObject] = {}
-        self._last_id = 0
+        self._last_id = last_id
 
     def begin(
         self,
@@ -151,10 +156,27 @@ class Objects:
             return Refusal("invalid_checksums", f"{len(checksums)} bytes for {stored.num_chunks} chunks")
         del self.writing[key]
         self.readable[key] = stored
-        stored.state = State.READABLE
-        stored.lease_until = now
-        stored.stored = Stored(object_id, stored.size_bytes, stored.chunk_bytes, checksums, stored.replicas())
+        stored.become_readable(checksums, now)
         return True
+
+    def adopt(
+        self,
+        key: ObjectKey,
+        object_id: int,
+        size_bytes: int,
+        chunk_bytes: int,
+        checksums: bytes,
+        extents: list[Extent],
+        lease_until: float,
+    ) -> StoredObject:
+        """A readable object that an earlier master knew."""
+        assert key not in self.readable, key
+        stored = StoredObject(key, object_id, 0, size_bytes, chunk_bytes, extents, 0.0)
+        stored.become_readable(checksums, lease_until)
+        self.readable[key] = stored
+        for extent in extents:
+            extent.segment.holders[extent.offset] = stored
+        return stored
 
     def unlink(self, stored: StoredObject) -> None:
         """Take the object out of its table; its space stays taken until it is released."""

@@ -57,6 +57,7 @@ class Segment:
         "name",
         "rests_until",
         "state",
+        "was_restored",
     )
 
     def __init__(self, mount: Mount, connection: Hashable, now: float) -> None:
@@ -72,6 +73,8 @@ class Segment:
         self.state = SegmentState.ALIVE
         self.is_alive = True
         """``state is ALIVE``, as a plain attribute because every lookup of every key reads it."""
+        self.was_restored = False
+        """Known from an earlier master's records, and not mounted since."""
         self.is_confirmed = False
         """A heartbeat has come since the mount."""
         self.gone_at = 0.0
@@ -117,6 +120,9 @@ class Segments:
             if known.epoch == mount.epoch:
                 known.connection = connection
                 known.heard_at = now
+                if known.was_restored:
+                    known.was_restored = False
+                    known.rests_until = max(known.rests_until, now + mount.rest_s)
                 known.set_state(SegmentState.ALIVE)
                 self._look_by(now + self._patience_s)
                 return known, None
@@ -129,10 +135,21 @@ class Segments:
         if known is not None:
             self.drop(known)
         segment = Segment(mount, connection, now)
-        self.mounted[mount.segment] = segment
-        self._by_host.setdefault(mount.host, {})[mount.segment] = segment
+        self._add(segment)
         self._look_by(now + self._patience_s)
         return segment, known
+
+    def restore(self, mount: Mount, now: float) -> Segment:
+        """A segment that an earlier master knew: suspected until its node mounts it here."""
+        segment = Segment(mount, None, now)
+        segment.was_restored = True
+        self._add(segment)
+        self._suspect(segment, now)
+        return segment
+
+    def _add(self, segment: Segment) -> None:
+        self.mounted[segment.name] = segment
+        self._by_host.setdefault(segment.host, {})[segment.name] = segment
 
     def beat(self, name: str, epoch: int, connection: Hashable, now: float) -> Segment | None:
         """A heartbeat; None when the sender must mount again."""

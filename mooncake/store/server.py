@@ -9,18 +9,24 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import secrets
 from collections.abc import Generator
+from pathlib import Path
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mooncake import clock
 from mooncake.driver import Driver
+from mooncake.errors import InvalidArgument, Unavailable
 from mooncake.log import get_logger
 from mooncake.metrics import registry, serve_metrics
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.store import messages as m
-from mooncake.store.master import ConnectionLost, Effect, Event, Master, MasterSettings, Note, Received, Reply
+from mooncake.store.master import ConnectionLost, Effect, Event, Keep, Master, MasterSettings, Received, Reply
+from mooncake.store.oplog import Oplog
+from mooncake.store.records import Record
 
 log = get_logger(__name__)
 
@@ -30,8 +36,12 @@ class MasterServer:
 
     def __init__(self, settings: MasterSettings) -> None:
         self.settings = settings
-        self.master = Master(settings)
-        self._driver: Driver[Event, Effect] = Driver(self.master, _perform)
+        # Random, so that a client of an earlier master can't mean an object of this one.
+        self.master = Master(settings, first_object_id=secrets.randbits(42) << 20)
+        self._driver: Driver[Event, Effect] = Driver(self.master, self._perform)
+        self._oplog = Oplog(Path(settings.oplog)) if settings.oplog else None
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises when this master must not go on."""
         self._rpc = RpcServer(dict.fromkeys(m.REQUESTS, self._received), self._connection_lost)
         self._metrics = _Metrics(self.master)
         self._is_serving = False
@@ -45,11 +55,17 @@ class MasterServer:
         return list(self._rpc.connections)
 
     async def start(self) -> int:
-        """Listen. Returns the port.
+        """Take over what an earlier master wrote down, and listen. Returns the port.
 
         Raises:
             AddressInUse: the port is taken.
+            InvalidArgument: the oplog can't be used.
         """
+        if self._oplog is not None:
+            self.master.restore(self._oplog.read(), clock.monotonic())
+            self._oplog.rewrite(self.master.snapshot())
+            num_objects = len(self.master.objects.readable)
+            log.info("oplog_read", path=self.settings.oplog, num_objects=num_objects)
         port = await self._rpc.start(self.settings.host, self.settings.port)
         registry.register(self._metrics)
         self._is_serving = True
@@ -63,6 +79,31 @@ class MasterServer:
         self._driver.close()
         await self._rpc.close()
         registry.unregister(self._metrics)
+        if self._oplog is not None:
+            self._oplog.close()
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, Reply):
+            effect.origin.reply(effect.message)
+        elif isinstance(effect, Keep):
+            self._keep(effect.records)
+        else:
+            log.info(effect.event, **effect.fields)
+
+    def _keep(self, records: list[Record]) -> None:
+        if self._oplog is None:
+            return
+        try:
+            self._oplog.append(records)
+            if self._oplog.wants_compaction:
+                self._oplog.rewrite(self.master.snapshot())
+        except (OSError, InvalidArgument) as error:
+            failure = Unavailable(
+                f"the oplog {self.settings.oplog} can't be written ({error}); free some space"
+            )
+            if not self.failed.done():
+                self.failed.set_exception(failure)
+            raise failure from error
 
     def _received(self, message: msgspec.Struct, call: Call) -> None:
         self._driver.post(Received(call, call.connection, message))
@@ -77,6 +118,8 @@ async def serve(settings: MasterSettings) -> None:
 
     Raises:
         AddressInUse: a port is taken.
+        InvalidArgument: the oplog can't be used.
+        Unavailable: the oplog can't be written any more.
     """
     # Millions of long-lived objects and no cycles: full collections would only cost pauses.
     gc.set_threshold(100_000, 50, 1_000_000)
@@ -87,19 +130,11 @@ async def serve(settings: MasterSettings) -> None:
         address, metrics_address = (f"{settings.host}:{number}" for number in (port, metrics_port))
         log.info("ready", role="master", address=address, metrics=metrics_address)
         try:
-            await asyncio.Event().wait()
+            await server.failed
         finally:
             await server.close()
     finally:
         metrics.shutdown()
-
-
-def _perform(effect: Effect) -> None:
-    if isinstance(effect, Reply):
-        effect.origin.reply(effect.message)
-    else:
-        assert isinstance(effect, Note)
-        log.info(effect.event, **effect.fields)
 
 
 _GAUGES = {

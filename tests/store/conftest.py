@@ -10,7 +10,8 @@ import pytest
 
 from mooncake.machine import Wake
 from mooncake.store import messages as m
-from mooncake.store.master import ConnectionLost, Master, MasterSettings, Note, Received, Reply
+from mooncake.store.master import ConnectionLost, Keep, Master, MasterSettings, Note, Received, Reply
+from mooncake.store.records import Record
 
 LEASE_S, PUT_S, GRACE_S, TTL_S = 10.0, 30.0, 5.0, 5.0
 
@@ -22,6 +23,8 @@ class Voice:
         self.master = Master(settings)
         self.now = 0.0
         self.notes: list[Note] = []
+        self.records: list[Record] = []
+        """Everything the master wanted kept."""
         self._put_id = 1
 
     def say(self, message: msgspec.Struct, connection: str = "client") -> Any:
@@ -30,6 +33,9 @@ class Voice:
             if isinstance(effect, Reply):
                 assert effect.origin == "origin"
                 replies.append(effect.message)
+            elif isinstance(effect, Keep):
+                assert not replies, "records come before what they are about is acknowledged"
+                self.records += effect.records
             else:
                 self.notes.append(effect)
         self.master.check()
@@ -37,10 +43,16 @@ class Voice:
         return replies[0]
 
     def lose(self, connection: str) -> None:
-        for effect in self.master.handle(ConnectionLost(connection), self.now):
-            assert isinstance(effect, Note)
-            self.notes.append(effect)
+        self._take(self.master.handle(ConnectionLost(connection), self.now))
         self.master.check()
+
+    def _take(self, effects: list[Any]) -> None:
+        for effect in effects:
+            if isinstance(effect, Keep):
+                self.records += effect.records
+            else:
+                assert isinstance(effect, Note)
+                self.notes.append(effect)
 
     def wait(self, seconds: float) -> None:
         """Let time pass; the master is woken whenever it asked to be."""
@@ -50,9 +62,7 @@ class Voice:
             if deadline is None or deadline > until:
                 break
             self.now = max(self.now, deadline)
-            for effect in self.master.handle(Wake(), self.now):
-                assert isinstance(effect, Note)
-                self.notes.append(effect)
+            self._take(self.master.handle(Wake(), self.now))
             self.master.check()
             after = self.master.deadline()
             assert after is None or after > self.now, "the master asks to be woken for nothing"

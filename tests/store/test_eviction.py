@@ -13,7 +13,7 @@ class Table:
     """Readable objects without extents: eviction looks at leases only."""
 
     def __init__(self) -> None:
-        self.objects = Objects()
+        self.objects = Objects(0)
         self.eviction = Eviction()
 
     def put(self, key: str, now: float) -> StoredObject:

@@ -7,7 +7,7 @@ from mooncake.store.objects import Objects, State, check_put
 
 
 def test_the_life_of_an_object() -> None:
-    objects = Objects()
+    objects = Objects(0)
     stored = objects.begin("k", 9, 250, 100, [], write_until=30.0)
     assert stored.state is State.WRITING and stored.num_chunks == 3
     assert objects.writing == {"k": stored} and not objects.readable
@@ -19,7 +19,7 @@ def test_the_life_of_an_object() -> None:
 
 
 def test_finishing_too_late_or_something_else_is_refused() -> None:
-    objects = Objects()
+    objects = Objects(0)
     stored = objects.begin("k", 9, 10, 10, [], write_until=30.0)
     for key, object_id, now in (("k", stored.object_id, 30.0), ("k", 99, 0.0), ("l", 1, 0.0)):
         outcome = objects.finish(key, object_id, b"crc!", now)
@@ -27,7 +27,7 @@ def test_finishing_too_late_or_something_else_is_refused() -> None:
 
 
 def test_ids_are_never_used_again() -> None:
-    objects = Objects()
+    objects = Objects(0)
     first = objects.begin("k", 1, 1, 1, [], 1.0)
     objects.unlink(first)
     assert objects.begin("k", 1, 1, 1, [], 1.0).object_id > first.object_id

@@ -66,8 +66,7 @@ class Stage:
             if isinstance(effect, Reply):
                 assert isinstance(event, Received)
                 told += self._shown(event.message, effect.message)
-            else:
-                assert isinstance(effect, Note)
+            elif isinstance(effect, Note):
                 fields = " ".join(
                     f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in effect.fields.items()
                 )
