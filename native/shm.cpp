@@ -206,6 +206,7 @@ void ShmPeer::lost() {
   std::lock_guard lock(mutex_);
   lost_ = true;
   stop_all(Status::kPeerLost);
+  mappings_.clear();  // or a dead process's pool would stay in memory for as long as we know its name
 }
 
 ShmTransport::ShmTransport(std::shared_ptr<RegionTable> regions, uint64_t epoch)

@@ -67,6 +67,7 @@ class ShmPeer final : public Peer {
  protected:
   Completion execute(Job& job) override;
   void wake() override { answered_.notify_all(); }
+  void release() override { mappings_.clear(); }
 
  private:
   struct Mapping {

@@ -393,8 +393,12 @@ TcpPeer::TcpPeer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> r
       epoch_(epoch),
       num_streams_(static_cast<size_t>(num_streams)) {}
 
-TcpPeer::~TcpPeer() {
+TcpPeer::~TcpPeer() { TcpPeer::release(); }
+
+void TcpPeer::release() {
   for (int socket : idle_) ::close(socket);
+  num_lanes_ -= idle_.size();
+  idle_.clear();
 }
 
 Completion TcpPeer::execute(Job& job) {

@@ -122,6 +122,7 @@ class TcpPeer final : public Peer {
  protected:
   Completion execute(Job& job) override;
   void wake() override { freed_.notify_all(); }
+  void release() override;
 
  private:
   Status take_lanes(Job& job, size_t wanted, std::vector<int>& lanes);

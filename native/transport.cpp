@@ -225,7 +225,8 @@ void Peer::close() {
   }
   cancel();
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return num_workers_ == 0; });
+  changed_.wait(lock, [&] { return num_workers_ == 0 && active_.empty(); });
+  release();
 }
 
 void Peer::region_closed(const Region& region) {

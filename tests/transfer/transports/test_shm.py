@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,3 +75,22 @@ def test_nobody_at_the_socket() -> None:
         with pytest.raises(PeerLost, match="gone"):
             transport.connect(transport.endpoint, engine.epoch ^ 1, [], 1.0)
         transport.close()
+
+
+def test_memory_of_a_dead_process_is_let_go() -> None:
+    def num_mapped() -> int:
+        return sum("memfd:mooncake" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    before = num_mapped()
+    with TransferEngine(SHM) as near, TransferEngine(SHM) as far:
+        pool, here = far.allocate(4096), near.allocate(4096)
+        segment = near.open(far.describe())
+        done = near.run(Op.WRITE, segment, [here.address], [pool.address], [4096])
+        assert done.status == Status.OK and num_mapped() == before + 3
+        del pool
+        gc.collect()
+        far.close()
+        deadline = time.monotonic() + 10
+        while num_mapped() > before + 1:
+            assert time.monotonic() < deadline, "the peer is gone, its memory is not"
+            time.sleep(0.002)
