@@ -196,7 +196,7 @@ class TransferEngine:
         )
         self._transports: dict[str, Transport] = {}
         self._finalizer = weakref.finalize(
-            self, _shut_down, os.getpid(), self._segments, self.regions, self._transports
+            self, _shut_down, os.getpid(), self._segments, self.regions, self._owned, self._transports
         )
         for scheme in settings.transports:
             self._transports[scheme] = make_transport(scheme, self)
@@ -550,6 +550,7 @@ def _shut_down(
     owner_pid: int,
     segments: dict[tuple[str, int], Segment],
     regions: RegionTable,
+    owned: dict[int, Region],
     transports: dict[str, Transport],
 ) -> None:
     if os.getpid() != owner_pid:
@@ -558,5 +559,6 @@ def _shut_down(
         segment.close()
     segments.clear()
     regions.remove_all()
+    owned.clear()
     for transport in transports.values():
         transport.close()
