@@ -53,12 +53,7 @@ def test_the_key_changes_with_anything_that_makes_bytes_invalid() -> None:
         dataclasses.replace(base, tokenizer="other"),
         *(
             dataclasses.replace(base, layout=dataclasses.replace(TINY, **{field: value}))
-            for field, value in [
-                ("num_layers", 4),
-                ("dtype", "float16"),
-                ("block_tokens", 8),
-                ("head_dim", 8),
-            ]
+            for field, value in CHANGES
         ),
     ]
     keys = {identity.key(b"\x01" * 32) for identity in (base, *others)}
