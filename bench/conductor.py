@@ -11,8 +11,9 @@ import resource
 import time
 from random import Random
 
-from mooncake.conductor.conductor import AddInstance, BlocksStored, Conductor, Place, Probed
+from mooncake.conductor.conductor import Conductor
 from mooncake.conductor.load import ProbeOutcome, SchedulingSettings
+from mooncake.conductor.messages import AddInstance, BlocksStored, Place, Probed
 from mooncake.prefix import BlockHash
 from mooncake.types import Role
 

@@ -55,6 +55,7 @@ CORES = {
     "conductor.conductor",
     "conductor.index",
     "conductor.load",
+    "conductor.messages",
     "conductor.select",
     "inference.blocks",
     "inference.request",

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from mooncake.conductor.conductor import BlocksCleared, BlocksRemoved, BlocksStored
+from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from mooncake.log import get_logger
 from mooncake.prefix import BlockHash, extend, root_hash
 from mooncake.types import InstanceId, Tier

@@ -7,7 +7,7 @@ tells everybody.
 from __future__ import annotations
 
 import hmac
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -16,14 +16,12 @@ from msgspec import Meta
 
 import mooncake
 from mooncake import metrics
-from mooncake.conductor.conductor import AddInstance, Drain, RemoveInstance
+from mooncake.conductor.messages import AddInstance, Drain, RemoveInstance
 from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.gateway.gateway import Gateway
 from mooncake.inference.openai import ApiError
 from mooncake.rpc.client import split_address
 from mooncake.types import Role
-
-if TYPE_CHECKING:
-    from mooncake.gateway.app import Gateway
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 

@@ -19,8 +19,8 @@ from typing import Any
 from prometheus_client import Counter
 
 from mooncake import clock, metrics
-from mooncake.conductor.conductor import Decision, Failed, Finished, Place, Prefilled
-from mooncake.conductor.server import Scheduling
+from mooncake.conductor.client import Scheduling
+from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled
 from mooncake.gateway.workers import WorkerBusy, WorkerFailed, Workers
 from mooncake.inference.answers import Piece
 from mooncake.inference.openai import ApiError, Usage

@@ -11,11 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mooncake.conductor.conductor import (
+from mooncake.conductor.conductor import Conductor
+from mooncake.conductor.load import ProbeOutcome, SchedulingSettings
+from mooncake.conductor.messages import (
     AddInstance,
     BlocksCleared,
     BlocksStored,
-    Conductor,
     Decision,
     Drain,
     Effect,
@@ -31,7 +32,6 @@ from mooncake.conductor.conductor import (
     Unwatch,
     Watch,
 )
-from mooncake.conductor.load import ProbeOutcome, SchedulingSettings
 from mooncake.machine import Wake
 from mooncake.prefix import block_hashes, root_hash
 from mooncake.types import Role

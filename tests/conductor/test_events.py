@@ -11,9 +11,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from mooncake.conductor.conductor import BlocksCleared, BlocksRemoved, BlocksStored
 from mooncake.conductor.events import EventReader, EventSource, Fact, follow
 from mooncake.conductor.index import PrefixIndex
+from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from mooncake.inference.kv_events import BlockRemoved, BlockStored, KvEvent, KvEventPublisher
 from mooncake.prefix import block_hashes, root_hash
 from mooncake.types import Tier

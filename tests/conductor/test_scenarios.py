@@ -17,11 +17,12 @@ from random import Random
 
 import pytest
 
-from mooncake.conductor.conductor import (
+from mooncake.conductor.conductor import Conductor
+from mooncake.conductor.load import ProbeOutcome, SchedulingSettings
+from mooncake.conductor.messages import (
     AddInstance,
     BlocksRemoved,
     BlocksStored,
-    Conductor,
     Decision,
     Drain,
     Event,
@@ -37,7 +38,6 @@ from mooncake.conductor.conductor import (
     Unwatch,
     Watch,
 )
-from mooncake.conductor.load import ProbeOutcome, SchedulingSettings
 from mooncake.machine import Wake
 from mooncake.prefix import BlockHash, block_hashes, root_hash
 from mooncake.types import Role

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 from aiohttp import web
 
-from mooncake.conductor.conductor import AddInstance, Decision, Drain, Finished, Place, Refuse
+from mooncake.conductor.client import RemoteConductor
 from mooncake.conductor.load import SchedulingSettings
-from mooncake.conductor.server import ConductorServer, ConductorService, RemoteConductor
+from mooncake.conductor.messages import AddInstance, Decision, Drain, Finished, Place, Refuse
+from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.inference.kv_events import BlockStored, KvEventPublisher
 from mooncake.prefix import block_hashes, root_hash
 from mooncake.types import Role

@@ -13,7 +13,8 @@ import aiohttp
 import pytest
 
 from mooncake.conductor.server import ConductorService
-from mooncake.gateway.app import Gateway, GatewaySettings, create_app
+from mooncake.gateway.app import create_app
+from mooncake.gateway.gateway import Gateway, GatewaySettings
 from mooncake.inference.tokenizer import Tokenizer
 from mooncake.web import WebServer, listen
 from tests.gateway.doubles import BLOCK_TOKENS, WorkerDouble, doubles, save_tokenizer

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from mooncake.errors import InvalidArgument
-from mooncake.gateway.app import GatewaySettings
+from mooncake.gateway.gateway import GatewaySettings
 from mooncake.inference.tokenizer import Tokenizer
 from tests.gateway.conftest import House, running
 from tests.gateway.doubles import MAX_MODEL_LEN, answer_ids, answer_text
