@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from mooncake.sim.checkers import Violation
 from mooncake.sim.faults import Faults
 from mooncake.sim.store_run import StoreRun
-from mooncake.store import master, objects, operations, segments
+from mooncake.store import master, messages, objects, operations, records, segments
 
 CALM = Faults()
 ROUGH = Faults(
@@ -31,19 +32,23 @@ def test_seeds(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(100, 104))
-def test_everything_fails_at_once(seed: int) -> None:
-    run = StoreRun(seed, ROUGH)
+@pytest.mark.parametrize("has_oplog", [False, True])
+def test_everything_fails_at_once(seed: int, has_oplog: bool) -> None:
+    run = StoreRun(seed, dataclasses.replace(ROUGH, has_oplog=has_oplog))
     run.run()
     assert run.cluster.checkers.counts["hits"] > 0
 
 
 def test_without_faults_nothing_is_lost_and_nobody_hears_an_error() -> None:
-    run = StoreRun(1, CALM)
-    run.run()
-    counts = run.cluster.checkers.counts
-    assert counts["errors"] == 0
-    assert counts["hits"] > 50 and counts["looks"] > 50 and counts["puts"] > 50
-    assert run.cluster.master.master.counts.lost_objects == 0
+    totals: dict[str, int] = {}
+    for seed in range(3):
+        run = StoreRun(seed, CALM)
+        run.run()
+        assert run.cluster.checkers.counts["errors"] == 0
+        assert run.cluster.master.master.counts.lost_objects == 0
+        for name, count in run.cluster.checkers.counts.items():
+            totals[name] = totals.get(name, 0) + count
+    assert min(totals[name] for name in ("hits", "misses", "puts", "looks")) > 100
 
 
 def test_a_seed_is_one_history() -> None:
@@ -88,6 +93,26 @@ def believes_any_bytes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operations.Operations, "_mismatches", lambda self, grants, part, checksums: [])
 
 
+def forgets_to_write_some_objects_down(patch: pytest.MonkeyPatch) -> None:
+    record_of = master._record_of
+
+    def broken(stored: objects.StoredObject) -> object:
+        return record_of(stored) if stored.object_id % 7 else records.ObjectGone(stored.key, 0)
+
+    patch.setattr(master, "_record_of", broken)
+
+
+def lets_restored_memory_do_without_rest(patch: pytest.MonkeyPatch) -> None:
+    restore = segments.Segments.restore
+
+    def broken(self: segments.Segments, mount: messages.Mount, now: float) -> segments.Segment:
+        segment = restore(self, mount, now)
+        segment.rests_until, segment.was_restored = now, False
+        return segment
+
+    patch.setattr(segments.Segments, "restore", broken)
+
+
 def never_asks_twice(patch: pytest.MonkeyPatch) -> None:
     """A put-start whose answer was lost looks, the second time, like somebody else's put."""
     reserve = master.Master._reserve
@@ -105,6 +130,8 @@ def never_asks_twice(patch: pytest.MonkeyPatch) -> None:
         forgets_the_last_master,
         takes_a_restarted_node_for_its_predecessor,
         believes_any_bytes,
+        forgets_to_write_some_objects_down,
+        lets_restored_memory_do_without_rest,
         never_asks_twice,
     ],
 )

@@ -63,6 +63,23 @@ def test_a_fitting_hole_is_found_behind_many_that_do_not_fit() -> None:
     allocator.check()
 
 
+def test_ranges_of_an_earlier_allocator_are_taken_over() -> None:
+    old = Allocator(64 * KIB)
+    offsets = [old.allocate(size) for size in (100, 5000, 64, 7000, 1)]
+    for offset in offsets[1::2]:
+        assert offset is not None
+        old.free(offset)
+    allocator = Allocator(64 * KIB)
+    allocator.adopt([(offset, size - 3) for offset, size in old.allocations.items()])
+    allocator.check()
+    assert allocator.allocations == old.allocations
+    assert allocator.largest_free_bytes == old.largest_free_bytes
+    full = Allocator(KIB)
+    full.adopt([(0, KIB)])
+    full.check()
+    assert full.allocate(1) is None
+
+
 def test_a_segment_must_hold_something() -> None:
     with pytest.raises(InvalidArgument, match="size_bytes"):
         Allocator(ALIGNMENT_BYTES - 1)

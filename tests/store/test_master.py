@@ -422,3 +422,93 @@ def test_the_status_adds_up(voice: Voice) -> None:
 def test_settings_that_contradict_each_other() -> None:
     with pytest.raises(InvalidArgument, match="eviction_ratio"):
         MasterSettings(high_watermark=0.1, eviction_ratio=0.2)
+
+
+# A successor that reads what was written down
+
+
+def successor(voice: Voice) -> Voice:
+    other = Voice(voice.master.settings)
+    other.now = voice.now
+    other.master.restore(voice.records, other.now)
+    other.master.check()
+    return other
+
+
+def test_a_successor_has_every_object_once_its_node_is_back(voice: Voice) -> None:
+    voice.mount()
+    voice.put("k", "l", "m", "n")
+    voice.remove("l")
+    voice.put("o")
+    voice.remove("n")
+    voice.start("unfinished")
+    other = successor(voice)
+    assert other.find("k") is None, "hidden until the node mounts"
+    assert other.mount(rest_s=35.0).num_objects == 3
+    for key in "kmo":
+        assert other.find(key) == voice.find(key)
+    assert other.find("l") is None and other.find("unfinished") is None
+    assert other.records == [], "nothing new happened"
+
+
+def test_a_successor_gives_no_space_out_before_old_promises_are_over(voice: Voice) -> None:
+    voice.mount()
+    voice.put("k")
+    other = successor(voice)
+    other.mount(rest_s=35.0)
+    assert "space is given out in 35 s" in refusal_of(other.start("new")).reason
+    other.keep_alive(35)
+    place = other.start("new").reserved[0]
+    assert place is not None and place.replicas[0].address == (1 << 20) + 1024
+
+
+def test_restored_objects_are_taken_to_be_leased(voice: Voice) -> None:
+    voice.mount()
+    voice.put("k")
+    other = successor(voice)
+    other.mount(rest_s=35.0)
+    assert other.remove("k").code == "leased"
+    other.keep_alive(10)
+    assert other.remove("k") is True
+
+
+def test_a_node_that_started_anew_meanwhile_has_nothing(voice: Voice) -> None:
+    voice.mount(epoch=7)
+    voice.put("k")
+    other = successor(voice)
+    assert other.mount(epoch=8).num_objects == 0
+    assert other.find("k") is None
+    assert other.start("k").reserved[0] is not None
+
+
+def test_a_node_that_stays_away_is_given_up_by_the_successor(voice: Voice) -> None:
+    voice.mount()
+    voice.put("k")
+    other = successor(voice)
+    other.wait(5)
+    assert other.master.counts.lost_objects == 1 and not other.master.segments.mounted
+
+
+def test_what_was_lost_with_its_node_stays_lost(voice: Voice) -> None:
+    voice.mount("a")
+    voice.mount("b")
+    voice.put("k", "l")
+    voice.say(m.Unmount("a", 7), "node a")
+    other = successor(voice)
+    assert [one.name for one in other.master.segments.mounted.values()] == ["b"]
+    assert other.mount("b").num_objects == 1
+
+
+def test_a_snapshot_says_the_same_in_fewer_words(voice: Voice) -> None:
+    voice.mount()
+    for _ in range(5):
+        voice.put("k")
+        voice.remove("k")
+    voice.put("k", "l")
+    assert len(voice.records) == 13
+    snapshot = voice.master.snapshot()
+    assert len(snapshot) == 3
+    again = Voice(voice.master.settings)
+    again.master.restore(snapshot, 0.0)
+    assert again.master.snapshot() == snapshot
+    again.master.check()

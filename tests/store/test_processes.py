@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -50,10 +51,10 @@ class Processes:
         self.running[name] = subprocess.Popen(command)
         return self.running[name]
 
-    def start_master(self) -> None:
+    def start_master(self, *more: str) -> None:
         flags = ["--lease-s", "2", "--put-s", "3", "--grace-s", "0.5", "--segment-ttl-s", "2"]
         flags += ["--heartbeat-s", "0.2"]
-        self.start("master", "master", "--port", str(self.port), *flags)
+        self.start("master", "master", "--port", str(self.port), *flags, *more)
 
     def start_node(self, name: str = "node", pool: str = "64MiB") -> None:
         flags = ["--master", self.address, "--name", name, "--pool-size", pool, "--no-huge-pages"]
@@ -284,6 +285,26 @@ def test_a_killed_master_comes_back_empty_and_the_node_mounts_again(
     # The memory rests until every promise of the old master has run out: 3.5 s.
     until(lambda: store.put("k", b"after") is None)
     assert store.get("k") == b"after"
+
+
+def test_with_an_oplog_a_killed_master_costs_nothing(tmp_path: Path) -> None:
+    with contextlib.closing(Processes()) as processes:
+        oplog = ("--oplog", str(tmp_path / "oplog"))
+        processes.start_master(*oplog)
+        processes.start_node()
+        with Store(processes.address, settings=StoreSettings(timeout_s=20.0)) as store:
+            until(lambda: num_writable(store) == 1)
+            values = {f"k{i}": content(i, 100_000 + i) for i in range(20)}
+            assert store.put_batch(list(values), list(values.values())) == [None] * 20
+            assert store.remove(["k7"]) == [True]
+            processes.kill("master")
+            processes.start_master(*oplog)
+            del values["k7"]
+            until(lambda: store.get("k0") == values["k0"])
+            assert store.get_batch(list(values)) == list(values.values())
+            assert store.exists(["k7"]) == [False], "what was removed stays removed"
+            until(lambda: store.put("new", b"value") is None)
+            assert store.get("new") == b"value"
 
 
 def test_without_a_master_every_call_ends(processes: Processes, store: Store) -> None:
