@@ -408,23 +408,26 @@ void test_shm_robustness() {
 // Many small chunks of a busy life, in threads: connect, move, close.
 void test_coming_and_going() {
   auto far = std::make_shared<RegionTable>();
-  std::vector<uint8_t> memory(100'000);
+  const int num_visits = rounds / 30 + 1;
+  // Every visit has its own place: what a closed peer sent may still land for a moment.
+  std::vector<uint8_t> memory(static_cast<size_t>(num_visits) * 4 * 20'000);
   RegionRef region = far->add(address_of(memory.data()), memory.size(), true);
   TcpServer server(far, 7, "127.0.0.1", 0, 2);
   auto address = TcpAddress::parse("127.0.0.1", server.port());
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; i++)
     threads.emplace_back([&, i] {
-      for (int j = 0; j < rounds / 30; j++) {
+      for (int j = 0; j < num_visits; j++) {
         auto near = std::make_shared<RegionTable>();
         std::vector<uint8_t> here(20'000, 1);
         RegionRef local = near->add(address_of(here.data()), here.size(), true);
         auto peer = std::make_shared<TcpPeer>(near, published(*far), *address, 7, 3);
         near->listen(peer);
-        Slice slice{local->address, region->address + static_cast<uint64_t>(i) * 20'000, 20'000};
+        uint64_t place = region->address + static_cast<uint64_t>(j * 4 + i) * 20'000;
+        Slice slice{local->address, place, 10'000}, other{local->address, place + 10'000, 10'000};
         auto queue = std::make_shared<Queue>();
         int64_t failed = -1;
-        peer->submit(queue, 1, request(Op::kWrite, {slice}), failed);
+        peer->submit(queue, 1, request(Op::kWrite, {other}), failed);
         assert(peer->run(request(Op::kWrite, {slice})).status == Status::kOk);
         if (j % 2) assert(queue->drain(1, 10).size() == 1);
         peer->close();
