@@ -48,7 +48,7 @@ def test_without_faults_nothing_is_lost_and_nobody_hears_an_error() -> None:
         assert run.cluster.master.master.counts.lost_objects == 0
         for name, count in run.cluster.checkers.counts.items():
             totals[name] = totals.get(name, 0) + count
-    assert min(totals[name] for name in ("hits", "misses", "puts", "looks")) > 100
+    assert min(totals[name] for name in ("hits", "misses", "puts", "looks")) > 10
 
 
 def test_a_seed_is_one_history() -> None:
