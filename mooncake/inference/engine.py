@@ -1,9 +1,9 @@
 """The step loop: take what arrived, schedule, run, apply, say what came out.
 
-It owns the engine's one thread, the pairing of requests with their lookups, loads and saves, and
-the rule that nobody suffers for another's trouble: a load that fails costs its request a
-recomputation, a step that raises ends the requests in it with an error, and the engine goes on. It
-refuses to know text, wires and roles.
+It owns the engine's one thread and the rule that nobody suffers for another's trouble: a load that
+fails costs its request a recomputation, a step that raises ends the requests in it with an error,
+and the engine goes on. It refuses to know text, wires and roles; ``traffic`` knows what is on its
+way to and from the external cache.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mooncake import clock
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference.attention import PagedAttention
 from mooncake.inference.blocks import BlockEvent
-from mooncake.inference.link import AnyLink, Load, Lookup, Save
+from mooncake.inference.link import AnyLink
 from mooncake.inference.model import Decoder
-from mooncake.inference.request import FinishReason, Request, RequestState
+from mooncake.inference.request import FinishReason, Request
 from mooncake.inference.runner import Runner
 from mooncake.inference.sampler import TokenLogprobs, sample
-from mooncake.inference.scheduler import SaveBlocks, Scheduler, SchedulerSettings, Step
+from mooncake.inference.scheduler import Scheduler, SchedulerSettings, Step
+from mooncake.inference.traffic import ActiveSave, Traffic
 from mooncake.kvlayout import KvLayout
 from mooncake.log import get_logger
-from mooncake.prefix import BlockHash
 
 log = get_logger(__name__)
 
@@ -102,18 +102,6 @@ class EngineStats:
     num_failed_loads: int
 
 
-@dataclasses.dataclass(slots=True)
-class _ActiveLoad:
-    load: Load
-    block_ids: list[int]
-
-
-@dataclasses.dataclass(slots=True)
-class _ActiveSave:
-    save: Save
-    what: SaveBlocks
-
-
 class Engine:
     """One decoder, one KV pool, many requests. Only ``add``, ``abort`` and ``stats`` are thread-safe."""
 
@@ -134,18 +122,11 @@ class Engine:
         self.pool = pool
         self.model = model
         self.scheduler = Scheduler(settings.scheduler_settings(model, pool.shape[2], link is not None))
-        self._link = link
         self._clock = now
         self._runner = Runner(model, PagedAttention(pool, self.layout, model.config.num_heads), link)
-        self._lookups: dict[str, Lookup] = {}
-        self._loads: dict[str, _ActiveLoad] = {}
-        self._ending_loads: list[_ActiveLoad] = []
-        """Loads whose request is gone, and which may still write."""
-        self._saves: dict[str, list[_ActiveSave]] = {}
+        self._traffic = Traffic(link, self.scheduler) if link is not None else None
         self._held: dict[str, tuple[Request, Output]] = {}
         """Last outputs of ``save_tail`` requests, until their saves are done."""
-        self._stored: dict[str, set[BlockHash]] = {}
-        """Blocks of ``save_tail`` requests that the external cache has taken."""
 
         self._changed = threading.Condition()
         self._inbox: list[Request] = []
@@ -153,7 +134,6 @@ class Engine:
         self._known: set[str] = set()
         self._has_news = False
         self._num_steps = self._num_prefill = self._num_decode = 0
-        self._num_preemptions = self._num_failed_loads = 0
         if link is not None:
             link.attach(self.wake)
 
@@ -201,8 +181,8 @@ class Engine:
             num_steps=self._num_steps,
             num_prefill_tokens=self._num_prefill,
             num_decode_tokens=self._num_decode,
-            num_preemptions=self._num_preemptions,
-            num_failed_loads=self._num_failed_loads,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_failed_loads=self._traffic.num_failed_loads if self._traffic else 0,
         )
 
     # ── the engine's thread ─────────────────────────────────────────────────────────────────────
@@ -210,7 +190,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """No request is known and nothing is on its way in or out."""
-        return not (self._known or self._inbox or self._ending_loads or any(self._saves.values()))
+        return not self._known and not self._inbox and (self._traffic is None or self._traffic.is_quiet)
 
     def drain_events(self) -> list[BlockEvent]:
         """Blocks that became findable or were evicted since the last call."""
@@ -229,63 +209,56 @@ class Engine:
                 outputs.append(self._last(request, FinishReason.ERROR, str(refused)))
         for request_id in aborts:
             outputs += self._abort(request_id, now)
-        self._poll_link(now)
-        outputs += self._poll_saves()
+        if self._traffic is not None:
+            self._traffic.poll(now)
         step = self.scheduler.schedule(now)
-        for lookup in step.lookups:
-            assert self._link is not None
-            self._lookups[lookup.request.id] = self._link.lookup(lookup.blocks)
         if step.lookups:
+            assert self._traffic is not None
+            self._traffic.begin_lookups(step.lookups)
             self._has_news = True  # a lookup may be answered at once, without a wake
         if step.chunks:
             outputs += self._run(step)
-            outputs += self._poll_saves()
-        return bool(step.chunks), outputs
+        return bool(step.chunks), outputs + self._release_held()
 
     def fail_all(self, error: str) -> list[Output]:
         """End every request; blocks that a load or save still touches stay taken."""
         with self._changed:
             arrived, self._inbox = self._inbox, []
         now = self._clock()
-        for lookup in self._lookups.values():
-            assert self._link is not None
-            self._link.release(lookup)
-        self._lookups.clear()
-        requests = arrived + self.scheduler.requests + [request for request, _ in self._held.values()]
+        held = [request for request, _ in self._held.values()]
         self._held.clear()
-        for request in requests:
-            if request.state is not RequestState.FINISHED and request not in arrived:
-                self.scheduler.fail(request, error, now)
-            self._end_load(request.id)
-        return [self._last(request, FinishReason.ERROR, error) for request in requests]
+        running = self.scheduler.requests
+        for request in running:
+            self.scheduler.fail(request, error, now)
+        return [self._last(request, FinishReason.ERROR, error) for request in arrived + running + held]
 
     def check(self) -> None:
         self.scheduler.check()
-        assert self._lookups.keys().isdisjoint(self._loads.keys())
+        if self._traffic is not None:
+            self._traffic.check()
 
     def _run(self, step: Step) -> list[Output]:
-        loads = {c.request.id: self._loads[c.request.id] for c in step.chunks if c.has_load}
-        saves: list[_ActiveSave] = []
+        traffic = self._traffic
+        loads = traffic.loads_of(step) if traffic is not None else {}
+        saves: list[ActiveSave] = []
         try:
-            for what in step.saves:
-                assert self._link is not None
-                columns = [(block.hash, block.num_tokens, block.block_id) for block in what.blocks]
-                saves.append(_ActiveSave(self._link.start_save(columns), what))
-            active = [entry.load for entry in loads.values()]
-            logits = self._runner.run(step.chunks, active, [entry.save for entry in saves])
-            failed = {request_id for request_id, entry in loads.items() if entry.load.failed}
+            if traffic is not None:
+                traffic.begin_saves(step, saves)
+            logits = self._runner.run(step.chunks, list(loads.values()), [entry.save for entry in saves])
+            failed = {request_id: None for request_id, load in loads.items() if load.failed}
             sampling = [c.request for c in step.chunks if c.samples]
             with torch.inference_mode():
                 tokens, logprobs = sample(logits, sampling, self.model.config.eos_token_ids)
         except Exception as error:
             log.exception("step_failed", requests=len(step.chunks), error=error)
             return self._fail(step, saves, error)
-        self._num_failed_loads += len(failed)
-        self._finish_saves(step, saves, failed)
         sampled = {request.id: token for request, token in zip(sampling, tokens, strict=True)}
         self.scheduler.step_finished(step, sampled, failed, self._clock())
-        for request_id in loads:
-            self._end_load(request_id)
+        if traffic is not None:
+            traffic.num_failed_loads += len(failed)
+            traffic.finish_saves(step, saves, failed)
+            for request_id in loads:
+                traffic.end_load(request_id)
         self._count(step)
         extras = {request.id: found for request, found in zip(sampling, logprobs, strict=True)}
         return self._outputs([r for r in sampling if r.id not in failed], sampled, extras)
@@ -314,126 +287,49 @@ class Engine:
                 outputs.append(output)
         return outputs
 
-    def _fail(self, step: Step, saves: Sequence[_ActiveSave], error: Exception) -> list[Output]:
+    def _release_held(self) -> list[Output]:
+        """Answers whose blocks are stored now, or never will be."""
+        outputs = []
+        for request_id, (request, output) in list(self._held.items()):
+            if self._traffic is None or not self._traffic.is_saving(request_id):
+                num_stored = 0
+                if self._traffic is not None:
+                    num_stored = self._traffic.num_stored_tokens(request, self.layout.block_tokens)
+                    self._traffic.forget(request_id)
+                del self._held[request_id]
+                self._known.discard(request_id)
+                outputs.append(dataclasses.replace(output, num_stored_tokens=num_stored))
+        return outputs
+
+    def _fail(self, step: Step, saves: Sequence[ActiveSave], error: Exception) -> list[Output]:
         """A step broke: end its requests, keep their blocks as long as something touches them."""
         outputs = []
-        started = {id(entry.what) for entry in saves}
-        for what in step.saves:
-            if id(what) not in started:
-                self.scheduler.release(what.block_ids)
-        self._finish_saves(step, saves, {chunk.request.id for chunk in step.chunks})
-        for chunk in step.chunks:
-            request = chunk.request
+        for request in [chunk.request for chunk in step.chunks]:
             self.scheduler.fail(request, str(error), self._clock())
-            self._end_load(request.id)
             text = f"computing request {request.id} failed ({type(error).__name__}: {error})"
             outputs.append(self._last(request, FinishReason.ERROR, f"{text}; it may be sent again"))
+        if self._traffic is not None:
+            self._traffic.finish_saves(step, saves, {output.request_id for output in outputs})
         return outputs
 
     def _last(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
+        if self._traffic is not None:
+            self._traffic.forget(request.id)
         self._known.discard(request.id)
-        self._stored.pop(request.id, None)
         return Output(request.id, (), reason, num_prompt_tokens=request.num_prompt_tokens, error=error)
 
     def _abort(self, request_id: str, now: float) -> list[Output]:
-        if (lookup := self._lookups.pop(request_id, None)) is not None:
-            assert self._link is not None
-            self._link.release(lookup)
-        held = self._held.pop(request_id, None)
-        request = self.scheduler.abort(request_id, now)
-        self._end_load(request_id)
-        if held is not None:
-            return [self._last(held[0], FinishReason.ABORT)]
+        request, _ = self._held.pop(request_id, (None, None))
+        request = self.scheduler.abort(request_id, now) or request
         return [] if request is None else [self._last(request, FinishReason.ABORT)]
 
     def _count(self, step: Step) -> None:
         self._num_steps += 1
         for chunk in step.chunks:
-            if chunk.num_tokens == 1:
-                self._num_decode += 1
-            else:
+            if chunk.start < chunk.request.num_prompt_tokens:
                 self._num_prefill += chunk.num_tokens
-
-    # ── lookups, loads and saves ────────────────────────────────────────────────────────────────
-
-    def _poll_link(self, now: float) -> None:
-        link = self._link
-        if link is None:
-            return
-        for request_id, lookup in list(self._lookups.items()):
-            if not lookup.done:
-                continue
-            del self._lookups[request_id]
-            block_ids = self.scheduler.lookup_finished(request_id, lookup.num_blocks, now)
-            if block_ids is None:
-                link.release(lookup)
             else:
-                self._loads[request_id] = _ActiveLoad(link.start_load(lookup, block_ids), block_ids)
-        for request_id, entry in list(self._loads.items()):
-            if entry.load.failed:
-                self._num_failed_loads += 1
-                self.scheduler.load_failed(request_id, now)
-                self._end_load(request_id)
-            elif entry.load.num_layers_loaded > 0:
-                self.scheduler.load_ready(request_id, now)
-        still_writing = []
-        for entry in self._ending_loads:
-            if entry.load.done:
-                self.scheduler.release(entry.block_ids)
-            else:
-                still_writing.append(entry)
-        self._ending_loads = still_writing
-
-    def _end_load(self, request_id: str) -> None:
-        """The request needs its load no more; its blocks stay until nothing writes into them."""
-        if (entry := self._loads.pop(request_id, None)) is None:
-            return
-        if entry.load.done:
-            self.scheduler.release(entry.block_ids)
-        else:
-            self._ending_loads.append(entry)
-
-    def _finish_saves(self, step: Step, saves: Sequence[_ActiveSave], failed: set[str]) -> None:
-        for entry in saves:
-            assert self._link is not None
-            if entry.what.request.id in failed:
-                self._link.abort_save(entry.save)
-            else:
-                self._link.finish_save(entry.save)
-            self._saves.setdefault(entry.what.request.id, []).append(entry)
-
-    def _poll_saves(self) -> list[Output]:
-        """Let go of the blocks of finished saves; give out the answers that waited for them."""
-        outputs = []
-        for request_id, entries in list(self._saves.items()):
-            for entry in [entry for entry in entries if entry.save.done]:
-                entries.remove(entry)
-                self.scheduler.release(entry.what.block_ids)
-                if entry.what.request.save_tail and request_id in self._known:
-                    taken = entry.what.blocks[: entry.save.num_stored_blocks]
-                    self._stored.setdefault(request_id, set()).update(block.hash for block in taken)
-            if not entries:
-                del self._saves[request_id]
-        for request_id, (request, output) in list(self._held.items()):
-            if request_id not in self._saves:
-                del self._held[request_id]
-                self._known.discard(request_id)
-                num_stored = self._num_stored_tokens(request, self._stored.pop(request_id, set()))
-                outputs.append(dataclasses.replace(output, num_stored_tokens=num_stored))
-        return outputs
-
-    def _num_stored_tokens(self, request: Request, stored: set[BlockHash]) -> int:
-        """Leading prompt tokens in the external cache: those loaded from there, and those it took."""
-        block_tokens = self.layout.block_tokens
-        first = request.num_local_cached_tokens
-        end = first + request.num_external_cached_tokens
-        num_tokens = 0
-        for block_hash in request.hash_blocks(block_tokens)[: request.num_prompt_tokens // block_tokens]:
-            if block_hash not in stored and not first <= num_tokens < end:
-                return num_tokens
-            num_tokens += block_tokens
-        is_tail_stored = request.tail_hash in stored or end >= request.num_prompt_tokens
-        return request.num_prompt_tokens if is_tail_stored else num_tokens
+                self._num_decode += chunk.num_tokens
 
     def _wake_locked(self) -> None:
         self._has_news = True

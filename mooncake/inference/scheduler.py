@@ -140,6 +140,7 @@ class Scheduler:
         self._num_pinned = 0
         """References held for saves and loads, beyond those of requests."""
         self._num_arrived = 0
+        self.num_preemptions = 0
         self._stories: OrderedDict[str, deque[str]] = OrderedDict()
 
     @property
@@ -469,6 +470,7 @@ class Scheduler:
     def _preempt(self, request: Request, now: float) -> None:
         self._drop(request)
         request.num_preemptions += 1
+        self.num_preemptions += 1
         request.state = RequestState.WAITING
         self._enqueue(request)
         self._tell(request, now, f"preempted at {request.num_tokens} tokens: no free block")
