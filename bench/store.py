@@ -34,7 +34,7 @@ from mooncake.store import messages as m
 from mooncake.transfer import Region, TransferEngine, TransferSettings
 
 KIB, MIB = 1 << 10, 1 << 20
-WINDOW_BYTES = 128 * MIB
+WINDOW_BYTES = 512 * MIB
 POOL_BYTES = 768 * MIB
 SIZES = [("4 KiB", 4 * KIB), ("64 KiB", 64 * KIB), ("1 MiB", MIB), ("16 MiB", 16 * MIB)]
 BATCH = 128
