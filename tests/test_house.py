@@ -60,6 +60,7 @@ CORES = {
     "inference.blocks",
     "inference.request",
     "inference.scheduler",
+    "inference.step",
     "cli.supervise",
 }
 WORLDLY = {

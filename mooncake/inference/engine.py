@@ -24,7 +24,8 @@ from mooncake.inference.model import Decoder
 from mooncake.inference.request import FinishReason, Request
 from mooncake.inference.runner import Runner
 from mooncake.inference.sampler import TokenLogprobs, sample
-from mooncake.inference.scheduler import Scheduler, SchedulerSettings, Step
+from mooncake.inference.scheduler import Scheduler, SchedulerSettings
+from mooncake.inference.step import Step
 from mooncake.inference.traffic import ActiveSave, Traffic
 from mooncake.kvlayout import KvLayout
 from mooncake.log import get_logger

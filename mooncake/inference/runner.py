@@ -16,7 +16,7 @@ from torch import Tensor
 from mooncake.inference.attention import SCRATCH_BLOCK, PagedAttention
 from mooncake.inference.link import AnyLink, Load, Save
 from mooncake.inference.model import Decoder
-from mooncake.inference.scheduler import Chunk
+from mooncake.inference.step import Chunk
 
 
 class Runner:

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference.blocks import BlockPool
 from mooncake.inference.request import FinishReason, Request, RequestState
-from mooncake.prefix import BlockHash
+from mooncake.inference.step import Chunk, LookUp, SaveBlocks, SavedBlock, Step
 
 STORIES_KEPT = 512
 
@@ -63,68 +63,6 @@ class SchedulerSettings:
         if self.max_running > self.max_batch_tokens:
             allowed = f"at most max_batch_tokens ({self.max_batch_tokens})"
             raise InvalidArgument("max_running", self.max_running, allowed)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chunk:
-    """Positions ``[start, start + num_tokens)`` of one request, to be computed in one step."""
-
-    request: Request
-    start: int
-    num_tokens: int
-    num_cached: int
-    """Positions below this are in the cache already and must not be written again."""
-    samples: bool
-    """Whether the last position's logits are needed."""
-    has_load: bool
-    """Whether some of the cached positions are still arriving, layer by layer."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SavedBlock:
-    """A block to be offered to the external cache."""
-
-    hash: BlockHash
-    num_tokens: int
-    block_id: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SaveBlocks:
-    """Blocks of one request that are complete once this step has run."""
-
-    request: Request
-    blocks: tuple[SavedBlock, ...]
-
-    @property
-    def block_ids(self) -> list[int]:
-        return [block.block_id for block in self.blocks]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LookUp:
-    """Ask the external cache how many of these leading blocks it has; the last may be partial."""
-
-    request: Request
-    blocks: tuple[tuple[BlockHash, int], ...]
-    """(hash, tokens) of each."""
-
-
-@dataclasses.dataclass(slots=True)
-class Step:
-    """What to do now."""
-
-    chunks: list[Chunk] = dataclasses.field(default_factory=list)
-    saves: list[SaveBlocks] = dataclasses.field(default_factory=list)
-    lookups: list[LookUp] = dataclasses.field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
 
 
 class Scheduler:

@@ -16,7 +16,8 @@ from collections.abc import Collection, Sequence
 
 from mooncake.inference.link import AnyLink, Load, Lookup, Save
 from mooncake.inference.request import FinishReason, Request
-from mooncake.inference.scheduler import LookUp, SaveBlocks, Scheduler, Step
+from mooncake.inference.scheduler import Scheduler
+from mooncake.inference.step import LookUp, SaveBlocks, Step
 from mooncake.prefix import BlockHash
 
 
