@@ -25,10 +25,13 @@ namespace mooncake {
 
 namespace {
 
-constexpr uint64_t kStep = 4 << 20;        // bytes copied between looks at stop and deadline
-constexpr uint64_t kStreaming = 16 << 20;  // jobs this big do not fit in the cache anyway ...
-constexpr uint64_t kLong = 32 << 10;       // ... but streaming a short slice waits longer than it saves
-constexpr uint64_t kFaultIn = 2 << 20;     // mapped at once when first touched
+constexpr uint64_t kStep = 4 << 20;  // bytes copied between looks at stop and deadline
+// Jobs from these sizes on are stored around the cache. Writes early: they go to a pool far bigger than
+// any cache, where nobody looks at them soon. Reads late: whoever reads is about to use the bytes.
+constexpr uint64_t kStreamingWrite = 1 << 20;
+constexpr uint64_t kStreamingRead = 16 << 20;
+constexpr uint64_t kLong = 32 << 10;    // streaming a shorter slice waits longer than it saves
+constexpr uint64_t kFaultIn = 2 << 20;  // mapped at once when first touched
 constexpr auto kRevocationTime = std::chrono::seconds(1);
 
 socklen_t abstract_name(const std::string& name, sockaddr_un& address) {
@@ -125,6 +128,7 @@ Completion ShmPeer::execute(Job& job) {
   const Request& request = job.request;
   uint64_t total = 0;
   for (const Slice& slice : request.slices) total += slice.length;
+  bool is_big = total >= (request.op == Op::kWrite ? kStreamingWrite : kStreamingRead);
   if (request.checksum) completion.checksums.assign(request.slices.size(), 0);
   Mapping mapping;
   uint64_t mapped_key = 0;
@@ -146,7 +150,7 @@ Completion ShmPeer::execute(Job& job) {
     auto* there = reinterpret_cast<uint8_t*>(mapping.region->address + (slice.remote - mapping.base));
     auto* to = request.op == Op::kWrite ? there : here;
     auto* from = request.op == Op::kWrite ? here : there;
-    bool streams = total >= kStreaming && slice.length >= kLong;
+    bool streams = is_big && slice.length >= kLong;
     uint32_t crc = 0;
     for (uint64_t done = 0; done < slice.length;) {
       if (job.stop.load() != Status::kOk) return job.failed(job.stop.load(), static_cast<int64_t>(i));
