@@ -282,6 +282,8 @@ class TransferEngine:
             key = (descriptor.name, descriptor.epoch)
             segment = self._segments.get(key)
             if segment is None:
+                for known in [known for known in self._segments if known[0] == descriptor.name]:
+                    del self._segments[known]  # it restarted; whoever still holds the old one may
                 paths = common_paths(descriptor, self._host, str(os.getpid()), self.settings.transports)
                 segment = self._segments[key] = Segment(descriptor, paths, self._transports)
             elif segment.descriptor != descriptor:

@@ -116,6 +116,31 @@ def test_segments_are_cached_and_learn_new_regions(near: TransferEngine, far: Tr
     assert near.run(Op.WRITE, again, [here.address], [second.address], [10]).status == Status.OK
 
 
+def test_a_restarted_peer_takes_the_place_of_the_old(near: TransferEngine) -> None:
+    here = near.allocate(4096)
+    segments = []
+    for _ in range(2):
+        with TransferEngine(TransferSettings(name="node")) as far:
+            pool = far.allocate(4096)
+            segments.append(near.open(far.describe()))
+            done = near.run(Op.WRITE, segments[-1], [here.address], [pool.address], [10])
+            assert done.status == Status.OK
+    assert segments[0] is not segments[1] and "segments=1" in repr(near)
+
+
+def test_ipv6() -> None:
+    settings = TransferSettings(listen_host="::1", transports=("tcp",))
+    try:
+        far = TransferEngine(settings)
+    except InvalidArgument:
+        pytest.skip("this host has no IPv6")
+    with far, TransferEngine(settings) as near:
+        pool, here = far.allocate(4096), near.allocate(4096)
+        assert far.describe().endpoints["tcp"].startswith("[::1]:")
+        done = near.run(Op.WRITE, near.open(far.describe()), [here.address], [pool.address], [10])
+        assert done.status == Status.OK
+
+
 async def test_transfers_on_an_event_loop(near: TransferEngine, far: TransferEngine) -> None:
     pool, here = far.allocate(1 << 20), near.allocate(1 << 20)
     here.view()[:] = bytes(range(256)) * 4096
