@@ -10,9 +10,11 @@ without the first one's doing::
 
 from __future__ import annotations
 
-from mooncake.transfer.engine import Segment, TransferEngine, TransferSettings
+from mooncake.transfer.engine import TransferEngine
+from mooncake.transfer.peer import Segment
 from mooncake.transfer.queue import Queue
 from mooncake.transfer.segment import RegionInfo, SegmentDescriptor
+from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.transports import (
     Completion,
     Op,

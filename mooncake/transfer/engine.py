@@ -17,30 +17,21 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from msgspec import Meta
-
-from mooncake.errors import AccessDenied, InvalidArgument, OutOfMemory, PeerLost, Unavailable
-from mooncake.log import get_logger
+from mooncake.errors import InvalidArgument, OutOfMemory
 from mooncake.transfer.batch import RETRIED, Batch, Finish, PartDone, Start
+from mooncake.transfer.columns import Addresses, Columns, columns_of
+from mooncake.transfer.host import host_identity, reachable_host
+from mooncake.transfer.loop import LoopQueue, until_done
 from mooncake.transfer.memory import available_bytes, span_of
 from mooncake.transfer.metadata import Backend
-from mooncake.transfer.queue import Columns, Move, Queue, completion_of, count, nobody, unregistered
-from mooncake.transfer.segment import (
-    RegionIndex,
-    RegionInfo,
-    SegmentDescriptor,
-    common_paths,
-    decode_descriptor,
-)
+from mooncake.transfer.peer import Segment
+from mooncake.transfer.queue import Move, Queue, completion_of, count, nobody, unregistered
+from mooncake.transfer.segment import RegionInfo, SegmentDescriptor, common_paths, decode_descriptor
+from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.transports import (
     SCHEMES,
-    Carrier,
     Completion,
     Op,
     Region,
@@ -50,114 +41,10 @@ from mooncake.transfer.transports import (
     make_transport,
 )
 
-log = get_logger(__name__)
-
-Addresses = Sequence[int] | npt.NDArray[np.unsignedinteger[Any]] | npt.NDArray[np.signedinteger[Any]]
-
-
-@dataclass(frozen=True)
-class TransferSettings:
-    """How this process reaches others and is reached."""
-
-    name: str = ""
-    "Name of this process's segment; empty takes `<host name>-<process id>-<number>`."
-
-    listen_host: str = "127.0.0.1"
-    "Address that the tcp transport listens on."
-
-    advertise_host: str = ""
-    "Address that peers are told; empty takes `listen_host`, or the default route's if that is a wildcard."
-
-    tcp_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    "Port of the tcp transport; 0 takes a free one."
-
-    transports: tuple[str, ...] = ("shm", "tcp")
-    "Paths to offer and to use, best first: `shm`, `tcp`, `local`."
-
-    num_streams: Annotated[int, Meta(ge=0, le=64)] = 0
-    "Connections that one big transfer is spread over, and threads that serve peers; 0: half the cores (1-4)."
-
-    submit_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
-    "Seconds after which a submitted transfer fails with TIMED_OUT."
-
-
 _numbers = itertools.count()
 
 DESCRIPTOR_PREFIX = "mooncake/ram/"
 """Where descriptors lie in a metadata service."""
-
-
-class Segment:
-    """A peer as this process reaches it. Made by ``TransferEngine.open``; connects when first used."""
-
-    def __init__(
-        self, descriptor: SegmentDescriptor, paths: Sequence[str], transports: dict[str, Transport]
-    ) -> None:
-        self.descriptor = descriptor
-        self.name = descriptor.name
-        self.paths = tuple(paths)
-        "Usable paths, best first."
-        self._transports = transports
-        self._index = RegionIndex(descriptor.regions)
-        self._carriers: dict[str, Carrier] = {}
-        self._lost: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        lost = "".join(f" {path} lost: {why}" for path, why in self._lost.items())
-        return (
-            f"<Segment {self.name} paths={','.join(self.paths)} regions={len(self.descriptor.regions)}{lost}>"
-        )
-
-    def carrier(self, path: str, timeout_s: float) -> Carrier | None:
-        """Whoever carries over ``path``; connects first if need be. None when it leads nowhere (any more)."""
-        carrier = self._carriers.get(path)
-        if carrier is not None:
-            return None if carrier.is_lost else carrier
-        with self._lock:
-            if path in self._lost or path in self._carriers:
-                return self._carriers.get(path)
-            peer = self.descriptor
-            try:
-                carrier = self._transports[path].connect(
-                    peer.endpoints[path], peer.epoch, peer.regions, timeout_s
-                )
-            except (PeerLost, AccessDenied) as error:
-                self._lost[path] = str(error)  # the same epoch does not come back
-                log.info("path_lost", segment=self.name, path=path, reason=str(error))
-                return None
-            except Unavailable as error:
-                log.info("path_silent", segment=self.name, path=path, reason=str(error))
-                return None
-            self._carriers[path] = carrier
-            return carrier
-
-    def able(self, path: str, columns: Columns) -> npt.NDArray[np.bool_] | None:
-        """Which slices ``path`` can carry; None is all of them."""
-        if path != "shm" or self._index.all_shared:
-            return None
-        return self._index.in_shared_memory(columns.remote, columns.lengths)
-
-    @property
-    def is_uniform(self) -> bool:
-        """The best path carries whatever there is."""
-        return bool(self.paths) and (self.paths[0] != "shm" or self._index.all_shared)
-
-    def renew(self, descriptor: SegmentDescriptor) -> None:
-        """The same process published other regions."""
-        with self._lock:
-            self.descriptor = descriptor
-            self._index = RegionIndex(descriptor.regions)
-            for carrier in self._carriers.values():
-                carrier.set_regions(descriptor.regions)
-
-    def cancel(self) -> None:
-        for carrier in list(self._carriers.values()):
-            carrier.cancel()
-
-    def close(self) -> None:
-        for carrier in list(self._carriers.values()):
-            carrier.close()
 
 
 class TransferEngine:
@@ -191,7 +78,7 @@ class TransferEngine:
         self._owned: dict[int, Region] = {}
         self._segments: dict[tuple[str, int], Segment] = {}
         self._lock = threading.Lock()
-        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopQueue] = (
+        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopQueue] = (
             weakref.WeakKeyDictionary()
         )
         self._transports: dict[str, Transport] = {}
@@ -423,7 +310,7 @@ class TransferEngine:
         loop = asyncio.get_running_loop()
         queue = self._loops.get(loop)
         if queue is None:
-            queue = self._loops[loop] = _LoopQueue(loop)
+            queue = self._loops[loop] = LoopQueue(loop)
         columns = columns_of(local, remote, lengths)
         deadline = time.monotonic() + timeout_s
         token, future = queue.expect()
@@ -461,91 +348,6 @@ class TransferEngine:
         if done.status == Status.UNREGISTERED:
             raise unregistered(op, columns.local, columns.lengths, done.failed_slice)
         return done
-
-
-class _LoopQueue:
-    """Completions of one event loop's transfers, handed to the futures that wait for them."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._queue = Queue()
-        self._loop_ref = weakref.ref(loop)
-        self._futures: dict[int, asyncio.Future[Completion]] = {}
-        self._tokens = itertools.count()
-        loop.add_reader(self._queue.fileno(), self._arrive)
-
-    def expect(self) -> tuple[int, asyncio.Future[Completion]]:
-        token = next(self._tokens)
-        loop = self._loop_ref()
-        assert loop is not None
-        future: asyncio.Future[Completion] = loop.create_future()
-        self._futures[token] = future
-        return token, future
-
-    def forget(self, token: int) -> None:
-        del self._futures[token]
-
-    def start(self, move: Move) -> None:
-        self._queue.start(move)
-
-    def _arrive(self) -> None:
-        for completion in self._queue.drain():
-            future = self._futures.pop(completion.token)
-            if not future.done():
-                future.set_result(completion)
-
-
-async def until_done(future: asyncio.Future[Completion]) -> Completion:
-    """The result; a cancellation is delivered only when the transfer has ended."""
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])
-        raise
-
-
-def columns_of(local: Addresses, remote: Addresses, lengths: Addresses) -> Columns:
-    """Columns as the native side takes them.
-
-    Raises:
-        InvalidArgument: not one number per slice, or negative ones.
-    """
-    try:
-        columns = Columns(
-            np.asarray(local, dtype=np.uint64),
-            np.asarray(remote, dtype=np.uint64),
-            np.asarray(lengths, dtype=np.uint64),
-        )
-    except (OverflowError, TypeError, ValueError) as error:
-        raise InvalidArgument("columns", error, "integers of 0 to 2**64 - 1, one per slice") from error
-    shape = columns.lengths.shape
-    if len(shape) != 1 or columns.local.shape != shape or columns.remote.shape != shape:
-        shapes = (columns.local.shape, columns.remote.shape, shape)
-        raise InvalidArgument("columns", shapes, "three columns of equal length")
-    return columns
-
-
-def host_identity() -> str:
-    """The running kernel and our network namespace, in which names of sockets mean the same."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return f"unknown/{secrets.token_hex(8)}"  # shares memory with nobody
-
-
-def reachable_host(listen_host: str) -> str:
-    """The address to tell peers: the one listened on, or that of the default route for a wildcard."""
-    if listen_host not in ("0.0.0.0", "::"):
-        return listen_host
-    family, target = (
-        (socket.AF_INET, "192.0.2.1") if listen_host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
-    )
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, 9))  # sends nothing: the kernel only picks a source address
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1" if family == socket.AF_INET else "::1"
 
 
 def _shut_down(

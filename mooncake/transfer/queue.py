@@ -17,6 +17,7 @@ from prometheus_client import Counter
 from mooncake.errors import InvalidArgument
 from mooncake.metrics import registry
 from mooncake.transfer.batch import Batch, Carry, Finish, PartDone, Start
+from mooncake.transfer.columns import Columns
 from mooncake.transfer.segment import Column
 from mooncake.transfer.transports import SCHEMES, Carrier, Completion, NativeQueue, Op, Status
 
@@ -33,20 +34,6 @@ def count(path: str, op: Op, status: Status, num_bytes: int) -> None:
         _moved[path, op].inc(num_bytes)
     else:
         _FAILED.labels(path, status.name.lower()).inc()
-
-
-@dataclass(slots=True)
-class Columns:
-    """The rows of a batch."""
-
-    local: Column
-    remote: Column
-    lengths: Column
-
-    def rows(self, carry: Carry) -> tuple[Column, Column, Column]:
-        if carry.slices is None:
-            return self.local, self.remote, self.lengths
-        return self.local[carry.slices], self.remote[carry.slices], self.lengths[carry.slices]
 
 
 class Reach(Protocol):

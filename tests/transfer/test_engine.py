@@ -21,7 +21,8 @@ from mooncake.transfer import (
     crc32c_columns,
     crc32c_combine,
 )
-from mooncake.transfer.engine import DESCRIPTOR_PREFIX, host_identity, reachable_host
+from mooncake.transfer.engine import DESCRIPTOR_PREFIX
+from mooncake.transfer.host import host_identity, reachable_host
 
 
 @pytest.fixture

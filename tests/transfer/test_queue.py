@@ -9,7 +9,8 @@ import pytest
 
 from mooncake.errors import InvalidArgument
 from mooncake.transfer.batch import Batch
-from mooncake.transfer.queue import Columns, Move, Queue
+from mooncake.transfer.columns import Columns
+from mooncake.transfer.queue import Move, Queue
 from mooncake.transfer.segment import Column
 from mooncake.transfer.transports import Carrier, Completion, NativeQueue, Op, Status
 from mooncake.transfer.transports.tcp import TcpCarrier

@@ -1,0 +1,52 @@
+"""The rows of a batch as columns: what callers pass, checked and in the form the native side takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.errors import InvalidArgument
+from mooncake.transfer.batch import Carry
+from mooncake.transfer.segment import Column
+
+Addresses = Sequence[int] | npt.NDArray[np.unsignedinteger[Any]] | npt.NDArray[np.signedinteger[Any]]
+"""One number per slice."""
+
+
+@dataclass(slots=True)
+class Columns:
+    """The rows of a batch."""
+
+    local: Column
+    remote: Column
+    lengths: Column
+
+    def rows(self, carry: Carry) -> tuple[Column, Column, Column]:
+        if carry.slices is None:
+            return self.local, self.remote, self.lengths
+        return self.local[carry.slices], self.remote[carry.slices], self.lengths[carry.slices]
+
+
+def columns_of(local: Addresses, remote: Addresses, lengths: Addresses) -> Columns:
+    """Columns as the native side takes them.
+
+    Raises:
+        InvalidArgument: not one number per slice, or negative ones.
+    """
+    try:
+        columns = Columns(
+            np.asarray(local, dtype=np.uint64),
+            np.asarray(remote, dtype=np.uint64),
+            np.asarray(lengths, dtype=np.uint64),
+        )
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidArgument("columns", error, "integers of 0 to 2**64 - 1, one per slice") from error
+    shape = columns.lengths.shape
+    if len(shape) != 1 or columns.local.shape != shape or columns.remote.shape != shape:
+        shapes = (columns.local.shape, columns.remote.shape, shape)
+        raise InvalidArgument("columns", shapes, "three columns of equal length")
+    return columns

@@ -1,0 +1,94 @@
+"""A peer as this process reaches it: its descriptor and the carriers that lead there.
+
+Connects when a path is first used and remembers which paths lead nowhere; which path to use, and what
+to do when one fails, is decided elsewhere (``batch.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.errors import AccessDenied, PeerLost, Unavailable
+from mooncake.log import get_logger
+from mooncake.transfer.columns import Columns
+from mooncake.transfer.segment import RegionIndex, SegmentDescriptor
+from mooncake.transfer.transports import Carrier, Transport
+
+log = get_logger(__name__)
+
+
+class Segment:
+    """A peer as this process reaches it. Made by ``TransferEngine.open``; connects when first used."""
+
+    def __init__(
+        self, descriptor: SegmentDescriptor, paths: Sequence[str], transports: dict[str, Transport]
+    ) -> None:
+        self.descriptor = descriptor
+        self.name = descriptor.name
+        self.paths = tuple(paths)
+        "Usable paths, best first."
+        self._transports = transports
+        self._index = RegionIndex(descriptor.regions)
+        self._carriers: dict[str, Carrier] = {}
+        self._lost: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        lost = "".join(f" {path} lost: {why}" for path, why in self._lost.items())
+        return (
+            f"<Segment {self.name} paths={','.join(self.paths)} regions={len(self.descriptor.regions)}{lost}>"
+        )
+
+    def carrier(self, path: str, timeout_s: float) -> Carrier | None:
+        """Whoever carries over ``path``; connects first if need be. None when it leads nowhere (any more)."""
+        carrier = self._carriers.get(path)
+        if carrier is not None:
+            return None if carrier.is_lost else carrier
+        with self._lock:
+            if path in self._lost or path in self._carriers:
+                return self._carriers.get(path)
+            peer = self.descriptor
+            try:
+                carrier = self._transports[path].connect(
+                    peer.endpoints[path], peer.epoch, peer.regions, timeout_s
+                )
+            except (PeerLost, AccessDenied) as error:
+                self._lost[path] = str(error)  # the same epoch does not come back
+                log.info("path_lost", segment=self.name, path=path, reason=str(error))
+                return None
+            except Unavailable as error:
+                log.info("path_silent", segment=self.name, path=path, reason=str(error))
+                return None
+            self._carriers[path] = carrier
+            return carrier
+
+    def able(self, path: str, columns: Columns) -> npt.NDArray[np.bool_] | None:
+        """Which slices ``path`` can carry; None is all of them."""
+        if path != "shm" or self._index.all_shared:
+            return None
+        return self._index.in_shared_memory(columns.remote, columns.lengths)
+
+    @property
+    def is_uniform(self) -> bool:
+        """The best path carries whatever there is."""
+        return bool(self.paths) and (self.paths[0] != "shm" or self._index.all_shared)
+
+    def renew(self, descriptor: SegmentDescriptor) -> None:
+        """The same process published other regions."""
+        with self._lock:
+            self.descriptor = descriptor
+            self._index = RegionIndex(descriptor.regions)
+            for carrier in self._carriers.values():
+                carrier.set_regions(descriptor.regions)
+
+    def cancel(self) -> None:
+        for carrier in list(self._carriers.values()):
+            carrier.cancel()
+
+    def close(self) -> None:
+        for carrier in list(self._carriers.values()):
+            carrier.close()

@@ -1,0 +1,34 @@
+"""The knobs of a transfer engine. Knows nothing but their meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+
+@dataclass(frozen=True)
+class TransferSettings:
+    """How this process reaches others and is reached."""
+
+    name: str = ""
+    "Name of this process's segment; empty takes `<host name>-<process id>-<number>`."
+
+    listen_host: str = "127.0.0.1"
+    "Address that the tcp transport listens on."
+
+    advertise_host: str = ""
+    "Address that peers are told; empty takes `listen_host`, or the default route's if that is a wildcard."
+
+    tcp_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    "Port of the tcp transport; 0 takes a free one."
+
+    transports: tuple[str, ...] = ("shm", "tcp")
+    "Paths to offer and to use, best first: `shm`, `tcp`, `local`."
+
+    num_streams: Annotated[int, Meta(ge=0, le=64)] = 0
+    "Connections that one big transfer is spread over, and threads that serve peers; 0: half the cores (1-4)."
+
+    submit_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    "Seconds after which a submitted transfer fails with TIMED_OUT."
