@@ -285,6 +285,10 @@ class SimClient:
     # Moving bytes
 
     def _move(self, effect: Move, resume: Callable[[Any], None]) -> None:
+        if self.kernel.now >= effect.deadline:
+            late = [Moved(None, "timed_out", self.kernel.now) for _ in effect.transfers]
+            self.process.after(0.0, lambda: resume(late))
+            return
         outcomes: list[Moved | None] = [None] * len(effect.transfers)
 
         def ended(number: int, moved: Moved) -> None:

@@ -307,7 +307,9 @@ class Store(_Faces):
 
     def _move(self, effect: Move) -> list[Moved]:
         op = Op.WRITE if effect.is_write else Op.READ
-        timeout_s = max(0.0, effect.deadline - clock.monotonic())
+        timeout_s = effect.deadline - clock.monotonic()
+        if timeout_s <= 0:
+            return _too_late(effect)
         if len(effect.transfers) == 1:
             t = effect.transfers[0]
             done = self.engine.run(
@@ -459,7 +461,9 @@ class AsyncStore(_Faces):
             return Answer(reply, None, asked_at, clock.monotonic())
         if isinstance(effect, Move):
             op = Op.WRITE if effect.is_write else Op.READ
-            timeout_s = max(0.0, effect.deadline - clock.monotonic())
+            timeout_s = effect.deadline - clock.monotonic()
+            if timeout_s <= 0:
+                return _too_late(effect)
             return list(await asyncio.gather(*(self._transfer(op, t, timeout_s) for t in effect.transfers)))
         if isinstance(effect, Open):
             return await asyncio.to_thread(self._open, effect)
@@ -471,6 +475,11 @@ class AsyncStore(_Faces):
             op, t.handle, t.local, t.remote, t.lengths, timeout_s=timeout_s, checksum=True
         )
         return self._moved(t, completion)
+
+
+def _too_late(effect: Move) -> list[Moved]:
+    now = clock.monotonic()
+    return [Moved(None, "timed_out", now) for _ in effect.transfers]
 
 
 def _in_order(

@@ -75,7 +75,11 @@ class Slices:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Move:
-    """Move bytes, all transfers at once; resumed with one ``Moved`` for each."""
+    """Move bytes, all transfers at once; resumed with one ``Moved`` for each.
+
+    When ``deadline`` has passed already, nothing may be started: a write then could land in space that
+    belongs to somebody else.
+    """
 
     is_write: bool
     transfers: list[Slices]
@@ -458,15 +462,14 @@ class Operations:
             return
         until = min(deadline, *(grants[i].expires_at for i in _distinct(columns.grant)))
         for moved, part in (yield from self._move(True, grants, columns, until)):
-            if moved.checksums is None:
-                for index in _distinct(part.grant):
-                    grant = grants[index]
-                    grant.failure = _lost(grant.replica, moved.reason)
-                continue
             for index in _distinct(part.grant):
-                if moved.now >= grants[index].expires_at:
-                    grants[index].failure = Refusal("expired", "the deadline for writing has passed")
-            self._account(grants, part, moved.checksums)
+                grant = grants[index]
+                if moved.now >= grant.expires_at:
+                    grant.failure = Refusal("expired", "the deadline for writing has passed")
+                elif moved.checksums is None:
+                    grant.failure = _lost(grant.replica, moved.reason)
+            if moved.checksums is not None:
+                self._account(grants, part, moved.checksums)
 
     def _account(self, grants: Sequence[PutGrant], part: _Columns, checksums: Checksums) -> None:
         """Enter the checksums of what was written, chunk by chunk."""

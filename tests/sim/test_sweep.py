@@ -31,6 +31,18 @@ def test_seeds(seed: int) -> None:
     StoreRun(seed).run()
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        5054,  # clients that started in the calm part went on working
+        5497,  # a writer counted as writing until it heard of its end
+        40278,  # a write was begun after its reservation's deadline
+    ],
+)
+def test_seeds_that_once_failed(seed: int) -> None:
+    StoreRun(seed).run()
+
+
 @pytest.mark.parametrize("seed", range(100, 104))
 @pytest.mark.parametrize("has_oplog", [False, True])
 def test_everything_fails_at_once(seed: int, has_oplog: bool) -> None:

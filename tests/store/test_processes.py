@@ -187,6 +187,20 @@ def test_parts_written_in_any_order_appear_at_the_end(shared_store: Store) -> No
         store.read_ranges(reads, [1], [pool.address], [10])
 
 
+def test_a_write_after_the_deadline_is_not_even_begun(shared_store: Store) -> None:
+    store = shared_store
+    pool = store.engine.allocate(64, huge_pages=False)
+    memory = pool.view()
+    grants = [g for g in store.start_puts(["late"], [64], 64) if isinstance(g, PutGrant)]
+    store.write_ranges(grants, [0], [pool.address], [64])
+    until(lambda: clock.monotonic() > grants[0].expires_at)
+    memory[:] = b"x" * 64
+    refusal = store.write_ranges(grants, [0], [pool.address], [64])[0]
+    assert refusal is not None and refusal.code == "expired"
+    there = store.engine.map(grants[0].segment, grants[0].address, 64)
+    assert there is not None and bytes(there) == bytes(64)
+
+
 def test_incomplete_and_aborted_puts_leave_nothing(shared_store: Store) -> None:
     store = shared_store
     pool = store.engine.allocate(4096, huge_pages=False)
