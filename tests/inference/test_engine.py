@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 import torch
@@ -16,7 +17,13 @@ from mooncake.inference.engine import Engine, EngineSettings, EngineThread, Outp
 from mooncake.inference.request import FinishReason, Request, SamplingParams
 from mooncake.inference.weights import load_model
 from tests.inference.conftest import Reference, prompt_of
-from tests.inference.dictionary_link import DictionaryLink, DictionaryLookup, DictionarySave
+from tests.inference.dictionary_link import (
+    DictionaryLink,
+    DictionaryLoad,
+    DictionaryLookup,
+    DictionarySave,
+    Objects,
+)
 
 BLOCK = 16
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1)
@@ -404,6 +411,78 @@ def test_events_tell_what_is_cached(llama: Reference) -> None:
     run(engine, greedy(prompt_of(4 * BLOCK, 3), 1, name="other"))
     removed = [event for event in engine.drain_events() if isinstance(event, BlockRemoved)]
     assert removed and removed[0].hashes[0] == first.hashes[1]  # the tail of a prefix goes first
+
+
+class FickleLink(DictionaryLink):
+    """Answers late, loads layer by layer, fails one load in four, and stores when it likes."""
+
+    def __init__(self, random: Random, objects: Objects) -> None:
+        super().__init__(objects, is_eager=False)
+        self.random = random
+        self.num_failed = 0
+
+    def load_layer(self, load: DictionaryLoad) -> None:
+        if self.random.random() < 0.1:
+            load.failed = True
+            self.num_failed += 1
+        else:
+            super().load_layer(load)
+
+    def act(self) -> None:
+        for lookup in self.lookups:
+            if not lookup.done and self.random.random() < 0.5:
+                self.answer(lookup)
+        for load in self.loads:
+            if not load.done and self.random.random() < 0.5:
+                self.load_layer(load)
+        for save in self.saves:
+            if save.is_finished and not save.done and self.random.random() < 0.3:
+                self.land(save)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_goes_wrong_together(llama: Reference, seed: int) -> None:
+    """Shared prefixes, a small pool, preemption, a fickle cache and aborts, all at once."""
+    random = Random(seed)
+    source = DictionaryLink()
+    stems = [prompt_of(5 * BLOCK, family) for family in range(4)]
+    stored = [greedy(stem, 1, f"stem{family}", save_tail=True) for family, stem in enumerate(stems)]
+    run(make_engine(llama, source), *stored)
+    objects = source.objects
+    links = [FickleLink(random, objects) for _ in range(2)]
+    engines = [make_engine(llama, link, num_blocks=16, max_batch_tokens=40, max_running=5) for link in links]
+    expected: dict[str, list[int]] = {}
+    answers: dict[str, list[int]] = {}
+    ended: dict[str, FinishReason] = {}
+    for index in range(24):
+        stem = random.choice(stems)
+        prompt = stem[: random.randint(1, len(stem))] + prompt_of(random.randint(1, 20), index % 3)
+        num_tokens = random.randint(1, 40)
+        expected[f"r{index}"] = llama.greedy(prompt, num_tokens)
+        answers[f"r{index}"] = []
+        is_prefill = random.random() < 0.3
+        request = greedy(prompt, num_tokens, f"r{index}", save_tail=is_prefill)
+        assert engines[index % 2].add(request) is None
+    for _ in range(3000):
+        for engine, link in zip(engines, links, strict=True):
+            link.act()
+            for output in engine.step()[1]:
+                answers[output.request_id] += output.token_ids
+                if output.finish_reason is not None:
+                    ended[output.request_id] = output.finish_reason
+            engine.check()
+        if random.random() < 0.01:
+            engines[0].abort(f"r{random.randrange(24)}")
+            engines[1].abort(f"r{random.randrange(24)}")
+        if all(engine.is_idle for engine in engines):
+            break
+    assert ended.keys() == expected.keys()
+    for name, reason in ended.items():
+        answer = answers[name]
+        assert answer == expected[name][: len(answer)], name
+        assert reason is FinishReason.ABORT or len(answer) == len(expected[name]), name
+    assert all(engine.stats().num_free_blocks == engine.stats().num_blocks for engine in engines)
+    assert links[0].num_failed + links[1].num_failed > 0
 
 
 def test_salt_keeps_tenants_apart(llama: Reference) -> None:
