@@ -11,6 +11,7 @@ a packed float32 projection is 2 to 3 times faster than ``F.linear`` for one row
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -202,9 +203,18 @@ class Decoder:
         return self._head(self._norm(hidden)).float()
 
 
+@functools.cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False  # torch was built without oneDNN
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+    """Whether this torch, on this processor, multiplies with packed weights: tried, not guessed."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    try:
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        packed = torch.ops.mkldnn._reorder_linear_weight(torch.ones(16, 16, dtype=dtype))
+        product = torch.ops.mkldnn._linear_pointwise(
+            torch.ones(1, 16, dtype=dtype), packed, None, "none", [], ""
+        )
+    except (AttributeError, RuntimeError):
+        return False
+    return bool((product == 16).all())
