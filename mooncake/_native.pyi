@@ -195,4 +195,4 @@ def crc32c_columns(
     """CRC32C per row of this process's memory. The caller vouches for the addresses. *Unlocked.*"""
 
 def crc32c_implementation() -> str:
-    """``avx512``, ``sse42`` or ``table``."""
+    """``avx512``, ``sse42`` or ``table``, whichever is the best this processor runs."""

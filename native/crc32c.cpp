@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -101,26 +102,69 @@ struct Shift {
   }
 };
 
-constexpr size_t kStream = 1024;
-const Shift kPastStream(kStream);
+#define MOONCAKE_SSE42 __attribute__((target("sse4.2")))
+#define MOONCAKE_AVX512 __attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2")))
 
-__attribute__((target("sse4.2"))) uint32_t raw_sse42(const uint8_t* data, size_t length, uint32_t crc) {
-  uint64_t a = crc;
-  for (; length >= 3 * kStream; data += 3 * kStream, length -= 3 * kStream) {
-    uint64_t b = 0, c = 0;
-    for (size_t i = 0; i < kStream; i += 8) {
-      a = _mm_crc32_u64(a, load64(data + i));
-      b = _mm_crc32_u64(b, load64(data + kStream + i));
-      c = _mm_crc32_u64(c, load64(data + 2 * kStream + i));
-    }
-    a = kPastStream(static_cast<uint32_t>(a)) ^ b;
-    a = kPastStream(static_cast<uint32_t>(a)) ^ c;
-  }
-  for (; length >= 8; data += 8, length -= 8) a = _mm_crc32_u64(a, load64(data));
-  crc = static_cast<uint32_t>(a);
+MOONCAKE_SSE42 uint32_t raw_short(const uint8_t* data, size_t length, uint32_t crc) {
+  uint64_t wide = crc;
+  for (; length >= 8; data += 8, length -= 8) wide = _mm_crc32_u64(wide, load64(data));
+  crc = static_cast<uint32_t>(wide);
   for (; length; data++, length--) crc = _mm_crc32_u8(crc, *data);
   return crc;
 }
+
+enum class Store { kNone, kCached, kStreaming };
+
+inline void prefetch(const uint8_t* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0); }
+
+// Kernels fold (and copy) whole blocks, or only copy them; they are given at least one block. They look
+// ahead in memory themselves, because the hardware's prefetcher stops at the end of each page.
+
+// Three streams, because the crc32 instruction takes three cycles but can begin every cycle.
+struct Sse42 {
+  static constexpr size_t kStream = 1024, kBlock = 3 * kStream;
+  static const Shift kPastStream;
+
+  template <Store store>
+  static inline void put_line(uint8_t* to, const uint8_t* from) {
+    for (size_t i = 0; i < 64; i += 16) {
+      if constexpr (store == Store::kNone) break;
+      __m128i value = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+      if constexpr (store == Store::kCached) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), value);
+      if constexpr (store == Store::kStreaming) _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), value);
+    }
+  }
+
+  template <Store store>
+  MOONCAKE_SSE42 static uint32_t fold(uint8_t* to, const uint8_t* from, size_t num_blocks, uint32_t crc) {
+    uint64_t a = crc;
+    for (; num_blocks > 0; num_blocks--, from += kBlock, to += kBlock) {
+      uint64_t b = 0, c = 0;
+      for (size_t line = 0; line < kStream; line += 64) {
+        for (size_t stream = 0; stream < kBlock; stream += kStream) {
+          prefetch(from + kBlock + stream + line);
+          put_line<store>(to + stream + line, from + stream + line);
+        }
+        for (size_t i = line; i < line + 64; i += 8) {
+          a = _mm_crc32_u64(a, load64(from + i));
+          b = _mm_crc32_u64(b, load64(from + kStream + i));
+          c = _mm_crc32_u64(c, load64(from + 2 * kStream + i));
+        }
+      }
+      a = kPastStream(static_cast<uint32_t>(a)) ^ b;
+      a = kPastStream(static_cast<uint32_t>(a)) ^ c;
+    }
+    return static_cast<uint32_t>(a);
+  }
+
+  static void stream(uint8_t* to, const uint8_t* from, size_t num_blocks) {
+    for (size_t at = 0; at < num_blocks * kBlock; at += 64) {
+      prefetch(from + at + kStream);
+      put_line<Store::kStreaming>(to + at, from + at);
+    }
+  }
+};
+const Shift Sse42::kPastStream(kStream);
 
 // A 128-bit lane moves `bits` ahead by two carry-less products with these constants.
 constexpr uint64_t fold_constant(uint64_t bits) {
@@ -133,8 +177,6 @@ struct Fold {
   static constexpr uint64_t low = fold_constant(bits + 32), high = fold_constant(bits - 32);
 };
 
-#define MOONCAKE_AVX512 __attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2")))
-
 MOONCAKE_AVX512 inline __m512i fold512(__m512i lane, __m512i next, __m512i by) {
   return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(lane, by, 0x00), _mm512_clmulepi64_epi128(lane, by, 0x11),
                                    next, 0x96);
@@ -144,84 +186,95 @@ MOONCAKE_AVX512 inline __m128i fold128(__m128i lane, __m128i next, __m128i by) {
   return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(lane, by, 0x00), _mm_clmulepi64_si128(lane, by, 0x11)), next);
 }
 
-enum class Store { kNone, kCached, kStreaming };
-
-template <Store store>
-MOONCAKE_AVX512 inline void put512(uint8_t* to, __m512i value) {
-  if constexpr (store == Store::kCached) _mm512_storeu_si512(to, value);
-  if constexpr (store == Store::kStreaming) _mm512_stream_si512(reinterpret_cast<__m512i*>(to), value);
-}
-
-constexpr size_t kAhead = 1024;  // the hardware prefetcher stops at page ends; this does not
-
-// Folds (and copies) whole blocks of 256 bytes; at least one.
-template <Store store>
-MOONCAKE_AVX512 uint32_t fold_blocks(uint8_t* to, const uint8_t* from, size_t num_blocks, uint32_t crc) {
-  const __m512i by2048 = _mm512_set4_epi64(Fold<2048>::high, Fold<2048>::low, Fold<2048>::high, Fold<2048>::low);
-  const __m512i by512 = _mm512_set4_epi64(Fold<512>::high, Fold<512>::low, Fold<512>::high, Fold<512>::low);
-  const __m128i by128 = _mm_set_epi64x(Fold<128>::high, Fold<128>::low);
-  __m512i x[4];
-  for (int i = 0; i < 4; i++) {
-    x[i] = _mm512_loadu_si512(from + 64 * i);
-    put512<store>(to + 64 * i, x[i]);
-  }
-  x[0] = _mm512_xor_si512(x[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc))));
-  for (size_t block = 1; block < num_blocks; block++) {
-    from += 256, to += 256;
-    for (int i = 0; i < 4; i++) {
-      _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + 64 * i), _MM_HINT_T0);
-      __m512i next = _mm512_loadu_si512(from + 64 * i);
-      put512<store>(to + 64 * i, next);
-      x[i] = fold512(x[i], next, by2048);
-    }
-  }
-  __m512i sum = fold512(fold512(fold512(x[0], x[1], by512), x[2], by512), x[3], by512);
-  alignas(64) __m128i lanes[4];
-  _mm512_store_si512(lanes, sum);
-  __m128i lane = fold128(fold128(fold128(lanes[0], lanes[1], by128), lanes[2], by128), lanes[3], by128);
+// The checksum of a lane that stands for all bytes before it.
+MOONCAKE_AVX512 inline uint32_t reduce(__m128i lane) {
   uint64_t rest = _mm_crc32_u64(0, static_cast<uint64_t>(_mm_cvtsi128_si64(lane)));
   return static_cast<uint32_t>(_mm_crc32_u64(rest, static_cast<uint64_t>(_mm_extract_epi64(lane, 1))));
 }
 
-MOONCAKE_AVX512 uint32_t raw_avx512(const uint8_t* data, size_t length, uint32_t crc) {
-  if (size_t num_blocks = length / 256; num_blocks >= 2) {
-    crc = fold_blocks<Store::kNone>(nullptr, data, num_blocks, crc);
-    data += num_blocks * 256, length -= num_blocks * 256;
+// Four accumulators of four lanes each, moved ahead by a block at a time.
+struct Avx512 {
+  static constexpr size_t kBlock = 256, kAhead = 1024;
+
+  template <Store store>
+  MOONCAKE_AVX512 static inline void put(uint8_t* to, __m512i value) {
+    if constexpr (store == Store::kCached) _mm512_storeu_si512(to, value);
+    if constexpr (store == Store::kStreaming) _mm512_stream_si512(reinterpret_cast<__m512i*>(to), value);
   }
-  return raw_sse42(data, length, crc);
+
+  template <Store store>
+  MOONCAKE_AVX512 static uint32_t fold(uint8_t* to, const uint8_t* from, size_t num_blocks, uint32_t crc) {
+    const __m512i by2048 = _mm512_set4_epi64(Fold<2048>::high, Fold<2048>::low, Fold<2048>::high, Fold<2048>::low);
+    const __m512i by512 = _mm512_set4_epi64(Fold<512>::high, Fold<512>::low, Fold<512>::high, Fold<512>::low);
+    const __m128i by128 = _mm_set_epi64x(Fold<128>::high, Fold<128>::low);
+    __m512i x[4];
+    for (int i = 0; i < 4; i++) {
+      x[i] = _mm512_loadu_si512(from + 64 * i);
+      put<store>(to + 64 * i, x[i]);
+    }
+    x[0] = _mm512_xor_si512(x[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc))));
+    for (size_t block = 1; block < num_blocks; block++) {
+      from += kBlock, to += kBlock;
+      for (int i = 0; i < 4; i++) {
+        prefetch(from + kAhead + 64 * i);
+        __m512i next = _mm512_loadu_si512(from + 64 * i);
+        put<store>(to + 64 * i, next);
+        x[i] = fold512(x[i], next, by2048);
+      }
+    }
+    alignas(64) __m128i lanes[4];
+    _mm512_store_si512(lanes, fold512(fold512(fold512(x[0], x[1], by512), x[2], by512), x[3], by512));
+    return reduce(fold128(fold128(fold128(lanes[0], lanes[1], by128), lanes[2], by128), lanes[3], by128));
+  }
+
+  MOONCAKE_AVX512 static void stream(uint8_t* to, const uint8_t* from, size_t num_blocks) {
+    for (; num_blocks > 0; num_blocks--, to += kBlock, from += kBlock) {
+      for (int i = 0; i < 4; i++) {
+        prefetch(from + kAhead + 64 * i);
+        put<Store::kStreaming>(to + 64 * i, _mm512_loadu_si512(from + 64 * i));
+      }
+    }
+  }
+};
+
+template <class Kernel>
+uint32_t raw_folded(const uint8_t* data, size_t length, uint32_t crc) {
+  if (size_t num_blocks = length / Kernel::kBlock; num_blocks > 0) {
+    // Nothing is stored, so the destination is never looked at.
+    crc = Kernel::template fold<Store::kNone>(const_cast<uint8_t*>(data), data, num_blocks, crc);
+    data += num_blocks * Kernel::kBlock, length -= num_blocks * Kernel::kBlock;
+  }
+  return raw_short(data, length, crc);
 }
 
-MOONCAKE_AVX512 uint32_t raw_copy_avx512(uint8_t* to, const uint8_t* from, size_t length, uint32_t crc,
-                                         bool streaming) {
-  if (size_t odd = -reinterpret_cast<uintptr_t>(to) & 63; odd && length >= odd + 512) {
-    crc = raw_sse42(from, odd, crc);
+template <class Kernel>
+uint32_t raw_copy_folded(uint8_t* to, const uint8_t* from, size_t length, uint32_t crc, bool streaming) {
+  if (size_t odd = -reinterpret_cast<uintptr_t>(to) & 63; odd && length >= odd + 2 * Kernel::kBlock) {
+    crc = raw_short(from, odd, crc);
     std::memcpy(to, from, odd);
     to += odd, from += odd, length -= odd;
   }
   streaming &= (reinterpret_cast<uintptr_t>(to) & 63) == 0;
-  if (size_t num_blocks = length / 256; num_blocks >= 2) {
-    crc = streaming ? fold_blocks<Store::kStreaming>(to, from, num_blocks, crc)
-                    : fold_blocks<Store::kCached>(to, from, num_blocks, crc);
+  if (size_t num_blocks = length / Kernel::kBlock; num_blocks > 0) {
+    crc = streaming ? Kernel::template fold<Store::kStreaming>(to, from, num_blocks, crc)
+                    : Kernel::template fold<Store::kCached>(to, from, num_blocks, crc);
     if (streaming) _mm_sfence();
-    to += num_blocks * 256, from += num_blocks * 256, length -= num_blocks * 256;
+    to += num_blocks * Kernel::kBlock, from += num_blocks * Kernel::kBlock, length -= num_blocks * Kernel::kBlock;
   }
-  crc = raw_sse42(from, length, crc);
+  crc = raw_short(from, length, crc);
   std::memcpy(to, from, length);
   return crc;
 }
 
-MOONCAKE_AVX512 void stream_avx512(uint8_t* to, const uint8_t* from, size_t length) {
+template <class Kernel>
+void stream_copy(uint8_t* to, const uint8_t* from, size_t length) {
   size_t odd = std::min<size_t>(-reinterpret_cast<uintptr_t>(to) & 63, length);
   std::memcpy(to, from, odd);
   to += odd, from += odd, length -= odd;
-  for (; length >= 256; to += 256, from += 256, length -= 256) {
-    for (int i = 0; i < 4; i++) {
-      _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + 64 * i), _MM_HINT_T0);
-      put512<Store::kStreaming>(to + 64 * i, _mm512_loadu_si512(from + 64 * i));
-    }
-  }
+  size_t in_blocks = length / Kernel::kBlock * Kernel::kBlock;
+  Kernel::stream(to, from, length / Kernel::kBlock);
   _mm_sfence();
-  std::memcpy(to, from, length);
+  std::memcpy(to + in_blocks, from + in_blocks, length - in_blocks);
 }
 
 #endif
@@ -235,48 +288,57 @@ struct Chosen {
   Copy stream = plain_copy;
 };
 
-const Chosen kChosen = []() -> Chosen {
+constexpr Chosen kTable;
+#if defined(__x86_64__)
+constexpr Chosen kSse42{"sse42", raw_folded<Sse42>, raw_copy_folded<Sse42>, stream_copy<Sse42>};
+constexpr Chosen kAvx512{"avx512", raw_folded<Avx512>, raw_copy_folded<Avx512>, stream_copy<Avx512>};
+#endif
+
+// What this processor can run, best first.
+std::vector<const Chosen*> supported() {
+  std::vector<const Chosen*> found;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("vpclmulqdq"))
-    return {"avx512", raw_avx512, raw_copy_avx512, stream_avx512};
-  if (__builtin_cpu_supports("sse4.2")) return {"sse42", raw_sse42, raw_copy_by_pieces<raw_sse42>, plain_copy};
+  bool has_sse42 = __builtin_cpu_supports("sse4.2");
+  if (has_sse42 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("vpclmulqdq"))
+    found.push_back(&kAvx512);
+  if (has_sse42) found.push_back(&kSse42);
 #endif
-  return {};
-}();
+  found.push_back(&kTable);
+  return found;
+}
+
+const Chosen* chosen = supported().front();
 
 }  // namespace
 
 uint32_t crc32c(const void* data, size_t length, uint32_t seed) {
-  return ~kChosen.raw(static_cast<const uint8_t*>(data), length, ~seed);
+  return ~chosen->raw(static_cast<const uint8_t*>(data), length, ~seed);
 }
 
 uint32_t copy_crc32c(void* to, const void* from, size_t length, uint32_t seed, bool streaming) {
-  return ~kChosen.raw_copy(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), length, ~seed, streaming);
+  return ~chosen->raw_copy(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), length, ~seed, streaming);
 }
 
 void copy(void* to, const void* from, size_t length, bool streaming) {
-  (streaming ? kChosen.stream : plain_copy)(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), length);
+  (streaming ? chosen->stream : plain_copy)(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), length);
 }
 
 uint32_t crc32c_combine(uint32_t a, uint32_t b, uint64_t length_b) { return multiply(shift_of(length_b), a) ^ b; }
 
-const char* crc32c_implementation() { return kChosen.name; }
+const char* crc32c_implementation() { return chosen->name; }
 
 namespace detail {
-uint32_t crc32c_table(const void* data, size_t length, uint32_t seed) {
-  return ~raw_table(static_cast<const uint8_t*>(data), length, ~seed);
+std::vector<const char*> implementations() {
+  std::vector<const char*> names;
+  for (const Chosen* one : supported()) names.push_back(one->name);
+  return names;
 }
-#if defined(__x86_64__)
-bool has_sse42() { return __builtin_cpu_supports("sse4.2"); }
-uint32_t crc32c_sse42(const void* data, size_t length, uint32_t seed) {
-  return ~raw_sse42(static_cast<const uint8_t*>(data), length, ~seed);
+void choose(const char* name) {
+  for (const Chosen* one : supported())
+    if (std::strcmp(one->name, name) == 0) chosen = one;
 }
-#else
-bool has_sse42() { return false; }
-uint32_t crc32c_sse42(const void* data, size_t length, uint32_t seed) { return crc32c_table(data, length, seed); }
-#endif
 }  // namespace detail
 
 }  // namespace mooncake

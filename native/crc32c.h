@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace mooncake {
 
@@ -23,10 +24,9 @@ void copy(void* to, const void* from, size_t length, bool streaming);
 
 const char* crc32c_implementation();  // "avx512", "sse42" or "table"
 
-namespace detail {  // for tests: every implementation must agree
-uint32_t crc32c_table(const void* data, size_t length, uint32_t seed);
-bool has_sse42();
-uint32_t crc32c_sse42(const void* data, size_t length, uint32_t seed);
+namespace detail {                           // for tests: every implementation that this processor runs must agree
+std::vector<const char*> implementations();  // best first
+void choose(const char* name);
 }  // namespace detail
 
 }  // namespace mooncake
