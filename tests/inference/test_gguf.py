@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,28 @@ def test_a_damaged_file_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(ModelError, match=r"broken\.gguf could not be converted"):
         resolve_model("smollm2", tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
+
+
+def test_who_starts_together_converts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "model.gguf"
+    source.write_bytes(b"GGUF")
+    targets: list[Path] = []
+    everyone = threading.Barrier(4)
+
+    def convert(source: Path, target: Path, advance: object) -> None:
+        targets.append(target)
+        (target / "config.json").write_text("{}")
+
+    def resolve(_: int) -> Path:
+        everyone.wait(30)
+        return resolve_model("smollm2", tmp_path)
+
+    monkeypatch.setattr(gguf, "_bundled_file", lambda: source)
+    monkeypatch.setattr(gguf, "_convert", convert)
+    with ThreadPoolExecutor(4) as pool:
+        folders = list(pool.map(resolve, range(4)))
+    assert len(set(folders)) == len(targets) == 1
+    assert (folders[0] / "config.json").is_file() and not targets[0].exists()
 
 
 @pytest.mark.model
