@@ -390,6 +390,11 @@ class StoreLink:
         """Submit every computed layer that has not been; the caller holds the save's lock."""
         if save.grants is None or not save.is_wanted:
             return
+        if clock.monotonic() >= min(grant.expires_at for grant in save.grants):
+            # The timer says so too, but it may be late: no write may begin in space that is not ours.
+            save.is_wanted = False
+            self._settle(save)
+            return
         parts = _by_segment(save.grants)
         for layer in range(save.num_layers_submitted, save.num_layers_computed):
             for members in parts:
