@@ -149,7 +149,9 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Api]:
     async with contextlib.AsyncExitStack() as stack:
         engine_settings = settings.engine_settings()
         shape = layout.pool_shape(engine_settings.num_blocks(layout))
-        pool = torch.empty(shape, dtype=model.dtype, device=model.device)  # pages cost memory once used
+        # Touched now: a page that is first touched under a request costs it time (a cached prompt of
+        # 2,000 tokens took five times as long), and memory that isn't there should be missed at start.
+        pool = torch.empty(shape, dtype=model.dtype, device=model.device).zero_()
         link: StoreLink | None = None
         if settings.master:
             weights = await asyncio.to_thread(weights_digest, folder)
