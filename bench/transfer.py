@@ -31,6 +31,7 @@ import numpy as np
 from mooncake.transfer import Op, Region, Segment, Status, TransferEngine, TransferSettings
 from mooncake.transfer.segment import Column, decode_descriptor
 
+COMMAND = " ".join(["python -m bench.transfer", *sys.argv[1:]])
 WINDOW_BYTES = 256 << 20
 ROUND_BYTES = 32 << 20
 SHAPES = [
@@ -242,9 +243,9 @@ def main() -> None:
     )
     machine = f"{model}, {os.cpu_count()} cores, Linux {platform.release()}"
     if asked.json:
-        print(json.dumps({"machine": machine, "command": sys.argv, "rows": [asdict(row) for row in rows]}))
+        print(json.dumps({"machine": machine, "command": COMMAND, "rows": [asdict(row) for row in rows]}))
         return
-    print(f"machine: {machine}\ncommand: {' '.join(sys.argv)}")
+    print(f"machine: {machine}\ncommand: {COMMAND}")
     print(f"{'path':4} {'op':9} {'shape':14} {'reference':>10} {'GB/s':>7} {'ours':>7} {'ratio':>6}"
           f" {'p50 us':>10} {'p99 us':>10}  C ping-pong us")  # fmt: skip
     for row in rows:

@@ -1,5 +1,6 @@
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -355,8 +356,13 @@ void TcpServer::serve(Loop& loop) {
     }
   };
   auto last_look = Clock::now();
+  auto attentive_until = last_look;
   while (!closing_) {
-    int count = epoll_wait(loop.epoll, events.data(), static_cast<int>(events.size()), ready.empty() ? 1000 : 0);
+    // Whoever asked a moment ago often asks again, sooner than a sleeping core wakes up.
+    bool is_attentive = !ready.empty() || Clock::now() < attentive_until;
+    int count = epoll_wait(loop.epoll, events.data(), static_cast<int>(events.size()), is_attentive ? 0 : 1000);
+    if (count > 0) attentive_until = Clock::now() + kAttentive;
+    else if (is_attentive && ready.empty()) sched_yield();
     std::vector<int> again;
     for (int i = 0; i < count; i++) {
       const epoll_event& event = events[static_cast<size_t>(i)];
