@@ -36,6 +36,7 @@ from mooncake.transfer import Region, TransferEngine, TransferSettings
 KIB, MIB = 1 << 10, 1 << 20
 WINDOW_BYTES = 512 * MIB
 POOL_BYTES = 768 * MIB
+LEASE_S = 0.2
 SIZES = [("4 KiB", 4 * KIB), ("64 KiB", 64 * KIB), ("1 MiB", MIB), ("16 MiB", 16 * MIB)]
 BATCH = 128
 
@@ -65,7 +66,7 @@ def running_store(pool_bytes: int) -> Iterator[str]:
     quiet = ["--log-level", "warning"]
     start = [sys.executable, "-m", "mooncake"]
     # Short leases, so that the bench may overwrite what it has just read.
-    master = [*start, "master", "--port", str(port), "--lease-s", "0.2", *quiet]
+    master = [*start, "master", "--port", str(port), "--lease-s", str(LEASE_S), *quiet]
     node = [*start, "node", "--master", address, "--pool-size", str(pool_bytes), *quiet]
     processes = [subprocess.Popen(command) for command in (master, node)]
     try:
@@ -134,14 +135,16 @@ class Bench:
             keys = self.new_keys(count)
             copies.append(self.memcpy(size, count))
             source = self.pieces(self.source, size, count)
-            puts.append(timed(lambda k=keys, s=source: self.store.put_batch(k, s)))  # type: ignore[misc]
+            puts.append(timed(lambda k=keys, s=source: self.put(k, s)))  # type: ignore[misc]
             target = self.pieces(self.target, size, count)
-            gets.append(timed(lambda k=keys, t=target: self.store.get_batch_into(k, t)))  # type: ignore[misc]
+            gets.append(timed(lambda k=keys, t=target: self.get(k, t)))  # type: ignore[misc]
             if count == 1:
                 views.append(timed(lambda k=keys: self.look(k[0])))  # type: ignore[misc]
-            # The lease of the get protects the objects for a while; the pool has room for that.
+            # The lease of the get protects the objects for a while; many small ones have room for that.
             if self._num_keys % 64 == 0 or size * count >= MIB:
                 self.store.remove(keys, force=True)
+            if size * count >= 8 * MIB:
+                time.sleep(LEASE_S * 1.5)
         rows = []
         reference = size * count / statistics.median(copies) / 1e9
         for what, times in (("put", puts), ("get", gets)):
@@ -150,6 +153,13 @@ class Bench:
         if views and self.path == "shm":
             rows.append(self.row(f"view {name}, unverified", views, 1))
         return rows
+
+    def put(self, keys: list[str], source: list[tuple[int, int]]) -> None:
+        refused = [outcome for outcome in self.store.put_batch(keys, source) if outcome is not None]
+        assert not refused, f"a refused put is not a fast one: {refused[0]}"
+
+    def get(self, keys: list[str], target: list[tuple[int, int]]) -> None:
+        assert None not in self.store.get_batch_into(keys, target), "a miss is not a fast get"
 
     def look(self, key: str) -> None:
         with self.store.view(key, verify=False) as view:
