@@ -112,10 +112,9 @@ class Generator:
                 counts.num_stored_tokens = output.num_stored_tokens
                 piece = text.take(output)
                 piece.index = index
-                if text.is_stopped and not ended:
-                    yield piece
-                    return
                 yield piece
+                if text.is_stopped:
+                    return
         finally:
             del self._waiting[request.id]
             if not ended:

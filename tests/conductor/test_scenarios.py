@@ -41,8 +41,8 @@ from mooncake.conductor.messages import (
 from mooncake.machine import Wake
 from mooncake.prefix import BlockHash, block_hashes, root_hash
 from mooncake.types import Role
+from tests.scenarios.play import FOLDER, play
 
-FOLDER = Path(__file__).parent.parent / "scenarios"
 BLOCK_TOKENS = 16
 ANSWERS = {"ready": ProbeOutcome.READY, "alive": ProbeOutcome.ALIVE, "dead": ProbeOutcome.FAILED}
 
@@ -133,25 +133,9 @@ class Stage:
         return told
 
 
-def performed(text: str) -> str:
-    """The scenario with what the conductor decides."""
-    stage, lines = Stage(), list[str]()
-    for line in text.splitlines():
-        if line.startswith("  "):
-            continue
-        lines.append(line)
-        if line and not line.startswith("#"):
-            lines += [f"  {told}" for told in stage.perform(line)]
-    return "\n".join(lines) + "\n"
-
-
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("conductor_*.txt")), ids=lambda path: path.stem)
 def test_conductor(path: Path, request: pytest.FixtureRequest) -> None:
-    text = path.read_text()
-    actual = performed(text)
-    if request.config.getoption("--rewrite"):
-        path.write_text(actual)
-    assert actual == text
+    play(Stage(), path, request)
 
 
 def test_there_are_scenarios() -> None:

@@ -22,8 +22,8 @@ from mooncake.errors import Refusal
 from mooncake.machine import Wake
 from mooncake.store import messages as m
 from mooncake.store.master import ConnectionLost, Master, MasterSettings, Note, Received, Reply
+from tests.scenarios.play import FOLDER, play
 
-FOLDER = Path(__file__).parent.parent / "scenarios"
 BASE = 1 << 40
 
 
@@ -148,25 +148,9 @@ def _outcome(outcome: bool | Refusal) -> str:
     return "done" if outcome else "nothing to do"
 
 
-def performed(text: str) -> str:
-    """The scenario with the answers that the master gives."""
-    stage, lines = Stage(), list[str]()
-    for line in text.splitlines():
-        if line.startswith("  "):
-            continue
-        lines.append(line)
-        if line and not line.startswith("#"):
-            lines += [f"  {told}" for told in stage.perform(line)]
-    return "\n".join(lines) + "\n"
-
-
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("master_*.txt")), ids=lambda path: path.stem)
 def test_master(path: Path, request: pytest.FixtureRequest) -> None:
-    text = path.read_text()
-    actual = performed(text)
-    if request.config.getoption("--rewrite"):
-        path.write_text(actual)
-    assert actual == text
+    play(Stage(), path, request)
 
 
 def test_there_are_scenarios() -> None:
