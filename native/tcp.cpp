@@ -394,17 +394,62 @@ void tune(int socket) {
   if (is_loopback(socket)) setsockopt(socket, SOL_SOCKET, SO_SNDBUF, &kLoopbackBuffer, sizeof kLoopbackBuffer);
 }
 
+namespace {
+
+std::mutex fences_mutex;
+std::unordered_map<uint64_t, std::shared_ptr<Fences>>& fences_by_epoch() {
+  static auto* known = new std::unordered_map<uint64_t, std::shared_ptr<Fences>>();  // outlives every peer
+  return *known;
+}
+
+}  // namespace
+
+std::shared_ptr<Fences> Fences::to(uint64_t epoch) {
+  std::lock_guard lock(fences_mutex);
+  std::shared_ptr<Fences>& fences = fences_by_epoch()[epoch];
+  if (!fences) fences = std::make_shared<Fences>();
+  return fences;
+}
+
+// What is still pending is kept for the next peer object that leads there.
+void Fences::release(uint64_t epoch, std::shared_ptr<Fences>& fences) {
+  std::lock_guard lock(fences_mutex);
+  fences.reset();
+  auto found = fences_by_epoch().find(epoch);
+  if (found != fences_by_epoch().end() && found->second.use_count() == 1 && found->second->pending().empty())
+    fences_by_epoch().erase(found);
+}
+
+void Fences::add(const std::vector<uint64_t>& lanes) {
+  std::lock_guard lock(mutex_);
+  pending_.insert(pending_.end(), lanes.begin(), lanes.end());
+}
+
+std::vector<uint64_t> Fences::pending() const {
+  std::lock_guard lock(mutex_);
+  return pending_;
+}
+
+void Fences::remove(const std::vector<uint64_t>& lanes) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(pending_, [&](uint64_t lane) { return std::find(lanes.begin(), lanes.end(), lane) != lanes.end(); });
+}
+
 TcpPeer::TcpPeer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote, TcpAddress address,
                  uint64_t epoch, int num_streams)
     : Peer(std::move(local), std::move(remote), std::max(2, num_streams)),
       address_(address),
       epoch_(epoch),
-      num_streams_(static_cast<size_t>(num_streams)) {}
+      num_streams_(static_cast<size_t>(num_streams)),
+      fences_(Fences::to(epoch)) {}
 
-TcpPeer::~TcpPeer() { TcpPeer::release(); }
+TcpPeer::~TcpPeer() {
+  TcpPeer::release();
+  Fences::release(epoch_, fences_);
+}
 
 void TcpPeer::release() {
-  for (int socket : idle_) ::close(socket);
+  for (const Lane& lane : idle_) ::close(lane.socket);
   num_lanes_ -= idle_.size();
   idle_.clear();
 }
@@ -412,25 +457,31 @@ void TcpPeer::release() {
 Completion TcpPeer::execute(Job& job) {
   uint64_t num_bytes = 0;
   for (const Slice& slice : job.request.slices) num_bytes += slice.length;
-  std::vector<int> lanes;
+  std::vector<Lane> lanes;
   size_t wanted = std::clamp<size_t>(num_bytes / kLaneBytes, 1, num_streams_);
   if (Status status = take_lanes(job, wanted, lanes); status != Status::kOk) return job.failed(status);
-  Conversation conversation(job, lanes);
-  bool is_clean = conversation.drive();
+  std::vector<int> sockets;
+  for (const Lane& lane : lanes) sockets.push_back(lane.socket);
+  Conversation conversation(job, sockets);
+  Status fenced = fence(job, lanes[0]);
+  bool is_clean = fenced == Status::kOk && conversation.drive();
   {
     std::lock_guard lock(mutex_);
-    for (int lane : lanes) {
-      std::erase(job.sockets, lane);
+    std::vector<uint64_t> given_up;
+    for (const Lane& lane : lanes) {
+      std::erase(job.sockets, lane.socket);
       if (is_clean && job.stop.load() == Status::kOk) {
         idle_.push_back(lane);
       } else {
-        ::close(lane);
+        ::close(lane.socket);
         num_lanes_--;
+        given_up.push_back(lane.name);
       }
     }
+    if (fenced == Status::kOk && !is_clean && job.request.op == Op::kWrite) fences_->add(given_up);
     freed_.notify_all();
   }
-  Status status = conversation.status();
+  Status status = fenced == Status::kOk ? conversation.status() : fenced;
   if (!is_clean && job.stop.load() != Status::kOk) status = job.stop.load();
   if (status != Status::kOk) return job.failed(status, conversation.failed_slice());
   Completion completion;
@@ -440,19 +491,19 @@ Completion TcpPeer::execute(Job& job) {
 }
 
 // At least one lane, up to `wanted`: idle ones, else new ones, else whichever is given back first.
-Status TcpPeer::take_lanes(Job& job, size_t wanted, std::vector<int>& lanes) {
+Status TcpPeer::take_lanes(Job& job, size_t wanted, std::vector<Lane>& lanes) {
   std::unique_lock lock(mutex_);
   while (lanes.size() < wanted) {
     if (job.stop.load() != Status::kOk) break;
     if (!idle_.empty()) {
-      int socket = idle_.back();
+      Lane lane = idle_.back();
       idle_.pop_back();
       char byte;  // a quiet lane says EAGAIN; anything else means the peer closed it meanwhile
-      if (recv(socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && would_block()) {
-        job.sockets.push_back(socket);
-        lanes.push_back(socket);
+      if (recv(lane.socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && would_block()) {
+        job.sockets.push_back(lane.socket);
+        lanes.push_back(lane);
       } else {
-        ::close(socket);
+        ::close(lane.socket);
         num_lanes_--;
       }
       continue;
@@ -460,8 +511,8 @@ Status TcpPeer::take_lanes(Job& job, size_t wanted, std::vector<int>& lanes) {
     if (num_lanes_ < num_streams_ + kSpareLanes) {
       num_lanes_++;
       lock.unlock();
-      int socket = -1;
-      Status status = connect(job, socket);
+      Lane lane{-1, random_key()};
+      Status status = connect(job, lane);
       lock.lock();
       if (status != Status::kOk) {
         num_lanes_--;
@@ -469,7 +520,7 @@ Status TcpPeer::take_lanes(Job& job, size_t wanted, std::vector<int>& lanes) {
         if (!lanes.empty()) break;
         return job.stop.load() == Status::kOk ? status : job.stop.load();
       }
-      lanes.push_back(socket);
+      lanes.push_back(lane);
       continue;
     }
     if (!lanes.empty()) break;
@@ -481,21 +532,21 @@ Status TcpPeer::take_lanes(Job& job, size_t wanted, std::vector<int>& lanes) {
 }
 
 // A new lane, attached to the job.
-Status TcpPeer::connect(Job& job, int& lane) {
+Status TcpPeer::connect(Job& job, Lane& lane) {
   int socket = ::socket(address_.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (socket < 0) return Status::kPeerLost;
   Status status = attach(job, socket) ? Status::kOk : job.stop.load();
   if (status == Status::kOk) {
     auto* name = reinterpret_cast<const sockaddr*>(&address_.storage);
     if (::connect(socket, name, address_.length) != 0 && errno != EINPROGRESS) status = Status::kPeerLost;
-    else status = greet(job, socket);
+    else status = greet(job, {socket, lane.name});
   }
   if (status != Status::kOk) {
     detach(job, socket);
     ::close(socket);
     return status;
   }
-  lane = socket;
+  lane.socket = socket;
   return Status::kOk;
 }
 
@@ -508,24 +559,59 @@ int wait_for(int socket, short events, Clock::time_point deadline) {
   }
 }
 
-Status TcpPeer::greet(Job& job, int socket) {
-  if (!wait_for(socket, POLLOUT, job.request.deadline)) return Status::kTimedOut;
-  tune(socket);
-  wire::Hello hello;
-  hello.epoch = epoch_;
-  if (::send(socket, &hello, sizeof hello, MSG_NOSIGNAL | MSG_DONTWAIT) != sizeof hello) return Status::kPeerLost;
-  wire::Hello answer;
+namespace {
+
+Status receive_exactly(int socket, void* into, size_t size, Clock::time_point deadline) {
   size_t received = 0;
-  while (received < sizeof answer) {
-    if (!wait_for(socket, POLLIN, job.request.deadline)) return Status::kTimedOut;
-    ssize_t count =
-        recv(socket, reinterpret_cast<uint8_t*>(&answer) + received, sizeof answer - received, MSG_DONTWAIT);
+  while (received < size) {
+    if (!wait_for(socket, POLLIN, deadline)) return Status::kTimedOut;
+    ssize_t count = recv(socket, static_cast<uint8_t*>(into) + received, size - received, MSG_DONTWAIT);
     if (count < 0 && would_block()) continue;
     if (count <= 0) return Status::kPeerLost;
     received += static_cast<size_t>(count);
   }
+  return Status::kOk;
+}
+
+}  // namespace
+
+Status TcpPeer::greet(Job& job, const Lane& lane) {
+  if (!wait_for(lane.socket, POLLOUT, job.request.deadline)) return Status::kTimedOut;
+  tune(lane.socket);
+  wire::Hello hello;
+  hello.epoch = epoch_, hello.lane = lane.name;
+  if (::send(lane.socket, &hello, sizeof hello, MSG_NOSIGNAL | MSG_DONTWAIT) != sizeof hello) return Status::kPeerLost;
+  wire::Hello answer;
+  Status received = receive_exactly(lane.socket, &answer, sizeof answer, job.request.deadline);
+  if (received != Status::kOk) return received;
   if (!wire::is_hello(answer)) return Status::kProtocolError;
   return static_cast<Status>(answer.status) == Status::kOk && answer.epoch == epoch_ ? Status::kOk : Status::kPeerLost;
+}
+
+// Before anything moves: what was given up earlier must not land on top of it. The lanes stay pending
+// until confirmed, so jobs that come meanwhile ask too.
+Status TcpPeer::fence(Job& job, const Lane& lane) {
+  std::vector<uint64_t> pending = fences_->pending();
+  for (size_t at = 0; at < pending.size(); at += wire::kMaxSlices) {
+    std::vector<wire::WireSlice> table;
+    for (size_t i = at; i < std::min<size_t>(pending.size(), at + wire::kMaxSlices); i++)
+      table.push_back({pending[i], 0, 0});
+    wire::Frame frame;
+    frame.kind = wire::Kind::kFence, frame.num_slices = static_cast<uint32_t>(table.size());
+    size_t bytes = table.size() * sizeof table[0];
+    std::vector<uint8_t> message(sizeof frame + bytes);
+    std::memcpy(message.data(), &frame, sizeof frame);
+    std::memcpy(message.data() + sizeof frame, table.data(), bytes);
+    // 24 KiB at most on a quiet lane: the socket's buffer takes it whole.
+    ssize_t sent = ::send(lane.socket, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent != static_cast<ssize_t>(message.size())) return Status::kPeerLost;
+    wire::Frame reply;
+    Status received = receive_exactly(lane.socket, &reply, sizeof reply, job.request.deadline);
+    if (received != Status::kOk) return received;
+    if (!wire::is_reply(reply) || reply.payload_bytes != 0) return Status::kProtocolError;
+  }
+  if (!pending.empty()) fences_->remove(pending);
+  return Status::kOk;
 }
 
 }  // namespace mooncake

@@ -15,6 +15,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <unordered_map>
 
 #include "transport.h"
 #include "wire.h"
@@ -47,10 +48,42 @@ struct TcpAddress {
   static std::optional<TcpAddress> parse(const std::string& host, int port);
 };
 
+// The connections of a server by lane. Memory is written only with the connection's own gate held, so
+// cut() returns when the last byte of a lane has landed and nothing more of it will.
+class Gates {
+ public:
+  struct Gate {
+    std::mutex mutex;
+    bool is_cut = false;
+  };
+  void add(uint64_t lane, std::shared_ptr<Gate> gate);
+  void remove(uint64_t lane, const std::shared_ptr<Gate>& gate);
+  void cut(uint64_t lane);
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<uint64_t, std::shared_ptr<Gate>> by_lane_;
+};
+
+// Lanes to one process on which a write was given up, until that process has confirmed that they are
+// cut. Shared by all ways to it: what was given up here must not land after what goes there.
+class Fences {
+ public:
+  static std::shared_ptr<Fences> to(uint64_t epoch);
+  static void release(uint64_t epoch, std::shared_ptr<Fences>& fences);  // by who no longer uses it
+  void add(const std::vector<uint64_t>& lanes);
+  std::vector<uint64_t> pending() const;
+  void remove(const std::vector<uint64_t>& lanes);
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<uint64_t> pending_;
+};
+
 // The server's side of one connection; knows sockets but no event loop, so tests can drive it.
 class TcpConnection {
  public:
-  TcpConnection(int socket, std::shared_ptr<RegionTable> regions, uint64_t epoch);
+  TcpConnection(int socket, std::shared_ptr<RegionTable> regions, std::shared_ptr<Gates> gates, uint64_t epoch);
   ~TcpConnection();
   TcpConnection(const TcpConnection&) = delete;
   TcpConnection& operator=(const TcpConnection&) = delete;
@@ -75,7 +108,10 @@ class TcpConnection {
 
   const int socket_;
   const std::shared_ptr<RegionTable> regions_;
+  const std::shared_ptr<Gates> gates_;
+  const std::shared_ptr<Gates::Gate> gate_ = std::make_shared<Gates::Gate>();
   const uint64_t epoch_;
+  uint64_t lane_ = 0;
   State state_ = State::kHello;
   bool over_ = false;
   bool drained_ = false;  // the last receive took all there was
@@ -109,6 +145,7 @@ class TcpServer {
   void adopt(Loop& loop);
 
   const std::shared_ptr<RegionTable> regions_;
+  const std::shared_ptr<Gates> gates_ = std::make_shared<Gates>();
   const uint64_t epoch_;
   int listener_ = -1;
   int port_ = 0;
@@ -130,15 +167,21 @@ class TcpPeer final : public Peer {
   void release() override;
 
  private:
-  Status take_lanes(Job& job, size_t wanted, std::vector<int>& lanes);
-  Status connect(Job& job, int& lane);
-  Status greet(Job& job, int socket);
+  struct Lane {
+    int socket;
+    uint64_t name;
+  };
+  Status take_lanes(Job& job, size_t wanted, std::vector<Lane>& lanes);
+  Status fence(Job& job, const Lane& lane);
+  Status connect(Job& job, Lane& lane);
+  Status greet(Job& job, const Lane& lane);
 
   const TcpAddress address_;
   const uint64_t epoch_;
   const size_t num_streams_;
-  std::vector<int> idle_;  // connected and clean
-  size_t num_lanes_ = 0;   // idle or in use
+  std::shared_ptr<Fences> fences_;
+  std::vector<Lane> idle_;  // connected and clean
+  size_t num_lanes_ = 0;    // idle or in use
   std::condition_variable freed_;
 };
 

@@ -32,10 +32,37 @@ bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 
 }  // namespace
 
-TcpConnection::TcpConnection(int socket, std::shared_ptr<RegionTable> regions, uint64_t epoch)
-    : socket_(socket), regions_(std::move(regions)), epoch_(epoch), buffer_(kBuffer) {}
+void Gates::add(uint64_t lane, std::shared_ptr<Gate> gate) {
+  std::lock_guard lock(mutex_);
+  by_lane_.insert_or_assign(lane, std::move(gate));
+}
 
-TcpConnection::~TcpConnection() { close(socket_); }
+void Gates::remove(uint64_t lane, const std::shared_ptr<Gate>& gate) {
+  std::lock_guard lock(mutex_);
+  auto found = by_lane_.find(lane);
+  if (found != by_lane_.end() && found->second == gate) by_lane_.erase(found);
+}
+
+void Gates::cut(uint64_t lane) {
+  std::shared_ptr<Gate> gate;
+  {
+    std::lock_guard lock(mutex_);
+    auto found = by_lane_.find(lane);
+    if (found == by_lane_.end()) return;  // its connection has ended
+    gate = found->second;
+  }
+  std::lock_guard lock(gate->mutex);
+  gate->is_cut = true;
+}
+
+TcpConnection::TcpConnection(int socket, std::shared_ptr<RegionTable> regions, std::shared_ptr<Gates> gates,
+                             uint64_t epoch)
+    : socket_(socket), regions_(std::move(regions)), gates_(std::move(gates)), epoch_(epoch), buffer_(kBuffer) {}
+
+TcpConnection::~TcpConnection() {
+  gates_->remove(lane_, gate_);
+  close(socket_);
+}
 
 TcpConnection::Progress TcpConnection::advance(bool ending) {
   ending_ |= ending;
@@ -83,10 +110,13 @@ bool TcpConnection::parse() {
   const uint8_t* at = buffer_.data() + begin_;
   if (state_ == State::kHello) {
     wire::Hello hello;
+    std::memcpy(&hello, at, std::min(available, sizeof hello));
+    // Magic and version come first, so another version's shorter greeting is not waited for.
+    if (available >= offsetof(wire::Hello, epoch) && !wire::is_hello(hello)) return over_ = true, false;
     if (available < sizeof hello) return false;
-    std::memcpy(&hello, at, sizeof hello);
-    if (!wire::is_hello(hello)) return over_ = true, false;
     begin_ += sizeof hello;
+    lane_ = hello.lane;
+    gates_->add(lane_, gate_);
     wire::Hello answer;
     answer.epoch = hello.epoch;  // ours is told to nobody who does not know it
     answer.status = static_cast<uint8_t>(hello.epoch == epoch_ ? Status::kOk : Status::kPeerLost);
@@ -108,7 +138,12 @@ bool TcpConnection::parse() {
   std::span<const wire::WireSlice> table(slices, frame_.num_slices);
   if (!wire::fits(frame_, table)) return over_ = true, false;
   begin_ += sizeof frame_ + table_bytes;
-  begin(frame_, table);
+  if (frame_.kind == wire::Kind::kFence) {
+    for (const wire::WireSlice& slice : table) gates_->cut(slice.address);
+    reply(Status::kOk, 0, 0);
+  } else {
+    begin(frame_, table);
+  }
   return true;
 }
 
@@ -161,6 +196,8 @@ bool TcpConnection::take_payload() {
     size_t piece = std::min(vector_[0].iov_len, end_ - begin_);
     Touch touch(touched_);
     if (!touch) return refuse_payload();
+    std::lock_guard open(gate_->mutex);
+    if (gate_->is_cut) return over_ = true, false;
     std::memcpy(vector_[0].iov_base, buffer_.data() + begin_, piece);
     begin_ += piece, moved_ += piece;
     payload_.consume(piece);
@@ -179,6 +216,8 @@ bool TcpConnection::take_payload() {
   {
     Touch touch(touched_);
     if (!touch) return refuse_payload();
+    std::lock_guard open(gate_->mutex);
+    if (gate_->is_cut) return over_ = true, false;
     received = readv(socket_, vector_.data(), static_cast<int>(vector_.size()));
   }
   if (received < 0 && would_block()) return false;
@@ -331,7 +370,7 @@ void TcpServer::adopt(Loop& loop) {
     offered.swap(loop.offered);
   }
   for (int socket : offered) {
-    loop.connections[socket] = std::make_unique<TcpConnection>(socket, regions_, epoch_);
+    loop.connections[socket] = std::make_unique<TcpConnection>(socket, regions_, gates_, epoch_);
     epoll_event event{};
     event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, event.data.fd = socket;
     epoll_ctl(loop.epoll, EPOLL_CTL_ADD, socket, &event);

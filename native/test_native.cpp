@@ -296,13 +296,13 @@ void test_server_robustness() {
   for (int i = 0; i < rounds; i++) {
     int ends[2];
     assert(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0);
-    TcpConnection connection(ends[1], table, 7);
+    TcpConnection connection(ends[1], table, std::make_shared<Gates>(), 7);
     std::vector<uint8_t> soup;
     auto add = [&](const void* bytes, size_t size) {
       soup.insert(soup.end(), static_cast<const uint8_t*>(bytes), static_cast<const uint8_t*>(bytes) + size);
     };
     wire::Hello hello;
-    hello.epoch = 7;
+    hello.epoch = 7, hello.lane = rng() | 1;
     add(&hello, sizeof hello);
     for (uint64_t frames = below(5) + 1; frames > 0; frames--) {
       std::vector<wire::WireSlice> slices(below(30) ? below(6) + 1 : wire::kMaxSlices);
@@ -313,6 +313,10 @@ void test_server_robustness() {
         frame.payload_bytes += slice.length;
       }
       frame.kind = below(2) ? wire::Kind::kWrite : wire::Kind::kRead;
+      if (below(8) == 0) {
+        frame.kind = wire::Kind::kFence, frame.payload_bytes = 0;
+        for (auto& slice : slices) slice = {below(2) ? hello.lane : rng(), 0, 0};
+      }
       frame.num_slices = static_cast<uint32_t>(slices.size());
       frame.number = frames;
       add(&frame, sizeof frame);
@@ -338,6 +342,50 @@ void test_server_robustness() {
     assert(connection.advance(true) == TcpConnection::Progress::kClosed);
     for (size_t at = 0; at < 1000; at++) assert(memory[at] == 0 && memory[19'000 + at] == 0);
   }
+}
+
+// A write that its client gave up lands until a fence names its lane, and never after.
+void test_fence() {
+  auto table = std::make_shared<RegionTable>();
+  auto gates = std::make_shared<Gates>();
+  std::vector<uint8_t> memory(100, 0);
+  RegionRef region = table->add(address_of(memory.data()), memory.size(), true);
+  struct End {
+    int ends[2];
+    std::unique_ptr<TcpConnection> connection;
+    void send_bytes(const void* bytes, size_t size) {
+      assert(send(ends[0], bytes, size, MSG_NOSIGNAL) == static_cast<ssize_t>(size));
+    }
+    End(std::shared_ptr<RegionTable> table, std::shared_ptr<Gates> gates, uint64_t lane) {
+      assert(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0);
+      connection = std::make_unique<TcpConnection>(ends[1], table, gates, 7);
+      wire::Hello hello;
+      hello.epoch = 7, hello.lane = lane;
+      send_bytes(&hello, sizeof hello);
+      assert(connection->advance(false) == TcpConnection::Progress::kWaiting);
+      assert(recv(ends[0], &hello, sizeof hello, MSG_DONTWAIT) == sizeof hello && hello.status == 0);
+    }
+    ~End() { close(ends[0]); }
+    void ask(wire::Kind kind, uint64_t payload, wire::WireSlice slice) {
+      wire::Frame frame;
+      frame.kind = kind, frame.num_slices = 1, frame.payload_bytes = payload;
+      send_bytes(&frame, sizeof frame);
+      send_bytes(&slice, sizeof slice);
+    }
+  };
+  End given_up(table, gates, 11), later(table, gates, 12);
+  std::vector<uint8_t> ones(100, 1);
+  given_up.ask(wire::Kind::kWrite, 100, {region->address, 100, region->key});
+  given_up.send_bytes(ones.data(), 40);
+  assert(given_up.connection->advance(false) == TcpConnection::Progress::kWaiting);
+  assert(memory[39] == 1 && memory[40] == 0);
+  given_up.send_bytes(ones.data(), 60);  // on its way when the fence goes up
+  later.ask(wire::Kind::kFence, 0, {11, 0, 0});
+  assert(later.connection->advance(false) == TcpConnection::Progress::kWaiting);
+  wire::Frame reply;
+  assert(recv(later.ends[0], &reply, sizeof reply, MSG_DONTWAIT) == sizeof reply && wire::is_reply(reply));
+  assert(given_up.connection->advance(false) == TcpConnection::Progress::kClosed);
+  assert(memory[39] == 1 && memory[40] == 0 && memory[99] == 0);
 }
 
 // A server that answers a real client with replies that are nearly right.
@@ -465,6 +513,7 @@ int main(int argc, char** argv) {
       {"moving over shm", [] { test_moving(false); }},
       {"ending over tcp", [] { test_ending(true); }},
       {"ending over shm", [] { test_ending(false); }},
+      {"fence", test_fence},
       {"server robustness", test_server_robustness},
       {"client robustness", test_client_robustness},
       {"shm robustness", test_shm_robustness},

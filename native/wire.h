@@ -2,12 +2,17 @@
 // believes any of them. In short:
 //
 //     client                                server
-//     Hello{epoch}                     ──▶
+//     Hello{epoch, lane}               ──▶
 //                                      ◀──  Hello{epoch, status}
 //     Frame{write, n, bytes} n×WireSlice payload  ──▶
 //                                      ◀──  Frame{reply, status, failed}
 //     Frame{read, n, bytes} n×WireSlice           ──▶
 //                                      ◀──  Frame{reply, status, bytes} payload
+//     Frame{fence, n} n×WireSlice{lane}           ──▶
+//                                      ◀──  Frame{reply}
+//
+// A client that gives up a write closes its connection, but bytes it had sent may still be on their way
+// into the server's memory. A fence names such lanes; once it is answered, nothing of theirs lands.
 //
 // Replies come in the order of the requests. A slice the receiver may not touch denies the whole
 // frame and keeps the connection; bytes that make no sense end it.
@@ -25,11 +30,11 @@ namespace mooncake::wire {
 static_assert(std::endian::native == std::endian::little, "the wire is little-endian");
 
 constexpr uint32_t kMagic = 0x434b4f4d;  // "MOKC"
-constexpr uint8_t kVersion = 1;
+constexpr uint8_t kVersion = 2;
 constexpr uint32_t kMaxSlices = 1024;          // per frame
 constexpr uint64_t kMaxPayload = 64ull << 20;  // per frame
 
-enum class Kind : uint8_t { kWrite = 1, kRead = 2, kReply = 3 };
+enum class Kind : uint8_t { kWrite = 1, kRead = 2, kReply = 3, kFence = 4 };
 
 struct Hello {
   uint32_t magic = kMagic;
@@ -37,8 +42,9 @@ struct Hello {
   uint8_t status = 0;  // in the answer: 0, or the Status why not
   uint16_t zero = 0;
   uint64_t epoch = 0;  // of the process the client believes to talk to
+  uint64_t lane = 0;   // random and never zero: the connection's name in a fence
 };
-static_assert(sizeof(Hello) == 16);
+static_assert(sizeof(Hello) == 24);
 
 struct Frame {
   uint32_t magic = kMagic;
@@ -53,9 +59,9 @@ struct Frame {
 static_assert(sizeof(Frame) == 32);
 
 struct WireSlice {
-  uint64_t address;  // in the server
-  uint64_t length;   // never zero
-  uint64_t key;
+  uint64_t address;  // in the server; in a fence the lane
+  uint64_t length;   // never zero; zero in a fence
+  uint64_t key;      // zero in a fence
 };
 static_assert(sizeof(WireSlice) == 24);
 

@@ -234,8 +234,8 @@ class TransferEngine:
 
         Row i moves ``lengths[i]`` bytes between address ``local[i]`` here and ``remote[i]`` in the
         peer. All is well if ``status`` is OK; after anything else the destination's bytes are
-        undefined, and a write over tcp may still land for a moment. With ``checksum`` the completion
-        has the CRC32C of each slice.
+        undefined, and a write over tcp may still land until the next operation begins. With ``checksum`` the
+        completion has the CRC32C of each slice.
 
         Raises:
             InvalidArgument: columns that do not fit together, or local memory not registered.

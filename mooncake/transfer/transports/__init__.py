@@ -65,7 +65,7 @@ class Carrier(Protocol):
 
         ``UNREGISTERED`` names a slice whose local memory is not registered (or, for a read, not
         writable); nothing was moved. After any other failure the destination's bytes are undefined,
-        and a write that was given up may still land while the peer reads what was under way.
+        and a write that was given up may still land until the next operation on this carrier begins.
         """
         ...
 

@@ -12,11 +12,14 @@ import pytest
 from mooncake.transfer import Region, Status, TransferEngine, TransferSettings
 
 MAGIC = 0x434B4F4D
-WRITE, READ, REPLY = 1, 2, 3
+WRITE, READ, REPLY, FENCE = 1, 2, 3, 4
 
 
-def hello(epoch: int, version: int = 1) -> bytes:
-    return struct.pack("<IBBHQ", MAGIC, version, 0, 0, epoch)
+HELLO_BYTES = 24
+
+
+def hello(epoch: int, version: int = 2, lane: int = 0) -> bytes:
+    return struct.pack("<IBBHQQ", MAGIC, version, 0, 0, epoch, lane)
 
 
 def frame(
@@ -73,7 +76,7 @@ def pool(engine: TransferEngine) -> Region:
 
 def test_a_conversation_in_small_pieces(engine: TransferEngine, pool: Region) -> None:
     wire = Wire(engine)
-    assert wire.receive(16) == hello(engine.epoch)
+    assert wire.receive(HELLO_BYTES) == hello(engine.epoch)
     request = frame(WRITE, [(pool.address, 3, pool.key), (pool.address + 100, 2, pool.key)], 7) + b"abcde"
     request += frame(READ, [(pool.address, 4, pool.key), (pool.address + 100, 2, pool.key)], 8)
     for at in range(len(request)):
@@ -87,7 +90,7 @@ def test_a_conversation_in_small_pieces(engine: TransferEngine, pool: Region) ->
 
 def test_a_refusal_keeps_the_connection(engine: TransferEngine, pool: Region) -> None:
     wire = Wire(engine)
-    wire.receive(16)
+    wire.receive(HELLO_BYTES)
     good = (pool.address, 4, pool.key)
     for bad in (
         (pool.address, 4, pool.key ^ 1),
@@ -111,6 +114,8 @@ def test_a_refusal_keeps_the_connection(engine: TransferEngine, pool: Region) ->
         lambda pool: frame(REPLY, [(pool.address, 1, pool.key)]),
         lambda pool: frame(9, [(pool.address, 1, pool.key)]),
         lambda pool: frame(WRITE, []),
+        lambda pool: frame(FENCE, [(1, 1, 0)]),
+        lambda pool: frame(FENCE, [(1, 0, 0)], payload=1),
         lambda pool: frame(WRITE, [(pool.address, 0, pool.key)]),
         lambda pool: frame(WRITE, [(pool.address, 5, pool.key)], payload=4),
         lambda pool: frame(READ, [(pool.address, 5, pool.key)], payload=6),
@@ -122,20 +127,37 @@ def test_a_refusal_keeps_the_connection(engine: TransferEngine, pool: Region) ->
 )  # fmt: skip
 def test_nonsense_ends_the_connection(engine: TransferEngine, pool: Region, bytes_of) -> None:  # type: ignore[no-untyped-def]
     wire = Wire(engine)
-    wire.receive(16)
+    wire.receive(HELLO_BYTES)
     wire.send(bytes_of(pool))
     assert wire.is_closed()
-    assert Wire(engine).receive(16) == hello(engine.epoch), "the next one is served"
+    assert Wire(engine).receive(HELLO_BYTES) == hello(engine.epoch), "the next one is served"
 
 
-@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\n\r\n", hello(1, version=2), b"\0" * 16])
+@pytest.mark.parametrize(
+    "greeting", [b"GET / HTTP/1.1\r\n\r\n", hello(1, version=1)[:16], hello(1, version=3), b"\0" * 16]
+)
 def test_another_protocol_is_not_answered(engine: TransferEngine, greeting: bytes) -> None:
     assert Wire(engine, greeting).is_closed()
 
 
+def test_a_fence_cuts_what_was_given_up(engine: TransferEngine, pool: Region) -> None:
+    given_up, later = Wire(engine, hello(engine.epoch, lane=11)), Wire(engine, hello(engine.epoch, lane=12))
+    for wire in (given_up, later):
+        wire.receive(HELLO_BYTES)
+    given_up.send(frame(WRITE, [(pool.address, 8, pool.key)]) + b"1234")
+    later.send(frame(FENCE, [(11, 0, 0), (13, 0, 0)], 5))
+    assert later.reply() == (Status.OK, 0, 5, 0)
+    given_up.send(b"5678")
+    assert given_up.is_closed()
+    assert bytes(pool.view()[4:8]) == bytes(4)
+    later.send(frame(WRITE, [(pool.address, 2, pool.key)], 6) + b"ok")
+    assert later.reply() == (Status.OK, 0, 6, 0)
+    later.socket.close()
+
+
 def test_a_stranger_learns_nothing(engine: TransferEngine) -> None:
     wire = Wire(engine, hello(77))
-    _, _, status, _, epoch = struct.unpack("<IBBHQ", wire.receive(16))
+    _, _, status, _, epoch, _ = struct.unpack("<IBBHQQ", wire.receive(HELLO_BYTES))
     assert status == Status.PEER_LOST and epoch == 77
     wire.socket.close()
 
@@ -143,7 +165,7 @@ def test_a_stranger_learns_nothing(engine: TransferEngine) -> None:
 def test_whoever_says_nothing_is_shown_out(engine: TransferEngine) -> None:
     wire = Wire(engine, b"")
     talker = Wire(engine)
-    talker.receive(16)
+    talker.receive(HELLO_BYTES)
     begin = time.monotonic()
     assert wire.is_closed() and time.monotonic() - begin > 1
     talker.socket.settimeout(0.05)
