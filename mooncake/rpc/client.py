@@ -218,11 +218,22 @@ class BlockingClient:
 
     Threads share one connection. One waiting thread reads for all of them and hands the reading on
     when its own reply is in, so a single caller pays no lock hand-over and no second thread.
+
+    Args:
+        is_patient: try to connect until the call's deadline; otherwise the first failure is PeerLost.
     """
 
-    def __init__(self, address: str, replies: Iterable[type[Message]], name: str = "peer") -> None:
+    def __init__(
+        self,
+        address: str,
+        replies: Iterable[type[Message]],
+        name: str = "peer",
+        *,
+        is_patient: bool = True,
+    ) -> None:
         self._host, self._port = split_address(address)
         self.peer = f"{name} at {address}"
+        self._is_patient = is_patient
         self._decoder = decoder_for(replies)
         self._ids = itertools.count(1)
         self._connect_lock = threading.Lock()
@@ -353,6 +364,10 @@ class BlockingClient:
                     if remaining_s <= 0:
                         message = f"{self.peer} can't be reached within {timeout_s:.3g} s"
                         raise DeadlineExceeded(message) from error
+                    if not self._is_patient:
+                        raise PeerLost(
+                            f"{self.peer} can't be reached: {error.strerror or error}; is it running?"
+                        ) from error
                     time.sleep(min(backoff_s, remaining_s))
                     backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
                 else:

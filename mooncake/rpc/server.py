@@ -127,6 +127,11 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def fileno(self) -> int:
+        """Of its socket; -1 when it is closed."""
+        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
+        return -1 if sock is None else int(sock.fileno())
+
     def _take(self, request_id: int, body: memoryview) -> None:
         self._num_open += 1
         call = Call(self, request_id)
@@ -213,6 +218,13 @@ class RpcServer:
             raise InvalidArgument("address", f"{host}:{port}", f"one to listen on ({error})") from error
         self.port = self._server.sockets[0].getsockname()[1]
         return self.port
+
+    def descriptors(self) -> list[int]:
+        """Numbers of its open sockets, for a forked child that has to let go of them."""
+        listening = self._server.sockets if self._server is not None else ()
+        return [sock.fileno() for sock in listening] + [
+            number for number in (connection.fileno() for connection in self.connections) if number >= 0
+        ]
 
     async def close(self) -> None:
         """Stop listening and close every connection."""

@@ -11,6 +11,7 @@ without the first one's doing::
 from __future__ import annotations
 
 from mooncake.transfer.engine import TransferEngine
+from mooncake.transfer.handshake import Notification
 from mooncake.transfer.peer import Segment
 from mooncake.transfer.queue import Queue
 from mooncake.transfer.segment import RegionInfo, SegmentDescriptor
@@ -27,6 +28,7 @@ from mooncake.transfer.transports import (
 
 __all__ = [
     "Completion",
+    "Notification",
     "Op",
     "Queue",
     "Region",

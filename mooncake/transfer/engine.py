@@ -22,7 +22,9 @@ from typing import Any
 from mooncake.errors import InvalidArgument, OutOfMemory
 from mooncake.transfer.batch import RETRIED, Batch, Finish, PartDone, Start
 from mooncake.transfer.columns import Addresses, Columns, columns_of
-from mooncake.transfer.host import host_identity, reachable_host
+from mooncake.transfer.handshake import Alive, HandshakeClient, Notification
+from mooncake.transfer.host import host_identity, reachable_host, with_port
+from mooncake.transfer.listener import Inbox, Listener
 from mooncake.transfer.loop import LoopQueue, until_done
 from mooncake.transfer.memory import available_bytes, span_of
 from mooncake.transfer.metadata import Backend
@@ -56,7 +58,7 @@ class TransferEngine:
             travel some other way.
 
     Raises:
-        AddressInUse: ``tcp_port`` is taken.
+        AddressInUse: ``tcp_port`` or ``handshake_port`` is taken.
         InvalidArgument: an address or a transport that does not exist.
     """
 
@@ -82,11 +84,28 @@ class TransferEngine:
             weakref.WeakKeyDictionary()
         )
         self._transports: dict[str, Transport] = {}
+        self._peers = HandshakeClient()
+        self.exchange = self._peers.exchange
+        self._inbox = Inbox()
+        self._talkers: list[Listener | HandshakeClient] = [self._peers]
         self._finalizer = weakref.finalize(
-            self, _shut_down, os.getpid(), self._segments, self.regions, self._owned, self._transports
+            self,
+            _shut_down,
+            os.getpid(),
+            self._talkers,
+            self._segments,
+            self.regions,
+            self._owned,
+            self._transports,
         )
         for scheme in settings.transports:
             self._transports[scheme] = make_transport(scheme, self)
+        self.handshake = ""
+        "Where this process answers handshakes (``host:port``); empty when it does not."
+        if settings.handshake_port >= 0 or any(
+            getattr(transport, "needs_handshake", False) for transport in self._transports.values()
+        ):
+            self._listen(max(0, settings.handshake_port))
 
     def __repr__(self) -> str:
         ends = " ".join(f"{path}={transport.endpoint}" for path, transport in self._transports.items())
@@ -161,7 +180,7 @@ class TransferEngine:
             for region in self.regions.all()
         ]
         endpoints = {path: transport.endpoint for path, transport in self._transports.items()}
-        return SegmentDescriptor(self.name, self._host, self.epoch, endpoints, regions)
+        return SegmentDescriptor(self.name, self._host, self.epoch, endpoints, regions, self.handshake)
 
     def open(self, descriptor: SegmentDescriptor) -> Segment:
         """The peer behind a descriptor, cached by name and epoch. Connects when first used."""
@@ -202,6 +221,54 @@ class TransferEngine:
         assert self._backend is not None, "open_name() needs a backend"
         encoded = self._backend.get(DESCRIPTOR_PREFIX + name)
         return None if encoded is None else self.open(decode_descriptor(encoded))
+
+    # Talking --------------------------------------------------------------------------------------
+
+    def notify(self, segment: Segment, name: str, message: bytes | str = b"", timeout_s: float = 5.0) -> None:
+        """Tell the peer's program something; it takes it with ``notifications``. At most 1 MiB.
+
+        Returns when the peer has it. What was written before is seen by whoever takes it.
+
+        Raises:
+            InvalidArgument: too large, or the peer does not listen for handshakes.
+            PeerLost, DeadlineExceeded: the peer is gone, was restarted, or does not answer.
+            Unavailable: its program does not take its notifications.
+        """
+        peer = segment.descriptor
+        if not peer.handshake:
+            raise InvalidArgument(
+                "segment", peer.name, "one that listens for handshakes; start it with handshake_port=0"
+            )
+        data = message.encode() if isinstance(message, str) else bytes(message)
+        self._peers.notify(peer.handshake, self.name, name, data, timeout_s, epoch=peer.epoch)
+
+    def notifications(self, timeout_s: float = 0.0) -> list[Notification]:
+        """What peers told this process since the last call; waits up to ``timeout_s`` for the first."""
+        return self._inbox.take(timeout_s)
+
+    def probe(self, address: str, timeout_s: float = 5.0) -> Alive:
+        """The engine that answers handshakes at ``address`` (``host:port``).
+
+        Raises:
+            PeerLost, DeadlineExceeded: nobody does.
+            ProtocolError: an engine of another version does.
+        """
+        return self._peers.probe(address, timeout_s)
+
+    def accept(self, scheme: str, payload: bytes) -> bytes:
+        """A peer sets up a connection; called by the listener."""
+        accept = getattr(self._transports.get(scheme), "accept", None)
+        if accept is None:
+            ours = ", ".join(path for path, other in self._transports.items() if hasattr(other, "accept"))
+            raise InvalidArgument("transport", scheme, f"one that {self.name} sets up: {ours or 'none'}")
+        answer: bytes = accept(payload)
+        return answer
+
+    def _listen(self, port: int) -> None:
+        target = weakref.ref(self)
+        listener = Listener(self.listen_host, port, target, self._inbox)
+        self._talkers.insert(0, listener)
+        self.handshake = with_port(self.advertise_host, listener.port)
 
     def map(
         self, segment: Segment, address: int, size_bytes: int, timeout_s: float = 5.0
@@ -352,6 +419,7 @@ class TransferEngine:
 
 def _shut_down(
     owner_pid: int,
+    talkers: list[Listener | HandshakeClient],
     segments: dict[tuple[str, int], Segment],
     regions: RegionTable,
     owned: dict[int, Region],
@@ -359,6 +427,8 @@ def _shut_down(
 ) -> None:
     if os.getpid() != owner_pid:
         return  # a forked child: nothing here is its own
+    for talker in talkers:
+        talker.close()
     for segment in list(segments.values()):
         segment.close()
     segments.clear()

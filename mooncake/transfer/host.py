@@ -7,6 +7,8 @@ import secrets
 import socket
 from pathlib import Path
 
+from mooncake.errors import InvalidArgument
+
 
 def host_identity() -> str:
     """The running kernel and our network namespace, in which names of sockets mean the same."""
@@ -30,3 +32,16 @@ def reachable_host(listen_host: str) -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1" if family == socket.AF_INET else "::1"
+
+
+def numeric_host(host: str, field: str) -> str:
+    """The address of a host name, once and for all: resolving may block, and a name may have several."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise InvalidArgument(field, host, f"a host name or address that resolves ({error})") from error
+
+
+def with_port(host: str, port: int) -> str:
+    """``host:port``, or ``[host]:port`` when the host is an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -52,9 +52,11 @@ class Segment:
             if path in self._lost or path in self._carriers:
                 return self._carriers.get(path)
             peer = self.descriptor
+            transport = self._transports[path]
+            extra = {"handshake": peer.handshake} if getattr(transport, "needs_handshake", False) else {}
             try:
-                carrier = self._transports[path].connect(
-                    peer.endpoints[path], peer.epoch, peer.regions, timeout_s
+                carrier = transport.connect(
+                    peer.endpoints[path], peer.epoch, peer.regions, timeout_s, **extra
                 )
             except (PeerLost, AccessDenied) as error:
                 self._lost[path] = str(error)  # the same epoch does not come back

@@ -18,6 +18,10 @@ from mooncake.errors import ProtocolError
 Column = npt.NDArray[np.uint64]
 """One row per slice: addresses, or lengths in bytes."""
 
+VERSION = 1
+"""Of descriptors and the handshake. Peers of different versions refuse each other; a field that is added
+with a default does not raise it."""
+
 
 class RegionInfo(msgspec.Struct, frozen=True):
     """Registered memory as its owner publishes it."""
@@ -42,6 +46,9 @@ class SegmentDescriptor(msgspec.Struct, frozen=True):
     endpoints: dict[str, str]
     "Address per path: ``shm``, ``tcp`` (``ip:port``), ``local``."
     regions: list[RegionInfo]
+    handshake: str = ""
+    "Where the process answers handshakes (``host:port``); empty when it does not."
+    version: int = VERSION
 
     def encode(self) -> bytes:
         """As JSON, the form that metadata services keep."""
@@ -52,14 +59,25 @@ def decode_descriptor(encoded: bytes) -> SegmentDescriptor:
     """The descriptor that ``SegmentDescriptor.encode`` wrote.
 
     Raises:
-        ProtocolError: these bytes are something else.
+        ProtocolError: these bytes are something else, or of a release that we do not understand.
     """
     try:
-        return msgspec.json.decode(encoded, type=SegmentDescriptor)
+        descriptor = msgspec.json.decode(encoded, type=SegmentDescriptor)
     except msgspec.MsgspecError as error:
         raise ProtocolError(
             f"not a segment descriptor: {error}; is another service using this key?"
         ) from error
+    check_version(descriptor.name, descriptor.version)
+    return descriptor
+
+
+def check_version(peer: str, version: int) -> None:
+    """Raises ProtocolError, saying what to do, when ``peer`` speaks another version."""
+    if version != VERSION:
+        raise ProtocolError(
+            f"{peer} speaks version {version} of the transfer protocol, this process version {VERSION}; "
+            "install the same release of mooncake-serving on both"
+        )
 
 
 def common_paths(peer: SegmentDescriptor, host: str, process: str, ours: Sequence[str]) -> tuple[str, ...]:

@@ -24,6 +24,9 @@ class TransferSettings:
     tcp_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     "Port of the tcp transport; 0 takes a free one."
 
+    handshake_port: Annotated[int, Meta(ge=-1, le=65535)] = -1
+    "Port for handshakes: peers ask, notify, set connections up; 0 takes a free one, -1 none unless needed."
+
     transports: tuple[str, ...] = ("shm", "tcp")
     "Paths to offer and to use, best first: `shm`, `tcp`, `local`."
 

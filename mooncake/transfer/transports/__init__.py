@@ -29,10 +29,12 @@ __all__ = [
     "SCHEMES",
     "Carrier",
     "Completion",
+    "Exchange",
     "NativeQueue",
     "Op",
     "Region",
     "RegionTable",
+    "SetUpTransport",
     "Site",
     "Status",
     "Transport",
@@ -126,8 +128,55 @@ class Transport(Protocol):
         ...
 
 
+class SetUpTransport(Transport, Protocol):
+    """A transport whose connections are set up by a conversation of both engines (``handshake.py``)."""
+
+    needs_handshake: bool
+    "True; the engine then listens for handshakes, and ``connect`` gets the peer's ``handshake`` address."
+
+    def connect(
+        self,
+        endpoint: str,
+        epoch: int,
+        regions: Sequence[RegionInfo],
+        timeout_s: float,
+        *,
+        handshake: str = "",
+    ) -> Carrier:
+        """As for every transport; calls ``Site.exchange``."""
+        ...
+
+    def accept(self, payload: bytes) -> bytes:
+        """The peer's side of ``Site.exchange``: take what it sent, return what it needs.
+
+        Called in a thread of the engine, never twice for one call of ``exchange``. What it raises from
+        ``errors.py`` is raised in the peer.
+        """
+        ...
+
+
+class Exchange(Protocol):
+    """One step of a connection set-up."""
+
+    def __call__(
+        self, address: str, scheme: str, payload: bytes, timeout_s: float, *, epoch: int = 0
+    ) -> bytes:
+        """What ``accept`` of the transport ``scheme`` returned at the peer that listens at ``address``.
+
+        ``epoch`` is the one that ``connect`` was given: a successor of that process refuses.
+
+        Raises:
+            PeerLost: nobody listens there, it is another process by now, or the connection broke.
+            DeadlineExceeded, ProtocolError: as usual.
+        """
+        ...
+
+
 class Site(Protocol):
-    """What a transport needs to know about the engine it works for."""
+    """What a transport needs to know about the engine it works for.
+
+    Keep what you need of it, not the site: an engine that nobody refers to is closed.
+    """
 
     regions: RegionTable
     epoch: int
@@ -135,6 +184,7 @@ class Site(Protocol):
     advertise_host: str
     tcp_port: int
     num_streams: int
+    exchange: Exchange
 
 
 SCHEMES = {

@@ -8,11 +8,11 @@ completion says so.
 from __future__ import annotations
 
 import errno
-import socket
 from collections.abc import Sequence
 
 from mooncake import _native
 from mooncake.errors import AddressInUse, InvalidArgument, PeerLost, Unavailable
+from mooncake.transfer.host import numeric_host, with_port
 from mooncake.transfer.segment import RegionInfo
 from mooncake.transfer.transports import Carrier, Site
 
@@ -53,7 +53,7 @@ class TcpTransport:
                 "listen_host", site.listen_host, f"an address of this host ({error})"
             ) from error
         host = numeric_host(site.advertise_host, "advertise_host")
-        self.endpoint = f"[{host}]:{self._server.port}" if ":" in host else f"{host}:{self._server.port}"
+        self.endpoint = with_port(host, self._server.port)
 
     def connect(self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float) -> Carrier:
         host, _, port = endpoint.rpartition(":")
@@ -70,11 +70,3 @@ class TcpTransport:
 
     def close(self) -> None:
         self._server.close()
-
-
-def numeric_host(host: str, field: str) -> str:
-    """The address of a host name; the native side takes numbers only, because resolving may block."""
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise InvalidArgument(field, host, f"a host name or address that resolves ({error})") from error

@@ -1,0 +1,220 @@
+"""What engines say to each other: who are you, here is a notification, let us set a connection up.
+
+The messages, and the side that asks; ``listener.py`` is the side that answers. Small messages over
+``mooncake.rpc``; bytes of regions never travel here. Every request names the version of the one who asks
+and the process it believes to talk to, so a peer of another release and a successor at the same address
+are refused before anything is done.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+import weakref
+from typing import Any
+
+import msgspec
+
+from mooncake.errors import InvalidArgument, PeerLost
+from mooncake.rpc import BlockingClient
+from mooncake.rpc.wire import Message
+from mooncake.transfer.segment import VERSION, SegmentDescriptor, decode_descriptor
+
+MAX_PAYLOAD_BYTES = 1 << 20
+"""Of a notification or of one step of a connection set-up."""
+
+MAX_PEERS = 256
+"""Connections kept open for the next request; beyond it the one that was unused longest is closed."""
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """What every request begins with."""
+
+    version: int
+    epoch: int
+    "Of the process that is meant; 0 is whoever answers."
+
+
+class Describe(Request, frozen=True, array_like=True, tag="describe"):
+    """How do I reach you? Answered by ``Described``."""
+
+
+class Described(msgspec.Struct, frozen=True, array_like=True, tag="described"):
+    descriptor: bytes
+
+
+class Probe(Request, frozen=True, array_like=True, tag="probe"):
+    """Are you there? Answered by ``Alive``."""
+
+
+class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
+    """An engine that answers."""
+
+    name: str
+    epoch: int
+
+
+class Notify(Request, frozen=True, array_like=True, tag="notify"):
+    """Hand this to your program. Answered by ``Done``; may arrive twice and is handed over once."""
+
+    number: int
+    "Random; the same when it is sent again."
+    sender: str
+    name: str
+    message: bytes
+
+
+class Exchange(Request, frozen=True, array_like=True, tag="exchange"):
+    """A transport's connection set-up; answered by ``Exchanged``."""
+
+    scheme: str
+    payload: bytes
+
+
+class Exchanged(msgspec.Struct, frozen=True, array_like=True, tag="exchanged"):
+    payload: bytes
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """It was done, and there is nothing to say."""
+
+
+class Notification(msgspec.Struct, frozen=True):
+    """What a peer wanted this process's program to know."""
+
+    sender: str
+    "Name of the peer's segment."
+    name: str
+    message: bytes
+
+    @property
+    def text(self) -> str:
+        return self.message.decode(errors="replace")
+
+
+REPLIES: tuple[type[Message], ...] = (Described, Alive, Done, Exchanged)
+
+
+class HandshakeClient:
+    """Asks other engines; thread-safe. Every call may raise PeerLost (nobody is there, or another process
+    than the one that was meant), DeadlineExceeded, and ProtocolError (a peer of another version)."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, BlockingClient] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        _clients.add(self)
+
+    def __repr__(self) -> str:
+        return f"<HandshakeClient peers={len(self._clients)}>"
+
+    def describe(self, address: str, timeout_s: float, *, epoch: int = 0) -> SegmentDescriptor:
+        """The descriptor of the engine at ``address`` (``host:port``)."""
+        answer: Described = self._ask(address, Describe(VERSION, epoch), timeout_s)
+        return decode_descriptor(answer.descriptor)
+
+    def probe(self, address: str, timeout_s: float, *, epoch: int = 0) -> Alive:
+        """Whoever answers at ``address``."""
+        answer: Alive = self._ask(address, Probe(VERSION, epoch), timeout_s)
+        return answer
+
+    def notify(
+        self, address: str, sender: str, name: str, message: bytes, timeout_s: float, *, epoch: int = 0
+    ) -> None:
+        """Returns when the peer has it; its program gets it from ``TransferEngine.notifications``.
+
+        Raises:
+            InvalidArgument: larger than ``MAX_PAYLOAD_BYTES``.
+            Unavailable: the peer's program does not take its notifications.
+        """
+        check_size("notification", len(name.encode()) + len(message))
+        number = secrets.randbits(63)
+        self._ask(address, Notify(VERSION, epoch, number, sender, name, message), timeout_s)
+
+    def exchange(
+        self, address: str, scheme: str, payload: bytes, timeout_s: float, *, epoch: int = 0
+    ) -> bytes:
+        """What the peer's transport ``scheme`` returned for ``payload`` (``Transport.accept``).
+
+        Never sent twice: a connection that breaks leaves open whether the peer accepted.
+        """
+        check_size("payload", len(payload))
+        client = self._new_client(address)
+        try:
+            answer: Exchanged = client.call(Exchange(VERSION, epoch, scheme, payload), timeout_s)
+        finally:
+            client.close()
+        return answer.payload
+
+    def close(self) -> None:
+        """Drop all connections; calls under way raise PeerLost."""
+        with self._lock:
+            self._is_closed = True
+            clients, self._clients = list(self._clients.values()), {}
+        for client in clients:
+            client.close()
+
+    def _ask(self, address: str, message: Request, timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            client = self._clients.pop(address, None)
+            if client is not None:
+                self._clients[address] = client  # used last
+        if client is not None:
+            try:
+                return client.call(message, timeout_s)
+            except PeerLost:  # perhaps only this connection: whoever listened there was restarted
+                self._drop(address, client)
+        client = self._new_client(address)
+        try:
+            answer = client.call(message, max(0.001, deadline - time.monotonic()))
+        except BaseException:
+            client.close()
+            raise
+        self._keep(address, client)
+        return answer
+
+    def _new_client(self, address: str) -> BlockingClient:
+        if self._is_closed:
+            raise PeerLost(f"engine at {address} was not asked: this process's own engine is closed")
+        return BlockingClient(address, REPLIES, name="the engine", is_patient=False)
+
+    def _keep(self, address: str, client: BlockingClient) -> None:
+        with self._lock:
+            surplus = [client] if self._is_closed else []
+            if not self._is_closed:
+                surplus += [other for other in [self._clients.pop(address, None)] if other is not None]
+                self._clients[address] = client
+                if len(self._clients) > MAX_PEERS:
+                    surplus.append(self._clients.pop(next(iter(self._clients))))
+        for other in surplus:
+            other.close()
+
+    def _drop(self, address: str, client: BlockingClient) -> None:
+        with self._lock:
+            if self._clients.get(address) is client:
+                del self._clients[address]
+        client.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: its connections are the parent's."""
+        self._clients = {}
+        self._lock = threading.Lock()
+
+
+def check_size(what: str, num_bytes: int) -> None:
+    if num_bytes > MAX_PAYLOAD_BYTES:
+        raise InvalidArgument(f"size of the {what}", num_bytes, f"at most {MAX_PAYLOAD_BYTES} bytes")
+
+
+_clients: weakref.WeakSet[HandshakeClient] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for client in list(_clients):
+        client.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
