@@ -164,11 +164,14 @@ class ShmTransport:
     def close(self) -> None: ...
 
 class TcpServer:
-    """Serves all regions over TCP. OSError when the address cannot be had."""
+    """Serves all regions over TCP, on every one of ``hosts``. OSError when an address cannot be had."""
 
-    def __init__(self, regions: RegionTable, epoch: int, host: str, port: int, num_threads: int) -> None: ...
+    def __init__(
+        self, regions: RegionTable, epoch: int, hosts: Sequence[str], port: int, num_threads: int
+    ) -> None: ...
     @property
-    def port(self) -> int: ...
+    def ports(self) -> list[int]:
+        """One per host."""
     def close(self) -> None: ...
 
 class TcpPeer(Peer):
@@ -180,8 +183,9 @@ class TcpPeer(Peer):
         port: int,
         epoch: int,
         num_streams: int,
+        source_host: str = "",
     ) -> None:
-        """``host`` is numeric. Connects when the first slices need it."""
+        """Hosts are numeric. Connects when the first slices need it, from ``source_host`` if given."""
 
 def crc32c(data: Buffer, seed: int = 0) -> int:
     """CRC32C of a contiguous buffer, continuing from ``seed``. *Unlocked.*"""

@@ -222,21 +222,24 @@ void bind_shm(nb::module_& m) {
 void bind_tcp(nb::module_& m) {
   nb::class_<TcpServer>(m, "TcpServer")
       .def(nb::new_(
-               [](std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::string& host, int port,
-                  int num_threads) { return std::make_shared<TcpServer>(regions, epoch, host, port, num_threads); }),
-           "regions"_a, "epoch"_a, "host"_a, "port"_a, "num_threads"_a)
-      .def_prop_ro("port", &TcpServer::port)
+               [](std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::vector<std::string>& hosts, int port,
+                  int num_threads) { return std::make_shared<TcpServer>(regions, epoch, hosts, port, num_threads); }),
+           "regions"_a, "epoch"_a, "hosts"_a, "port"_a, "num_threads"_a)
+      .def_prop_ro("ports", &TcpServer::ports)
       .def("close", &TcpServer::close, nb::call_guard<Unlocked>());
   nb::class_<TcpPeer, Peer>(m, "TcpPeer")
       .def(nb::new_([](std::shared_ptr<RegionTable> regions, const std::vector<RemoteTuple>& remote,
-                       const std::string& host, int port, uint64_t epoch, int num_streams) {
+                       const std::string& host, int port, uint64_t epoch, int num_streams,
+                       const std::string& source_host) {
              auto address = TcpAddress::parse(host, port);
              if (!address) throw nb::value_error("host is not a numeric address");
-             auto peer = std::make_shared<TcpPeer>(regions, remote_of(remote), *address, epoch, num_streams);
+             auto source = TcpAddress::parse(source_host, 0);
+             if (!source && !source_host.empty()) throw nb::value_error("source_host is not a numeric address");
+             auto peer = std::make_shared<TcpPeer>(regions, remote_of(remote), *address, epoch, num_streams, source);
              regions->listen(peer);
              return peer;
            }),
-           "local"_a, "regions"_a, "host"_a, "port"_a, "epoch"_a, "num_streams"_a);
+           "local"_a, "regions"_a, "host"_a, "port"_a, "epoch"_a, "num_streams"_a, "source_host"_a = "");
 }
 
 void bind_checksums(nb::module_& m) {

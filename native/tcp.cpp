@@ -436,9 +436,10 @@ void Fences::remove(const std::vector<uint64_t>& lanes) {
 }
 
 TcpPeer::TcpPeer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote, TcpAddress address,
-                 uint64_t epoch, int num_streams)
+                 uint64_t epoch, int num_streams, std::optional<TcpAddress> source)
     : Peer(std::move(local), std::move(remote), std::max(2, num_streams)),
       address_(address),
+      source_(source),
       epoch_(epoch),
       num_streams_(static_cast<size_t>(num_streams)),
       fences_(Fences::to(epoch)) {}
@@ -538,7 +539,9 @@ Status TcpPeer::connect(Job& job, Lane& lane) {
   Status status = attach(job, socket) ? Status::kOk : job.stop.load();
   if (status == Status::kOk) {
     auto* name = reinterpret_cast<const sockaddr*>(&address_.storage);
-    if (::connect(socket, name, address_.length) != 0 && errno != EINPROGRESS) status = Status::kPeerLost;
+    if (source_ && bind(socket, reinterpret_cast<const sockaddr*>(&source_->storage), source_->length) != 0)
+      status = Status::kPeerLost;  // the card is gone, and with it the rail
+    else if (::connect(socket, name, address_.length) != 0 && errno != EINPROGRESS) status = Status::kPeerLost;
     else status = greet(job, {socket, lane.name});
   }
   if (status != Status::kOk) {

@@ -132,23 +132,27 @@ class TcpConnection {
 
 class TcpServer {
  public:
-  // Throws std::system_error when the address cannot be had.
-  TcpServer(std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::string& host, int port, int num_threads);
+  // One server on all `hosts`: what is known of lanes holds whichever address they came by.
+  // Throws std::system_error when an address cannot be had.
+  TcpServer(std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::vector<std::string>& hosts, int port,
+            int num_threads);
   ~TcpServer();
-  int port() const { return port_; }
+  const std::vector<int>& ports() const { return ports_; }  // one per host
   void close();
 
  private:
   struct Loop;
   void serve(Loop& loop);
-  void accept_all();
+  int listen_at(const std::string& host, int port);
+  bool is_listener(int socket) const;
+  void accept_all(int listener);
   void adopt(Loop& loop);
 
   const std::shared_ptr<RegionTable> regions_;
   const std::shared_ptr<Gates> gates_ = std::make_shared<Gates>();
   const uint64_t epoch_;
-  int listener_ = -1;
-  int port_ = 0;
+  std::vector<int> listeners_;
+  std::vector<int> ports_;
   size_t next_loop_ = 0;
   std::atomic<bool> closing_{false};
   std::vector<std::unique_ptr<Loop>> loops_;
@@ -157,8 +161,9 @@ class TcpServer {
 
 class TcpPeer final : public Peer {
  public:
+  // Connects from `source` when there is one: that is how a rail begins at its own network card.
   TcpPeer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote, TcpAddress address, uint64_t epoch,
-          int num_streams);
+          int num_streams, std::optional<TcpAddress> source = std::nullopt);
   ~TcpPeer() override;
 
  protected:
@@ -177,6 +182,7 @@ class TcpPeer final : public Peer {
   Status greet(Job& job, const Lane& lane);
 
   const TcpAddress address_;
+  const std::optional<TcpAddress> source_;
   const uint64_t epoch_;
   const size_t num_streams_;
   std::shared_ptr<Fences> fences_;

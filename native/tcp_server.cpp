@@ -295,26 +295,35 @@ struct TcpServer::Loop {
   }
 };
 
-TcpServer::TcpServer(std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::string& host, int port,
-                     int num_threads)
-    : regions_(std::move(regions)), epoch_(epoch) {
+int TcpServer::listen_at(const std::string& host, int port) {
   auto fail = [&](const char* step) {
     int error = errno;
-    if (listener_ >= 0) ::close(listener_);
-    throw std::system_error(error, std::generic_category(), step);
+    for (int listener : listeners_) ::close(listener);
+    throw std::system_error(error, std::generic_category(), host + ": " + step);
   };
   std::optional<TcpAddress> address = TcpAddress::parse(host, port);
   if (!address) errno = EINVAL, fail("address");
-  listener_ = ::socket(address->storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (listener_ < 0) fail("socket");
+  int listener = ::socket(address->storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (listener < 0) fail("socket");
+  listeners_.push_back(listener);
   int one = 1;
-  setsockopt(listener_, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+  setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
   auto* name = reinterpret_cast<sockaddr*>(&address->storage);
-  if (bind(listener_, name, address->length) != 0) fail("bind");
-  if (listen(listener_, 512) != 0) fail("listen");
-  if (getsockname(listener_, name, &address->length) != 0) fail("getsockname");
-  port_ = ntohs(address->storage.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(name)->sin6_port
-                                                       : reinterpret_cast<sockaddr_in*>(name)->sin_port);
+  if (bind(listener, name, address->length) != 0) fail("bind");
+  if (listen(listener, 512) != 0) fail("listen");
+  if (getsockname(listener, name, &address->length) != 0) fail("getsockname");
+  return ntohs(address->storage.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(name)->sin6_port
+                                                      : reinterpret_cast<sockaddr_in*>(name)->sin_port);
+}
+
+bool TcpServer::is_listener(int socket) const {
+  return std::find(listeners_.begin(), listeners_.end(), socket) != listeners_.end();
+}
+
+TcpServer::TcpServer(std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::vector<std::string>& hosts,
+                     int port, int num_threads)
+    : regions_(std::move(regions)), epoch_(epoch) {
+  for (const std::string& host : hosts) ports_.push_back(listen_at(host, port));
   for (int i = 0; i < num_threads; i++) {
     auto loop = std::make_unique<Loop>();
     epoll_event event{};
@@ -322,9 +331,11 @@ TcpServer::TcpServer(std::shared_ptr<RegionTable> regions, uint64_t epoch, const
     epoll_ctl(loop->epoll, EPOLL_CTL_ADD, loop->wakeup, &event);
     loops_.push_back(std::move(loop));
   }
-  epoll_event event{};
-  event.events = EPOLLIN, event.data.fd = listener_;
-  epoll_ctl(loops_[0]->epoll, EPOLL_CTL_ADD, listener_, &event);
+  for (int listener : listeners_) {
+    epoll_event event{};
+    event.events = EPOLLIN, event.data.fd = listener;
+    epoll_ctl(loops_[0]->epoll, EPOLL_CTL_ADD, listener, &event);
+  }
   for (auto& loop : loops_) loop->thread = std::thread([this, &loop = *loop] { serve(loop); });
 }
 
@@ -339,13 +350,13 @@ void TcpServer::close() {
   if (closing_.exchange(true)) return;
   for (auto& loop : loops_) loop->wake();
   for (auto& loop : loops_) loop->thread.join();
-  ::close(listener_);
+  for (int listener : listeners_) ::close(listener);
   loops_.clear();
 }
 
-void TcpServer::accept_all() {
+void TcpServer::accept_all(int listener) {
   while (true) {
-    int socket = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    int socket = accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (socket < 0) {
       // Out of descriptors: the listener stays readable, so give those who hold some a moment.
       if (errno == EMFILE || errno == ENFILE) usleep(10'000);
@@ -406,7 +417,7 @@ void TcpServer::serve(Loop& loop) {
     for (int i = 0; i < count; i++) {
       const epoll_event& event = events[static_cast<size_t>(i)];
       if (event.data.fd == loop.wakeup) adopt(loop);
-      else if (event.data.fd == listener_) accept_all();
+      else if (is_listener(event.data.fd)) accept_all(event.data.fd);
       else advance(event.data.fd, event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR), again);
     }
     for (int socket : ready)

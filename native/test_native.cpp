@@ -167,8 +167,8 @@ struct Pair {
   explicit Pair(bool is_tcp, int num_streams = 2) {
     if (is_tcp) {
       remote = far->add(address_of(plain.data()) + kMargin, kSize, true);
-      server = std::make_unique<TcpServer>(far, 7, "127.0.0.1", 0, 2);
-      auto address = TcpAddress::parse("127.0.0.1", server->port());
+      server = std::make_unique<TcpServer>(far, 7, std::vector<std::string>{"127.0.0.1"}, 0, 2);
+      auto address = TcpAddress::parse("127.0.0.1", server->ports()[0]);
       peer = std::make_shared<TcpPeer>(near, published(*far), *address, 7, num_streams);
       near->listen(peer);
     } else {
@@ -473,8 +473,8 @@ void test_coming_and_going() {
   // Every visit has its own place: what a closed peer sent may still land for a moment.
   std::vector<uint8_t> memory(static_cast<size_t>(num_visits) * 4 * 20'000);
   RegionRef region = far->add(address_of(memory.data()), memory.size(), true);
-  TcpServer server(far, 7, "127.0.0.1", 0, 2);
-  auto address = TcpAddress::parse("127.0.0.1", server.port());
+  TcpServer server(far, 7, std::vector<std::string>{"127.0.0.1"}, 0, 2);
+  auto address = TcpAddress::parse("127.0.0.1", server.ports()[0]);
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; i++)
     threads.emplace_back([&, i] {

@@ -30,7 +30,7 @@ from mooncake.transfer.memory import available_bytes, span_of
 from mooncake.transfer.metadata import Backend
 from mooncake.transfer.peer import Segment
 from mooncake.transfer.queue import Move, Queue, completion_of, count, nobody, unregistered
-from mooncake.transfer.segment import RegionInfo, SegmentDescriptor, common_paths, decode_descriptor
+from mooncake.transfer.segment import RegionInfo, SegmentDescriptor, common_schemes, decode_descriptor
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.transports import (
     SCHEMES,
@@ -72,7 +72,9 @@ class TransferEngine:
         self.epoch = secrets.randbits(63)
         self.regions = RegionTable()
         self.listen_host = settings.listen_host
-        self.advertise_host = settings.advertise_host or reachable_host(settings.listen_host)
+        self.advertise_host = settings.advertise_host or ",".join(
+            reachable_host(host) for host in settings.listen_host.split(",")
+        )
         self.tcp_port = settings.tcp_port
         self.num_streams = settings.num_streams or max(1, min(4, (os.cpu_count() or 1) // 2))
         self._backend = backend
@@ -190,8 +192,8 @@ class TransferEngine:
             if segment is None:
                 for known in [known for known in self._segments if known[0] == descriptor.name]:
                     del self._segments[known]  # it restarted; whoever still holds the old one may
-                paths = common_paths(descriptor, self._host, str(os.getpid()), self.settings.transports)
-                segment = self._segments[key] = Segment(descriptor, paths, self._transports)
+                schemes = common_schemes(descriptor, self._host, str(os.getpid()), self.settings.transports)
+                segment = self._segments[key] = Segment(descriptor, schemes, self._transports)
             elif segment.descriptor != descriptor:
                 segment.renew(descriptor)
             return segment
@@ -266,9 +268,10 @@ class TransferEngine:
 
     def _listen(self, port: int) -> None:
         target = weakref.ref(self)
-        listener = Listener(self.listen_host, port, target, self._inbox)
+        first, reached_at = self.listen_host.split(",")[0], self.advertise_host.split(",")[0]
+        listener = Listener(first, port, target, self._inbox)
         self._talkers.insert(0, listener)
-        self.handshake = with_port(self.advertise_host, listener.port)
+        self.handshake = with_port(reached_at, listener.port)
 
     def map(
         self, segment: Segment, address: int, size_bytes: int, timeout_s: float = 5.0

@@ -36,6 +36,8 @@ def reachable_host(listen_host: str) -> str:
 
 def numeric_host(host: str, field: str) -> str:
     """The address of a host name, once and for all: resolving may block, and a name may have several."""
+    if not host:
+        raise InvalidArgument(field, host, "a host name or address")
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from mooncake.errors import AccessDenied, PeerLost, Unavailable
 from mooncake.log import get_logger
 from mooncake.transfer.columns import Columns
-from mooncake.transfer.segment import RegionIndex, SegmentDescriptor
-from mooncake.transfer.transports import Carrier, Transport
+from mooncake.transfer.segment import RegionIndex, SegmentDescriptor, rail_of, scheme_of
+from mooncake.transfer.transports import Carrier, Railed, Transport
 
 log = get_logger(__name__)
 
@@ -25,12 +25,16 @@ class Segment:
     """A peer as this process reaches it. Made by ``TransferEngine.open``; connects when first used."""
 
     def __init__(
-        self, descriptor: SegmentDescriptor, paths: Sequence[str], transports: dict[str, Transport]
+        self, descriptor: SegmentDescriptor, schemes: Sequence[str], transports: dict[str, Transport]
     ) -> None:
         self.descriptor = descriptor
         self.name = descriptor.name
-        self.paths = tuple(paths)
-        "Usable paths, best first."
+        self.paths = tuple(
+            path
+            for scheme in schemes
+            for path in _paths_of(scheme, transports[scheme], descriptor.endpoints[scheme])
+        )
+        "Usable paths, best first: schemes, and with several devices `scheme@rail` for each of their pairs."
         self._transports = transports
         self._index = RegionIndex(descriptor.regions)
         self._carriers: dict[str, Carrier] = {}
@@ -52,11 +56,14 @@ class Segment:
             if path in self._lost or path in self._carriers:
                 return self._carriers.get(path)
             peer = self.descriptor
-            transport = self._transports[path]
+            scheme, rail = scheme_of(path), rail_of(path)
+            transport = self._transports[scheme]
             extra = {"handshake": peer.handshake} if getattr(transport, "needs_handshake", False) else {}
+            if rail:
+                extra["rail"] = rail
             try:
                 carrier = transport.connect(
-                    peer.endpoints[path], peer.epoch, peer.regions, timeout_s, **extra
+                    peer.endpoints[scheme], peer.epoch, peer.regions, timeout_s, **extra
                 )
             except (PeerLost, AccessDenied) as error:
                 self._lost[path] = str(error)  # the same epoch does not come back
@@ -94,3 +101,8 @@ class Segment:
     def close(self) -> None:
         for carrier in list(self._carriers.values()):
             carrier.close()
+
+
+def _paths_of(scheme: str, transport: Transport, endpoint: str) -> list[str]:
+    rails = transport.rails(endpoint) if isinstance(transport, Railed) else []
+    return [f"{scheme}@{rail}" for rail in rails] or [scheme]

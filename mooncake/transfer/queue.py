@@ -30,10 +30,13 @@ _moved = {(path, op): _MOVED.labels(path, op.name.lower()) for path in SCHEMES f
 
 def count(path: str, op: Op, status: Status, num_bytes: int) -> None:
     """What became of a part."""
-    if status == Status.OK:
-        _moved[path, op].inc(num_bytes)
-    else:
+    if status != Status.OK:
         _FAILED.labels(path, status.name.lower()).inc()
+        return
+    counter = _moved.get((path, op))
+    if counter is None:
+        counter = _moved[path, op] = _MOVED.labels(path, op.name.lower())
+    counter.inc(num_bytes)
 
 
 class Reach(Protocol):

@@ -22,6 +22,19 @@ VERSION = 1
 """Of descriptors and the handshake. Peers of different versions refuse each other; a field that is added
 with a default does not raise it."""
 
+ON_ONE_HOST = frozenset({"local", "shm", "cuda"})
+"""Schemes that end where the host does."""
+
+
+def scheme_of(path: str) -> str:
+    """How bytes travel: what stands before the ``@`` of ``tcp@10.0.0.1>10.1.0.2``, or all of ``shm``."""
+    return path.partition("@")[0]
+
+
+def rail_of(path: str) -> str:
+    """Between which two devices: what stands behind the ``@``, or nothing."""
+    return path.partition("@")[2]
+
 
 class RegionInfo(msgspec.Struct, frozen=True):
     """Registered memory as its owner publishes it."""
@@ -44,7 +57,7 @@ class SegmentDescriptor(msgspec.Struct, frozen=True):
     epoch: int
     "Random per process start, so that a restarted process is never taken for its predecessor."
     endpoints: dict[str, str]
-    "Address per path: ``shm``, ``tcp`` (``ip:port``), ``local``."
+    "Address per scheme, in the transport's own form: `shm`, `tcp` (`ip:port`, several by commas), `local`."
     regions: list[RegionInfo]
     handshake: str = ""
     "Where the process answers handshakes (``host:port``); empty when it does not."
@@ -80,18 +93,18 @@ def check_version(peer: str, version: int) -> None:
         )
 
 
-def common_paths(peer: SegmentDescriptor, host: str, process: str, ours: Sequence[str]) -> tuple[str, ...]:
-    """Paths by which a process on ``host`` reaches ``peer``, in our order of preference.
+def common_schemes(peer: SegmentDescriptor, host: str, process: str, ours: Sequence[str]) -> tuple[str, ...]:
+    """Schemes by which a process on ``host`` reaches ``peer``, in our order of preference.
 
     ``process`` is our own ``local`` endpoint: that path ends where the process does.
     """
 
-    def leads_there(path: str) -> bool:
-        if path == "tcp":
+    def leads_there(scheme: str) -> bool:
+        if scheme not in ON_ONE_HOST:
             return True
-        return peer.host == host and (path != "local" or peer.endpoints[path] == process)
+        return peer.host == host and (scheme != "local" or peer.endpoints[scheme] == process)
 
-    return tuple(path for path in ours if path in peer.endpoints and leads_there(path))
+    return tuple(scheme for scheme in ours if scheme in peer.endpoints and leads_there(scheme))
 
 
 class RegionIndex:

@@ -16,10 +16,10 @@ class TransferSettings:
     "Name of this process's segment; empty takes `<host name>-<process id>-<number>`."
 
     listen_host: str = "127.0.0.1"
-    "Address that the tcp transport listens on."
+    "Address that the tcp transport listens on, or several by commas: each is a rail of its own."
 
     advertise_host: str = ""
-    "Address that peers are told; empty takes `listen_host`, or the default route's if that is a wildcard."
+    "Address peers are told, or as many as listened on; empty: the same, for a wildcard the default route's."
 
     tcp_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     "Port of the tcp transport; 0 takes a free one."
@@ -31,7 +31,7 @@ class TransferSettings:
     "Paths to offer and to use, best first: `shm`, `tcp`, `local`."
 
     num_streams: Annotated[int, Meta(ge=0, le=64)] = 0
-    "Connections that one big transfer is spread over, and threads that serve peers; 0: half the cores (1-4)."
+    "Connections per rail that a big transfer is spread over, threads that serve; 0: half the cores (1-4)."
 
     submit_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     "Seconds after which a submitted transfer fails with TIMED_OUT."

@@ -9,7 +9,7 @@ from mooncake.transfer.segment import (
     RegionIndex,
     RegionInfo,
     SegmentDescriptor,
-    common_paths,
+    common_schemes,
     decode_descriptor,
 )
 
@@ -37,10 +37,10 @@ def test_other_bytes_are_no_descriptor(encoded: bytes) -> None:
 
 def test_paths_in_common() -> None:
     everything = descriptor(shm="x", tcp="t", local="77")
-    assert common_paths(everything, "here", "77", ("local", "shm", "tcp")) == ("local", "shm", "tcp")
-    assert common_paths(everything, "here", "78", ("tcp", "shm", "local")) == ("tcp", "shm")
-    assert common_paths(everything, "there", "77", ("local", "shm", "tcp")) == ("tcp",)
-    assert common_paths(descriptor(tcp="t"), "here", "77", ("shm",)) == ()
+    assert common_schemes(everything, "here", "77", ("local", "shm", "tcp")) == ("local", "shm", "tcp")
+    assert common_schemes(everything, "here", "78", ("tcp", "shm", "local")) == ("tcp", "shm")
+    assert common_schemes(everything, "there", "77", ("local", "shm", "tcp")) == ("tcp",)
+    assert common_schemes(descriptor(tcp="t"), "here", "77", ("shm",)) == ()
 
 
 def test_slices_in_shared_memory() -> None:

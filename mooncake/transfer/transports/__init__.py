@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from mooncake._native import (
     Completion,
@@ -32,6 +32,7 @@ __all__ = [
     "Exchange",
     "NativeQueue",
     "Op",
+    "Railed",
     "Region",
     "RegionTable",
     "SetUpTransport",
@@ -128,6 +129,21 @@ class Transport(Protocol):
         ...
 
 
+@runtime_checkable
+class Railed(Transport, Protocol):
+    """A transport with several devices: each pair of a local and a remote one is a rail."""
+
+    def rails(self, endpoint: str) -> list[str]:
+        """The rails to a peer, ``<local device>><remote device>``; none when there is only one way."""
+        ...
+
+    def connect(
+        self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float, *, rail: str = ""
+    ) -> Carrier:
+        """As for every transport, over one of ``rails`` (or any)."""
+        ...
+
+
 class SetUpTransport(Transport, Protocol):
     """A transport whose connections are set up by a conversation of both engines (``handshake.py``)."""
 
@@ -181,6 +197,7 @@ class Site(Protocol):
     regions: RegionTable
     epoch: int
     listen_host: str
+    "One address, or several by commas; `advertise_host` has as many."
     advertise_host: str
     tcp_port: int
     num_streams: int

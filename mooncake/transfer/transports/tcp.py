@@ -3,6 +3,9 @@
 Thin: ``native/tcp.h`` moves the bytes, ``native/wire.h`` draws the conversation. Connections are made
 when the first slices need them, so ``connect`` never blocks and never fails for a dead peer: the first
 completion says so.
+
+Several addresses are several rails: the first of ours leads to the first of theirs, and so on. One
+server listens on all of them, and a rail's connections begin at its own local address.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from mooncake.errors import AddressInUse, InvalidArgument, PeerLost, Unavailable
 from mooncake.transfer.host import numeric_host, with_port
 from mooncake.transfer.segment import RegionInfo
 from mooncake.transfer.transports import Carrier, Site
+
+WILDCARDS = ("0.0.0.0", "::")
 
 
 class TcpCarrier:
@@ -38,10 +43,15 @@ class TcpTransport:
     def __init__(self, site: Site) -> None:
         self._regions = site.regions
         self._num_streams = site.num_streams
-        listen_at = numeric_host(site.listen_host, "listen_host")
+        self._hosts = [numeric_host(host, "listen_host") for host in site.listen_host.split(",")]
+        advertised = [numeric_host(host, "advertise_host") for host in site.advertise_host.split(",")]
+        if len(advertised) != len(self._hosts):
+            raise InvalidArgument(
+                "advertise_host", site.advertise_host, f"one address for each of {site.listen_host}"
+            )
         try:
             self._server = _native.TcpServer(
-                site.regions, site.epoch, listen_at, site.tcp_port, site.num_streams
+                site.regions, site.epoch, self._hosts, site.tcp_port, site.num_streams
             )
         except OSError as error:
             where = f"{site.listen_host}:{site.tcp_port}"
@@ -52,20 +62,37 @@ class TcpTransport:
             raise InvalidArgument(
                 "listen_host", site.listen_host, f"an address of this host ({error})"
             ) from error
-        host = numeric_host(site.advertise_host, "advertise_host")
-        self.endpoint = with_port(host, self._server.port)
+        self.endpoint = ",".join(
+            with_port(host, port) for host, port in zip(advertised, self._server.ports, strict=True)
+        )
 
-    def connect(self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float) -> Carrier:
-        host, _, port = endpoint.rpartition(":")
+    def rails(self, endpoint: str) -> list[str]:
+        ours = ["*" if host in WILDCARDS else host for host in self._hosts]
+        theirs = [place.rpartition(":")[0].strip("[]") for place in endpoint.split(",")]
+        num_rails = max(len(ours), len(theirs))
+        if num_rails == 1:
+            return []
+        return [f"{ours[i % len(ours)]}>{theirs[i % len(theirs)]}" for i in range(num_rails)]
+
+    def connect(
+        self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float, *, rail: str = ""
+    ) -> Carrier:
+        source, _, target = rail.partition(">")
+        places = [place.rpartition(":") for place in endpoint.split(",")]
+        host, port = next(
+            ((host.strip("[]"), port) for host, _, port in places if host.strip("[]") == target),
+            (places[0][0].strip("[]"), places[0][2]),
+        )
         if not port.isdigit() or int(port) > 65535:
             raise PeerLost(f"tcp peer {endpoint!r} is no host:port; its descriptor is damaged")
         try:
-            address = numeric_host(host.strip("[]"), "endpoint")
+            address = numeric_host(host, "endpoint")
         except InvalidArgument as error:  # perhaps it resolves again in a moment
             raise Unavailable(f"tcp peer {endpoint}: {error}") from error
         remote = [(region.address, region.size_bytes, region.key) for region in regions]
+        starts_at = "" if source == "*" or (":" in source) != (":" in address) else source
         return TcpCarrier(
-            _native.TcpPeer(self._regions, remote, address, int(port), epoch, self._num_streams)
+            _native.TcpPeer(self._regions, remote, address, int(port), epoch, self._num_streams, starts_at)
         )
 
     def close(self) -> None:

@@ -7,9 +7,11 @@ import struct
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
-from mooncake.transfer import Region, Status, TransferEngine, TransferSettings
+from mooncake.errors import InvalidArgument
+from mooncake.transfer import Op, Region, Status, TransferEngine, TransferSettings
 
 MAGIC = 0x434B4F4D
 WRITE, READ, REPLY, FENCE = 1, 2, 3, 4
@@ -172,3 +174,45 @@ def test_whoever_says_nothing_is_shown_out(engine: TransferEngine) -> None:
     with pytest.raises(TimeoutError):
         talker.receive(1)  # an idle connection that has said hello stays
     talker.socket.close()
+
+
+TWO_ADDRESSES = TransferSettings(transports=("tcp",), listen_host="127.0.0.1,127.0.0.2")
+
+
+def test_several_addresses_are_several_rails() -> None:
+    with TransferEngine(TWO_ADDRESSES) as far, TransferEngine(TWO_ADDRESSES) as near:
+        segment = near.open(far.describe())
+        assert segment.paths == ("tcp@127.0.0.1>127.0.0.1", "tcp@127.0.0.2>127.0.0.2")
+        assert far.describe().endpoints["tcp"].count(",") == 1
+    with TransferEngine(TWO_ADDRESSES) as far, TransferEngine(TransferSettings(transports=("tcp",))) as near:
+        segment = near.open(far.describe())
+        assert segment.paths == ("tcp@127.0.0.1>127.0.0.1", "tcp@127.0.0.1>127.0.0.2")
+        assert far.open(near.describe()).paths == ("tcp@127.0.0.1>127.0.0.1", "tcp@127.0.0.2>127.0.0.1")
+
+
+@pytest.mark.parametrize("rail", [0, 1])
+def test_each_rail_leads_there(rail: int) -> None:
+    with TransferEngine(TWO_ADDRESSES) as far, TransferEngine(TWO_ADDRESSES) as near:
+        pool, here = far.allocate(4096), near.allocate(4096)
+        here.view()[:] = b"r" * 4096
+        segment = near.open(far.describe())
+        carrier = segment.carrier(segment.paths[rail], 10)
+        assert carrier is not None
+        columns = [np.array([value], dtype=np.uint64) for value in (here.address, pool.address, 4096)]
+        done = carrier.run(Op.WRITE, columns[0], columns[1], columns[2], 10, False)
+        assert done.status == Status.OK and bytes(pool.view()) == b"r" * 4096
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertise", "names"),
+    [
+        ("127.0.0.1,192.0.2.7", "", "listen_host"),
+        ("127.0.0.1,127.0.0.2", "127.0.0.1", "advertise_host"),
+        ("127.0.0.1,", "", "listen_host"),
+    ],
+)
+def test_bad_lists_of_addresses(listen: str, advertise: str, names: str) -> None:
+    with pytest.raises(InvalidArgument, match=names):
+        TransferEngine(
+            TransferSettings(transports=("tcp",), listen_host=listen, advertise_host=advertise or listen)
+        )
