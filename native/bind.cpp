@@ -33,10 +33,10 @@ Clock::time_point deadline_in(double timeout_s) {
 }
 
 Request request_of(Op op, const Column& local, const Column& remote, const Column& lengths, double timeout_s,
-                   bool checksum) {
+                   bool checksum, int priority = 0, bool reports = false) {
   if (local.size() != remote.size() || local.size() != lengths.size())
     throw nb::value_error("columns differ in length");
-  Request request{op, std::vector<Slice>(local.size()), checksum, deadline_in(timeout_s)};
+  Request request{op, std::vector<Slice>(local.size()), checksum, deadline_in(timeout_s), priority, reports};
   for (size_t i = 0; i < local.size(); i++) request.slices[i] = {local.data()[i], remote.data()[i], lengths.data()[i]};
   return request;
 }
@@ -99,6 +99,7 @@ void bind_slices(nb::module_& m) {
       .def_ro("status", &Completion::status)
       .def_ro("failed_slice", &Completion::failed_slice)
       .def_ro("num_bytes", &Completion::num_bytes)
+      .def_ro("is_partial", &Completion::is_partial)
       .def_prop_ro("checksums",
                    [](const Completion& self) -> nb::object {
                      return self.checksums.empty() ? nb::none() : nb::cast(array_of(self.checksums));
@@ -167,14 +168,15 @@ void bind_peer(nb::module_& m) {
       .def(
           "submit",
           [](Peer& self, std::shared_ptr<Queue> queue, uint64_t token, Op op, Column local, Column remote,
-             Column lengths, double timeout_s, bool checksum) {
-            Request request = request_of(op, local, remote, lengths, timeout_s, checksum);
+             Column lengths, double timeout_s, bool checksum, int priority, bool reports) {
+            Request request = request_of(op, local, remote, lengths, timeout_s, checksum, priority, reports);
             Unlocked unlocked;
             int64_t failed_slice = -1;
             self.submit(std::move(queue), token, std::move(request), failed_slice);
             return failed_slice;
           },
-          "queue"_a, "token"_a, "op"_a, "local"_a, "remote"_a, "lengths"_a, "timeout_s"_a, "checksum"_a)
+          "queue"_a, "token"_a, "op"_a, "local"_a, "remote"_a, "lengths"_a, "timeout_s"_a, "checksum"_a,
+          "priority"_a = 0, "reports"_a = false)
       .def(
           "set_remote", [](Peer& self, const std::vector<RemoteTuple>& remote) { self.set_remote(remote_of(remote)); },
           "regions"_a)

@@ -38,6 +38,7 @@ struct Completion {
   int64_t failed_slice = -1;        // the first slice known to have failed, or -1
   uint64_t num_bytes = 0;           // bytes moved when status is kOk
   std::vector<uint32_t> checksums;  // CRC32C of each slice, when asked for and status is kOk
+  bool is_partial = false;          // not the end: so many bytes have been moved so far
 };
 
 }  // namespace mooncake

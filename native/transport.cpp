@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "crc32c.h"
+#include "pieces.h"
 
 namespace mooncake {
 
@@ -148,7 +149,7 @@ Status Peer::submit(QueueRef queue, uint64_t token, Request request, int64_t& fa
     queue->push(std::move(completion));
     return Status::kOk;
   }
-  queued_.push_back({std::move(queue), token, std::move(job)});
+  line_up({std::move(queue), token, std::make_unique<Pieces>(std::move(job))}, false);
   if (static_cast<size_t>(num_idle_) >= queued_.size() || num_workers_ == max_workers_) {
     offered_.notify_one();
   } else {
@@ -156,6 +157,47 @@ Status Peer::submit(QueueRef queue, uint64_t token, Request request, int64_t& fa
     std::thread([self = shared_from_this()] { self->work(); }).detach();
   }
   return Status::kOk;
+}
+
+void Peer::Queued::tell() const {
+  Completion completion = pieces->completion();
+  completion.token = token;
+  completion.is_partial = !pieces->is_over();
+  queue->push(std::move(completion));
+}
+
+// With the mutex held: behind its equals, or before them when it has begun already.
+void Peer::line_up(Queued item, bool again) {
+  int priority = item.pieces->request().priority;
+  auto place = std::find_if(queued_.begin(), queued_.end(), [&](const Queued& other) {
+    int its = other.pieces->request().priority;
+    return again ? its <= priority : its < priority;
+  });
+  queued_.insert(place, std::move(item));
+}
+
+// With the mutex held. False: something more urgent has come, the rest must wait. The mutex is dropped
+// only while a piece is enlisted, so cancel() misses none.
+bool Peer::carry_pieces(std::unique_lock<std::mutex>& lock, Queued& item) {
+  const Request& request = item.pieces->request();
+  while (true) {
+    Job& piece = item.pieces->next();
+    enlist(piece);
+    lock.unlock();
+    Completion completion = piece.is_late() ? piece.failed(Status::kTimedOut) : execute(piece);
+    lock.lock();
+    active_.erase(std::find(active_.begin(), active_.end(), &piece));
+    changed_.notify_all();
+    Status stopped = piece.stop.load();
+    item.pieces->finish(std::move(completion));
+    if (item.pieces->is_over()) return true;
+    if (stopped != Status::kOk) {  // too late for this piece, in time for the next
+      item.pieces->finish(piece.failed(stopped));
+      return true;
+    }
+    if (request.reports) item.tell();
+    if (!queued_.empty() && queued_.front().pieces->request().priority > request.priority) return false;
+  }
 }
 
 // A worker thread; leaves when there has been nothing to do for a while, so idle peers cost none.
@@ -171,15 +213,12 @@ void Peer::work() {
     }
     Queued next = std::move(queued_.front());
     queued_.pop_front();
-    enlist(*next.job);  // before the mutex is dropped, so cancel() never misses it
+    if (!carry_pieces(lock, next)) {
+      line_up(std::move(next), true);
+      continue;
+    }
     lock.unlock();
-    Completion completion = next.job->is_late() ? next.job->failed(Status::kTimedOut) : execute(*next.job);
-    completion.token = next.token;
-    lock.lock();
-    active_.erase(std::find(active_.begin(), active_.end(), next.job.get()));
-    changed_.notify_all();
-    lock.unlock();
-    next.queue->push(std::move(completion));
+    next.tell();
     lock.lock();
   }
   num_workers_--;
@@ -188,9 +227,10 @@ void Peer::work() {
 
 void Peer::fail_queued(Status status) {
   for (Queued& item : queued_) {
-    Completion completion = item.job->failed(status);
-    completion.token = item.token;
-    item.queue->push(std::move(completion));
+    Completion completion;
+    completion.status = status;
+    item.pieces->finish(std::move(completion));
+    item.tell();
   }
   queued_.clear();
 }

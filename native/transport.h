@@ -7,7 +7,7 @@
 // touch local memory only inside a Touch. When execute() has returned, the job's memory is untouched.
 //
 //     run     ──────────────▶ execute() in the caller's thread: no hand-over, lowest latency
-//     submit  ──▶ worker ───▶ execute() ──▶ Queue
+//     submit  ──▶ worker ───▶ execute() ──▶ Queue     in pieces, the most urgent job first
 #pragma once
 
 #include <atomic>
@@ -38,6 +38,8 @@ struct Request {
   std::vector<Slice> slices;
   bool checksum;
   Clock::time_point deadline;
+  int priority = 0;      // of submitted requests: a greater one goes first
+  bool reports = false;  // tell the queue how far it is
 };
 
 // A request under way.
@@ -68,6 +70,8 @@ class OwnProcess {
  private:
   int pid_;
 };
+
+class Pieces;
 
 class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
  public:
@@ -105,7 +109,8 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
   struct Queued {
     QueueRef queue;
     uint64_t token;
-    std::unique_ptr<Job> job;
+    std::unique_ptr<Pieces> pieces;
+    void tell() const;  // what came of it, or how far it is
   };
 
   bool prepare(Job& job, Completion& completion);
@@ -113,6 +118,8 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
   Completion carry(Job& job);
   void enlist(Job& job);
   void work();
+  void line_up(Queued item, bool again);
+  bool carry_pieces(std::unique_lock<std::mutex>& lock, Queued& item);
   void fail_queued(Status status);
 
   std::shared_ptr<const std::vector<RemoteRegion>> remote_;
@@ -122,7 +129,7 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
   bool closed_ = false;
   uint64_t next_sequence_ = 0;
   std::vector<Job*> active_;
-  std::deque<Queued> queued_;
+  std::deque<Queued> queued_;  // most urgent first, then oldest
   std::condition_variable offered_;
   OwnProcess own_process_;
 };
