@@ -57,6 +57,9 @@ class Completion:
     @property
     def num_bytes(self) -> int: ...
     @property
+    def is_partial(self) -> bool:
+        """Not the end: ``num_bytes`` have been moved so far."""
+    @property
     def checksums(self) -> npt.NDArray[np.uint32] | None:
         """CRC32C per slice of the bytes moved, if asked for and status is OK."""
 
@@ -141,8 +144,14 @@ class Peer:
         lengths: npt.NDArray[np.uint64],
         timeout_s: float,
         checksum: bool,
+        priority: int = 0,
+        reports: bool = False,
     ) -> int:
-        """Move on a worker thread; -1, or the first unregistered slice and then no completion comes."""
+        """Move on a worker thread; -1, or the first unregistered slice and then no completion comes.
+
+        The greater priority goes first; a big job goes in pieces of 16 MiB, between which a more urgent one
+        takes its place. With ``reports`` the end of each piece but the last is a partial completion.
+        """
     def set_remote(self, regions: Sequence[tuple[int, int, int]]) -> None:
         """The peer's regions: (address, size, key)."""
     def cancel(self) -> None:

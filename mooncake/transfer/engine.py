@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mooncake.errors import InvalidArgument, OutOfMemory
@@ -355,15 +355,19 @@ class TransferEngine:
         *,
         checksum: bool = False,
         timeout_s: float | None = None,
+        priority: int = 0,
     ) -> None:
         """As ``run``, on a native thread; a completion with ``token`` (0 to 2**64 - 1) comes to ``queue``.
+
+        The greater ``priority`` goes first among the batches to one peer: it overtakes those that wait,
+        and one that is under way when its current piece (16 MiB) is done.
 
         Raises:
             InvalidArgument: as for ``run``; then no completion comes.
         """
         columns = columns_of(local, remote, lengths)
         deadline = time.monotonic() + (self.settings.submit_timeout_s if timeout_s is None else timeout_s)
-        queue.start(self._move(token, op, segment, columns, segment.paths, deadline, checksum))
+        queue.start(self._move(token, op, segment, columns, segment.paths, deadline, checksum, priority))
 
     async def transfer(
         self,
@@ -375,8 +379,13 @@ class TransferEngine:
         *,
         timeout_s: float = 30.0,
         checksum: bool = False,
+        priority: int = 0,
+        progress: Callable[[int], None] | None = None,
     ) -> Completion:
-        """As ``run``, for coroutines. Cancelling it waits for the end: the memory is in use until then."""
+        """As ``submit``, for coroutines. Cancelling it waits for the end: the memory is in use until then.
+
+        ``progress`` is called on the loop with the number of bytes moved, every 16 MiB or so.
+        """
         loop = asyncio.get_running_loop()
         queue = self._loops.get(loop)
         if queue is None:
@@ -384,8 +393,15 @@ class TransferEngine:
         columns = columns_of(local, remote, lengths)
         deadline = time.monotonic() + timeout_s
         token, future = queue.expect()
+        move = self._move(token, op, segment, columns, segment.paths, deadline, checksum, priority)
+        if progress is not None:  # what it raises is the loop's business
+
+            def tell(num_bytes: int, told: Callable[[int], None] = progress) -> None:
+                loop.call_soon(told, num_bytes)
+
+            move.progress = tell
         try:
-            queue.start(self._move(token, op, segment, columns, segment.paths, deadline, checksum))
+            queue.start(move)
         except InvalidArgument:
             queue.forget(token)
             raise
@@ -408,11 +424,12 @@ class TransferEngine:
         paths: Sequence[str],
         deadline: float,
         checksum: bool,
+        priority: int = 0,
     ) -> Move:
         able = {path: segment.able(path, columns) for path in paths}
         no_path = Status.ACCESS_DENIED if paths else Status.PEER_LOST
         batch = Batch(len(columns.lengths), able, deadline, no_path, checksum)
-        return Move(token, op, segment, columns, batch, deadline, checksum)
+        return Move(token, op, segment, columns, batch, deadline, checksum, priority)
 
     def _checked(self, op: Op, columns: Columns, done: Completion) -> Completion:
         if done.status == Status.UNREGISTERED:

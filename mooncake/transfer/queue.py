@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from prometheus_client import Counter
@@ -58,6 +59,12 @@ class Move:
     batch: Batch
     deadline: float
     checksum: bool
+    priority: int = 0
+    "Among batches to one peer, the greater goes first."
+    progress: Callable[[int], None] | None = None
+    "Told how many bytes have been moved; called by whoever drains."
+    moved: dict[int, int] = field(default_factory=dict)
+    "Bytes per part that is under way or well done; kept only for ``progress``."
 
 
 class Queue:
@@ -86,6 +93,9 @@ class Queue:
         done = self._native.drain(max_items, timeout_s)
         finished: list[Completion] = []
         for part in done:
+            if part.is_partial:
+                self._report(part)
+                continue
             with self._lock:
                 waiting = self._parts.pop(part.token)
                 if isinstance(waiting, Completion):
@@ -93,9 +103,21 @@ class Queue:
                     continue
                 move, carry = waiting
                 count(carry.path, move.op, part.status, part.num_bytes)
+                move.moved[carry.part] = part.num_bytes
                 event = PartDone(carry.part, part.status, part.failed_slice, part.num_bytes, part.checksums)
                 finished += self._follow(move, event)
         return finished
+
+    def _report(self, part: Completion) -> None:
+        with self._lock:
+            waiting = self._parts.get(part.token)
+            if waiting is None or isinstance(waiting, Completion):
+                return
+            move, carry = waiting
+            move.moved[carry.part] = part.num_bytes
+            num_bytes = sum(move.moved.values())
+        if move.progress is not None:
+            move.progress(num_bytes)
 
     def start(self, move: Move) -> None:
         """Begin a batch.
@@ -135,7 +157,16 @@ class Queue:
         number = next(self._numbers)
         self._parts[number] = (move, carry)
         rows = move.columns.rows(carry)
-        failed = carrier.submit(self._native, number, move.op, *rows, left_s, move.checksum)
+        failed = carrier.submit(
+            self._native,
+            number,
+            move.op,
+            *rows,
+            left_s,
+            move.checksum,
+            priority=move.priority,
+            reports=move.progress is not None,
+        )
         if failed < 0:
             return None
         del self._parts[number]

@@ -245,6 +245,31 @@ async def test_coroutines(pair: Pair) -> None:
     assert (pair.bytes_there[:1000] == data).all()
 
 
+async def test_a_big_batch_goes_in_pieces_and_tells_how_far_it_is(transport: str) -> None:
+    size = (16 if transport == "local" else 40) * MIB
+    with engine_with(transport) as far, engine_with(transport) as near:
+        pool, here = far.allocate(size), near.allocate(size)
+        data = np.random.default_rng(3).integers(0, 256, size, dtype=np.uint8)
+        here.view()[:] = data.data
+        told: list[int] = []
+        cut = 23 * MIB + 5 if transport != "local" else 7
+        done = await near.transfer(
+            Op.WRITE,
+            near.open(far.describe()),
+            [here.address, here.address + cut],
+            [pool.address, pool.address + cut],
+            [cut, size - cut],
+            checksum=True,
+            priority=2,
+            progress=told.append,
+        )
+        assert is_ok(done, size) and bytes(pool.view()) == data.tobytes()
+        assert done.checksums is not None
+        assert done.checksums.tolist() == [crc32c(data[:cut].data), crc32c(data[cut:].data)]
+        assert told == sorted(told) and all(0 < num_bytes < size for num_bytes in told)
+        assert told or transport == "local"
+
+
 def test_many_threads(pair: Pair) -> None:
     size, rounds, num_threads = 60_000, 20, 6
     failures: list[str] = []

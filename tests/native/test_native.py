@@ -17,6 +17,7 @@ def test_native() -> None:
     for step in (
         ["cmake", "-S", str(ROOT), "-B", str(folder), "-DMOONCAKE_NATIVE_TESTS=ON"],
         ["cmake", "--build", str(folder), "--parallel", "2"],
+        [str(folder / "test_pieces"), "1", "30"],
         [str(folder / "test_native"), "1", "100"],
     ):
         done = subprocess.run(step, capture_output=True, text=True, timeout=280)

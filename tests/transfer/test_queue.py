@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import numpy as np
@@ -22,6 +23,7 @@ class Scripted(TcpCarrier):
     def __init__(self, *script: Status) -> None:
         self.script = list(script)
         self.seen: list[list[int]] = []
+        self.asked: list[tuple[int, bool]] = []
         self.submit = self._submit
 
     def _submit(
@@ -34,7 +36,10 @@ class Scripted(TcpCarrier):
         lengths: Column,
         timeout_s: float,
         checksum: bool,
+        priority: int = 0,
+        reports: bool = False,
     ) -> int:
+        self.asked.append((priority, reports))
         self.seen.append(remote.tolist())
         status = self.script.pop(0)
         if status == Status.UNREGISTERED:
@@ -107,3 +112,14 @@ def test_unregistered_memory_is_an_error_only_when_nothing_was_started() -> None
     shm, tcp = Scripted(Status.OK), Scripted(Status.UNREGISTERED)
     queue.start(move(Reachable(shm=shm, tcp=tcp), (True, False, True)))
     assert outcome(queue) == [(9, Status.UNREGISTERED, 1, 0)]
+
+
+def test_progress_counts_what_is_done_and_forgets_what_failed() -> None:
+    shm, tcp = Scripted(Status.PEER_LOST), Scripted(Status.OK)
+    told: list[int] = []
+    urgent = dataclasses.replace(move(Reachable(shm=shm, tcp=tcp)), priority=3, progress=told.append)
+    queue = Queue()
+    queue.start(urgent)
+    assert outcome(queue) == [] and shm.asked == tcp.asked == [(3, True)]
+    assert outcome(queue) == [(9, Status.OK, -1, 6)]
+    assert urgent.moved == {0: 0, 1: 6} and told == []

@@ -82,9 +82,14 @@ class Carrier(Protocol):
         lengths: Column,
         timeout_s: float,
         checksum: bool,
+        *,
+        priority: int = 0,
+        reports: bool = False,
     ) -> int:
         """The same on another thread; the completion comes to ``queue``.
 
+        The greater ``priority`` goes first, also between the pieces of what is under way already; equals
+        go in order. With ``reports``, completions that are ``is_partial`` may come before the last.
         Returns -1, or the first slice whose local memory is not registered; then nothing will come.
         """
         ...

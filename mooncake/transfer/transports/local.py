@@ -99,8 +99,14 @@ class LocalCarrier:
         lengths: Column,
         timeout_s: float,
         checksum: bool,
+        *,
+        priority: int = 0,
+        reports: bool = False,
     ) -> int:
-        """Moves at once, in the caller: the contract asks for a completion, not for another thread."""
+        """Moves at once, in the caller: the contract asks for a completion, not for another thread.
+
+        So nothing is ever queued that a ``priority`` could overtake, or half done that could be reported.
+        """
         done = self.run(op, local, remote, lengths, timeout_s, checksum)
         if done.status == Status.UNREGISTERED:
             return done.failed_slice
