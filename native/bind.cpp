@@ -210,12 +210,12 @@ void bind_shm(nb::module_& m) {
           [](ShmTransport& self, const std::string& endpoint, uint64_t epoch, const std::vector<RemoteTuple>& remote,
              double timeout_s) -> nb::object {
             Status status;
-            std::shared_ptr<ShmPeer> peer;
+            std::shared_ptr<SharingPeer> peer;
             {
               Unlocked unlocked;
               peer = self.connect(endpoint, epoch, remote_of(remote), deadline_in(timeout_s), status);
             }
-            return peer ? nb::cast(peer) : nb::cast(status);
+            return peer ? nb::cast(std::static_pointer_cast<ShmPeer>(peer)) : nb::cast(status);
           },
           "endpoint"_a, "epoch"_a, "regions"_a, "timeout_s"_a)
       .def("close", &ShmTransport::close, nb::call_guard<Unlocked>());

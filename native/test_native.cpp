@@ -450,8 +450,8 @@ void test_shm_robustness() {
     auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + transport->endpoint().size());
     assert(connect(fd, reinterpret_cast<sockaddr*>(&name), length) == 0);
     for (uint64_t j = below(6) + 1; j > 0; j--) {
-      ShmMessage message;
-      message.kind = static_cast<ShmMessage::Kind>(below(9));
+      SharingMessage message;
+      message.kind = static_cast<SharingMessage::Kind>(below(9));
       message.epoch = below(4) ? 7 : rng();
       message.key = below(2) ? region->key : rng();
       std::vector<uint8_t> bytes(sizeof message);

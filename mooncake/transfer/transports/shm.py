@@ -1,6 +1,6 @@
 """Shared memory on one host: the caller's thread copies, the target does nothing.
 
-Thin: the native side maps, checks and copies (``native/shm.h`` draws the conversation). Fits only
+Thin: the native side maps, checks and copies (``native/sharing.h`` draws the conversation). Fits only
 regions that were allocated as shared memory, and only processes of the same user.
 """
 
