@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mooncake.errors import InvalidArgument, OutOfMemory
@@ -28,6 +28,7 @@ from mooncake.transfer.listener import Inbox, Listener
 from mooncake.transfer.loop import LoopQueue, until_done
 from mooncake.transfer.memory import available_bytes, span_of
 from mooncake.transfer.metadata import Backend
+from mooncake.transfer.moves import Asked, Memory, Progress, move
 from mooncake.transfer.peer import Segment
 from mooncake.transfer.queue import Move, Queue, completion_of, count, nobody, unregistered
 from mooncake.transfer.segment import RegionInfo, SegmentDescriptor, common_schemes, decode_descriptor
@@ -164,6 +165,22 @@ class TransferEngine:
         region.owner = buffer
         self._owned[region.key] = region
         return region
+
+    def register_all(self, buffers: Iterable[Any]) -> list[Region]:
+        """As ``register`` for each; all of them or none.
+
+        Raises:
+            InvalidArgument: one of them cannot be registered.
+        """
+        regions: list[Region] = []
+        try:
+            for buffer in buffers:
+                regions.append(self.register(buffer))
+        except InvalidArgument:
+            for region in regions:
+                self.unregister(region)
+            raise
+        return regions
 
     def unregister(self, region: Region) -> None:
         """After it returns nothing touches the memory any more; transfers that did are CANCELLED.
@@ -406,6 +423,57 @@ class TransferEngine:
             queue.forget(token)
             raise
         return await until_done(future)
+
+    async def write(
+        self,
+        segment: Segment | str,
+        local: Addresses | Memory | Sequence[Memory],
+        remote: Addresses | int,
+        lengths: Addresses | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float = 30.0,
+        checksum: bool = False,
+        notify: tuple[str, bytes | str] | None = None,
+        progress: Progress | None = None,
+    ) -> Completion:
+        """Move registered memory of this process into the peer's.
+
+        With ``lengths``, ``local`` and ``remote`` are columns of addresses, as for ``run``. Without,
+        ``local`` is memory that knows its own length (an array, a tensor, a buffer, a region, ``(address,
+        size)``) and ``remote`` one address, or both are sequences of as many.
+
+        Args:
+            segment: the peer, or its name in the metadata service.
+            priority: the greater goes first among the batches to one peer; see ``submit``.
+            notify: name and message that the peer's program gets once all bytes are in place.
+            progress: called on the loop with (bytes moved, bytes in all), every 16 MiB and at the end.
+
+        Raises:
+            InvalidArgument: the rows do not fit together, or local memory is not registered.
+            PeerLost, AccessDenied, DeadlineExceeded, ProtocolError, Unavailable: nothing or not all was
+                moved; the destination's bytes are undefined. Or all was, and the notification failed.
+        """
+        asked = Asked(priority, timeout_s, checksum, notify, progress)
+        return await move(self, Op.WRITE, segment, local, remote, lengths, asked)
+
+    async def read(
+        self,
+        segment: Segment | str,
+        local: Addresses | Memory | Sequence[Memory],
+        remote: Addresses | int,
+        lengths: Addresses | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float = 30.0,
+        checksum: bool = False,
+        notify: tuple[str, bytes | str] | None = None,
+        progress: Progress | None = None,
+    ) -> Completion:
+        """Move the peer's memory into registered memory of this process. Everything else as for ``write``;
+        ``notify`` tells the peer that it may use its memory again."""
+        asked = Asked(priority, timeout_s, checksum, notify, progress)
+        return await move(self, Op.READ, segment, local, remote, lengths, asked)
 
     def cancel(self, segment: Segment) -> None:
         """Fail what is in flight to a peer; afterwards no local memory is touched on its behalf."""
