@@ -9,6 +9,7 @@ import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -135,6 +136,10 @@ def application_for(words: Sequence[str]) -> typer.Typer:
         else:
             application.command(command.name, help=command.summary)(_never)
     application.command("config")(_config)
+    benches = typer.Typer(no_args_is_help=True, help="Measure this machine and what we make of it.")
+    benches.callback()(_start_bench)
+    benches.command("transfer", epilog="Example: mooncake bench transfer --quick")(_bench_transfer)
+    application.add_typer(benches, name="bench")
     return application
 
 
@@ -151,6 +156,29 @@ def _start(
     ] = False,
 ) -> None:
     """A KVCache-centric serving platform: prefill and decode apart, one shared KV pool."""
+
+
+def _start_bench() -> None:
+    """Measure this machine and what we make of it."""
+
+
+def _bench_transfer(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as one JSON object, too.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw it (needs the extra `plot`).")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Three rounds instead of eleven.")] = False,
+    paths: Annotated[
+        list[str] | None, typer.Option("--path", help="Measure only this; may be repeated.")
+    ] = None,
+    largest: Annotated[str, typer.Option("--largest", metavar="SIZE", help="Largest transfer.")] = "128MiB",
+) -> None:
+    """Every path between two processes beside what the machine can do: bandwidth, times, processor time."""
+    from mooncake.cli.bench import QUICK_ROUNDS, ROUNDS, bench_transfer
+
+    bench_transfer(paths or [], QUICK_ROUNDS if quick else ROUNDS, largest, json_file, plot_file)
 
 
 def _never() -> None:

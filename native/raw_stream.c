@@ -1,5 +1,6 @@
-/* The reference for bench/transfer.py: what one TCP connection between two processes carries when a C
- * program does nothing but send() and recv(). "serve" prints its port; "drive <port>" obeys lines
+/* The ceiling of `mooncake bench transfer`: what one TCP connection between two processes carries when a C
+ * program does nothing but send() and recv(). "<window bytes> serve" prints its port; "<window bytes> drive
+ * <port>" obeys lines
  *
  *     w <size> <count>    stream count messages to the server, which answers one byte at the end
  *     r <size> <count>    the same the other way
@@ -20,7 +21,7 @@
 #include <time.h>
 #include <unistd.h>
 
-static const size_t kWindow = 256u << 20;
+static size_t window_bytes;
 static char* window_memory;
 
 static void fail(const char* what) {
@@ -47,7 +48,7 @@ static void receive_all(int fd, char* to, size_t size) {
 static void move(int fd, int sends, size_t size, size_t count) {
   size_t at = 0;
   for (size_t i = 0; i < count; i++) {
-    if (at + size > kWindow) at = 0;
+    if (at + size > window_bytes) at = 0;
     if (sends) send_all(fd, window_memory + at, size);
     else receive_all(fd, window_memory + at, size);
     at += size;
@@ -76,23 +77,25 @@ static void obey(int fd, struct order order, int is_driver) {
 }
 
 int main(int argc, char** argv) {
-  window_memory = mmap(NULL, kWindow, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (argc < 3) return 2;
+  window_bytes = strtoull(argv[1], NULL, 10);
+  window_memory = mmap(NULL, window_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (window_memory == MAP_FAILED) fail("mmap");
-  madvise(window_memory, kWindow, MADV_HUGEPAGE);
-  memset(window_memory, 1, kWindow);
+  madvise(window_memory, window_bytes, MADV_HUGEPAGE);
+  memset(window_memory, 1, window_bytes);
   int fd = socket(AF_INET, SOCK_STREAM, 0), one = 1;
   struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
   socklen_t length = sizeof address;
-  if (argc > 2) address.sin_port = htons((unsigned short)atoi(argv[2]));
-  if (argc > 2 ? connect(fd, (void*)&address, length) : bind(fd, (void*)&address, length)) fail("address");
-  if (argc <= 2) {
+  if (argc > 3) address.sin_port = htons((unsigned short)atoi(argv[3]));
+  if (argc > 3 ? connect(fd, (void*)&address, length) : bind(fd, (void*)&address, length)) fail("address");
+  if (argc <= 3) {
     if (listen(fd, 1) || getsockname(fd, (void*)&address, &length)) fail("listen");
     printf("%d\n", ntohs(address.sin_port));
     fflush(stdout);
     fd = accept(fd, NULL, NULL);
   }
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-  if (argc <= 2) {
+  if (argc <= 3) {
     while (1) {
       struct order order;
       receive_all(fd, (char*)&order, sizeof order);

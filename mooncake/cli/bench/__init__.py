@@ -1,0 +1,85 @@
+"""``mooncake bench transfer``: how close every available path comes to what this machine can do.
+
+Two processes on loopback. The machine's ceilings are measured first (``ceilings.py``), then every path beside
+its ceiling in turns (``paths.py``, ``measure.py``); ``report.py`` words it, ``plot.py`` draws it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from mooncake.cli.bench.ceilings import Ceiling, Memcpy, RawStream
+from mooncake.cli.bench.measure import KIB, MIB, SHAPES, measure_ceilings, measure_paths, measure_ping
+from mooncake.cli.bench.paths import Paths, available
+from mooncake.cli.bench.report import Report, describe_machine, render
+from mooncake.config import parse_size
+from mooncake.errors import InvalidArgument, Unavailable
+
+WINDOW_BYTES = 256 * MIB
+"""Both sides walk through so much memory, so that nobody works from the cache."""
+ROUNDS = 11
+QUICK_ROUNDS = 3
+
+
+def bench_transfer(
+    asked: Sequence[str], rounds: int, largest: str, json_file: Path | None, plot_file: Path | None
+) -> None:
+    """Measure, print, and write what was asked for.
+
+    Raises:
+        InvalidArgument: a path that does not exist, or nothing to measure.
+        ProtocolError: wrong bytes arrived.
+    """
+    if plot_file is not None:
+        from mooncake.cli.bench.plot import draw  # a missing extra is said before minutes of measuring
+    largest_bytes = _size(largest)
+    shapes = [shape for shape in SHAPES if shape.num_bytes <= largest_bytes]
+    subjects, skipped = available(asked)
+    if not subjects or not shapes:
+        why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        raise InvalidArgument(
+            "path", list(asked), f"something that can be had here ({why or 'nothing to do'})"
+        )
+    window_bytes = min(WINDOW_BYTES, 2 * max(shape.num_bytes for shape in shapes))
+    with ExitStack() as stack:
+        paths = Paths(subjects, window_bytes)
+        stack.callback(paths.close)
+        ceilings: dict[str, Ceiling] = {
+            "memcpy": Memcpy(paths.here.address, paths.spare.address, window_bytes)
+        }
+        ping_us = None
+        try:
+            stream = RawStream(window_bytes)
+            stack.callback(stream.close)
+            ceilings["raw socket"] = stream
+            ping_us = measure_ping(stream, 4 * KIB, rounds)
+        except Unavailable as error:
+            skipped["raw socket"] = str(error)
+        _tell("ceilings ...")
+        alone = measure_ceilings(ceilings, shapes, rounds)
+        rows = measure_paths(paths, subjects, ceilings, shapes, rounds, _tell)
+    command = shlex.join(["mooncake", *sys.argv[1:]])
+    report = Report(describe_machine(), command, rounds, alone, ping_us, rows, skipped)
+    print(render(report), flush=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    if plot_file is not None:
+        draw(report, plot_file)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise InvalidArgument("--largest", text, "a size such as 16MiB") from error
+
+
+def _tell(text: str) -> None:
+    """Progress, for whoever watches."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="" if text.endswith("...") else "\n", file=sys.stderr, flush=True)

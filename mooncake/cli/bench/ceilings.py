@@ -1,0 +1,177 @@
+"""What the machine can do at best: plain copies, a C program's socket stream, fio on a file.
+
+A ceiling moves the same amount in pieces of the same size as what is measured, so that the two can take
+turns. It knows nothing of the transfer engine. ``native/raw_stream.c`` is the C program; it is built with
+the extension and lies beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from mooncake.errors import Unavailable
+
+WRITE, READ = "write", "read"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one round took."""
+
+    seconds: float
+    cpu_s: float
+    "Processor time of all processes that took part, user and system."
+    num_bytes: int
+    calls_s: list[float] = field(default_factory=list)
+    "Seconds of each call, where calls were timed one by one."
+
+    @property
+    def gb_s(self) -> float:
+        return self.num_bytes / self.seconds / 1e9
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        return self.cpu_s / self.num_bytes * 1e9
+
+
+class Ceiling(Protocol):
+    """Something to be measured against."""
+
+    name: str
+
+    def move(self, op: str, size_bytes: int, count: int, num: int) -> Sample:
+        """``num`` times ``count`` pieces of ``size_bytes``."""
+        ...
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of processor time that a process has used: its CPU clock, whose number is made of the pid.
+
+    Raises:
+        Unavailable: there is no such process any more.
+    """
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError as error:
+        raise Unavailable(f"process {pid} of the bench has ended; was it killed?") from error
+
+
+class Memcpy:
+    """One thread copies from one window of memory to another."""
+
+    name = "memcpy"
+
+    def __init__(self, source: int, target: int, window_bytes: int) -> None:
+        self._source, self._target, self._window = source, target, window_bytes
+
+    def move(self, op: str, size_bytes: int, count: int, num: int) -> Sample:
+        source, target = (self._source, self._target) if op == WRITE else (self._target, self._source)
+        places = max(1, self._window // size_bytes)
+        begin, begin_cpu = time.perf_counter(), time.thread_time()
+        for i in range(num * count):
+            at = i % places * size_bytes
+            ctypes.memmove(target + at, source + at, size_bytes)
+        seconds = time.perf_counter() - begin
+        return Sample(seconds, time.thread_time() - begin_cpu, num * count * size_bytes)
+
+
+class RawStream:
+    """One TCP connection of loopback between two processes of a C program.
+
+    Raises:
+        Unavailable: the program is not there.
+    """
+
+    name = "raw socket"
+
+    def __init__(self, window_bytes: int) -> None:
+        program = raw_stream_program()
+        words = [str(program), str(window_bytes)]
+        self._server = subprocess.Popen([*words, "serve"], stdout=subprocess.PIPE, text=True)
+        assert self._server.stdout is not None
+        port = self._server.stdout.readline().strip()
+        self._driver = subprocess.Popen(
+            [*words, "drive", port], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def move(self, op: str, size_bytes: int, count: int, num: int) -> Sample:
+        return self._obeyed("w" if op == WRITE else "r", size_bytes, count * num)
+
+    def ping(self, size_bytes: int, num: int) -> float:
+        """Seconds of one round trip: a message of so many bytes one way, one byte back."""
+        return self._obeyed("p", size_bytes, num).seconds / num
+
+    def _obeyed(self, kind: str, size_bytes: int, count: int) -> Sample:
+        assert self._driver.stdin is not None and self._driver.stdout is not None
+        pids = (self._server.pid, self._driver.pid)
+        before = sum(map(cpu_s, pids))
+        self._driver.stdin.write(f"{kind} {size_bytes} {count}\n")
+        self._driver.stdin.flush()
+        answer = self._driver.stdout.readline()
+        if not answer:
+            raise Unavailable("the raw socket stream has ended; was one of its processes killed?")
+        return Sample(float(answer), sum(map(cpu_s, pids)) - before, size_bytes * count)
+
+    def close(self) -> None:
+        for process in (self._driver, self._server):  # the driver's end is the server's, too
+            if process.stdin is not None:
+                process.stdin.close()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def raw_stream_program() -> Path:
+    """Where the C program lies: beside the extension it was built with."""
+    found = importlib.util.find_spec("mooncake._native")
+    assert found is not None and found.origin is not None
+    program = Path(found.origin).with_name("raw_stream")
+    if not program.exists():
+        raise Unavailable(f"{program} is not there; install mooncake-serving again to have it built")
+    return program
+
+
+class Fio:
+    """fio reads or writes a file with O_DIRECT through io_uring, ``depth`` requests at once.
+
+    Raises:
+        Unavailable: fio is not installed.
+    """
+
+    name = "fio"
+
+    def __init__(self, file: Path, depth: int) -> None:
+        self._program = shutil.which("fio") or ""
+        if not self._program:
+            raise Unavailable("fio is not installed (apt-get install fio)")
+        self._file, self._depth = file, depth
+
+    def move(self, op: str, size_bytes: int, count: int, num: int) -> Sample:
+        block = min(size_bytes, 1 << 20)
+        words = [
+            "--name=ceiling", f"--filename={self._file}", f"--rw={op}", f"--bs={block}", "--direct=1",
+            "--ioengine=io_uring", f"--iodepth={self._depth}", f"--size={self._file.stat().st_size}",
+            f"--io_size={size_bytes * count * num}", "--output-format=json", "--thread",
+            "--fallocate=none", "--overwrite=1", "--allow_file_create=0",
+        ]  # fmt: skip
+        done = subprocess.run([self._program, *words], capture_output=True, text=True, timeout=120)
+        if done.returncode != 0:
+            raise Unavailable(f"fio failed: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
+        job = json.loads(done.stdout)["jobs"][0]
+        moved, seconds = job[op]["io_bytes"], job[op]["runtime"] / 1e3
+        if not moved or not seconds:
+            raise Unavailable(f"fio moved {moved} bytes in {seconds:g} s; give it more to do")
+        busy = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
+        return Sample(seconds, busy, moved)

@@ -1,0 +1,179 @@
+"""The transfer engine as a thing to be measured: every available path between this process and the target.
+
+A subject is a path with how it is used (``tcp+crc``: with checksums). Which there are is found by trying: a
+transport that cannot be had here is left out, with the reason. What was moved is compared at both ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mooncake.cli.bench.ceilings import WRITE, Sample, cpu_s
+from mooncake.cli.bench.target import engines_of, lend, pattern
+from mooncake.errors import InvalidArgument, MooncakeError, ProtocolError, Unavailable
+from mooncake.transfer import Op, Status
+from mooncake.transfer.segment import Column, decode_descriptor
+
+TIMEOUT_S = 60.0
+"""For one call: far more than 128 MiB take on the slowest path."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One way of moving bytes."""
+
+    name: str
+    engine: str
+    "Which engine carries it, one of ``Bench.engines``."
+    ceiling: str
+    "What it is measured against; empty when there is nothing on this machine."
+    checksum: bool = False
+
+
+SUBJECTS = (
+    Subject("shm", "shm", "memcpy"),
+    Subject("shm+crc", "shm", "memcpy", checksum=True),
+    Subject("tcp", "tcp", "raw socket"),
+    Subject("tcp+crc", "tcp", "raw socket", checksum=True),
+    Subject("rdma", "rdma", ""),
+)
+
+ENGINES: dict[str, dict[str, Any]] = {
+    name: {"transports": [name]} for name in dict.fromkeys(subject.engine for subject in SUBJECTS)
+}
+
+
+def available(asked: Sequence[str]) -> tuple[list[Subject], dict[str, str]]:
+    """Subjects that can be had here, and why the others cannot. Empty ``asked`` is all.
+
+    Raises:
+        InvalidArgument: there is no path of that name.
+    """
+    names = [subject.name for subject in SUBJECTS]
+    for name in asked:
+        if name not in names:
+            raise InvalidArgument("path", name, "some of " + ", ".join(names))
+    missing: dict[str, str] = {}
+    for name, fields in ENGINES.items():
+        try:
+            for engine in engines_of({name: fields}).values():
+                engine.close()
+        except MooncakeError as error:
+            missing[name] = str(error)
+    wanted = [subject for subject in SUBJECTS if not asked or subject.name in asked]
+    skipped = {subject.name: missing[subject.engine] for subject in wanted if subject.engine in missing}
+    return [subject for subject in wanted if subject.name not in skipped], skipped
+
+
+class Target:
+    """The process at the other end."""
+
+    def __init__(self, window_bytes: int, engines: Mapping[str, Mapping[str, Any]]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from mooncake.cli.bench.target import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self._process.pid
+        described = self._ask(json.dumps({"window_bytes": window_bytes, "engines": engines}))
+        self.descriptors = {
+            name: decode_descriptor(text.encode()) for name, text in json.loads(described).items()
+        }
+
+    def fill(self, seed: int, num_bytes: int) -> None:
+        self._ask(f"fill {seed} {num_bytes}")
+
+    def holds(self, seed: int, num_bytes: int) -> bool:
+        return self._ask(f"holds {seed} {num_bytes}") == "yes"
+
+    def close(self) -> None:
+        try:
+            self._process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+    def _ask(self, line: str) -> str:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline().strip()
+        if not answer:
+            raise Unavailable("the target process of the bench has ended; its error is above")
+        return answer
+
+
+class Paths:
+    """Engines of this process, the window of memory they move from and to, and the target."""
+
+    def __init__(self, subjects: Sequence[Subject], window_bytes: int) -> None:
+        names = dict.fromkeys(["shm", *(subject.engine for subject in subjects)])
+        asked = {name: ENGINES[name] for name in names}
+        self.window_bytes = window_bytes
+        self.engines = engines_of(asked)
+        self.target = Target(window_bytes, asked)
+        self.here, self.spare = (lend(self.engines, window_bytes) for _ in range(2))
+        self._segments = {
+            name: engine.open(self.target.descriptors[name]) for name, engine in self.engines.items()
+        }
+
+    def move(self, subject: Subject, op: str, size_bytes: int, count: int, num: int) -> Sample:
+        """``num`` batches of ``count`` slices, one after the other, through the window and again."""
+        step = size_bytes * count
+        lengths = np.full(count, size_bytes, dtype=np.uint64)
+        num_places = min(num, self.window_bytes // step)
+        places = [self._columns(subject, i * step, size_bytes, count) for i in range(num_places)]
+        engine, segment = self.engines[subject.engine], self._segments[subject.engine]
+        verb = Op.WRITE if op == WRITE else Op.READ
+        calls: list[float] = []
+        before = time.process_time() + cpu_s(self.target.pid)
+        for i in range(num):
+            local, remote = places[i % len(places)]
+            begin = time.perf_counter()
+            done = engine.run(
+                verb, segment, local, remote, lengths, timeout_s=TIMEOUT_S, checksum=subject.checksum
+            )
+            calls.append(time.perf_counter() - begin)
+            if done.status != Status.OK:
+                raise Unavailable(f"{subject.name} {op} of {step:,} bytes ended with {done.status.name}")
+        used = time.process_time() + cpu_s(self.target.pid) - before
+        return Sample(sum(calls), used, step * num, calls)
+
+    def verify(self, subject: Subject, op: str, size_bytes: int, count: int, seed: int) -> None:
+        """Moves a fresh pattern and compares every byte where it arrived.
+
+        Raises:
+            ProtocolError: other bytes arrived.
+        """
+        num_bytes = size_bytes * count
+        mine = np.frombuffer(self.here.view(), dtype=np.uint8)[:num_bytes]
+        if op == WRITE:
+            mine[:] = pattern(seed, num_bytes)
+            self.target.fill(seed + 1, num_bytes)
+        else:
+            mine[:] = pattern(seed + 1, num_bytes)
+            self.target.fill(seed, num_bytes)
+        self.move(subject, op, size_bytes, count, 1)
+        if not (self.target.holds(seed, num_bytes) and np.array_equal(mine, pattern(seed, num_bytes))):
+            raise ProtocolError(f"{subject.name} {op}: {count} x {size_bytes:,} bytes did not arrive as sent")
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        self.target.close()
+
+    def _columns(self, subject: Subject, offset: int, size: int, count: int) -> tuple[Column, Column]:
+        rows = np.arange(count, dtype=np.uint64) * np.uint64(size) + np.uint64(offset)
+        there = self.target.descriptors[subject.engine].regions[0].address
+        return rows + np.uint64(self.here.address), rows + np.uint64(there)

@@ -1,0 +1,148 @@
+"""What a bench says: tables for people, one JSON object for programs, and which targets were met.
+
+Pure: rows come in, lines go out. The targets are those that the transfer engine was built to.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mooncake.cli.bench.measure import KIB, MIB, CeilingRow, Row
+
+CANNOT_SHOW = (
+    "cannot show: a real network (loopback has no wire and both ends share the cores), many clients at once, "
+    "NUMA, latency under load"
+)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure that one row must reach: a ratio to its ceiling, or a median time."""
+
+    path: str
+    op: str
+    size_bytes: int
+    count: int = 1
+    least_ratio: float | None = None
+    most_p50_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a goal."""
+
+    what: str
+    wanted: str
+    seen: str
+    is_met: bool | None
+    "None: it was not measured."
+
+
+LARGE = (MIB, 16 * MIB, 128 * MIB)
+BOTH = ("write", "read")
+GOALS = (
+    *(Goal("tcp", op, size, least_ratio=0.9) for op in BOTH for size in LARGE),
+    *(Goal("tcp", op, 128 * KIB, 512, least_ratio=0.85) for op in BOTH),
+    *(Goal("tcp", op, 4 * KIB, most_p50_us=50.0) for op in BOTH),
+    *(Goal("shm", op, size, least_ratio=0.9) for op in BOTH for size in LARGE),
+    *(Goal("file", op, size, least_ratio=0.9) for op in BOTH for size in LARGE),
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that one run found out."""
+
+    machine: str
+    command: str
+    rounds: int
+    ceilings: list[CeilingRow]
+    ping_us: float | None
+    "Round trip of 4 KiB and one byte back, of a C program."
+    rows: list[Row]
+    skipped: dict[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "cannot_show": CANNOT_SHOW,
+            "targets": [asdict(verdict) for verdict in judge(self.rows)],
+        }
+
+
+def judge(rows: Sequence[Row]) -> list[Verdict]:
+    """Each goal against the row it is about."""
+    known = {(row.path, row.op, row.size_bytes, row.count): row for row in rows}
+    shapes = {(row.size_bytes, row.count): row.shape for row in rows}
+    verdicts = []
+    for goal in GOALS:
+        shape = shapes.get((goal.size_bytes, goal.count))
+        row = known.get((goal.path, goal.op, goal.size_bytes, goal.count))
+        what = f"{goal.path} {goal.op} {shape or f'{goal.count} x {goal.size_bytes} bytes'}"
+        if goal.least_ratio is not None:
+            wanted = (
+                f">= {goal.least_ratio:g} x {row.ceiling if row is not None and row.ceiling else 'ceiling'}"
+            )
+            seen = None if row is None else row.ratio
+            is_met = None if seen is None else seen >= goal.least_ratio
+            verdicts.append(Verdict(what, wanted, "" if seen is None else f"{seen:.2f} x", is_met))
+        else:
+            assert goal.most_p50_us is not None
+            is_met = None if row is None else row.p50_us <= goal.most_p50_us
+            shown = "" if row is None else f"{row.p50_us:.1f} us"
+            verdicts.append(Verdict(what, f"p50 <= {goal.most_p50_us:g} us", shown, is_met))
+    return verdicts
+
+
+def render(report: Report) -> str:
+    """The whole report for people."""
+    lines = [f"machine: {report.machine}", f"command: {report.command}", CANNOT_SHOW, ""]
+    lines += [f"{'ceiling':12} {'op':6} {'size':>13} {'GB/s':>7} {'CPU s/GB':>9}"]
+    lines += [
+        f"{row.name:12} {row.op:6} {row.shape:>13} {row.gb_s:7.2f} {row.cpu_s_per_gb:9.3f}"
+        for row in report.ceilings
+    ]
+    if report.ping_us is not None:
+        lines += [f"raw socket round trip of 4 KiB: {report.ping_us:.1f} us"]
+    lines += [
+        "",
+        f"{'path':8} {'op':6} {'size':>13} {'GB/s':>7} {'ceiling GB/s':>18} {'ratio':>6}"
+        f" {'p50 us':>10} {'p99 us':>10} {'CPU s/GB':>9} {'of ceiling':>10}",
+        *map(_line, report.rows),
+        "",
+        f"each row: median of {report.rounds} rounds, ours and its ceiling in turns; every byte was compared",
+    ]
+    lines += [f"skipped: {path}: {why}" for path, why in report.skipped.items()]
+    lines += ["", "targets:"]
+    words: Mapping[bool | None, str] = {True: "met", False: "NOT MET", None: "not measured"}
+    lines += [
+        f"  {verdict.what:24} {verdict.wanted:20} {verdict.seen:>9}  {words[verdict.is_met]}"
+        for verdict in judge(report.rows)
+    ]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    against, ratio, cpu = "", "", ""
+    if row.ceiling_gb_s is not None and row.ratio is not None and row.ceiling_cpu_s_per_gb is not None:
+        against, ratio = f"{row.ceiling} {row.ceiling_gb_s:.2f}", f"{row.ratio:.2f}"
+        cpu = f"{row.ceiling_cpu_s_per_gb:.3f}"
+    return (
+        f"{row.path:8} {row.op:6} {row.shape:>13} {row.gb_s:7.2f} {against:>18} {ratio:>6}"
+        f" {row.p50_us:10.1f} {row.p99_us:10.1f} {row.cpu_s_per_gb:9.3f} {cpu:>10}"
+    )
+
+
+def describe_machine() -> str:
+    """Processor, cores and kernel."""
+    model = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    return f"{model}, {os.cpu_count()} cores, Linux {platform.release()}"

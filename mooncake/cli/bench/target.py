@@ -1,0 +1,72 @@
+"""The other process of a bench: lends memory over every path, fills it, and says what it holds.
+
+It is told by one line of JSON on its standard input what to offer (``{"window_bytes": ..., "engines": {name:
+settings}}``), answers with the descriptors of its engines and then obeys lines: ``fill <seed> <bytes>`` and
+``holds <seed> <bytes>``. The pattern of a seed is made here and at the other end, so neither has to believe
+the other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.transfer import Region, TransferEngine, TransferSettings
+
+Bytes = npt.NDArray[np.uint8]
+
+_PERIOD = 16_777_213  # a prime, so that no slice begins twice at the same place of the pattern
+
+
+@cache
+def _base() -> Bytes:
+    return np.random.default_rng(20240624).integers(0, 256, _PERIOD, dtype=np.uint8)
+
+
+def pattern(seed: int, num_bytes: int) -> Bytes:
+    """Bytes that differ from those of every other seed."""
+    return np.resize(np.roll(_base(), -(seed * 7919 % _PERIOD)), num_bytes)
+
+
+def engines_of(asked: Mapping[str, Mapping[str, Any]]) -> dict[str, TransferEngine]:
+    """One engine per name, made from the fields of its settings."""
+    return {
+        name: TransferEngine(msgspec.convert(dict(fields), TransferSettings))
+        for name, fields in asked.items()
+    }
+
+
+def lend(engines: Mapping[str, TransferEngine], window_bytes: int) -> Region:
+    """One window of memory, registered with all engines. The first allocates it."""
+    first, *others = engines.values()
+    region = first.allocate(window_bytes)
+    for engine in others:
+        engine.register((region.address, region.size_bytes))
+    return region
+
+
+def main() -> None:
+    order = json.loads(sys.stdin.readline())
+    engines = engines_of(order["engines"])
+    window: Bytes = np.frombuffer(lend(engines, order["window_bytes"]).view(), dtype=np.uint8)
+    described = {name: engine.describe().encode().decode() for name, engine in engines.items()}
+    print(json.dumps(described), flush=True)
+    for line in sys.stdin:
+        verb, seed, num_bytes = line.split()
+        expected = pattern(int(seed), int(num_bytes))
+        if verb == "fill":
+            window[: len(expected)] = expected
+            print("done", flush=True)
+        else:
+            print("yes" if np.array_equal(window[: len(expected)], expected) else "no", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The transfer bench: what it concludes from rows, and one small run with two real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from mooncake.cli import main
+from mooncake.cli.bench.measure import KIB, MIB, SHAPES, CeilingRow, Row, Shape
+from mooncake.cli.bench.paths import Paths, Subject
+from mooncake.cli.bench.report import GOALS, Report, judge, render
+from mooncake.cli.bench.target import pattern
+from mooncake.errors import ProtocolError, Unavailable
+
+ROW = Row("tcp", "write", "1 MiB", MIB, 1, 4.0, 250.0, 400.0, 0.3, "raw socket", 4.4, 0.2, 0.91)
+
+
+def test_targets_are_judged_by_the_row_they_are_about() -> None:
+    small = dataclasses.replace(ROW, shape="4 KiB", size_bytes=4 * KIB, p50_us=50.1, ratio=0.1)
+    slow = dataclasses.replace(ROW, op="read", ratio=0.89)
+    verdicts = {verdict.what: verdict for verdict in judge([ROW, small, slow])}
+    assert len(verdicts) == len(GOALS)
+    assert verdicts["tcp write 1 MiB"].is_met is True and verdicts["tcp write 1 MiB"].seen == "0.91 x"
+    assert verdicts["tcp read 1 MiB"].is_met is False
+    assert verdicts["tcp write 4 KiB"].is_met is False and verdicts["tcp write 4 KiB"].seen == "50.1 us"
+    assert verdicts["tcp read 4 KiB"].is_met is None
+    assert judge([dataclasses.replace(ROW, ratio=None, ceiling="")])[0].is_met is None
+
+
+def test_the_report_names_machine_command_skips_and_verdicts() -> None:
+    alone = [CeilingRow("memcpy", "write", "1 MiB", 20.0, 0.05)]
+    report = Report("a machine", "mooncake bench transfer", 3, alone, 25.1, [ROW], {"rdma": "no device"})
+    text = render(report)
+    for part in ("machine: a machine", "command: mooncake bench transfer", "cannot show: a real network",
+                 "round trip of 4 KiB: 25.1 us", "skipped: rdma: no device"):  # fmt: skip
+        assert part in text
+    assert next(line for line in text.splitlines() if line.startswith("  tcp write 1 MiB")).endswith("  met")
+    assert json.loads(json.dumps(report.as_json()))["rows"][0]["ratio"] == 0.91
+
+
+def test_shapes_are_named_as_people_write_them() -> None:
+    assert [str(shape) for shape in SHAPES] == [
+        "4 KiB", "64 KiB", "256 KiB", "1 MiB", "16 MiB", "128 MiB", "512 x 128 KiB"
+    ]  # fmt: skip
+    assert Shape(4 * KIB).num_calls == 1000 and Shape(128 * MIB).num_calls == 1
+
+
+def test_patterns_differ_by_seed_and_do_not_repeat_at_slices() -> None:
+    assert (pattern(1, 100_000) != pattern(2, 100_000)).any()
+    assert (pattern(1, 32 * MIB)[: 16 * MIB] != pattern(1, 32 * MIB)[16 * MIB :]).any()
+
+
+def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    tcp = Subject("tcp", "tcp", "raw socket")
+    paths = Paths([tcp], 64 * KIB)
+    try:
+        paths.verify(tcp, "write", 4 * KIB, 2, seed=3)
+        paths.verify(tcp, "read", 4 * KIB, 2, seed=4)
+        monkeypatch.setattr(paths, "move", lambda *_: None)
+        for op in ("write", "read"):
+            with pytest.raises(ProtocolError, match=f"tcp {op}: 2 x 4,096 bytes did not arrive"):
+                paths.verify(tcp, op, 4 * KIB, 2, seed=5)
+        monkeypatch.undo()
+        paths.target.close()
+        with pytest.raises(Unavailable, match="has ended"):
+            paths.move(tcp, "write", 4 * KIB, 1, 1)
+    finally:
+        paths.close()
+
+
+@pytest.mark.processes
+def test_a_small_run_measures_verifies_writes_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install '.[plot]'")
+    report, picture = tmp_path / "b.json", tmp_path / "b.png"
+    words = ["bench", "transfer", "--quick", "--largest", "64KiB", "--path", "shm", "--path", "tcp"]
+    with pytest.raises(SystemExit) as exit:
+        main([*words, "--json", str(report), "--plot", str(picture)])
+    assert exit.value.code == 0, capsys.readouterr().err
+    rows = [Row(**row) for row in json.loads(report.read_text())["rows"]]
+    assert {(row.path, row.op, row.shape) for row in rows} == {
+        (path, op, shape)
+        for path in ("shm", "tcp")
+        for op in ("write", "read")
+        for shape in ("4 KiB", "64 KiB")
+    }
+    assert all(row.gb_s > 0 and 0 < row.p50_us <= row.p99_us and row.cpu_s_per_gb > 0 for row in rows)
+    assert {row.path: row.ceiling for row in rows if row.ratio} == {"shm": "memcpy", "tcp": "raw socket"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "tcp write 4 KiB" in capsys.readouterr().out
+
+
+def test_an_unknown_path_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["bench", "transfer", "--path", "pigeon"])
+    assert exit.value.code == 2
+    assert "path is 'pigeon'; allowed: some of shm, shm+crc, tcp" in capsys.readouterr().err
