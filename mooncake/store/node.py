@@ -42,7 +42,6 @@ from mooncake.store.membership import (
     Send,
 )
 from mooncake.transfer import TransferEngine, TransferSettings
-from mooncake.transfer.metadata.http import HttpBackend
 
 log = get_logger(__name__)
 
@@ -79,7 +78,7 @@ class NodeSettings:
     "Ask for huge pages, and do without where there are none."
 
     metadata: str = ""
-    "URL of a metadata service where the segment is published, so that others can open it by name."
+    "URL of a metadata service (`http://`, `etcd://`, `redis://`) where others find this node by its name."
 
     metrics_port: Port = 0
     "Port of `/metrics`; 0 takes a free one."
@@ -95,9 +94,10 @@ class Node:
             listen_host=settings.host,
             advertise_host=settings.advertise_host,
             tcp_port=settings.port,
+            metadata=settings.metadata,
+            metadata_ttl_s=PUBLISHED_FOR_S,
         )
-        backend = HttpBackend(settings.metadata) if settings.metadata else None
-        self.engine = TransferEngine(transfer, backend)
+        self.engine = TransferEngine(transfer)
         self.mounted = asyncio.Event()
         """Set while the master knows this node."""
         self._left = asyncio.Event()
@@ -130,7 +130,7 @@ class Node:
         self._driver = Driver(membership, self._perform)
         self._driver.post(Wake())
         if self.settings.metadata:
-            self._spawn(self._keep_published())
+            await asyncio.to_thread(self.engine.publish, is_patient=True)
 
     async def close(self) -> None:
         """Tell the master that the memory goes away, and let it go."""
@@ -190,21 +190,6 @@ class Node:
             self._report(link, Closed(str(error)))
         else:
             self._report(link, Answered(reply))
-
-    async def _keep_published(self) -> None:
-        """Put the descriptor again and again: a metadata service that restarts forgets it."""
-        is_published = False
-        while True:
-            try:
-                await asyncio.to_thread(self.engine.publish, PUBLISHED_FOR_S)
-                if not is_published:
-                    log.info("published", metadata=self.settings.metadata, segment=self.engine.name)
-                is_published = True
-            except MooncakeError as error:
-                if is_published:
-                    log.warning("not_published", reason=str(error))
-                is_published = False
-            await asyncio.sleep(PUBLISHED_FOR_S / 3)
 
     def _report(self, link: AsyncClient, event: Event) -> None:
         """What an earlier connection still has to say is of no interest."""

@@ -9,6 +9,7 @@ queue, ``transfer`` is for coroutines. It knows no keys of objects and no metada
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import secrets
@@ -19,19 +20,22 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mooncake.errors import InvalidArgument, OutOfMemory
+from mooncake.errors import InvalidArgument, MooncakeError, OutOfMemory, Unavailable
+from mooncake.log import get_logger
 from mooncake.transfer.batch import RETRIED, Batch, Finish, PartDone, Start
 from mooncake.transfer.columns import Addresses, Columns, columns_of
+from mooncake.transfer.directory import Directory
 from mooncake.transfer.handshake import Alive, HandshakeClient, Notification
 from mooncake.transfer.host import host_identity, reachable_host, with_port
 from mooncake.transfer.listener import Inbox, Listener
 from mooncake.transfer.loop import LoopQueue, until_done
 from mooncake.transfer.memory import available_bytes, span_of
-from mooncake.transfer.metadata import Backend
+from mooncake.transfer.metadata import Backend, make_backend
+from mooncake.transfer.metadata.p2p import PeerBackend
 from mooncake.transfer.moves import Asked, Memory, Progress, move
 from mooncake.transfer.peer import Segment
-from mooncake.transfer.queue import Move, Queue, completion_of, count, nobody, unregistered
-from mooncake.transfer.segment import RegionInfo, SegmentDescriptor, common_schemes, decode_descriptor
+from mooncake.transfer.queue import DOUBTFUL, Move, Queue, completion_of, count, nobody, unregistered
+from mooncake.transfer.segment import RegionInfo, SegmentDescriptor, common_schemes
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.transports import (
     SCHEMES,
@@ -46,8 +50,7 @@ from mooncake.transfer.transports import (
 
 _numbers = itertools.count()
 
-DESCRIPTOR_PREFIX = "mooncake/ram/"
-"""Where descriptors lie in a metadata service."""
+log = get_logger(__name__)
 
 
 class TransferEngine:
@@ -55,8 +58,8 @@ class TransferEngine:
 
     Args:
         settings: see ``TransferSettings``.
-        backend: metadata service for ``publish`` and ``open_name``; not needed when descriptors
-            travel some other way.
+        backend: where names are found, instead of ``settings.metadata``; neither is needed when
+            descriptors travel some other way.
 
     Raises:
         AddressInUse: ``tcp_port`` or ``handshake_port`` is taken.
@@ -78,7 +81,6 @@ class TransferEngine:
         )
         self.tcp_port = settings.tcp_port
         self.num_streams = settings.num_streams or max(1, min(4, (os.cpu_count() or 1) // 2))
-        self._backend = backend
         self._host = host_identity()
         self._owned: dict[int, Region] = {}
         self._segments: dict[tuple[str, int], Segment] = {}
@@ -90,7 +92,7 @@ class TransferEngine:
         self._peers = HandshakeClient()
         self.exchange = self._peers.exchange
         self._inbox = Inbox()
-        self._talkers: list[Listener | HandshakeClient] = [self._peers]
+        self._talkers: list[Listener | HandshakeClient | Directory] = [self._peers]
         self._finalizer = weakref.finalize(
             self,
             _shut_down,
@@ -105,10 +107,31 @@ class TransferEngine:
             self._transports[scheme] = make_transport(scheme, self)
         self.handshake = ""
         "Where this process answers handshakes (``host:port``); empty when it does not."
-        if settings.handshake_port >= 0 or any(
-            getattr(transport, "needs_handshake", False) for transport in self._transports.values()
+        if backend is None and settings.metadata:
+            backend = make_backend(
+                settings.metadata, timeout_s=settings.metadata_timeout_s, describe=self._peers.describe
+            )
+        asks_peers = isinstance(backend, PeerBackend)
+        if (
+            settings.handshake_port >= 0
+            or asks_peers
+            or any(getattr(transport, "needs_handshake", False) for transport in self._transports.values())
         ):
             self._listen(max(0, settings.handshake_port))
+        if asks_peers and not settings.name:
+            self.name = self.handshake
+        self._named: dict[str, tuple[Segment, float]] = {}
+        self._directory: Directory | None = None
+        if backend is not None:
+            this = weakref.ref(self)
+            self._directory = Directory(
+                backend,
+                settings.metadata_cluster,
+                self.name,
+                self.epoch,
+                lambda: engine.describe() if (engine := this()) is not None else None,
+            )
+            self._talkers.insert(0, self._directory)
 
     def __repr__(self) -> str:
         ends = " ".join(f"{path}={transport.endpoint}" for path, transport in self._transports.items())
@@ -148,6 +171,7 @@ class TransferEngine:
                 f"allocate {size_bytes:,} bytes: {error}; ask for less or stop something"
             ) from error
         self._owned[region.key] = region
+        self._changed()
         return region
 
     def register(self, buffer: Any) -> Region:
@@ -164,6 +188,7 @@ class TransferEngine:
         region = self.regions.add(address, size, is_writable)
         region.owner = buffer
         self._owned[region.key] = region
+        self._changed()
         return region
 
     def register_all(self, buffers: Iterable[Any]) -> list[Region]:
@@ -173,13 +198,14 @@ class TransferEngine:
             InvalidArgument: one of them cannot be registered.
         """
         regions: list[Region] = []
-        try:
-            for buffer in buffers:
-                regions.append(self.register(buffer))
-        except InvalidArgument:
-            for region in regions:
-                self.unregister(region)
-            raise
+        with self.together():
+            try:
+                for buffer in buffers:
+                    regions.append(self.register(buffer))
+            except InvalidArgument:
+                for region in regions:
+                    self.unregister(region)
+                raise
         return regions
 
     def unregister(self, region: Region) -> None:
@@ -189,6 +215,15 @@ class TransferEngine:
         """
         self.regions.remove(region.key)
         self._owned.pop(region.key, None)
+        self._changed()
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """A ``with`` block whose changes of registered memory are published once, at its end."""
+        return contextlib.nullcontext() if self._directory is None else self._directory.holding()
+
+    def _changed(self) -> None:
+        if self._directory is not None:
+            self._directory.renew()
 
     # Peers ----------------------------------------------------------------------------------------
 
@@ -219,27 +254,102 @@ class TransferEngine:
         """Drop a peer that will not be used again: what is in flight is CANCELLED, connections close."""
         with self._lock:
             self._segments.pop((segment.name, segment.descriptor.epoch), None)
+            self._named = {name: known for name, known in self._named.items() if known[0] is not segment}
         segment.close()
 
-    def publish(self, ttl_s: float | None = None) -> None:
-        """Put this process's descriptor into the metadata service; repeat before ``ttl_s`` is over.
+    def publish(self, ttl_s: float | None = None, *, is_patient: bool = False) -> None:
+        """Let others find this process by its name, from now until it is closed.
+
+        The descriptor is put again three times within ``ttl_s`` (by default ``metadata_ttl_s``), and
+        whenever registered memory changes, before the call that changed it returns.
+
+        Args:
+            is_patient: a service that is away is no error; it gets the descriptor when it is back.
 
         Raises:
+            InvalidArgument: the engine was made without metadata.
             PeerLost, DeadlineExceeded: the service does not answer.
+            ProtocolError: it is something else.
         """
-        assert self._backend is not None, "publish() needs a backend"
-        self._backend.put(DESCRIPTOR_PREFIX + self.name, self.describe().encode(), ttl_s)
+        self._names().publish(self.settings.metadata_ttl_s if ttl_s is None else ttl_s, is_patient)
 
     def open_name(self, name: str) -> Segment | None:
-        """The segment published under ``name``, or None when there is none.
+        """The segment called ``name``, or None when there is none. With ``P2PHANDSHAKE`` a name is the
+        ``host:port`` of the peer's handshake, and the peer itself is asked.
+
+        The answer is used for ``metadata_cache_s`` and asked for again at once after a transfer has
+        failed. A service that is away does no harm to peers that are known.
 
         Raises:
-            PeerLost, DeadlineExceeded: the service does not answer.
-            ProtocolError: something else lies under that name.
+            InvalidArgument: the engine was made without metadata.
+            PeerLost, DeadlineExceeded: the service does not answer, or without one the peer.
+            ProtocolError: something else lies under that name, or a peer of another version.
         """
-        assert self._backend is not None, "open_name() needs a backend"
-        encoded = self._backend.get(DESCRIPTOR_PREFIX + name)
-        return None if encoded is None else self.open(decode_descriptor(encoded))
+        known, until = self._named.get(name, (None, 0.0))
+        if known is not None and known.is_doubtful:
+            known = None
+        if known is not None and time.monotonic() < until:
+            return known
+        try:
+            descriptor = self._names().find(name)
+        except Unavailable as error:
+            if known is None:
+                raise
+            log.info("name_not_confirmed", name=name, reason=str(error))
+            return known
+        if descriptor is None:
+            return known
+        segment = self.open(descriptor)
+        segment.source, segment.is_doubtful = name, False
+        with self._lock:
+            self._named[name] = segment, time.monotonic() + self.settings.metadata_cache_s
+        return segment
+
+    def refresh(self, segment: Segment, timeout_s: float = 5.0) -> bool:
+        """After a failure: find out what became of the peer. True if trying again makes sense, because the
+        same process publishes something else by now.
+
+        A process that took its place is never tried: whoever asked meant memory of the first one. Then
+        the segment is dead, ``reason`` says so, and ``open_name`` finds the new one.
+        """
+        peer = segment.descriptor
+        if segment.is_replaced or not (peer.handshake or segment.source):
+            return False
+        try:
+            current = self._current(segment, min(timeout_s, self.settings.metadata_timeout_s))
+        except MooncakeError as error:
+            segment.reason = str(error)
+            return False
+        if current is None:
+            segment.reason = f"nothing is published under the name {segment.source} any more"
+        elif current.epoch != peer.epoch:
+            with self._lock:
+                self._segments.pop((peer.name, peer.epoch), None)
+            segment.replace(
+                f"{peer.name} was restarted, and addresses in it are not valid any more; "
+                "open it again and ask it for its addresses"
+            )
+        elif current != peer:
+            segment.renew(current)
+            return True
+        else:
+            segment.reason = ""  # it is as we know it; what failed was something else
+        return False
+
+    def _current(self, segment: Segment, timeout_s: float) -> SegmentDescriptor | None:
+        peer = segment.descriptor
+        if peer.handshake:
+            try:
+                return self._peers.describe(peer.handshake, timeout_s)
+            except Unavailable:
+                if not segment.source or self._directory is None:
+                    raise
+        return self._names().find(segment.source)
+
+    def _names(self) -> Directory:
+        if self._directory is None:
+            raise InvalidArgument("metadata", "", "P2PHANDSHAKE or the URL of a metadata service")
+        return self._directory
 
     # Talking --------------------------------------------------------------------------------------
 
@@ -328,8 +438,25 @@ class TransferEngine:
             InvalidArgument: columns that do not fit together, or local memory not registered.
         """
         columns = columns_of(local, remote, lengths)
-        paths = segment.paths
         deadline = time.monotonic() + timeout_s
+        done = self._run(op, segment, columns, deadline, timeout_s, checksum)
+        if done.status in DOUBTFUL:
+            segment.is_doubtful = True
+            if self.refresh(segment, max(0.0, deadline - time.monotonic())):
+                left_s = max(0.0, deadline - time.monotonic())
+                done = self._run(op, segment, columns, deadline, left_s, checksum)
+        return done
+
+    def _run(
+        self,
+        op: Op,
+        segment: Segment,
+        columns: Columns,
+        deadline: float,
+        timeout_s: float,
+        checksum: bool,
+    ) -> Completion:
+        paths = segment.paths
         if segment.is_uniform:
             carrier = segment.carrier(paths[0], timeout_s)
             if carrier is not None:
@@ -378,6 +505,7 @@ class TransferEngine:
 
         The greater ``priority`` goes first among the batches to one peer: it overtakes those that wait,
         and one that is under way when its current piece (16 MiB) is done.
+        What became of a peer that failed is not asked here: ``refresh`` does, or the next ``open_name``.
 
         Raises:
             InvalidArgument: as for ``run``; then no completion comes.
@@ -403,12 +531,29 @@ class TransferEngine:
 
         ``progress`` is called on the loop with the number of bytes moved, every 16 MiB or so.
         """
+        columns = columns_of(local, remote, lengths)
+        deadline = time.monotonic() + timeout_s
+        done = await self._transfer(op, segment, columns, deadline, checksum, priority, progress)
+        if done.status in DOUBTFUL and (segment.descriptor.handshake or segment.source):
+            left_s = max(0.0, deadline - time.monotonic())
+            if await asyncio.to_thread(self.refresh, segment, left_s):
+                done = await self._transfer(op, segment, columns, deadline, checksum, priority, progress)
+        return done
+
+    async def _transfer(
+        self,
+        op: Op,
+        segment: Segment,
+        columns: Columns,
+        deadline: float,
+        checksum: bool,
+        priority: int,
+        progress: Callable[[int], None] | None,
+    ) -> Completion:
         loop = asyncio.get_running_loop()
         queue = self._loops.get(loop)
         if queue is None:
             queue = self._loops[loop] = LoopQueue(loop)
-        columns = columns_of(local, remote, lengths)
-        deadline = time.monotonic() + timeout_s
         token, future = queue.expect()
         move = self._move(token, op, segment, columns, segment.paths, deadline, checksum, priority)
         if progress is not None:  # what it raises is the loop's business
@@ -507,7 +652,7 @@ class TransferEngine:
 
 def _shut_down(
     owner_pid: int,
-    talkers: list[Listener | HandshakeClient],
+    talkers: list[Listener | HandshakeClient | Directory],
     segments: dict[tuple[str, int], Segment],
     regions: RegionTable,
     owned: dict[int, Region],

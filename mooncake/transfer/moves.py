@@ -156,4 +156,5 @@ def failure(op: Op, segment: Segment, done: Completion, timeout_s: float) -> Exc
                 f"{what}: cancelled, because the segment, the engine or the local memory was closed"
             )
         case _:
-            return PeerLost(f"{what}: the peer is gone or cannot be reached; open its current descriptor")
+            why = segment.reason or "the peer is gone or cannot be reached; open its current descriptor"
+            return PeerLost(f"{what}: {why}")

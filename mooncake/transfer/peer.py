@@ -35,6 +35,14 @@ class Segment:
             for path in _paths_of(scheme, transports[scheme], descriptor.endpoints[scheme])
         )
         "Usable paths, best first: schemes, and with several devices `scheme@rail` for each of their pairs."
+        self.source = ""
+        "The name it was found by, when it was found by name."
+        self.reason = ""
+        "Why the last transfer that failed did, as far as it was found out."
+        self.is_doubtful = False
+        "A transfer failed since the descriptor was confirmed."
+        self.is_replaced = False
+        "Its process is no more; its addresses are nobody's, and nothing is moved any more."
         self._transports = transports
         self._index = RegionIndex(descriptor.regions)
         self._carriers: dict[str, Carrier] = {}
@@ -49,6 +57,8 @@ class Segment:
 
     def carrier(self, path: str, timeout_s: float) -> Carrier | None:
         """Whoever carries over ``path``; connects first if need be. None when it leads nowhere (any more)."""
+        if self.is_replaced:
+            return None
         carrier = self._carriers.get(path)
         if carrier is not None:
             return None if carrier.is_lost else carrier
@@ -85,6 +95,12 @@ class Segment:
     def is_uniform(self) -> bool:
         """The best path carries whatever there is."""
         return bool(self.paths) and (self.paths[0] != "shm" or self._index.all_shared)
+
+    def replace(self, reason: str) -> None:
+        """Another process answers in its place: fail what is in flight, and whatever comes."""
+        self.reason, self.is_replaced, self.is_doubtful = reason, True, True
+        log.warning("segment_replaced", segment=self.name, reason=reason)
+        self.close()
 
     def renew(self, descriptor: SegmentDescriptor) -> None:
         """The same process published other regions."""

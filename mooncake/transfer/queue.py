@@ -40,8 +40,14 @@ def count(path: str, op: Op, status: Status, num_bytes: int) -> None:
     counter.inc(num_bytes)
 
 
+DOUBTFUL = frozenset({Status.PEER_LOST, Status.ACCESS_DENIED})
+"""What comes of using a descriptor that is not true any more, among other things."""
+
+
 class Reach(Protocol):
     """What a queue needs of a segment."""
+
+    is_doubtful: bool
 
     def carrier(self, path: str, timeout_s: float) -> Carrier | None:
         """Whoever carries over ``path``, or None when nobody can."""
@@ -142,6 +148,8 @@ class Queue:
             effect = effects.pop(0)
             if isinstance(effect, Finish):
                 finished.append(completion_of(move.token, effect))
+                if effect.status in DOUBTFUL:
+                    move.segment.is_doubtful = True
             else:
                 failed = self._carry(move, effect)
                 if failed is not None:

@@ -35,3 +35,18 @@ class TransferSettings:
 
     submit_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     "Seconds after which a submitted transfer fails with TIMED_OUT."
+
+    metadata: str = ""
+    "How names are found: `P2PHANDSHAKE`, or a service's URL (`http://`, `etcd://`, `redis://`); empty: not."
+
+    metadata_cluster: str = ""
+    "Name that keeps the entries of several systems in one metadata service apart."
+
+    metadata_ttl_s: Annotated[float, Meta(gt=0)] = 30.0
+    "Seconds that a published descriptor lives unless it is put again, which happens three times as often."
+
+    metadata_cache_s: Annotated[float, Meta(ge=0)] = 5.0
+    "Seconds that a name's descriptor is used without asking again; one that fails is asked for at once."
+
+    metadata_timeout_s: Annotated[float, Meta(gt=0)] = 5.0
+    "Seconds that a metadata service, or a peer that is asked for its descriptor, may take to answer."

@@ -21,7 +21,7 @@ from mooncake.transfer import (
     crc32c_columns,
     crc32c_combine,
 )
-from mooncake.transfer.engine import DESCRIPTOR_PREFIX
+from mooncake.transfer.directory import key_of
 from mooncake.transfer.host import host_identity, reachable_host
 
 
@@ -192,6 +192,8 @@ class Shelf:
     def list(self, prefix: str) -> list[str]:
         return sorted(key for key in self.entries if key.startswith(prefix))
 
+    def close(self) -> None: ...
+
 
 def test_peers_find_each_other_by_name() -> None:
     shelf = Shelf()
@@ -203,7 +205,7 @@ def test_peers_find_each_other_by_name() -> None:
         segment = near.open_name("node-1")
         assert segment is not None and segment.name == "node-1"
         assert near.run(Op.WRITE, segment, [here.address], [pool.address], [10]).status == Status.OK
-        shelf.put(DESCRIPTOR_PREFIX + "node-2", b"{}")
+        shelf.put(key_of("node-2"), b"{}")
         with pytest.raises(ProtocolError):
             near.open_name("node-2")
 

@@ -50,6 +50,8 @@ class Scripted(TcpCarrier):
 
 
 class Reachable:
+    is_doubtful = False
+
     def __init__(self, **carriers: Scripted | None) -> None:
         self.carriers = carriers
 

@@ -6,7 +6,22 @@ empty is full again a moment later. A backend knows keys and bytes, not what the
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Protocol
+
+from mooncake.errors import InvalidArgument
+from mooncake.transfer.segment import SegmentDescriptor
+
+P2P = "P2PHANDSHAKE"
+"""Instead of a URL: no service, peers are asked themselves."""
+
+BACKENDS = {
+    "http": "mooncake.transfer.metadata.http:HttpBackend",
+    "etcd": "mooncake.transfer.metadata.etcd:EtcdBackend",
+    "redis": "mooncake.transfer.metadata.redis:RedisBackend",
+}
+_ALLOWED = f"{P2P}, http://host:port/metadata, etcd://host:port[;host:port], redis://[:password@]host:port[/database]"
 
 
 class Backend(Protocol):
@@ -27,3 +42,41 @@ class Backend(Protocol):
     def list(self, prefix: str) -> list[str]:
         """Keys that start with ``prefix``, sorted."""
         ...
+
+    def close(self) -> None:
+        """Drop connections; the next call opens them again."""
+        ...
+
+
+def make_backend(
+    url: str,
+    *,
+    timeout_s: float = 5.0,
+    password: str = "",
+    database: int = 0,
+    describe: Callable[[str, float], SegmentDescriptor] | None = None,
+) -> Backend:
+    """The backend for ``url``. Nothing is connected yet: the first call says whether somebody is there.
+
+    Args:
+        url: as ``TransferSettings.metadata``; ``host:port`` without a scheme is etcd.
+        timeout_s: for each call.
+        password, database: of Redis, where the URL names none.
+        describe: how peers are asked with ``P2PHANDSHAKE``; by default without TLS.
+
+    Raises:
+        InvalidArgument: none of the forms.
+    """
+    if url == P2P:
+        from mooncake.transfer.handshake import HandshakeClient
+        from mooncake.transfer.metadata.p2p import PeerBackend
+
+        return PeerBackend(describe or HandshakeClient().describe, timeout_s)
+    scheme, found, _ = url.partition("://")
+    if not found and ":" in url:
+        scheme, url = "etcd", f"etcd://{url}"
+    if scheme not in BACKENDS:
+        raise InvalidArgument("metadata", url, _ALLOWED)
+    module, name = BACKENDS[scheme].split(":")
+    make: Callable[..., Backend] = getattr(importlib.import_module(module), name)
+    return make(url, timeout_s, **({"password": password, "database": database} if scheme == "redis" else {}))

@@ -1,17 +1,12 @@
-"""The metadata backend that speaks to the HTTP metadata service (``server.py``, or any with its answers).
-
-Blocking, on the standard library: it runs a few times a minute, from threads. One connection, opened
-again when the service restarted.
-"""
+"""The metadata backend that speaks to the HTTP metadata service (``server.py``, or any with its answers)."""
 
 from __future__ import annotations
 
-import http.client
 import json
-import threading
 from urllib.parse import quote, urlsplit
 
-from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+from mooncake.errors import InvalidArgument, ProtocolError
+from mooncake.transfer.metadata.connection import HttpConnection
 
 
 class HttpBackend:
@@ -34,23 +29,22 @@ class HttpBackend:
             raise InvalidArgument("url", url, "http://host:port/metadata")
         self.url = url
         self._path = parts.path.rstrip("/") or "/metadata"
-        self._connection = http.client.HTTPConnection(parts.hostname, port, timeout=timeout_s)
-        self._lock = threading.Lock()
+        self._connection = HttpConnection(url, parts.hostname, port, timeout_s)
 
     def __repr__(self) -> str:
         return f"<HttpBackend {self.url}>"
 
     def get(self, key: str) -> bytes | None:
         status, body = self._call("GET", f"?key={quote(key, safe='')}")
+        if status not in (200, 404):
+            raise ProtocolError(self._refusal(f"to get {key}", status, body))
         return body if status == 200 else None
 
     def put(self, key: str, value: bytes, ttl_s: float | None = None) -> None:
         ttl = "" if ttl_s is None else f"&ttl_s={ttl_s:g}"
         status, body = self._call("PUT", f"?key={quote(key, safe='')}{ttl}", value)
         if status != 200:
-            raise ProtocolError(
-                f"{self.url} refused to put {key}: {status} {body[:200].decode(errors='replace')}"
-            )
+            raise ProtocolError(self._refusal(f"to put {key}", status, body))
 
     def remove(self, key: str) -> bool:
         return self._call("DELETE", f"?key={quote(key, safe='')}")[0] == 200
@@ -59,33 +53,16 @@ class HttpBackend:
         status, body = self._call("GET", f"/list?prefix={quote(prefix, safe='')}")
         if status != 200:
             raise ProtocolError(f"{self.url} cannot list keys ({status}); it is another metadata service")
-        return [str(key) for key in json.loads(body)]
+        try:
+            return [str(key) for key in json.loads(body)]
+        except (ValueError, TypeError) as error:
+            raise ProtocolError(f"{self.url} lists no keys; is it another metadata service?") from error
 
     def close(self) -> None:
         self._connection.close()
 
     def _call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """Status and body. Every call may be repeated, so a connection gone stale is simply replaced."""
-        with self._lock:
-            for is_last in (False, True):
-                try:
-                    self._connection.request(
-                        method, self._path + path, body, {"Content-Type": "application/json"}
-                    )
-                    response = self._connection.getresponse()
-                    answer = response.status, response.read()
-                    break
-                except TimeoutError as error:
-                    self._connection.close()
-                    raise DeadlineExceeded(
-                        f"metadata service {self.url} did not answer {method} in time"
-                    ) from error
-                except (OSError, http.client.HTTPException) as error:
-                    self._connection.close()
-                    if is_last or isinstance(error, ConnectionRefusedError):
-                        raise PeerLost(
-                            f"metadata service {self.url}: {error or type(error).__name__}; is it running?"
-                        ) from error
-        if answer[0] >= 500:
-            raise PeerLost(f"metadata service {self.url} failed with {answer[0]}")
-        return answer
+        return self._connection.call(method, self._path + path, body)
+
+    def _refusal(self, what: str, status: int, body: bytes) -> str:
+        return f"{self.url} refused {what}: {status} {body[:200].decode(errors='replace')}"

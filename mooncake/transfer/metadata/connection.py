@@ -1,0 +1,72 @@
+"""One kept HTTP connection to a metadata service, with errors that say what to do.
+
+Blocking, on the standard library: it is used a few times a minute, from threads. Opened again when the
+service was restarted. Every request may be repeated, so a connection gone stale is simply replaced.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import threading
+
+from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost
+
+
+class HttpConnection:
+    """Requests to ``host:port``, one at a time. ``url`` says in errors who that is.
+
+    Raises:
+        InvalidArgument: ``host`` cannot be one.
+    """
+
+    def __init__(self, url: str, host: str, port: int, timeout_s: float) -> None:
+        self.url = url
+        self._timeout_s = timeout_s
+        self._address = host, port
+        try:
+            self._begin()
+        except http.client.InvalidURL as error:
+            raise InvalidArgument("host", host, f"a host name or address ({error})") from error
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._connection = http.client.HTTPConnection(*self._address, timeout=self._timeout_s)
+        self._lock = threading.Lock()
+
+    def call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """Status and body of the answer.
+
+        Raises:
+            PeerLost: nobody listens there, the connection broke twice, or the service failed.
+            DeadlineExceeded: no answer in time.
+        """
+        if os.getpid() != self._pid:  # forked: the connection is the parent's
+            self._begin()
+        with self._lock:
+            for is_last in (False, True):
+                try:
+                    self._connection.request(method, path, body, {"Content-Type": "application/json"})
+                    response = self._connection.getresponse()
+                    answer = response.status, response.read()
+                    break
+                except TimeoutError as error:
+                    self._connection.close()
+                    raise DeadlineExceeded(
+                        f"metadata service {self.url} did not answer {method} within {self._timeout_s:g} s; "
+                        "is the address right?"
+                    ) from error
+                except (OSError, http.client.HTTPException) as error:
+                    self._connection.close()
+                    if is_last or isinstance(error, ConnectionRefusedError):
+                        raise PeerLost(
+                            f"metadata service {self.url}: {error or type(error).__name__}; is it running?"
+                        ) from error
+        if answer[0] >= 500:
+            raise PeerLost(f"metadata service {self.url} failed with {answer[0]}; see its log")
+        return answer
+
+    def close(self) -> None:
+        """Until the next call."""
+        with self._lock:
+            self._connection.close()
