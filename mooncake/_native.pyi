@@ -35,6 +35,8 @@ class Status(IntEnum):
     "Local memory is not registered, or is read-only and was to be written; nothing was moved."
     PROTOCOL_ERROR = 6
     "The peer sent what it may not send."
+    IO_ERROR = 7
+    "A file or device refused; the completion's ``error`` says why."
 
 class Completion:
     """The end of one transfer. After a failure the destination's bytes are undefined."""
@@ -46,6 +48,7 @@ class Completion:
         failed_slice: int = -1,
         num_bytes: int = 0,
         checksums: Sequence[int] = (),
+        error: int = 0,
     ) -> None: ...
     @property
     def token(self) -> int: ...
@@ -59,6 +62,9 @@ class Completion:
     @property
     def is_partial(self) -> bool:
         """Not the end: ``num_bytes`` have been moved so far."""
+    @property
+    def error(self) -> int:
+        """With IO_ERROR the errno, here or of the peer: ENOSPC, EIO, ENODATA for a short file."""
     @property
     def checksums(self) -> npt.NDArray[np.uint32] | None:
         """CRC32C per slice of the bytes moved, if asked for and status is OK."""
@@ -78,6 +84,12 @@ class Region(Buffer):
     @property
     def key(self) -> int:
         """64 random bits; whoever shows them may access the region."""
+    @property
+    def kind(self) -> str:
+        """``memory``; or ``file``, ``cuda:0``, … whose addresses stand for bytes that only a medium can move.
+
+        Such a region is no buffer.
+        """
     @property
     def is_shared(self) -> bool:
         """Backed by a memfd that processes of this host and user can map."""

@@ -69,6 +69,10 @@ int fill_view(PyObject* self, Py_buffer* buffer, int flags) {
 
 int fill_region(PyObject* self, Py_buffer* buffer, int flags) {
   auto* region = nb::inst_ptr<Region>(self);
+  if (region->medium) {
+    PyErr_Format(PyExc_BufferError, "a region of kind %s has no bytes in memory; move them", region->kind.c_str());
+    return -1;
+  }
   return PyBuffer_FillInfo(buffer, self, reinterpret_cast<void*>(region->address),
                            static_cast<Py_ssize_t>(region->size), !region->is_writable, flags);
 }
@@ -85,28 +89,31 @@ void bind_slices(nb::module_& m) {
       .value("CANCELLED", Status::kCancelled)
       .value("TIMED_OUT", Status::kTimedOut)
       .value("UNREGISTERED", Status::kUnregistered)
-      .value("PROTOCOL_ERROR", Status::kProtocolError);
+      .value("PROTOCOL_ERROR", Status::kProtocolError)
+      .value("IO_ERROR", Status::kIoError);
   nb::class_<Completion>(m, "Completion")
       .def(
           "__init__",
           [](Completion* self, uint64_t token, Status status, int64_t failed_slice, uint64_t num_bytes,
-             std::vector<uint32_t> checksums) {
-            new (self) Completion{token, status, failed_slice, num_bytes, std::move(checksums)};
-          },
+             std::vector<uint32_t> checksums,
+             int error) { new (self) Completion{token, status, failed_slice, num_bytes, std::move(checksums), error}; },
           "token"_a = 0, "status"_a = Status::kOk, "failed_slice"_a = -1, "num_bytes"_a = 0,
-          "checksums"_a = std::vector<uint32_t>())
+          "checksums"_a = std::vector<uint32_t>(), "error"_a = 0)
       .def_ro("token", &Completion::token)
       .def_ro("status", &Completion::status)
       .def_ro("failed_slice", &Completion::failed_slice)
       .def_ro("num_bytes", &Completion::num_bytes)
       .def_ro("is_partial", &Completion::is_partial)
+      .def_ro("error", &Completion::error)
       .def_prop_ro("checksums",
                    [](const Completion& self) -> nb::object {
                      return self.checksums.empty() ? nb::none() : nb::cast(array_of(self.checksums));
                    })
       .def("__repr__", [](const Completion& self) {
-        return nb::str("Completion(token={}, status={}, failed_slice={}, num_bytes={})")
-            .format(self.token, nb::cast(self.status).attr("name"), self.failed_slice, self.num_bytes);
+        nb::str why(self.error ? std::strerror(self.error) : "");
+        return nb::str("Completion(token={}, status={}{}{}, failed_slice={}, num_bytes={})")
+            .format(self.token, nb::cast(self.status).attr("name"), self.error ? ": " : "", why, self.failed_slice,
+                    self.num_bytes);
       });
 }
 
@@ -115,6 +122,7 @@ void bind_regions(nb::module_& m) {
       .def_ro("address", &Region::address)
       .def_ro("size_bytes", &Region::size)
       .def_ro("key", &Region::key)
+      .def_ro("kind", &Region::kind)
       .def_prop_ro("is_shared", &Region::is_shared)
       .def_ro("is_writable", &Region::is_writable)
       .def_prop_ro("is_closed", &Region::is_closed)

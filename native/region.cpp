@@ -56,6 +56,16 @@ uint64_t random_key() {
 Region::Region(uint64_t address, uint64_t size, uint64_t key, int fd, bool is_writable)
     : address(address), size(size), key(key), fd(fd), is_writable(is_writable) {}
 
+Region::Region(uint64_t address, uint64_t size, uint64_t key, bool is_writable, std::string kind,
+               std::shared_ptr<Medium> medium)
+    : address(address),
+      size(size),
+      key(key),
+      fd(-1),
+      is_writable(is_writable),
+      kind(std::move(kind)),
+      medium(std::move(medium)) {}
+
 Region::~Region() {
   if (fd < 0) return;
   munmap(reinterpret_cast<void*>(address), round_up(size));
@@ -117,6 +127,13 @@ RegionRef RegionTable::allocate(uint64_t size, bool huge_pages, bool populate, s
 
 RegionRef RegionTable::add(uint64_t address, uint64_t size, bool is_writable) {
   auto region = std::make_shared<Region>(address, size, random_key(), -1, is_writable);
+  insert(region);
+  return region;
+}
+
+RegionRef RegionTable::add_medium(uint64_t address, uint64_t size, bool is_writable, std::string kind,
+                                  std::shared_ptr<Medium> medium) {
+  auto region = std::make_shared<Region>(address, size, random_key(), is_writable, std::move(kind), std::move(medium));
   insert(region);
   return region;
 }

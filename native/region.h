@@ -19,6 +19,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "medium.h"
+
 namespace mooncake {
 
 class Region {
@@ -26,6 +28,9 @@ class Region {
   // Adopts [address, address + size). `fd` is the memfd behind it (then the mapping and the
   // descriptor are ours and freed with the region) or -1 for memory that belongs to someone else.
   Region(uint64_t address, uint64_t size, uint64_t key, int fd, bool is_writable = true);
+  // Bytes of a medium; no memory may be touched at these addresses.
+  Region(uint64_t address, uint64_t size, uint64_t key, bool is_writable, std::string kind,
+         std::shared_ptr<Medium> medium);
   ~Region();
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
@@ -34,7 +39,9 @@ class Region {
   const uint64_t size;
   const uint64_t key;
   const int fd;
-  const bool is_writable;  // false: may be read, by us and by peers, but nothing is moved into it
+  const bool is_writable;                  // false: may be read, by us and by peers, but nothing is moved into it
+  const std::string kind = "memory";       // or what the medium is: "file", "cuda:0"
+  const std::shared_ptr<Medium> medium{};  // null: plain memory
 
   bool is_shared() const { return fd >= 0; }
   bool is_closed() const { return state_.load(std::memory_order_acquire) & kClosing; }
@@ -80,7 +87,9 @@ class RegionTable {
   // give it: populating reports missing memory here instead of as a SIGBUS at the first touch.
   RegionRef allocate(uint64_t size, bool huge_pages, bool populate, std::string& error);
   RegionRef add(uint64_t address, uint64_t size, bool is_writable);  // somebody else's memory
-  void remove(uint64_t key);                                         // returns when nothing touches it any more
+  RegionRef add_medium(uint64_t address, uint64_t size, bool is_writable, std::string kind,
+                       std::shared_ptr<Medium> medium);
+  void remove(uint64_t key);  // returns when nothing touches it any more
   void remove_all();
 
   RegionRef find_local(uint64_t address, uint64_t length) const;

@@ -167,8 +167,8 @@ void TcpConnection::begin(const wire::Frame& frame, std::span<const wire::WireSl
       }
     }
     const Region& region = *touched_.back();
-    bool is_allowed =
-        region.contains(slice.address, slice.length) && (region.is_writable || frame.kind == wire::Kind::kRead);
+    bool is_allowed = !region.medium && region.contains(slice.address, slice.length) &&
+                      (region.is_writable || frame.kind == wire::Kind::kRead);
     if (!is_allowed) status_ = Status::kAccessDenied, failed_slice_ = i;
     payload_.add(reinterpret_cast<void*>(slice.address), slice.length);
   }

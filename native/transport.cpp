@@ -24,9 +24,6 @@ const RemoteRegion* region_of(const std::vector<RemoteRegion>& regions, uint64_t
 }
 }  // namespace
 
-OwnProcess::OwnProcess() : pid_(getpid()) {}
-OwnProcess::operator bool() const { return getpid() == pid_; }
-
 void Checksums::add(size_t slice, uint64_t offset, uint64_t length, uint32_t crc) {
   pieces_.push_back({slice, offset, length, crc});
 }
@@ -118,12 +115,31 @@ Completion Peer::carry(Job& job) {
     if (closed_) return job.failed(Status::kCancelled);
     enlist(job);
   }
-  Completion completion = execute(job);
+  Completion completion = perform(job);
   {
     std::lock_guard lock(mutex_);
     active_.erase(std::find(active_.begin(), active_.end(), &job));
     changed_.notify_all();
   }
+  return completion;
+}
+
+Completion Peer::perform(Job& job) {
+  bool has_media = std::any_of(job.regions.begin(), job.regions.end(), [](auto& region) { return region->medium; });
+  return has_media && !takes_media() ? through_staging(job) : execute(job);
+}
+
+// A part of a job as a job of its own, so that whatever stops the one stops the other.
+Completion Peer::execute_part(Job& whole, Job& part) {
+  {
+    std::lock_guard lock(mutex_);
+    if (whole.stop.load() != Status::kOk) return part.failed(whole.stop.load());
+    enlist(part);
+  }
+  Completion completion = execute(part);
+  std::lock_guard lock(mutex_);
+  active_.erase(std::find(active_.begin(), active_.end(), &part));
+  changed_.notify_all();
   return completion;
 }
 
@@ -184,7 +200,7 @@ bool Peer::carry_pieces(std::unique_lock<std::mutex>& lock, Queued& item) {
     Job& piece = item.pieces->next();
     enlist(piece);
     lock.unlock();
-    Completion completion = piece.is_late() ? piece.failed(Status::kTimedOut) : execute(piece);
+    Completion completion = piece.is_late() ? piece.failed(Status::kTimedOut) : perform(piece);
     lock.lock();
     active_.erase(std::find(active_.begin(), active_.end(), &piece));
     changed_.notify_all();

@@ -5,6 +5,8 @@
 // threads and stops jobs that are cancelled or whose local memory goes away. A transport implements
 // execute(): move the slices of one job, in the calling thread, until done, stopped or too late, and
 // touch local memory only inside a Touch. When execute() has returned, the job's memory is untouched.
+// Local bytes in a medium come to execute() through staging memory, unless it says that it takes them as
+// they are.
 //
 //     run     ──────────────▶ execute() in the caller's thread: no hand-over, lowest latency
 //     submit  ──▶ worker ───▶ execute() ──▶ Queue     in pieces, the most urgent job first
@@ -52,23 +54,12 @@ struct Job {
   std::vector<int> sockets{};             // to shut down when stopped; guarded by the peer's mutex
 
   explicit Job(Request request) : request(std::move(request)) {}
-  Completion failed(Status status, int64_t slice = -1) const {
+  Completion failed(Status status, int64_t slice = -1, int error = 0) const {
     Completion completion;
-    completion.status = status, completion.failed_slice = slice;
+    completion.status = status, completion.failed_slice = slice, completion.error = error;
     return completion;
   }
   bool is_late() const { return Clock::now() >= request.deadline; }
-};
-
-// True in the process that constructed it, false in its forked children: threads do not survive a
-// fork, so a child must not wait for them.
-class OwnProcess {
- public:
-  OwnProcess();
-  explicit operator bool() const;
-
- private:
-  int pid_;
 };
 
 class Pieces;
@@ -91,7 +82,8 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
 
  protected:
   virtual Completion execute(Job& job) = 0;
-  virtual void wake() {}     // called with the mutex held after a job was told to stop
+  virtual bool takes_media() const { return false; }  // execute() may be given local regions with a medium
+  virtual void wake() {}                              // called with the mutex held after a job was told to stop
   virtual void release() {}  // called with the mutex held when the last job of a closed peer has ended
 
   // For execute(): a socket that must be shut down when the job is stopped; false when it already is.
@@ -116,6 +108,9 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
   bool prepare(Job& job, Completion& completion);
   void stop(Job& job, Status status);
   Completion carry(Job& job);
+  Completion perform(Job& job);
+  Completion through_staging(Job& job);
+  Completion execute_part(Job& whole, Job& part);
   void enlist(Job& job);
   void work();
   void line_up(Queued item, bool again);

@@ -230,7 +230,7 @@ class TransferEngine:
     def describe(self) -> SegmentDescriptor:
         """What peers need to reach this process; stale once more memory is registered."""
         regions = [
-            RegionInfo(region.address, region.size_bytes, region.key, region.is_shared)
+            RegionInfo(region.address, region.size_bytes, region.key, region.is_shared, region.kind)
             for region in self.regions.all()
         ]
         endpoints = {path: transport.endpoint for path, transport in self._transports.items()}

@@ -46,6 +46,8 @@ class RegionInfo(msgspec.Struct, frozen=True):
     "64 random bits; access without it is denied."
     is_shared: bool
     "Processes on the same host can map it."
+    kind: str = "memory"
+    "What holds the bytes: ``memory``, ``file``, ``cuda:<n>``."
 
 
 class SegmentDescriptor(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ def test_native() -> None:
         ["cmake", "--build", str(folder), "--parallel", "2"],
         [str(folder / "test_pieces"), "1", "30"],
         [str(folder / "test_native"), "1", "100"],
+        [str(folder / "test_media"), "1", "100"],
     ):
         done = subprocess.run(step, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

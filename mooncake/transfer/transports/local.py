@@ -163,7 +163,8 @@ def _enter(
     table: RegionTable, address: int, length: int, *, is_write: bool, key: int | None = None
 ) -> Region | None:
     for region in table.all():
-        is_it = _covers(region, address, length) and (key is None or region.key == key)
+        is_memory = region.kind == "memory"
+        is_it = is_memory and _covers(region, address, length) and (key is None or region.key == key)
         if is_it and (region.is_writable or not is_write) and region.enter():
             return region
     return None
