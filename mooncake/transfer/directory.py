@@ -62,6 +62,11 @@ class Directory:
     def __repr__(self) -> str:
         return f"<Directory {self.backend!r}{' published' if self._is_published else ''}>"
 
+    @property
+    def has_server(self) -> bool:
+        """Otherwise names are addresses, and the peers themselves are asked."""
+        return not isinstance(self.backend, PeerBackend)
+
     def find(self, name: str) -> SegmentDescriptor | None:
         """What is published under ``name``, or None.
 
@@ -83,7 +88,7 @@ class Directory:
         Raises:
             PeerLost, DeadlineExceeded: the service does not answer, and ``is_patient`` is False.
         """
-        if isinstance(self.backend, PeerBackend):
+        if not self.has_server:
             return  # whoever wants to know asks
         self._ttl_s = ttl_s
         try:
