@@ -41,6 +41,7 @@ CORES = {
     "machine",
     "rpc.wire",
     "transfer.batch",
+    "transfer.rails",
     "transfer.segment",
     "store.allocator",
     "store.eviction",

@@ -4,25 +4,45 @@ The batch knows only names of paths and which slices each can carry. It moves no
 clock: ``PartDone`` and ``now`` go in, ``Carry`` and ``Finish`` come out. A batch finishes when no part
 of it is under way any more, failed or not, because only then is its memory nobody's business. Moving a
 slice twice is harmless (the same bytes to the same place), so a retry repeats the whole part.
+
+A big batch to a peer with several rails is dealt in pieces, a few at a time to each rail, so that a
+quick rail takes more of them and a rail that fails costs no more than its pieces::
+
+    waiting  p9 p8 p7 p6 ──▶ rail A  p5 p4     the next one goes where it would arrive first
+                         ──▶ rail B  p3        (``rails.py`` knows; a slow rail gets none at the end)
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from mooncake.machine import Wake
+from mooncake.transfer.rails import Rails
+from mooncake.transfer.segment import Column, scheme_of
 
 Indices = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 OK = 0
-"""The status of success. Others are opaque here but for those of ``RETRIED``."""
+"""The status of success. Others are opaque here but for those of ``RETRIED`` and ``TIMED_OUT``."""
 
 RETRIED = frozenset({1, 6})
 """PEER_LOST and PROTOCOL_ERROR: the path failed, not the request."""
+
+TIMED_OUT = 4
+"""Before the batch's own deadline, this too is the path's failure."""
+
+PARTS_PER_RAIL = 2
+"""Of one batch: one on the wire and one to follow it."""
+
+PIECES_PER_RAIL = 8
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 20, 16 << 20
+"""Smaller pieces cost more calls, bigger ones more to repeat and a longer tail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +70,8 @@ class Carry:
     path: str
     slices: Indices | None
     "Rows of the batch's columns; None is all of them."
+    deadline: float
+    "Of the part: sooner than the batch's when it could go elsewhere then."
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +85,21 @@ class Finish:
 
 
 @dataclass(slots=True)
+class _Piece:
+    """Slices that travel together."""
+
+    slices: Indices | None
+    num_bytes: int
+    tried: list[str] = field(default_factory=list)
+    cause: tuple[int, int] | None = None
+    "Status and failed row of the last attempt."
+
+
+@dataclass(slots=True)
 class _Part:
     path: str
-    slices: Indices | None
-    tried: list[str]
+    piece: _Piece
+    sent_at: float
 
 
 class Batch:
@@ -77,47 +110,57 @@ class Batch:
         paths: per path, in order of preference, a flag for each slice it can carry; None is all.
         deadline: the instant after which a failed path is not replaced.
         no_path: status when a slice has no path at all.
+        lengths: bytes of each slice; needed with ``rails`` only.
+        rails: what is known of the paths; without, the first one that can is taken.
+        piece_bytes: deal the batch in pieces of about so much; 0: in one.
+        ranks: per path, how far it is from the memory that is moved.
     """
 
     def __init__(
         self,
         num_slices: int,
-        paths: Mapping[str, npt.NDArray[np.bool_] | None],
+        paths: Mapping[str, Flags | None],
         deadline: float,
         no_path: int,
         has_checksums: bool = False,
+        *,
+        lengths: Column | None = None,
+        rails: Rails | None = None,
+        piece_bytes: int = 0,
+        ranks: Mapping[str, int] | None = None,
     ) -> None:
         self._num_slices = num_slices
         self._paths = dict(paths)
+        self._tiers = _tiers_of(paths)
         self._deadline = deadline
         self._no_path = no_path
+        self._lengths = lengths
+        self._rails = rails
+        self._ranks = ranks
+        self.is_sprayed = piece_bytes > 0
+        "Dealt in pieces that are under way together."
+        self._waiting = deque(self._pieces_of(piece_bytes))
         self._under_way: dict[int, _Part] = {}
         self._next_part = 0
         self._status = OK
         self._failed_slice = -1
-        self._num_bytes = 0
+        self.num_bytes = 0
+        "Bytes that have arrived so far."
         self._checksums = np.zeros(num_slices, dtype=np.uint32) if has_checksums else None
         self._is_finished = False
-        self._story: list[str] = []
+        self._story: deque[str] = deque(maxlen=64)
 
     def handle(self, event: Start | PartDone | Wake, now: float) -> list[Carry | Finish]:
-        effects: list[Carry | Finish] = []
-        if isinstance(event, Start):
-            effects += self._deal(None, [])
-        elif isinstance(event, PartDone):
-            part = self._under_way.pop(event.part)
-            self._tell(f"{part.path} ended with status {event.status}")
-            if event.status == OK:
-                self._take(part, event)
-            elif event.status in RETRIED and self._status == OK and now < self._deadline:
-                effects += self._deal(part.slices, [*part.tried, part.path], event)
-            else:
-                self._fail(event.status, self._row(part.slices, event.failed_slice))
+        if isinstance(event, PartDone):
+            self._ended(event, now)
+        if self._status != OK:
+            self._waiting.clear()
+        effects: list[Carry | Finish] = [*self._deal(now)]
         if not self._under_way and not self._is_finished:
             self._is_finished = True
             failed = self._status != OK
             sums = None if failed else self._checksums
-            effects.append(Finish(self._status, self._failed_slice, 0 if failed else self._num_bytes, sums))
+            effects.append(Finish(self._status, self._failed_slice, 0 if failed else self.num_bytes, sums))
         return effects
 
     def deadline(self) -> float | None:
@@ -125,26 +168,95 @@ class Batch:
         return None
 
     def check(self) -> None:
-        assert not (self._is_finished and self._under_way)
-        assert all(part.path not in part.tried for part in self._under_way.values())
-        rows = [row for part in self._under_way.values() for row in self._rows(part.slices)]
+        assert not (self._is_finished and (self._under_way or self._waiting))
+        assert self._under_way or not self._waiting or not self._next_part, "pieces wait for nobody"
+        parts = self._under_way.values()
+        assert all(part.path not in part.piece.tried for part in parts)
+        pieces = [*(part.piece for part in parts), *self._waiting]
+        rows = [row for piece in pieces for row in self._rows(piece.slices)]
         assert len(rows) == len(dict.fromkeys(rows)), "a slice travels twice at once"
+        if self._rails is not None:
+            self._rails.check()
 
     def story(self, key: str = "") -> list[str]:
-        """The parts of this batch in order; ``key`` narrows it to one path."""
+        """The parts of this batch, the latest ones; ``key`` narrows it to one path."""
         return [line for line in self._story if key in line]
 
-    def _deal(
-        self, slices: Indices | None, tried: Sequence[str], cause: PartDone | None = None
-    ) -> list[Carry]:
-        """Every slice goes to the first path that can carry it and has not failed it before."""
+    def take_news(self) -> list[tuple[str, str, str]]:
+        """What was learned about paths and nobody has logged: (event, path, reason)."""
+        if self._rails is None or not self._rails.news:
+            return []
+        news, self._rails.news = self._rails.news, []
+        return news
+
+    # What came back
+
+    def _ended(self, event: PartDone, now: float) -> None:
+        part = self._under_way.pop(event.part)
+        piece = part.piece
+        self._tell(f"{part.path} ended with status {event.status}")
+        is_the_path = event.status in RETRIED or (event.status == TIMED_OUT and now < self._deadline)
+        if self._rails is not None:
+            if event.status == OK:
+                self._rails.arrived(part.path, piece.num_bytes, part.sent_at, now)
+            elif is_the_path:
+                self._rails.failed(part.path, piece.num_bytes, part.sent_at, now, f"status {event.status}")
+            else:
+                self._rails.dropped(part.path, piece.num_bytes)
+        if event.status == OK:
+            self._take(piece, event)
+        elif is_the_path and self._status == OK and now < self._deadline:
+            piece.tried.append(part.path)
+            piece.cause = (event.status, self._row(piece.slices, event.failed_slice))
+            self._waiting.appendleft(piece)
+        else:
+            self._fail(event.status, self._row(piece.slices, event.failed_slice))
+
+    def _take(self, piece: _Piece, event: PartDone) -> None:
+        self.num_bytes += event.num_bytes
+        if self._checksums is not None and event.checksums is not None:
+            self._checksums[slice(None) if piece.slices is None else piece.slices] = event.checksums
+
+    def _fail(self, status: int, failed_slice: int) -> None:
+        if self._status == OK:
+            self._status, self._failed_slice = status, failed_slice
+
+    # What goes out
+
+    def _deal(self, now: float) -> list[Carry]:
+        """Send what waits as far as there is room; a piece that nobody can carry ends the batch."""
+        effects: list[Carry] = []
+        held: list[_Piece] = []
+        while self._waiting and self._status == OK:
+            piece = self._waiting.popleft()
+            sent = self._place(piece, now)
+            if sent is not None:
+                effects += sent
+                continue
+            held.append(piece)
+            if not piece.tried:
+                break  # those behind it would find no room either
+        self._waiting.extendleft(reversed(held))
+        if self._status != OK:
+            self._waiting.clear()
+        return effects
+
+    def _place(self, piece: _Piece, now: float) -> list[Carry] | None:
+        """Every slice goes to the best path that can carry it and has not failed it before.
+
+        None: there is a path, but no room on it now.
+        """
         effects: list[Carry] = []
         if not self._num_slices:
             return effects
-        left = slices
-        for path, able in self._paths.items():
-            if path in tried or (left is not None and not len(left)):
-                continue
+        order = self._order(piece, now)
+        if order is None:
+            return None
+        left = piece.slices
+        for path in order:
+            if left is not None and not len(left):
+                break
+            able = self._paths[path]
             rows = np.arange(self._num_slices) if left is None and able is not None else left
             if able is None or rows is None:
                 mine, left = left, np.empty(0, dtype=np.int64)
@@ -153,29 +265,80 @@ class Batch:
                 if len(mine) == self._num_slices:
                     mine = None
             if mine is None or len(mine):
-                effects.append(self._send(path, mine, list(tried)))
+                effects.append(self._send(path, mine, piece, now))
         if left is None or len(left):
-            status = cause.status if cause is not None else self._no_path
-            failed = self._row(slices, cause.failed_slice) if cause is not None else self._row(left, 0)
-            self._fail(status, failed)
+            status, row = piece.cause or (self._no_path, self._row(left, 0))
+            self._fail(status, row)
         return effects
 
-    def _send(self, path: str, slices: Indices | None, tried: list[str]) -> Carry:
+    def _order(self, piece: _Piece, now: float) -> list[str] | None:
+        """Which paths to offer a piece to, best first; None: the best one has no room for it yet."""
+        untried = [[path for path in tier if path not in piece.tried] for tier in self._tiers]
+        if self._rails is None:
+            return [path for tier in untried for path in tier]
+        chosen: list[str] = []
+        masked: list[str] = []
+        for tier in untried:
+            must_fit = self.is_sprayed and not chosen
+            usable = self._with_room(tier) if must_fit else tier
+            path = self._rails.choose(usable, piece.num_bytes, now, self._ranks)
+            if path is not None:
+                if must_fit and not self._is_worth_it(path, tier, piece):
+                    return None
+                chosen.append(path)
+            elif must_fit and self._rails.in_order(tier):
+                return None
+            elif tier:
+                masked.append(self._rails.last_hope(tier))
+        if not chosen and self.is_sprayed and self._under_way:
+            return None  # one at a time where nothing is in order
+        return chosen + masked
+
+    def _with_room(self, paths: Sequence[str]) -> list[str]:
+        parts = [part.path for part in self._under_way.values()]
+        return [path for path in paths if parts.count(path) < PARTS_PER_RAIL]
+
+    def _is_worth_it(self, path: str, tier: Sequence[str], piece: _Piece) -> bool:
+        """False: the other rails would have carried all the rest before this one ended its piece."""
+        assert self._rails is not None
+        others = [other for other in self._rails.in_order(tier) if other != path]
+        if not self._under_way or not others:
+            return True
+        rest = piece.num_bytes + sum(waiting.num_bytes for waiting in self._waiting)
+        return self._rails.predicted_s(path, piece.num_bytes) <= self._rails.together_s(others, rest)
+
+    def _send(self, path: str, slices: Indices | None, piece: _Piece, now: float) -> Carry:
         number = self._next_part
         self._next_part += 1
-        self._under_way[number] = _Part(path, slices, tried)
+        mine = _Piece(slices, self._bytes_of(slices), [*piece.tried], piece.cause)
+        until = self._deadline
+        if self._rails is not None:
+            others = [other for other in self._paths if other != path and other not in piece.tried]
+            if others:
+                until = now + max(0.0, until - now) / 2
+            if self._rails.in_order(others):
+                until = min(until, now + self._rails.patience_s(path, mine.num_bytes))
+            self._rails.sent(path, mine.num_bytes)
+        self._under_way[number] = _Part(path, mine, now)
         count = self._num_slices if slices is None else len(slices)
-        self._tell(f"{path} carries {count} slices{' after ' + ', '.join(tried) if tried else ''}")
-        return Carry(number, path, slices)
+        self._tell(
+            f"{path} carries {count} slices{' after ' + ', '.join(piece.tried) if piece.tried else ''}"
+        )
+        return Carry(number, path, slices, until)
 
-    def _take(self, part: _Part, event: PartDone) -> None:
-        self._num_bytes += event.num_bytes
-        if self._checksums is not None and event.checksums is not None:
-            self._checksums[slice(None) if part.slices is None else part.slices] = event.checksums
+    def _pieces_of(self, piece_bytes: int) -> list[_Piece]:
+        if not piece_bytes:
+            return [_Piece(None, self._bytes_of(None))]
+        assert self._lengths is not None
+        ends = np.cumsum(self._lengths)
+        cuts = np.unique(np.searchsorted(ends, np.arange(piece_bytes, int(ends[-1]), piece_bytes)) + 1)
+        runs = np.split(np.arange(self._num_slices), cuts[cuts < self._num_slices])
+        return [_Piece(run, self._bytes_of(run)) for run in runs]
 
-    def _fail(self, status: int, failed_slice: int) -> None:
-        if self._status == OK:
-            self._status, self._failed_slice = status, failed_slice
+    def _bytes_of(self, slices: Indices | None) -> int:
+        if self._lengths is None:
+            return 0
+        return int((self._lengths if slices is None else self._lengths[slices]).sum())
 
     def _row(self, slices: Indices | None, index: int) -> int:
         return index if index < 0 or slices is None else int(slices[index])
@@ -184,5 +347,17 @@ class Batch:
         return list(range(self._num_slices)) if slices is None else [int(row) for row in slices]
 
     def _tell(self, line: str) -> None:
-        if len(self._story) < 32:
-            self._story.append(line)
+        self._story.append(line)
+
+
+def piece_bytes_of(num_bytes: int, num_rails: int) -> int:
+    """How big the pieces of a batch are that is spread over so many rails."""
+    return min(max(num_bytes // (PIECES_PER_RAIL * num_rails), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+
+
+def _tiers_of(paths: Mapping[str, Flags | None]) -> list[list[str]]:
+    """Paths of one scheme are equals."""
+    tiers: dict[str, list[str]] = {}
+    for path in paths:
+        tiers.setdefault(scheme_of(path), []).append(path)
+    return list(tiers.values())

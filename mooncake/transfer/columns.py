@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake.errors import InvalidArgument
-from mooncake.transfer.batch import Carry
+from mooncake.transfer.batch import Carry, Indices
 from mooncake.transfer.segment import Column
 
 Addresses = Sequence[int] | npt.NDArray[np.unsignedinteger[Any]] | npt.NDArray[np.signedinteger[Any]]
@@ -24,6 +24,20 @@ class Columns:
     local: Column
     remote: Column
     lengths: Column
+    origin: Indices | None = None
+    "After ``cut``: for each row, the row of ``whole`` that it is a part of."
+    whole: Columns | None = None
+
+    def cut(self, max_bytes: int) -> Columns:
+        """The same bytes in rows of at most ``max_bytes``."""
+        if not len(self.lengths) or int(self.lengths.max()) <= max_bytes:
+            return self
+        num_parts = np.maximum(1, -(-self.lengths.astype(np.int64) // max_bytes))
+        origin = np.repeat(np.arange(len(self.lengths)), num_parts)
+        part = np.arange(len(origin)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+        offset = part.astype(np.uint64) * np.uint64(max_bytes)
+        lengths = np.minimum(self.lengths[origin] - offset, np.uint64(max_bytes))
+        return Columns(self.local[origin] + offset, self.remote[origin] + offset, lengths, origin, self)
 
     def rows(self, carry: Carry) -> tuple[Column, Column, Column]:
         if carry.slices is None:

@@ -62,11 +62,6 @@ class Directory:
     def __repr__(self) -> str:
         return f"<Directory {self.backend!r}{' published' if self._is_published else ''}>"
 
-    @property
-    def has_server(self) -> bool:
-        """Otherwise names are addresses, and the peers themselves are asked."""
-        return not isinstance(self.backend, PeerBackend)
-
     def find(self, name: str) -> SegmentDescriptor | None:
         """What is published under ``name``, or None.
 
@@ -88,7 +83,7 @@ class Directory:
         Raises:
             PeerLost, DeadlineExceeded: the service does not answer, and ``is_patient`` is False.
         """
-        if not self.has_server:
+        if isinstance(self.backend, PeerBackend):
             return  # whoever wants to know asks
         self._ttl_s = ttl_s
         try:

@@ -15,7 +15,14 @@ import numpy.typing as npt
 from mooncake.errors import AccessDenied, PeerLost, Unavailable
 from mooncake.log import get_logger
 from mooncake.transfer.columns import Columns
-from mooncake.transfer.segment import RegionIndex, SegmentDescriptor, rail_of, scheme_of
+from mooncake.transfer.rails import Rails
+from mooncake.transfer.segment import (
+    ON_ONE_HOST,
+    RegionIndex,
+    SegmentDescriptor,
+    rail_of,
+    scheme_of,
+)
 from mooncake.transfer.transports import Carrier, Railed, Transport
 
 log = get_logger(__name__)
@@ -25,7 +32,11 @@ class Segment:
     """A peer as this process reaches it. Made by ``TransferEngine.open``; connects when first used."""
 
     def __init__(
-        self, descriptor: SegmentDescriptor, schemes: Sequence[str], transports: dict[str, Transport]
+        self,
+        descriptor: SegmentDescriptor,
+        schemes: Sequence[str],
+        transports: dict[str, Transport],
+        rail_patience_s: float = 2.0,
     ) -> None:
         self.descriptor = descriptor
         self.name = descriptor.name
@@ -43,11 +54,17 @@ class Segment:
         "A transfer failed since the descriptor was confirmed."
         self.is_replaced = False
         "Its process is no more; its addresses are nobody's, and nothing is moved any more."
+        elsewhere = [path for path in self.paths if scheme_of(path) not in ON_ONE_HOST]
+        self.rails = Rails(self.paths, rail_patience_s) if len(elsewhere) > 1 else None
+        "What is known of the paths, when there is something to choose; use it under `rails_lock`."
+        self.rails_lock = threading.Lock()
         self._transports = transports
         self._index = RegionIndex(descriptor.regions)
         self._carriers: dict[str, Carrier] = {}
         self._lost: dict[str, str] = {}
         self._lock = threading.Lock()
+        self._connecting = {path: threading.Lock() for path in self.paths}
+        self._is_closed = False
 
     def __repr__(self) -> str:
         lost = "".join(f" {path} lost: {why}" for path, why in self._lost.items())
@@ -60,30 +77,43 @@ class Segment:
         if self.is_replaced:
             return None
         carrier = self._carriers.get(path)
-        if carrier is not None:
-            return None if carrier.is_lost else carrier
-        with self._lock:
-            if path in self._lost or path in self._carriers:
-                return self._carriers.get(path)
-            peer = self.descriptor
-            scheme, rail = scheme_of(path), rail_of(path)
-            transport = self._transports[scheme]
-            extra = {"handshake": peer.handshake} if getattr(transport, "needs_handshake", False) else {}
-            if rail:
-                extra["rail"] = rail
-            try:
-                carrier = transport.connect(
-                    peer.endpoints[scheme], peer.epoch, peer.regions, timeout_s, **extra
-                )
-            except (PeerLost, AccessDenied) as error:
-                self._lost[path] = str(error)  # the same epoch does not come back
-                log.info("path_lost", segment=self.name, path=path, reason=str(error))
-                return None
-            except Unavailable as error:
-                log.info("path_silent", segment=self.name, path=path, reason=str(error))
-                return None
-            self._carriers[path] = carrier
+        if carrier is not None and not carrier.is_lost:
             return carrier
+        with self._connecting[path]:
+            carrier = self._carriers.get(path)
+            if carrier is not None and not carrier.is_lost:
+                return carrier
+            if path in self._lost or self._is_closed or (carrier and scheme_of(path) in ON_ONE_HOST):
+                return None
+            if carrier is not None:  # a device came and went; the peer may still be there
+                del self._carriers[path]
+                carrier.close()
+            return self._connect(path, timeout_s)
+
+    def _connect(self, path: str, timeout_s: float) -> Carrier | None:
+        peer = self.descriptor
+        scheme, rail = scheme_of(path), rail_of(path)
+        transport = self._transports[scheme]
+        extra = {"handshake": peer.handshake} if getattr(transport, "needs_handshake", False) else {}
+        if rail:
+            extra["rail"] = rail
+        try:
+            carrier = transport.connect(peer.endpoints[scheme], peer.epoch, peer.regions, timeout_s, **extra)
+        except (PeerLost, AccessDenied) as error:
+            if scheme in ON_ONE_HOST or self.rails is None:
+                self._lost[path] = str(error)  # the same epoch does not come back
+            log.info("path_lost", segment=self.name, path=path, reason=str(error))
+            return None
+        except Unavailable as error:
+            log.info("path_silent", segment=self.name, path=path, reason=str(error))
+            return None
+        with self._lock:
+            self._carriers[path] = carrier
+            if self.descriptor is not peer:
+                carrier.set_regions(self.descriptor.regions)
+            if self._is_closed:
+                carrier.close()
+        return carrier
 
     def able(self, path: str, columns: Columns) -> npt.NDArray[np.bool_] | None:
         """Which slices ``path`` can carry; None is all of them."""
@@ -94,6 +124,8 @@ class Segment:
     @property
     def is_uniform(self) -> bool:
         """The best path carries whatever there is."""
+        if self.rails is not None and scheme_of(self.paths[0]) not in ON_ONE_HOST:
+            return False  # somebody has to choose
         return bool(self.paths) and (self.paths[0] != "shm" or self._index.all_shared)
 
     def replace(self, reason: str) -> None:
@@ -115,6 +147,8 @@ class Segment:
             carrier.cancel()
 
     def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
         for carrier in list(self._carriers.values()):
             carrier.close()
 

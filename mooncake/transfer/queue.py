@@ -16,11 +16,22 @@ from typing import Protocol
 from prometheus_client import Counter
 
 from mooncake.errors import InvalidArgument
+from mooncake.log import get_logger
 from mooncake.metrics import registry
-from mooncake.transfer.batch import Batch, Carry, Finish, PartDone, Start
+from mooncake.transfer.batch import Batch, Carry, Finish, Indices, PartDone, Start
 from mooncake.transfer.columns import Columns
 from mooncake.transfer.segment import Column
-from mooncake.transfer.transports import SCHEMES, Carrier, Completion, NativeQueue, Op, Status
+from mooncake.transfer.transports import (
+    SCHEMES,
+    Carrier,
+    Completion,
+    NativeQueue,
+    Op,
+    Status,
+    crc32c_combine,
+)
+
+log = get_logger(__name__)
 
 _MOVED = Counter("mooncake_transfer_moved_bytes", "Bytes moved.", ["path", "op"], registry=registry)
 _FAILED = Counter(
@@ -30,13 +41,13 @@ _moved = {(path, op): _MOVED.labels(path, op.name.lower()) for path in SCHEMES f
 
 
 def count(path: str, op: Op, status: Status, num_bytes: int) -> None:
-    """What became of a part."""
+    """What became of a part. Rails are counted by their local device: there are few of those."""
     if status != Status.OK:
-        _FAILED.labels(path, status.name.lower()).inc()
+        _FAILED.labels(path.partition(">")[0], status.name.lower()).inc()
         return
     counter = _moved.get((path, op))
     if counter is None:
-        counter = _moved[path, op] = _MOVED.labels(path, op.name.lower())
+        counter = _moved[path, op] = _MOVED.labels(path.partition(">")[0], op.name.lower())
     counter.inc(num_bytes)
 
 
@@ -63,7 +74,6 @@ class Move:
     segment: Reach
     columns: Columns
     batch: Batch
-    deadline: float
     checksum: bool
     priority: int = 0
     "Among batches to one peer, the greater goes first."
@@ -71,6 +81,17 @@ class Move:
     "Told how many bytes have been moved; called by whoever drains."
     moved: dict[int, int] = field(default_factory=dict)
     "Bytes per part that is under way or well done; kept only for ``progress``."
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    "Of what batches to one peer share: their knowledge of its rails."
+
+    def handle(self, event: Start | PartDone) -> list[Carry | Finish]:
+        """Let the batch decide, and log what it learned about paths."""
+        with self.lock:
+            effects = self.batch.handle(event, time.monotonic())
+            news = self.batch.take_news()
+        for name, path, reason in news:
+            log.info(name, path=path, reason=reason)
+        return effects
 
 
 class Queue:
@@ -112,6 +133,8 @@ class Queue:
                 move.moved[carry.part] = part.num_bytes
                 event = PartDone(carry.part, part.status, part.failed_slice, part.num_bytes, part.checksums)
                 finished += self._follow(move, event)
+            if move.progress is not None and move.batch.is_sprayed and part.status == Status.OK:
+                move.progress(sum(move.moved.values()))
         return finished
 
     def _report(self, part: Completion) -> None:
@@ -134,34 +157,33 @@ class Queue:
         with self._lock:
             for completion in self._follow(move, Start()):
                 if completion.status == Status.UNREGISTERED:
-                    raise unregistered(
-                        move.op, move.columns.local, move.columns.lengths, completion.failed_slice
-                    )
+                    raise unregistered(move.op, move.columns, completion.failed_slice)
                 number = next(self._numbers)  # over before it began: comes out of drain like any other
                 self._parts[number] = completion
                 self._native.push(Completion(number))
 
     def _follow(self, move: Move, event: Start | PartDone) -> list[Completion]:
         finished: list[Completion] = []
-        effects = move.batch.handle(event, time.monotonic())
+        effects = move.handle(event)
         while effects:
             effect = effects.pop(0)
             if isinstance(effect, Finish):
-                finished.append(completion_of(move.token, effect))
+                finished.append(completion_of(move.token, effect, move.columns))
                 if effect.status in DOUBTFUL:
                     move.segment.is_doubtful = True
             else:
                 failed = self._carry(move, effect)
                 if failed is not None:
-                    effects += move.batch.handle(failed, time.monotonic())
+                    effects += move.handle(failed)
         return finished
 
     def _carry(self, move: Move, carry: Carry) -> PartDone | None:
         """Hands a part to its path; an event when that fails at once."""
-        left_s = max(0.0, move.deadline - time.monotonic())
+        left_s = max(0.0, carry.deadline - time.monotonic())
         carrier = move.segment.carrier(carry.path, left_s)
         if carrier is None:
-            return PartDone(carry.part, nobody(move.deadline))
+            return PartDone(carry.part, nobody(carry.deadline))
+        left_s = max(0.0, carry.deadline - time.monotonic())
         number = next(self._numbers)
         self._parts[number] = (move, carry)
         rows = move.columns.rows(carry)
@@ -181,17 +203,68 @@ class Queue:
         return PartDone(carry.part, Status.UNREGISTERED, failed)
 
 
+def run_here(move: Move) -> Completion:
+    """Carry a batch in the calling thread, one part after the other."""
+    effects = move.handle(Start())
+    while True:
+        effect = effects.pop(0)
+        if isinstance(effect, Finish):
+            return completion_of(move.token, effect, move.columns)
+        left_s = max(0.0, effect.deadline - time.monotonic())
+        carrier = move.segment.carrier(effect.path, left_s)
+        if carrier is None:
+            event = PartDone(effect.part, nobody(effect.deadline))
+        else:
+            left_s = max(0.0, effect.deadline - time.monotonic())
+            part = carrier.run(move.op, *move.columns.rows(effect), left_s, move.checksum)
+            count(effect.path, move.op, part.status, part.num_bytes)
+            event = PartDone(effect.part, part.status, part.failed_slice, part.num_bytes, part.checksums)
+        effects += move.handle(event)
+
+
+def run_together(move: Move) -> Completion:
+    """Carry a batch whose parts are under way at the same time, and wait for its end.
+
+    An interrupt (Ctrl-C) is raised only then: until then the memory is in use.
+    """
+    queue = Queue()
+    interrupt: KeyboardInterrupt | None = None
+    finished: list[Completion] = []
+    queue.start(move)
+    while not finished:
+        try:
+            finished = queue.drain(timeout_s=1.0)
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    return finished[0]
+
+
 def nobody(deadline: float) -> Status:
     """Status when a path has no carrier: all the time went into looking for one, or there is none."""
     return Status.TIMED_OUT if time.monotonic() >= deadline else Status.PEER_LOST
 
 
-def completion_of(token: int, end: Finish) -> Completion:
+def completion_of(token: int, end: Finish, columns: Columns) -> Completion:
+    """What came of a batch, in rows of the caller's columns."""
     sums = [] if end.checksums is None else end.checksums.tolist()
-    return Completion(token, Status(end.status), end.failed_slice, end.num_bytes, sums)
+    failed = end.failed_slice
+    if columns.origin is not None and columns.whole is not None:
+        failed = int(columns.origin[failed]) if failed >= 0 else failed
+        sums = _joined(sums, columns.origin, columns.lengths, len(columns.whole.lengths)) if sums else []
+    return Completion(token, Status(end.status), failed, end.num_bytes, sums)
 
 
-def unregistered(op: Op, local: Column, lengths: Column, row: int) -> InvalidArgument:
-    where = f"[{int(local[row]):#x}, +{int(lengths[row])})"
+def _joined(sums: list[int], origin: Indices, lengths: Column, num_rows: int) -> list[int]:
+    joined = [0] * num_rows
+    for row, checksum, length in zip(origin.tolist(), sums, lengths.tolist(), strict=True):
+        joined[row] = crc32c_combine(joined[row], checksum, length)
+    return joined
+
+
+def unregistered(op: Op, columns: Columns, row: int) -> InvalidArgument:
+    asked = columns.whole or columns
+    where = f"[{int(asked.local[row]):#x}, +{int(asked.lengths[row])})"
     need = "registered memory" if op == Op.WRITE else "registered, writable memory"
     return InvalidArgument(f"local[{row}]", where, f"{need}; call register() first")

@@ -33,6 +33,12 @@ class TransferSettings:
     num_streams: Annotated[int, Meta(ge=0, le=64)] = 0
     "Connections per rail that a big transfer is spread over, threads that serve; 0: half the cores (1-4)."
 
+    spray_bytes: Annotated[int, Meta(ge=0)] = 4 << 20
+    "Bytes from which on a batch is dealt in pieces to all rails of a peer that has several; 0: never."
+
+    rail_patience_s: Annotated[float, Meta(gt=0)] = 2.0
+    "Seconds that a part of a batch is given at least before it is tried on another rail instead."
+
     submit_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     "Seconds after which a submitted transfer fails with TIMED_OUT."
 

@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake.transfer.batch import OK, RETRIED, Batch, Carry, Finish, PartDone, Start
+from mooncake.transfer.batch import (
+    MAX_PIECE_BYTES,
+    MIN_PIECE_BYTES,
+    OK,
+    RETRIED,
+    Batch,
+    Carry,
+    Finish,
+    PartDone,
+    Start,
+    piece_bytes_of,
+)
+from mooncake.transfer.rails import Rails
 from mooncake.transfer.transports import Status
 
 PEER_LOST, DENIED, NO_PATH = 1, 2, 77
@@ -26,12 +38,13 @@ def rows(carry: Carry | Finish) -> list[int] | None:
 def test_the_statuses_agree_with_the_native_ones() -> None:
     assert Status.OK == OK
     assert {Status.PEER_LOST, Status.PROTOCOL_ERROR} == RETRIED
+    assert Status.TIMED_OUT == TIMED_OUT
 
 
 def test_one_path_carries_all() -> None:
     batch = Batch(3, {"shm": None, "tcp": None}, deadline=10, no_path=NO_PATH, has_checksums=True)
     (carry,) = batch.handle(Start(), 0)
-    assert carry == Carry(0, "shm", None)
+    assert carry == Carry(0, "shm", None, 10)
     batch.check()
     sums = np.array([1, 2, 3], dtype=np.uint32)
     (end,) = batch.handle(PartDone(0, OK, num_bytes=30, checksums=sums), 1)
@@ -55,9 +68,9 @@ def test_slices_are_dealt_to_the_first_path_that_can() -> None:
 def test_a_lost_path_is_replaced() -> None:
     batch = Batch(2, {"shm": flags(1, 1), "tcp": None}, 10, NO_PATH)
     (carry,) = batch.handle(Start(), 0)
-    assert carry == Carry(0, "shm", None)
+    assert carry == Carry(0, "shm", None, 10)
     (again,) = batch.handle(PartDone(0, PEER_LOST, 1), 5)
-    assert again == Carry(1, "tcp", None)
+    assert again == Carry(1, "tcp", None, 10)
     batch.check()
     assert batch.handle(PartDone(1, OK, num_bytes=3), 6) == [Finish(OK, -1, 3, None)]
     assert "tcp carries 2 slices after shm" in batch.story("tcp")
@@ -139,3 +152,130 @@ def test_an_unknown_part_is_a_bug() -> None:
     batch.handle(Start(), 0)
     with pytest.raises(KeyError):
         batch.handle(PartDone(5, OK), 1)
+
+
+# Over rails ----------------------------------------------------------------------------------------
+
+A, B = "rdma@a>x", "rdma@b>x"
+TIMED_OUT = 4
+
+
+def over_rails(num_pieces: int, rails: Rails, deadline: float = 100.0) -> Batch:
+    lengths = np.full(num_pieces, 1 << 20, dtype=np.uint64)
+    paths = dict.fromkeys(rails.rails)
+    return Batch(num_pieces, paths, deadline, NO_PATH, lengths=lengths, rails=rails, piece_bytes=1 << 20)
+
+
+def carries(effects: list[Carry | Finish]) -> list[tuple[str, list[int] | None]]:
+    return [(effect.path, rows(effect)) for effect in effects if isinstance(effect, Carry)]
+
+
+def test_pieces_are_dealt_as_rails_have_room() -> None:
+    batch = over_rails(10, Rails([A, B]))
+    assert carries(batch.handle(Start(), 0.0)) == [(A, [0]), (B, [1]), (A, [2]), (B, [3])]
+    batch.check()
+    assert carries(batch.handle(PartDone(0, OK, num_bytes=1 << 20), 0.001)) == [(A, [4])]
+    assert carries(batch.handle(PartDone(1, OK, num_bytes=1 << 20), 0.002)) == [(B, [5])]
+    assert batch.num_bytes == 2 << 20
+
+
+def test_a_rail_that_fails_gives_its_pieces_to_the_other() -> None:
+    rails = Rails([A, B, "tcp"])
+    batch = over_rails(6, rails)
+    batch.handle(Start(), 0.0)
+    assert batch.handle(PartDone(0, PEER_LOST), 0.1) == [], "its pieces wait for room on the other"
+    assert batch.handle(PartDone(2, PEER_LOST), 0.1) == []
+    assert carries(batch.handle(PartDone(1, OK, num_bytes=1 << 20), 0.2)) == [(B, [2])]
+    assert carries(batch.handle(PartDone(3, OK, num_bytes=1 << 20), 0.2)) == [(B, [0])]
+    batch.check()
+    assert "after rdma@a>x" in batch.story("carries")[-1]
+
+
+def test_when_no_rail_is_in_order_the_next_scheme_takes_over() -> None:
+    rails = Rails([A, B, "tcp"])
+    batch = over_rails(4, rails)
+    batch.handle(Start(), 0.0)
+    effects = [effect for part in range(4) for effect in batch.handle(PartDone(part, PEER_LOST), 0.1)]
+    assert {path for path, _ in carries(effects)} == {"tcp"}
+    assert all(effect.deadline > 50 for effect in effects if isinstance(effect, Carry)), (
+        "nothing better is left"
+    )
+    assert "path" not in batch.story()[0] and len(batch.take_news()) == 2 and batch.take_news() == []
+
+
+def test_a_slow_rail_gets_nothing_at_the_end() -> None:
+    rails = Rails([A, B])
+    for path, seconds in ((A, 0.001), (B, 1.0)):
+        rails.sent(path, 1 << 20)
+        rails.arrived(path, 1 << 20, 0.0, seconds)
+    batch = over_rails(10, rails)
+    assert {path for path, _ in carries(batch.handle(Start(), 2.0))} == {A}
+
+
+def test_a_part_that_could_go_elsewhere_has_a_deadline_of_its_own() -> None:
+    batch = over_rails(1, Rails([A, B], patience_s=2.0))
+    (carry,) = batch.handle(Start(), 0.0)
+    assert isinstance(carry, Carry) and carry.deadline == 2.0
+    (again,) = batch.handle(PartDone(0, TIMED_OUT, 0), 2.0)
+    assert isinstance(again, Carry) and (again.path, again.deadline) == (B, 100.0)
+    assert batch.handle(PartDone(1, TIMED_OUT, 0), 100.0) == [Finish(TIMED_OUT, 0, 0, None)]
+    hurried = over_rails(1, Rails([A, B], patience_s=2.0), deadline=1.0)
+    (carry,) = hurried.handle(Start(), 0.0)
+    assert isinstance(carry, Carry) and carry.deadline == 0.5, "time is left for the other"
+
+
+def test_nothing_new_is_begun_for_a_batch_that_has_failed() -> None:
+    batch = over_rails(10, Rails([A, B]))
+    batch.handle(Start(), 0.0)
+    assert batch.handle(PartDone(0, DENIED, 0), 0.1) == []
+    assert batch.handle(PartDone(1, PEER_LOST, 0), 0.1) == []
+    assert batch.handle(PartDone(2, OK, num_bytes=1), 0.1) == []
+    assert batch.handle(PartDone(3, OK, num_bytes=1), 0.1) == [Finish(DENIED, 0, 0, None)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(0, 40), min_size=1, max_size=30))
+def test_pieces_arrive_once_or_the_batch_fails(seed: int, sizes: list[int]) -> None:
+    random = Random(seed)
+    rails = Rails([A, B, "tcp"][: random.randint(1, 3)], patience_s=3.0)
+    lengths = np.array(sizes, dtype=np.uint64)
+    piece_bytes = random.choice([0, 1, 10, 64]) if sum(sizes) else 0
+    now, deadline = 0.0, random.choice([5.0, 1000.0])
+    paths = dict.fromkeys(rails.rails)
+    batch = Batch(len(sizes), paths, deadline, NO_PATH, lengths=lengths, rails=rails, piece_bytes=piece_bytes)
+    pending = batch.handle(Start(), now)
+    assert batch.is_sprayed == (piece_bytes > 0)
+    arrived: list[int] = []
+    end = None
+    sick = random.choice([[], [A], [A, B], [A, B, "tcp"]])
+    while pending:
+        batch.check()
+        effect = pending.pop(random.randrange(len(pending)))
+        if isinstance(effect, Finish):
+            assert end is None and not pending
+            end = effect
+            continue
+        assert effect.deadline <= deadline
+        mine = list(range(len(sizes))) if effect.slices is None else effect.slices.tolist()
+        status = random.choice([PEER_LOST, TIMED_OUT]) if effect.path in sick else OK
+        now = max(now, effect.deadline) if status == TIMED_OUT else now + random.random() / 10
+        if status == OK:
+            arrived += mine
+        done = PartDone(effect.part, status, 0 if mine and status else -1, sum(sizes[row] for row in mine))
+        pending += batch.handle(done, now)
+    assert end is not None
+    assert len(arrived) == len(dict.fromkeys(arrived))
+    if end.status == OK:
+        assert sorted(arrived) == list(range(len(sizes))) and end.num_bytes == sum(sizes)
+    else:
+        assert end.status in (PEER_LOST, TIMED_OUT)
+    if not sick:
+        assert end.status == OK
+    if deadline == 1000.0 and len(sick) < len(paths):
+        assert end.status == OK, "one path was in order and there was time"
+
+
+def test_the_size_of_pieces() -> None:
+    assert piece_bytes_of(4 << 20, 2) == MIN_PIECE_BYTES
+    assert piece_bytes_of(64 << 20, 2) == 4 << 20
+    assert piece_bytes_of(1 << 40, 2) == MAX_PIECE_BYTES

@@ -71,8 +71,7 @@ def test_an_engine_describes_itself(far: TransferEngine, client: HandshakeClient
 def test_addresses(host: str, near: TransferEngine) -> None:
     settings = TransferSettings(name="there", listen_host=host, handshake_port=0)
     with TransferEngine(settings) as there:
-        alive = near.probe(there.handshake)
-        assert alive is not None and alive.name == "there"
+        assert near.probe(there.handshake).name == "there"
         advertised = there.handshake.rpartition(":")[0]
         if host not in ("0.0.0.0", "::"):
             assert advertised == (f"[{host}]" if ":" in host else host)
@@ -274,8 +273,7 @@ def test_a_slow_set_up_holds_nobody_up(near: TransferEngine, far: TransferEngine
     )
     asker.start()
     assert doubling.entered.wait(30)
-    alive = near.probe(far.handshake, 30)
-    assert alive is not None and alive.name == "far"
+    assert near.probe(far.handshake, 30).name == "far"
     doubling.may_go_on.set()
     asker.join(30)
     assert answers == [b"zz"]

@@ -64,7 +64,7 @@ def move(segment: Reachable, shm_rows: tuple[bool, ...] | None = None, token: in
     able = {"shm": None if shm_rows is None else np.array(shm_rows), "tcp": None}
     deadline = time.monotonic() + 60
     batch = Batch(3, able, deadline, Status.ACCESS_DENIED)
-    return Move(token, Op.WRITE, segment, Columns(rows, rows + 100, rows + 1), batch, deadline, False)
+    return Move(token, Op.WRITE, segment, Columns(rows, rows + 100, rows + 1), batch, False)
 
 
 def outcome(queue: Queue) -> list[tuple[int, Status, int, int]]:

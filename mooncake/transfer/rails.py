@@ -1,0 +1,203 @@
+"""What is known of the ways to one peer: how quick each is, what is queued on it, which are out of order.
+
+A rail that failed is masked for a while that doubles with each failure; after that one part at a time
+is risked on it, and the first that arrives takes it back. How long a part will take is predicted from
+what was measured: latency, bandwidth, and the bytes that wait in front of it. Paths of one scheme are
+equals and share the work; another scheme is used when none of the better one is left.
+
+This module moves nothing and reads no clock. ``batch.py`` asks it where to send a part and tells it
+what came of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mooncake.transfer.segment import scheme_of
+
+FIRST_MASK_S = 0.25
+LONGEST_MASK_S = 30.0
+UNMEASURED_BYTES_PER_S = 1e9
+UNMEASURED_LATENCY_S = 50e-6
+NEWEST = 0.3
+"""Weight of the newest measurement; the rest is what was known."""
+BIG_BYTES = 256 << 10
+"""Parts from this size on say something about bandwidth, smaller ones about latency."""
+PENALTY_PER_RANK = 0.5
+"""A rail one step farther from the memory is taken for this much slower."""
+CAUTION = 8.0
+"""A part is given up, when it could go elsewhere, after so many times the predicted duration."""
+
+
+@dataclass(slots=True)
+class Rail:
+    """One path."""
+
+    path: str
+    bytes_per_s: float = 0.0
+    "Measured; 0 before the first big part."
+    latency_s: float = UNMEASURED_LATENCY_S
+    queued_bytes: int = 0
+    num_under_way: int = 0
+    last_end: float = 0.0
+    masked_at: float | None = None
+    "None: in order."
+    masked_until: float = 0.0
+    num_failures: int = 0
+    "In a row."
+    is_being_probed: bool = False
+
+    @property
+    def is_masked(self) -> bool:
+        return self.masked_at is not None
+
+
+class Rails:
+    """The paths to one peer, best scheme first.
+
+    Args:
+        paths: ``scheme`` or ``scheme@rail``.
+        patience_s: the least time a part is given before it is sent elsewhere instead.
+    """
+
+    def __init__(self, paths: Sequence[str], patience_s: float = 2.0) -> None:
+        self.rails = {path: Rail(path) for path in paths}
+        self.news: list[tuple[str, str, str]] = []
+        "(event, path, reason) that nobody has logged yet; whoever does clears it."
+        self._patience_s = patience_s
+        self._story: deque[str] = deque(maxlen=64)
+
+    def is_open(self, path: str, now: float) -> bool:
+        """In order, or masked for long enough that one part may be risked."""
+        rail = self.rails[path]
+        return not rail.is_masked or (now >= rail.masked_until and not rail.is_being_probed)
+
+    def in_order(self, paths: Iterable[str]) -> list[str]:
+        return [path for path in paths if not self.rails[path].is_masked]
+
+    def predicted_s(self, path: str, num_bytes: int, rank: int = 0) -> float:
+        """Until the last byte of ``num_bytes`` more would have arrived."""
+        rail = self.rails[path]
+        seconds = rail.latency_s + (rail.queued_bytes + num_bytes) / self.bytes_per_s(path)
+        return seconds * (1 + PENALTY_PER_RANK * rank)
+
+    def bytes_per_s(self, path: str) -> float:
+        """Measured, or before that what its equals show."""
+        rail = self.rails[path]
+        if rail.bytes_per_s:
+            return rail.bytes_per_s
+        scheme = scheme_of(path)
+        measured = [
+            other.bytes_per_s
+            for other in self.rails.values()
+            if other.bytes_per_s and scheme_of(other.path) == scheme
+        ]
+        return sum(measured) / len(measured) if measured else UNMEASURED_BYTES_PER_S
+
+    def together_s(self, paths: Sequence[str], num_bytes: int) -> float:
+        """Until these paths together would have carried what is queued on them and ``num_bytes`` more."""
+        queued = sum(self.rails[path].queued_bytes for path in paths)
+        return (queued + num_bytes) / sum(self.bytes_per_s(path) for path in paths)
+
+    def choose(
+        self, paths: Sequence[str], num_bytes: int, now: float, ranks: Mapping[str, int] | None = None
+    ) -> str | None:
+        """Where ``num_bytes`` would arrive first, or a rail that is due to be probed; None: all are masked.
+
+        ``paths`` are equals; ``ranks`` say how far each is from the memory that is moved.
+        """
+        candidates = []
+        for path in paths:
+            if self.rails[path].is_masked:
+                if self.is_open(path, now):
+                    return path
+            else:
+                candidates.append(path)
+        if not candidates:
+            return None
+        ranks = ranks or {}
+        return min(candidates, key=lambda path: self.predicted_s(path, num_bytes, ranks.get(path, 0)))
+
+    def last_hope(self, paths: Sequence[str]) -> str:
+        """Of masked ones, the one whose mask ends first."""
+        return min(paths, key=lambda path: self.rails[path].masked_until)
+
+    def patience_s(self, path: str, num_bytes: int) -> float:
+        """How long a part that could go elsewhere may take. A rail on probation gets a quarter."""
+        if self.rails[path].is_masked:
+            return self._patience_s / 4
+        return max(self._patience_s, CAUTION * self.predicted_s(path, num_bytes))
+
+    def sent(self, path: str, num_bytes: int) -> None:
+        """A part is on its way."""
+        rail = self.rails[path]
+        rail.queued_bytes += num_bytes
+        rail.num_under_way += 1
+        if rail.is_masked:
+            rail.is_being_probed = True
+
+    def arrived(self, path: str, num_bytes: int, sent_at: float, now: float) -> None:
+        """A part that was sent at ``sent_at`` has arrived."""
+        rail = self._ended(path, num_bytes)
+        seconds = now - max(sent_at, rail.last_end)
+        rail.last_end = now
+        if rail.masked_at is not None and sent_at >= rail.masked_at:
+            self._tell("rail_back", path, f"carried {num_bytes} bytes")
+            rail.masked_at, rail.masked_until, rail.num_failures = None, 0.0, 0
+            rail.is_being_probed = False
+        if seconds <= 0:
+            return
+        if num_bytes < BIG_BYTES:
+            rail.latency_s += NEWEST * (seconds - rail.latency_s)
+            return
+        measured = num_bytes / max(seconds - rail.latency_s, seconds / 2)
+        known = rail.bytes_per_s or measured
+        rail.bytes_per_s = known + NEWEST * (measured - known)
+
+    def failed(self, path: str, num_bytes: int, sent_at: float, now: float, reason: str) -> None:
+        """A part that was sent at ``sent_at`` has not arrived, and the rail is to blame."""
+        rail = self._ended(path, num_bytes)
+        if rail.masked_at is not None and sent_at < rail.masked_at:
+            return  # the same failure, seen by another part
+        rail.num_failures += 1
+        mask_s = min(FIRST_MASK_S * 2.0 ** (rail.num_failures - 1), LONGEST_MASK_S)
+        rail.masked_at, rail.masked_until = now, now + mask_s
+        rail.is_being_probed = False
+        self._tell("rail_masked", path, f"{reason}; tried again in {mask_s:g} s")
+
+    def dropped(self, path: str, num_bytes: int) -> None:
+        """A part has ended in a way that says nothing about the rail (cancelled, refused)."""
+        rail = self._ended(path, num_bytes)
+        rail.is_being_probed = False
+
+    def check(self) -> None:
+        for rail in self.rails.values():
+            assert rail.queued_bytes >= 0 and rail.num_under_way >= 0, rail
+            assert rail.num_under_way or not rail.queued_bytes, rail
+            assert rail.num_under_way or not rail.is_being_probed, rail
+            assert rail.is_masked == (rail.num_failures > 0), rail
+            assert rail.bytes_per_s >= 0 and rail.latency_s > 0, rail
+            assert rail.masked_at is None or rail.masked_until - rail.masked_at <= LONGEST_MASK_S, rail
+
+    def story(self, key: str = "") -> list[str]:
+        """What became of the rails, oldest first; ``key`` narrows it to one path."""
+        return [line for line in self._story if key in line]
+
+    def __repr__(self) -> str:
+        def shown(rail: Rail) -> str:
+            state = " masked" if rail.is_masked else ""
+            return f"{rail.path} {rail.bytes_per_s / 1e9:.2f} GB/s {rail.latency_s * 1e6:.0f} us{state}"
+
+        return f"<Rails {', '.join(shown(rail) for rail in self.rails.values())}>"
+
+    def _ended(self, path: str, num_bytes: int) -> Rail:
+        rail = self.rails[path]
+        rail.queued_bytes -= num_bytes
+        rail.num_under_way -= 1
+        return rail
+
+    def _tell(self, event: str, path: str, reason: str) -> None:
+        self._story.append(f"{event} {path}: {reason}")
+        self.news.append((event, path, reason))
