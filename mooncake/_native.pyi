@@ -49,6 +49,7 @@ class Completion:
         num_bytes: int = 0,
         checksums: Sequence[int] = (),
         error: int = 0,
+        reason: str = "",
     ) -> None: ...
     @property
     def token(self) -> int: ...
@@ -65,6 +66,9 @@ class Completion:
     @property
     def error(self) -> int:
         """With IO_ERROR the errno, here or of the peer: ENOSPC, EIO, ENODATA for a short file."""
+    @property
+    def reason(self) -> str:
+        """What is wrong and what to do, where the status alone does not say it; else empty."""
     @property
     def checksums(self) -> npt.NDArray[np.uint32] | None:
         """CRC32C per slice of the bytes moved, if asked for and status is OK."""
@@ -184,12 +188,28 @@ class ShmTransport:
     ) -> ShmPeer | Status: ...
     def close(self) -> None: ...
 
+class TlsContext:
+    """TLS 1.3 for servers and peers: both sides show a certificate of ``authority``. Opens libssl.so.3."""
+
+    def __init__(self, certificate: str, key: str, authority: str, check_host: bool) -> None:
+        """Paths of PEM files. ValueError(field, reason) when one is not what it should be, or no libssl."""
+
 class TcpServer:
     """Serves all regions over TCP, on every one of ``hosts``. OSError when an address cannot be had."""
 
     def __init__(
-        self, regions: RegionTable, epoch: int, hosts: Sequence[str], port: int, num_threads: int
-    ) -> None: ...
+        self,
+        regions: RegionTable,
+        epoch: int,
+        hosts: Sequence[str],
+        port: int,
+        num_threads: int,
+        tls: TlsContext | None = None,
+        greeting_s: float = 5.0,
+        stall_s: float = 30.0,
+        max_connections: int = 4096,
+    ) -> None:
+        """A connection has ``greeting_s`` to say who it is, and a frame ``stall_s`` and a second per MiB."""
     @property
     def ports(self) -> list[int]:
         """One per host."""
@@ -205,6 +225,7 @@ class TcpPeer(Peer):
         epoch: int,
         num_streams: int,
         source_host: str = "",
+        tls: TlsContext | None = None,
     ) -> None:
         """Hosts are numeric. Connects when the first slices need it, from ``source_host`` if given."""
 

@@ -95,16 +95,19 @@ void bind_slices(nb::module_& m) {
       .def(
           "__init__",
           [](Completion* self, uint64_t token, Status status, int64_t failed_slice, uint64_t num_bytes,
-             std::vector<uint32_t> checksums,
-             int error) { new (self) Completion{token, status, failed_slice, num_bytes, std::move(checksums), error}; },
+             std::vector<uint32_t> checksums, int error, std::string reason) {
+            new (self) Completion{token, status, failed_slice, num_bytes, std::move(checksums), error};
+            self->reason = std::move(reason);
+          },
           "token"_a = 0, "status"_a = Status::kOk, "failed_slice"_a = -1, "num_bytes"_a = 0,
-          "checksums"_a = std::vector<uint32_t>(), "error"_a = 0)
+          "checksums"_a = std::vector<uint32_t>(), "error"_a = 0, "reason"_a = "")
       .def_ro("token", &Completion::token)
       .def_ro("status", &Completion::status)
       .def_ro("failed_slice", &Completion::failed_slice)
       .def_ro("num_bytes", &Completion::num_bytes)
       .def_ro("is_partial", &Completion::is_partial)
       .def_ro("error", &Completion::error)
+      .def_ro("reason", &Completion::reason)
       .def_prop_ro("checksums",
                    [](const Completion& self) -> nb::object {
                      return self.checksums.empty() ? nb::none() : nb::cast(array_of(self.checksums));
@@ -230,26 +233,48 @@ void bind_shm(nb::module_& m) {
 }
 
 void bind_tcp(nb::module_& m) {
+  nb::class_<TlsContext>(m, "TlsContext")
+      .def(nb::new_([](const std::string& certificate, const std::string& key, const std::string& authority,
+                       bool check_host) {
+             std::string field, error;
+             auto context = TlsContext::make({certificate, key, authority}, check_host, field, error);
+             if (!context) {
+               nb::object value = nb::make_tuple(field, error);
+               PyErr_SetObject(PyExc_ValueError, value.ptr());
+               throw nb::python_error();
+             }
+             return context;
+           }),
+           "certificate"_a, "key"_a, "authority"_a, "check_host"_a);
   nb::class_<TcpServer>(m, "TcpServer")
-      .def(nb::new_(
-               [](std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::vector<std::string>& hosts, int port,
-                  int num_threads) { return std::make_shared<TcpServer>(regions, epoch, hosts, port, num_threads); }),
-           "regions"_a, "epoch"_a, "hosts"_a, "port"_a, "num_threads"_a)
+      .def(nb::new_([](std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::vector<std::string>& hosts,
+                       int port, int num_threads, std::shared_ptr<TlsContext> tls, double greeting_s, double stall_s,
+                       size_t max_connections) {
+             auto milliseconds = [](double seconds) {
+               return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+             };
+             TcpLimits limits{milliseconds(greeting_s), milliseconds(stall_s), max_connections};
+             return std::make_shared<TcpServer>(regions, epoch, hosts, port, num_threads, tls, limits);
+           }),
+           "regions"_a, "epoch"_a, "hosts"_a, "port"_a, "num_threads"_a, "tls"_a.none() = nb::none(),
+           "greeting_s"_a = 5.0, "stall_s"_a = 30.0, "max_connections"_a = 4096)
       .def_prop_ro("ports", &TcpServer::ports)
       .def("close", &TcpServer::close, nb::call_guard<Unlocked>());
   nb::class_<TcpPeer, Peer>(m, "TcpPeer")
       .def(nb::new_([](std::shared_ptr<RegionTable> regions, const std::vector<RemoteTuple>& remote,
                        const std::string& host, int port, uint64_t epoch, int num_streams,
-                       const std::string& source_host) {
+                       const std::string& source_host, std::shared_ptr<TlsContext> tls) {
              auto address = TcpAddress::parse(host, port);
              if (!address) throw nb::value_error("host is not a numeric address");
              auto source = TcpAddress::parse(source_host, 0);
              if (!source && !source_host.empty()) throw nb::value_error("source_host is not a numeric address");
-             auto peer = std::make_shared<TcpPeer>(regions, remote_of(remote), *address, epoch, num_streams, source);
+             auto peer =
+                 std::make_shared<TcpPeer>(regions, remote_of(remote), *address, epoch, num_streams, source, tls);
              regions->listen(peer);
              return peer;
            }),
-           "local"_a, "regions"_a, "host"_a, "port"_a, "epoch"_a, "num_streams"_a, "source_host"_a = "");
+           "local"_a, "regions"_a, "host"_a, "port"_a, "epoch"_a, "num_streams"_a, "source_host"_a = "",
+           "tls"_a.none() = nb::none());
 }
 
 void bind_checksums(nb::module_& m) {

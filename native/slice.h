@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace mooncake {
@@ -41,6 +42,7 @@ struct Completion {
   std::vector<uint32_t> checksums;  // CRC32C of each slice, when asked for and status is kOk
   int error = 0;                    // with kIoError: the errno, here or of the peer
   bool is_partial = false;          // not the end: so many bytes have been moved so far
+  std::string reason;               // what is wrong and what to do, where the status alone cannot say
 };
 
 }  // namespace mooncake

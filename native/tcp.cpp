@@ -108,7 +108,7 @@ class Walker {
 
 // One lane at work for one job.
 struct Lane {
-  const int socket;
+  Channel& channel;
   std::deque<InFlight> in_flight{};  // oldest first; the replies come in this order
   uint64_t in_flight_bytes = 0;
   std::vector<uint8_t> head{};  // frame and slice table being sent
@@ -121,14 +121,14 @@ struct Lane {
   Walker receiving{};
   std::vector<iovec> vector{};
 
-  explicit Lane(int socket) : socket(socket) {}
+  explicit Lane(Channel& channel) : channel(channel) {}
   bool has_to_send() const { return head_sent < head.size() || sending.extents.bytes() > 0; }
 };
 
 class Conversation {
  public:
-  Conversation(Job& job, const std::vector<int>& sockets) : job_(job), cutter_(job) {
-    for (int socket : sockets) lanes_.emplace_back(socket);
+  Conversation(Job& job, const std::vector<Channel*>& channels) : job_(job), cutter_(job) {
+    for (Channel* channel : channels) lanes_.emplace_back(*channel);
   }
 
   // Moves everything. True: all requests are answered and the lanes are clean, though the peer may
@@ -195,13 +195,11 @@ class Conversation {
       lane.sending.extents.fill(lane.vector, kMaxVector, job_.request.checksum ? kInCache : SIZE_MAX);
       if (size_t rest = lane.head.size() - lane.head_sent)
         lane.vector.insert(lane.vector.begin(), {lane.head.data() + lane.head_sent, rest});
-      msghdr message{};
-      message.msg_iov = lane.vector.data(), message.msg_iovlen = lane.vector.size();
       size_t offered = 0;
       for (const iovec& extent : lane.vector) offered += extent.iov_len;
       Touch touch(job_.regions);
       if (!touch) return fail(Status::kCancelled);
-      ssize_t sent = sendmsg(lane.socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+      ssize_t sent = lane.channel.send(lane.vector);
       if (sent < 0 && !would_block()) return fail(Status::kPeerLost);
       auto count = static_cast<size_t>(std::max<ssize_t>(sent, 0));
       lane.is_blocked = count < offered;
@@ -217,7 +215,7 @@ class Conversation {
     polls_.clear();
     for (const Lane& lane : lanes_) {
       bool sends = lane.is_blocked && (lane.has_to_send() || wants_frame(lane));
-      polls_.push_back({lane.socket, static_cast<short>(POLLIN | (sends ? POLLOUT : 0)), 0});
+      polls_.push_back({lane.channel.socket(), static_cast<short>(POLLIN | (sends ? POLLOUT : 0)), 0});
     }
     if (job_.stop.load() != Status::kOk) return fail(job_.stop.load());
     // The answer to a small request is quicker than going to sleep and being woken on an idle core.
@@ -259,11 +257,10 @@ class Conversation {
       }
       Touch touch(job_.regions);
       if (!touch) return fail(Status::kCancelled);
-      ssize_t received = readv(lane.socket, lane.vector.data(), static_cast<int>(lane.vector.size()));
+      ssize_t received = lane.channel.receive(lane.vector, wanted, has_drained);
       if (received < 0 && would_block()) return true;
       if (received <= 0) return fail(Status::kPeerLost);
       auto count = static_cast<size_t>(received);
-      has_drained = count < wanted;
       size_t placed = std::min(count, payload);
       if (placed) lane.receiving.moved(placed, sums);
       lane.end += count - placed;
@@ -364,6 +361,14 @@ std::optional<TcpAddress> TcpAddress::parse(const std::string& host, int port) {
   return address;
 }
 
+std::string TcpAddress::host() const {
+  char text[INET6_ADDRSTRLEN] = {};
+  const void* bytes = &reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr;
+  if (storage.ss_family == AF_INET6) bytes = &reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr;
+  inet_ntop(storage.ss_family, bytes, text, sizeof text);
+  return text;
+}
+
 int milliseconds_until(Clock::time_point deadline) {
   auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
   return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
@@ -436,12 +441,13 @@ void Fences::remove(const std::vector<uint64_t>& lanes) {
 }
 
 TcpPeer::TcpPeer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote, TcpAddress address,
-                 uint64_t epoch, int num_streams, std::optional<TcpAddress> source)
+                 uint64_t epoch, int num_streams, std::optional<TcpAddress> source, std::shared_ptr<TlsContext> tls)
     : Peer(std::move(local), std::move(remote), std::max(2, num_streams)),
       address_(address),
       source_(source),
       epoch_(epoch),
       num_streams_(static_cast<size_t>(num_streams)),
+      tls_(std::move(tls)),
       fences_(Fences::to(epoch)) {}
 
 TcpPeer::~TcpPeer() {
@@ -450,7 +456,6 @@ TcpPeer::~TcpPeer() {
 }
 
 void TcpPeer::release() {
-  for (const Lane& lane : idle_) ::close(lane.socket);
   num_lanes_ -= idle_.size();
   idle_.clear();
 }
@@ -460,21 +465,26 @@ Completion TcpPeer::execute(Job& job) {
   for (const Slice& slice : job.request.slices) num_bytes += slice.length;
   std::vector<Lane> lanes;
   size_t wanted = std::clamp<size_t>(num_bytes / kLaneBytes, 1, num_streams_);
-  if (Status status = take_lanes(job, wanted, lanes); status != Status::kOk) return job.failed(status);
-  std::vector<int> sockets;
-  for (const Lane& lane : lanes) sockets.push_back(lane.socket);
-  Conversation conversation(job, sockets);
+  if (Status status = take_lanes(job, wanted, lanes); status != Status::kOk) {
+    Completion completion = job.failed(status);
+    std::lock_guard lock(mutex_);
+    if (status == Status::kPeerLost || status == Status::kProtocolError) completion.reason = reason_;
+    return completion;
+  }
+  std::vector<Channel*> channels;
+  for (const Lane& lane : lanes) channels.push_back(lane.channel.get());
+  Conversation conversation(job, channels);
   Status fenced = fence(job, lanes[0]);
   bool is_clean = fenced == Status::kOk && conversation.drive();
   {
     std::lock_guard lock(mutex_);
     std::vector<uint64_t> given_up;
-    for (const Lane& lane : lanes) {
-      std::erase(job.sockets, lane.socket);
+    for (Lane& lane : lanes) {
+      std::erase(job.sockets, lane.channel->socket());
       if (is_clean && job.stop.load() == Status::kOk) {
-        idle_.push_back(lane);
+        idle_.push_back(std::move(lane));
       } else {
-        ::close(lane.socket);
+        lane.channel.reset();
         num_lanes_--;
         given_up.push_back(lane.name);
       }
@@ -497,14 +507,12 @@ Status TcpPeer::take_lanes(Job& job, size_t wanted, std::vector<Lane>& lanes) {
   while (lanes.size() < wanted) {
     if (job.stop.load() != Status::kOk) break;
     if (!idle_.empty()) {
-      Lane lane = idle_.back();
+      Lane lane = std::move(idle_.back());
       idle_.pop_back();
-      char byte;  // a quiet lane says EAGAIN; anything else means the peer closed it meanwhile
-      if (recv(lane.socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && would_block()) {
-        job.sockets.push_back(lane.socket);
-        lanes.push_back(lane);
-      } else {
-        ::close(lane.socket);
+      if (lane.channel->is_quiet()) {
+        job.sockets.push_back(lane.channel->socket());
+        lanes.push_back(std::move(lane));
+      } else {  // the peer closed it meanwhile
         num_lanes_--;
       }
       continue;
@@ -512,7 +520,7 @@ Status TcpPeer::take_lanes(Job& job, size_t wanted, std::vector<Lane>& lanes) {
     if (num_lanes_ < num_streams_ + kSpareLanes) {
       num_lanes_++;
       lock.unlock();
-      Lane lane{-1, random_key()};
+      Lane lane{nullptr, random_key()};
       Status status = connect(job, lane);
       lock.lock();
       if (status != Status::kOk) {
@@ -521,7 +529,7 @@ Status TcpPeer::take_lanes(Job& job, size_t wanted, std::vector<Lane>& lanes) {
         if (!lanes.empty()) break;
         return job.stop.load() == Status::kOk ? status : job.stop.load();
       }
-      lanes.push_back(lane);
+      lanes.push_back(std::move(lane));
       continue;
     }
     if (!lanes.empty()) break;
@@ -535,22 +543,28 @@ Status TcpPeer::take_lanes(Job& job, size_t wanted, std::vector<Lane>& lanes) {
 // A new lane, attached to the job.
 Status TcpPeer::connect(Job& job, Lane& lane) {
   int socket = ::socket(address_.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (socket < 0) return Status::kPeerLost;
+  if (socket < 0) return fail_greeting(Status::kPeerLost, std::string("no socket: ") + std::strerror(errno));
+  lane.channel = std::make_unique<Channel>(socket);
   Status status = attach(job, socket) ? Status::kOk : job.stop.load();
   if (status == Status::kOk) {
     auto* name = reinterpret_cast<const sockaddr*>(&address_.storage);
     if (source_ && bind(socket, reinterpret_cast<const sockaddr*>(&source_->storage), source_->length) != 0)
-      status = Status::kPeerLost;  // the card is gone, and with it the rail
-    else if (::connect(socket, name, address_.length) != 0 && errno != EINPROGRESS) status = Status::kPeerLost;
-    else status = greet(job, {socket, lane.name});
+      status = fail_greeting(Status::kPeerLost, std::string("the rail's own address is gone: ") + std::strerror(errno));
+    else if (::connect(socket, name, address_.length) != 0 && errno != EINPROGRESS)
+      status = fail_greeting(Status::kPeerLost, std::string("connecting failed: ") + std::strerror(errno));
+    else status = greet(job, lane);
   }
   if (status != Status::kOk) {
     detach(job, socket);
-    ::close(socket);
-    return status;
+    lane.channel.reset();
   }
-  lane.socket = socket;
-  return Status::kOk;
+  return status;
+}
+
+Status TcpPeer::fail_greeting(Status status, std::string reason) {
+  std::lock_guard lock(mutex_);
+  reason_ = std::move(reason);
+  return status;
 }
 
 int wait_for(int socket, short events, Clock::time_point deadline) {
@@ -564,31 +578,130 @@ int wait_for(int socket, short events, Clock::time_point deadline) {
 
 namespace {
 
-Status receive_exactly(int socket, void* into, size_t size, Clock::time_point deadline) {
+// 0 when all is there, else what the last receive() said: 0 bytes is the end.
+Status receive_exactly(Channel& channel, void* into, size_t size, Clock::time_point deadline) {
   size_t received = 0;
+  std::vector<iovec> rest(1);
   while (received < size) {
-    if (!wait_for(socket, POLLIN, deadline)) return Status::kTimedOut;
-    ssize_t count = recv(socket, static_cast<uint8_t*>(into) + received, size - received, MSG_DONTWAIT);
-    if (count < 0 && would_block()) continue;
+    rest[0] = {static_cast<uint8_t*>(into) + received, size - received};
+    bool is_drained = false;
+    ssize_t count = channel.receive(rest, rest[0].iov_len, is_drained);
+    if (count < 0 && would_block()) {
+      if (!wait_for(channel.socket(), POLLIN, deadline)) return Status::kTimedOut;
+      continue;
+    }
     if (count <= 0) return Status::kPeerLost;
     received += static_cast<size_t>(count);
   }
   return Status::kOk;
 }
 
+// A message that fits a quiet socket's buffer, so that less than all of it means that the peer is gone.
+bool send_whole(Channel& channel, const void* bytes, size_t size) {
+  size_t sent = 0;
+  std::vector<iovec> rest(1);
+  while (sent < size) {
+    rest[0] = {static_cast<uint8_t*>(const_cast<void*>(bytes)) + sent, size - sent};
+    ssize_t count = channel.send(rest);
+    if (count <= 0) return false;
+    sent += static_cast<size_t>(count);
+  }
+  return true;
+}
+
+int error_of(int socket) {
+  int error = 0;
+  socklen_t length = sizeof error;
+  getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &length);
+  return error;
+}
+
+const char* kOtherTls = "use the same `tls` setting on both sides";
+
+std::string words_of(const wire::Hello& answer) {
+  switch (answer.refusal) {
+    case wire::Refusal::kOtherProcess:
+      return "another process has this address now; open the peer's current descriptor";
+    case wire::Refusal::kWantsTls:
+      return std::string("the peer takes data over TLS only and we sent it plain; ") + kOtherTls;
+    case wire::Refusal::kHasNoTls:
+      return std::string("the peer takes plain data only and we asked for TLS; ") + kOtherTls;
+    default:
+      return "the peer refuses us for a reason unknown to this version (" +
+             std::to_string(static_cast<int>(answer.refusal)) + "); install the same version on both sides";
+  }
+}
+
 }  // namespace
 
-Status TcpPeer::greet(Job& job, const Lane& lane) {
-  if (!wait_for(lane.socket, POLLOUT, job.request.deadline)) return Status::kTimedOut;
-  tune(lane.socket);
+// TLS on a connected socket. A server that has none answers in the plain, which is seen before OpenSSL is.
+Status TcpPeer::encrypt(Job& job, Lane& lane) {
+  int socket = lane.channel->socket();
+  std::unique_ptr<TlsSession> session = tls_->session(socket, false, address_.host());
+  bool has_looked = false;
+  while (true) {
+    if (!has_looked) {
+      wire::Hello answer;
+      ssize_t count = recv(socket, &answer, sizeof answer, MSG_PEEK | MSG_DONTWAIT);
+      if (count == sizeof answer && answer.magic == wire::kMagic)
+        return fail_greeting(Status::kProtocolError, words_of(answer));
+      has_looked = count > 0 && (count >= 4 && answer.magic != wire::kMagic);
+    }
+    switch (session->handshake()) {
+      case TlsSession::Step::kDone:
+        lane.channel->encrypt(std::move(session));
+        return Status::kOk;
+      case TlsSession::Step::kWantsRead:
+        if (!wait_for(socket, POLLIN, job.request.deadline)) return Status::kTimedOut;
+        continue;
+      case TlsSession::Step::kWantsWrite:
+        if (!wait_for(socket, POLLOUT, job.request.deadline)) return Status::kTimedOut;
+        continue;
+      case TlsSession::Step::kFailed:
+        if (job.stop.load() != Status::kOk) return job.stop.load();
+        std::string why = session->trouble().empty() ? "the peer ended it" : session->trouble();
+        return fail_greeting(Status::kProtocolError, "no TLS with the peer: " + why +
+                                                         "; check `tls`, `tls_ca` and the certificates of both sides");
+    }
+  }
+}
+
+Status TcpPeer::greet(Job& job, Lane& lane) {
+  int socket = lane.channel->socket();
+  if (!wait_for(socket, POLLOUT, job.request.deadline)) return Status::kTimedOut;
+  if (int error = error_of(socket))
+    return fail_greeting(Status::kPeerLost, std::string("connecting failed: ") + std::strerror(error));
+  tune(socket);
+  if (tls_) {
+    if (Status status = encrypt(job, lane); status != Status::kOk) return status;
+  }
   wire::Hello hello;
   hello.epoch = epoch_, hello.lane = lane.name;
-  if (::send(lane.socket, &hello, sizeof hello, MSG_NOSIGNAL | MSG_DONTWAIT) != sizeof hello) return Status::kPeerLost;
+  (void)send_whole(*lane.channel, &hello, sizeof hello);  // a peer that refuses us may be gone and have said why
   wire::Hello answer;
-  Status received = receive_exactly(lane.socket, &answer, sizeof answer, job.request.deadline);
-  if (received != Status::kOk) return received;
-  if (!wire::is_hello(answer)) return Status::kProtocolError;
-  return static_cast<Status>(answer.status) == Status::kOk && answer.epoch == epoch_ ? Status::kOk : Status::kPeerLost;
+  Status received = receive_exactly(*lane.channel, &answer, offsetof(wire::Hello, epoch), job.request.deadline);
+  if (received == Status::kOk && wire::is_hello_of_other_version(answer))
+    return fail_greeting(Status::kProtocolError, "the peer speaks version " + std::to_string(answer.version) +
+                                                     " of the data protocol and we " + std::to_string(wire::kVersion) +
+                                                     "; install the same version on both sides");
+  if (received == Status::kOk && !wire::is_hello(answer))
+    return fail_greeting(Status::kProtocolError, "something other than a transfer engine answers at this address");
+  size_t head = offsetof(wire::Hello, epoch);
+  if (received == Status::kOk)
+    received = receive_exactly(*lane.channel, reinterpret_cast<uint8_t*>(&answer) + head, sizeof answer - head,
+                               job.request.deadline);
+  if (received == Status::kTimedOut || job.stop.load() != Status::kOk) return received;
+  if (received != Status::kOk) {
+    const TlsSession* tls = lane.channel->tls();
+    if (tls && !tls->trouble().empty())
+      return fail_greeting(Status::kProtocolError, "the peer refused our certificate: " + tls->trouble() +
+                                                       "; both sides need certificates of the same `tls_ca`");
+    return fail_greeting(Status::kPeerLost, "the peer closed the connection during the greeting");
+  }
+  if (answer.refusal == wire::Refusal::kNone && answer.epoch == epoch_) return Status::kOk;
+  bool is_restarted = answer.refusal == wire::Refusal::kOtherProcess || answer.refusal == wire::Refusal::kNone;
+  answer.refusal = is_restarted ? wire::Refusal::kOtherProcess : answer.refusal;
+  return fail_greeting(is_restarted ? Status::kPeerLost : Status::kProtocolError, words_of(answer));
 }
 
 // Before anything moves: what was given up earlier must not land on top of it. The lanes stay pending
@@ -605,11 +718,9 @@ Status TcpPeer::fence(Job& job, const Lane& lane) {
     std::vector<uint8_t> message(sizeof frame + bytes);
     std::memcpy(message.data(), &frame, sizeof frame);
     std::memcpy(message.data() + sizeof frame, table.data(), bytes);
-    // 24 KiB at most on a quiet lane: the socket's buffer takes it whole.
-    ssize_t sent = ::send(lane.socket, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent != static_cast<ssize_t>(message.size())) return Status::kPeerLost;
+    if (!send_whole(*lane.channel, message.data(), message.size())) return Status::kPeerLost;  // 24 KiB at most
     wire::Frame reply;
-    Status received = receive_exactly(lane.socket, &reply, sizeof reply, job.request.deadline);
+    Status received = receive_exactly(*lane.channel, &reply, sizeof reply, job.request.deadline);
     if (received != Status::kOk) return received;
     if (!wire::is_reply(reply) || reply.payload_bytes != 0) return Status::kProtocolError;
   }

@@ -17,6 +17,7 @@
 #include <thread>
 #include <unordered_map>
 
+#include "channel.h"
 #include "transport.h"
 #include "wire.h"
 
@@ -46,6 +47,7 @@ struct TcpAddress {
   sockaddr_storage storage{};
   socklen_t length = 0;
   static std::optional<TcpAddress> parse(const std::string& host, int port);
+  std::string host() const;  // numeric
 };
 
 // The connections of a server by lane. Memory is written only with the connection's own gate held, so
@@ -80,10 +82,18 @@ class Fences {
   std::vector<uint64_t> pending_;
 };
 
+// What strangers and sick peers can cost a server.
+struct TcpLimits {
+  std::chrono::milliseconds greeting{5000};  // from accepting a connection to the end of its greeting
+  std::chrono::milliseconds stall{30'000};   // for one frame and its reply, and a second more per MiB
+  size_t max_connections = 4096;
+};
+
 // The server's side of one connection; knows sockets but no event loop, so tests can drive it.
 class TcpConnection {
  public:
-  TcpConnection(int socket, std::shared_ptr<RegionTable> regions, std::shared_ptr<Gates> gates, uint64_t epoch);
+  TcpConnection(int socket, std::shared_ptr<RegionTable> regions, std::shared_ptr<Gates> gates, uint64_t epoch,
+                std::shared_ptr<TlsContext> tls = nullptr);
   ~TcpConnection();
   TcpConnection(const TcpConnection&) = delete;
   TcpConnection& operator=(const TcpConnection&) = delete;
@@ -91,28 +101,38 @@ class TcpConnection {
   enum class Progress { kWaiting, kMore, kClosed };
   // Moves until the socket would block (kWaiting), a fair share is used up (kMore) or it is over.
   Progress advance(bool ending);
-  bool greeted() const { return state_ != State::kHello; }
-  int socket() const { return socket_; }
-  const Clock::time_point since = Clock::now();
+  int socket() const { return channel_.socket(); }
+  // Asked now and then: has it used up the time that it may take for what it is doing?
+  bool is_overdue(const TcpLimits& limits, Clock::time_point now);
 
  private:
-  enum class State { kHello, kFrame, kWrite, kDiscard, kReply };
+  enum class State { kKnock, kHello, kFrame, kWrite, kDiscard, kReply, kRefused };
 
+  bool look();     // at the first byte; false: it is not there yet
   bool receive();  // false: would block or over
-  bool parse();    // false: more bytes are needed, or over
+  bool greet();
+  void refuse(wire::Refusal refusal, uint64_t epoch = 0);
+  bool outwait();
+  bool parse();  // false: more bytes are needed, or over
   void begin(const wire::Frame& frame, std::span<const wire::WireSlice> slices);
   bool take_payload();
   bool refuse_payload();
   bool send_reply();
   void reply(Status status, uint32_t failed_slice, uint64_t payload_bytes);
 
-  const int socket_;
+  Channel channel_;
   const std::shared_ptr<RegionTable> regions_;
   const std::shared_ptr<Gates> gates_;
   const std::shared_ptr<Gates::Gate> gate_ = std::make_shared<Gates::Gate>();
   const uint64_t epoch_;
+  const std::shared_ptr<TlsContext> tls_;
   uint64_t lane_ = 0;
-  State state_ = State::kHello;
+  State state_ = State::kKnock;
+  bool is_greeted_ = false;
+  bool is_refused_ = false;
+  uint64_t num_replies_ = 0;
+  uint64_t replies_seen_ = 0;  // when is_overdue() looked last
+  Clock::time_point busy_since_ = Clock::now();
   bool over_ = false;
   bool drained_ = false;  // the last receive took all there was
   bool ending_ = false;   // the peer closed its side: read to the end
@@ -135,7 +155,7 @@ class TcpServer {
   // One server on all `hosts`: what is known of lanes holds whichever address they came by.
   // Throws std::system_error when an address cannot be had.
   TcpServer(std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::vector<std::string>& hosts, int port,
-            int num_threads);
+            int num_threads, std::shared_ptr<TlsContext> tls = nullptr, TcpLimits limits = {});
   ~TcpServer();
   const std::vector<int>& ports() const { return ports_; }  // one per host
   void close();
@@ -151,6 +171,9 @@ class TcpServer {
   const std::shared_ptr<RegionTable> regions_;
   const std::shared_ptr<Gates> gates_ = std::make_shared<Gates>();
   const uint64_t epoch_;
+  const std::shared_ptr<TlsContext> tls_;
+  const TcpLimits limits_;
+  std::atomic<size_t> num_connections_{0};
   std::vector<int> listeners_;
   std::vector<int> ports_;
   size_t next_loop_ = 0;
@@ -163,7 +186,7 @@ class TcpPeer final : public Peer {
  public:
   // Connects from `source` when there is one: that is how a rail begins at its own network card.
   TcpPeer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote, TcpAddress address, uint64_t epoch,
-          int num_streams, std::optional<TcpAddress> source = std::nullopt);
+          int num_streams, std::optional<TcpAddress> source = std::nullopt, std::shared_ptr<TlsContext> tls = nullptr);
   ~TcpPeer() override;
 
  protected:
@@ -173,19 +196,23 @@ class TcpPeer final : public Peer {
 
  private:
   struct Lane {
-    int socket;
+    std::unique_ptr<Channel> channel;
     uint64_t name;
   };
   Status take_lanes(Job& job, size_t wanted, std::vector<Lane>& lanes);
   Status fence(Job& job, const Lane& lane);
   Status connect(Job& job, Lane& lane);
-  Status greet(Job& job, const Lane& lane);
+  Status greet(Job& job, Lane& lane);
+  Status encrypt(Job& job, Lane& lane);
+  Status fail_greeting(Status status, std::string reason);
 
   const TcpAddress address_;
   const std::optional<TcpAddress> source_;
   const uint64_t epoch_;
   const size_t num_streams_;
+  const std::shared_ptr<TlsContext> tls_;
   std::shared_ptr<Fences> fences_;
+  std::string reason_;      // why the last greeting failed
   std::vector<Lane> idle_;  // connected and clean
   size_t num_lanes_ = 0;    // idle or in use
   std::condition_variable freed_;

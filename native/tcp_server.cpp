@@ -25,7 +25,9 @@ namespace {
 constexpr size_t kBuffer = 32 << 10;    // holds the largest slice table
 constexpr size_t kFairShare = 8 << 20;  // bytes moved before other connections get their turn
 constexpr size_t kMaxVector = 128;
-constexpr auto kGreetingTime = std::chrono::seconds(5);
+constexpr size_t kSmallBuffer = 512;                               // until the greeting is over: strangers get little
+constexpr auto kLook = std::chrono::milliseconds(1000);            // between looks for connections that are overdue
+constexpr auto kHurriedGreeting = std::chrono::milliseconds(300);  // when nearly all connections are taken
 static_assert(kBuffer >= sizeof(wire::Frame) + wire::kMaxSlices * sizeof(wire::WireSlice));
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
@@ -56,12 +58,27 @@ void Gates::cut(uint64_t lane) {
 }
 
 TcpConnection::TcpConnection(int socket, std::shared_ptr<RegionTable> regions, std::shared_ptr<Gates> gates,
-                             uint64_t epoch)
-    : socket_(socket), regions_(std::move(regions)), gates_(std::move(gates)), epoch_(epoch), buffer_(kBuffer) {}
+                             uint64_t epoch, std::shared_ptr<TlsContext> tls)
+    : channel_(socket),
+      regions_(std::move(regions)),
+      gates_(std::move(gates)),
+      epoch_(epoch),
+      tls_(std::move(tls)),
+      state_(tls_ ? State::kKnock : State::kHello),
+      buffer_(kSmallBuffer) {}
 
-TcpConnection::~TcpConnection() {
-  gates_->remove(lane_, gate_);
-  close(socket_);
+TcpConnection::~TcpConnection() { gates_->remove(lane_, gate_); }
+
+// A frame and its reply have a time of their own; between frames a connection may rest for ever. Reads
+// the clock only here, so a frame's time counts from the first look that finds it.
+bool TcpConnection::is_overdue(const TcpLimits& limits, Clock::time_point now) {
+  if (!is_greeted_) return now - busy_since_ > limits.greeting;
+  bool rests = state_ == State::kFrame && begin_ == end_;
+  if (rests || num_replies_ != replies_seen_) {
+    replies_seen_ = num_replies_, busy_since_ = now;
+    return false;
+  }
+  return now - busy_since_ > limits.stall + std::chrono::seconds(frame_.payload_bytes >> 20);
 }
 
 TcpConnection::Progress TcpConnection::advance(bool ending) {
@@ -79,14 +96,31 @@ TcpConnection::Progress TcpConnection::advance(bool ending) {
       case State::kDiscard:
         goes_on = take_payload();
         break;
+      case State::kKnock:
+        goes_on = look();
+        break;
       case State::kHello:
       case State::kFrame:
         goes_on = parse() || receive();
+        break;
+      case State::kRefused:
+        goes_on = outwait();
         break;
     }
     if (!goes_on && !over_) return Progress::kWaiting;
   }
   return Progress::kClosed;
+}
+
+// A TLS client is known by its first byte. Others are listened to in the plain, to be told what is wrong.
+bool TcpConnection::look() {
+  uint8_t first;
+  ssize_t count = recv(channel_.socket(), &first, 1, MSG_PEEK | MSG_DONTWAIT);
+  if (count < 0 && would_block()) return false;
+  if (count <= 0) return over_ = true, false;
+  if (first == wire::kTlsRecord) channel_.encrypt(tls_->session(channel_.socket(), true));
+  state_ = State::kHello;
+  return true;
 }
 
 // Fills the buffer behind what is left in it.
@@ -97,34 +131,68 @@ bool TcpConnection::receive() {
     end_ -= begin_, begin_ = 0;
   }
   size_t room = buffer_.size() - end_;
-  ssize_t received = recv(socket_, buffer_.data() + end_, room, MSG_DONTWAIT);
+  vector_.assign(1, {buffer_.data() + end_, room});
+  ssize_t received = channel_.receive(vector_, room, drained_);
   if (received < 0 && would_block()) return false;
+  if (received < 0 && channel_.tls() && !is_greeted_) {  // OpenSSL has told the client why
+    state_ = State::kRefused;
+    shutdown(channel_.socket(), SHUT_WR);
+    return true;
+  }
   if (received <= 0) return over_ = true, false;
-  drained_ = static_cast<size_t>(received) < room;
   end_ += static_cast<size_t>(received);
   return true;
 }
 
-bool TcpConnection::parse() {
+// Until the refused peer hangs up: closing with its bytes unread would take back what it was told.
+bool TcpConnection::outwait() {
+  ssize_t received = recv(channel_.socket(), buffer_.data(), buffer_.size(), MSG_DONTWAIT);
+  if (received < 0 && would_block()) return false;
+  if (received <= 0) return over_ = true, false;
+  moved_ += static_cast<size_t>(received);
+  return true;
+}
+
+void TcpConnection::refuse(wire::Refusal refusal, uint64_t epoch) {
+  wire::Hello answer;
+  answer.refusal = refusal, answer.epoch = epoch;  // theirs: ours is told to nobody who does not know it
+  std::memcpy(head_, &answer, sizeof answer);
+  head_bytes_ = sizeof answer, head_sent_ = 0;
+  is_refused_ = true;
+  state_ = State::kReply;
+}
+
+// Magic and version come first, so another version's shorter greeting is not waited for.
+bool TcpConnection::greet() {
   size_t available = end_ - begin_;
   const uint8_t* at = buffer_.data() + begin_;
-  if (state_ == State::kHello) {
-    wire::Hello hello;
-    std::memcpy(&hello, at, std::min(available, sizeof hello));
-    // Magic and version come first, so another version's shorter greeting is not waited for.
-    if (available >= offsetof(wire::Hello, epoch) && !wire::is_hello(hello)) return over_ = true, false;
-    if (available < sizeof hello) return false;
-    begin_ += sizeof hello;
-    lane_ = hello.lane;
-    gates_->add(lane_, gate_);
-    wire::Hello answer;
-    answer.epoch = hello.epoch;  // ours is told to nobody who does not know it
-    answer.status = static_cast<uint8_t>(hello.epoch == epoch_ ? Status::kOk : Status::kPeerLost);
-    std::memcpy(head_, &answer, sizeof answer);
-    head_bytes_ = sizeof answer, head_sent_ = 0;
-    state_ = State::kReply;
-    return true;
+  wire::Hello hello;
+  std::memcpy(&hello, at, std::min(available, sizeof hello));
+  if (available >= 1 && *at == wire::kTlsRecord && !channel_.tls()) return refuse(wire::Refusal::kHasNoTls), true;
+  if (available >= offsetof(wire::Hello, epoch) && !wire::is_hello(hello)) {
+    if (wire::is_hello_of_other_version(hello)) return refuse(wire::Refusal::kOtherVersion), true;
+    return over_ = true, false;
   }
+  if (available < sizeof hello) return false;
+  begin_ += sizeof hello;
+  if (tls_ && !channel_.tls()) return refuse(wire::Refusal::kWantsTls), true;
+  if (hello.epoch != epoch_) return refuse(wire::Refusal::kOtherProcess, hello.epoch), true;
+  lane_ = hello.lane;
+  gates_->add(lane_, gate_);
+  buffer_.resize(kBuffer);
+  is_greeted_ = true;
+  wire::Hello answer;
+  answer.epoch = hello.epoch;
+  std::memcpy(head_, &answer, sizeof answer);
+  head_bytes_ = sizeof answer, head_sent_ = 0;
+  state_ = State::kReply;
+  return true;
+}
+
+bool TcpConnection::parse() {
+  if (state_ == State::kHello) return greet();
+  size_t available = end_ - begin_;
+  const uint8_t* at = buffer_.data() + begin_;
   if (available < sizeof frame_) return false;
   std::memcpy(&frame_, at, sizeof frame_);
   if (!wire::is_request(frame_)) return over_ = true, false;
@@ -218,12 +286,11 @@ bool TcpConnection::take_payload() {
     if (!touch) return refuse_payload();
     std::lock_guard open(gate_->mutex);
     if (gate_->is_cut) return over_ = true, false;
-    received = readv(socket_, vector_.data(), static_cast<int>(vector_.size()));
+    received = channel_.receive(vector_, room, drained_);
   }
   if (received < 0 && would_block()) return false;
   if (received <= 0) return over_ = true, false;
   auto count = static_cast<size_t>(received);
-  drained_ = count < room;
   size_t placed = std::min(count, payload_.bytes());
   payload_.consume(placed);
   moved_ += placed;
@@ -254,13 +321,11 @@ void TcpConnection::reply(Status status, uint32_t failed_slice, uint64_t payload
 bool TcpConnection::send_reply() {
   payload_.fill(vector_, kMaxVector);
   if (head_sent_ < head_bytes_) vector_.insert(vector_.begin(), {head_ + head_sent_, head_bytes_ - head_sent_});
-  msghdr message{};
-  message.msg_iov = vector_.data(), message.msg_iovlen = vector_.size();
   ssize_t sent;
   {
     Touch touch(touched_);
     if (!touch) return over_ = true, false;  // half a reply cannot be taken back, only cut off
-    sent = sendmsg(socket_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    sent = channel_.send(vector_);
   }
   if (sent < 0 && would_block()) return false;
   if (sent < 0) return over_ = true, false;
@@ -271,7 +336,9 @@ bool TcpConnection::send_reply() {
   moved_ += count;
   if (head_sent_ == head_bytes_ && payload_.bytes() == 0) {
     touched_.clear();
-    state_ = State::kFrame;
+    num_replies_++;
+    state_ = is_refused_ ? State::kRefused : State::kFrame;
+    if (is_refused_) shutdown(channel_.socket(), SHUT_WR);
   }
   return true;
 }
@@ -321,8 +388,8 @@ bool TcpServer::is_listener(int socket) const {
 }
 
 TcpServer::TcpServer(std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::vector<std::string>& hosts,
-                     int port, int num_threads)
-    : regions_(std::move(regions)), epoch_(epoch) {
+                     int port, int num_threads, std::shared_ptr<TlsContext> tls, TcpLimits limits)
+    : regions_(std::move(regions)), epoch_(epoch), tls_(std::move(tls)), limits_(limits) {
   for (const std::string& host : hosts) ports_.push_back(listen_at(host, port));
   for (int i = 0; i < num_threads; i++) {
     auto loop = std::make_unique<Loop>();
@@ -362,6 +429,11 @@ void TcpServer::accept_all(int listener) {
       if (errno == EMFILE || errno == ENFILE) usleep(10'000);
       return;
     }
+    if (num_connections_.load() >= limits_.max_connections) {
+      ::close(socket);
+      continue;
+    }
+    num_connections_++;
     tune(socket);
     int one = 1;
     setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
@@ -381,7 +453,7 @@ void TcpServer::adopt(Loop& loop) {
     offered.swap(loop.offered);
   }
   for (int socket : offered) {
-    loop.connections[socket] = std::make_unique<TcpConnection>(socket, regions_, gates_, epoch_);
+    loop.connections[socket] = std::make_unique<TcpConnection>(socket, regions_, gates_, epoch_, tls_);
     epoll_event event{};
     event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, event.data.fd = socket;
     epoll_ctl(loop.epoll, EPOLL_CTL_ADD, socket, &event);
@@ -397,6 +469,7 @@ void TcpServer::serve(Loop& loop) {
     switch (found->second->advance(ending)) {
       case TcpConnection::Progress::kClosed:
         loop.connections.erase(found);
+        num_connections_--;
         break;
       case TcpConnection::Progress::kMore:
         again.push_back(socket);
@@ -423,11 +496,13 @@ void TcpServer::serve(Loop& loop) {
     for (int socket : ready)
       if (std::find(again.begin(), again.end(), socket) == again.end()) advance(socket, false, again);
     ready.swap(again);
-    if (count < static_cast<int>(events.size()) && Clock::now() - last_look > std::chrono::seconds(1)) {
-      last_look = Clock::now();
-      std::erase_if(loop.connections, [&](auto& entry) {
-        return !entry.second->greeted() && last_look - entry.second->since > kGreetingTime;
-      });
+    bool is_crowded = num_connections_ > limits_.max_connections / 4 * 3;
+    if (auto now = Clock::now(); now - last_look > (is_crowded ? kLook / 10 : kLook)) {
+      last_look = now;
+      TcpLimits limits = limits_;
+      if (is_crowded) limits.greeting = std::min(limits.greeting, kHurriedGreeting);
+      num_connections_ -=
+          std::erase_if(loop.connections, [&](auto& entry) { return entry.second->is_overdue(limits, now); });
     }
   }
   loop.connections.clear();

@@ -363,7 +363,8 @@ void test_fence() {
       hello.epoch = 7, hello.lane = lane;
       send_bytes(&hello, sizeof hello);
       assert(connection->advance(false) == TcpConnection::Progress::kWaiting);
-      assert(recv(ends[0], &hello, sizeof hello, MSG_DONTWAIT) == sizeof hello && hello.status == 0);
+      assert(recv(ends[0], &hello, sizeof hello, MSG_DONTWAIT) == sizeof hello &&
+             hello.refusal == wire::Refusal::kNone);
     }
     ~End() { close(ends[0]); }
     void ask(wire::Kind kind, uint64_t payload, wire::WireSlice slice) {

@@ -6,6 +6,8 @@ namespace mooncake::wire {
 
 bool is_hello(const Hello& hello) { return hello.magic == kMagic && hello.version == kVersion && hello.zero == 0; }
 
+bool is_hello_of_other_version(const Hello& hello) { return hello.magic == kMagic && hello.version != kVersion; }
+
 bool is_request(const Frame& frame) {
   bool moves = frame.kind == Kind::kWrite || frame.kind == Kind::kRead;
   bool has_bytes = frame.payload_bytes >= 1 && frame.payload_bytes <= kMaxPayload;

@@ -14,6 +14,9 @@
 // A client that gives up a write closes its connection, but bytes it had sent may still be on their way
 // into the server's memory. A fence names such lanes; once it is answered, nothing of theirs lands.
 //
+// With TLS, all of this travels inside it. A server answers a greeting that it must refuse in the plain, so
+// that a client of another version, or one that speaks TLS where the server does not, can say what is wrong.
+//
 // Replies come in the order of the requests. A slice the receiver may not touch denies the whole
 // frame and keeps the connection; bytes that make no sense end it.
 #pragma once
@@ -36,10 +39,15 @@ constexpr uint64_t kMaxPayload = 64ull << 20;  // per frame
 
 enum class Kind : uint8_t { kWrite = 1, kRead = 2, kReply = 3, kFence = 4 };
 
+constexpr uint8_t kTlsRecord = 0x16;  // what a TLS client's first byte is
+
+// Why a server will not talk. Numbers on the wire: never change their meaning.
+enum class Refusal : uint8_t { kNone = 0, kOtherProcess = 1, kOtherVersion = 2, kWantsTls = 3, kHasNoTls = 4 };
+
 struct Hello {
   uint32_t magic = kMagic;
   uint8_t version = kVersion;
-  uint8_t status = 0;  // in the answer: 0, or the Status why not
+  Refusal refusal = Refusal::kNone;  // in the answer
   uint16_t zero = 0;
   uint64_t epoch = 0;  // of the process the client believes to talk to
   uint64_t lane = 0;   // random and never zero: the connection's name in a fence
@@ -66,6 +74,7 @@ struct WireSlice {
 static_assert(sizeof(WireSlice) == 24);
 
 bool is_hello(const Hello& hello);
+bool is_hello_of_other_version(const Hello& hello);  // looks at its first 8 bytes
 bool is_request(const Frame& frame);
 bool is_reply(const Frame& frame);
 // The slices add up to the frame's payload, none is empty, none wraps around.

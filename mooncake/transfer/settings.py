@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
+
+from mooncake.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,29 @@ class TransferSettings:
 
     rail_patience_s: Annotated[float, Meta(gt=0)] = 2.0
     "Seconds that a part of a batch is given at least before it is tried on another rail instead."
+    tls: Literal["", "handshake", "all"] = ""
+    "TLS with peers: empty none, `handshake` for handshakes and the metadata service, `all` for tcp data, too."
+
+    tls_cert: str = ""
+    "PEM file with this process's certificate and what leads to the authority; `mooncake certs` makes one."
+
+    tls_key: str = ""
+    "PEM file with the certificate's private key, without a password."
+
+    tls_ca: str = ""
+    "PEM file with the authority: peers must show a certificate of it, and so do we."
+
+    tls_check_host: bool = False
+    "A peer's certificate must also name the address it is reached at, not only be of the authority."
+
+    greeting_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
+    "Seconds in which whoever connects must have said who it is."
+
+    stall_timeout_s: Annotated[float, Meta(gt=0, le=86400)] = 30.0
+    "Seconds (and one per MiB) after which a peer that has sent or taken half a frame is cut off."
+
+    max_connections: Annotated[int, Meta(ge=0)] = 0
+    "Connections that peers may have here at once; 0: half the files this process may open, at most 16384."
 
     submit_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     "Seconds after which a submitted transfer fails with TIMED_OUT."
@@ -56,3 +81,9 @@ class TransferSettings:
 
     metadata_timeout_s: Annotated[float, Meta(gt=0)] = 5.0
     "Seconds that a metadata service, or a peer that is asked for its descriptor, may take to answer."
+
+    def __post_init__(self) -> None:
+        files = {"tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_ca": self.tls_ca}
+        for field, path in files.items():
+            if self.tls and not path:
+                raise InvalidArgument(field, path, f"the path of a PEM file when tls is {self.tls!r}")

@@ -24,6 +24,7 @@ from mooncake._native import (
 )
 from mooncake._native import Queue as NativeQueue
 from mooncake.transfer.segment import Column, RegionInfo
+from mooncake.transfer.settings import TransferSettings
 
 __all__ = [
     "SCHEMES",
@@ -206,6 +207,7 @@ class Site(Protocol):
     advertise_host: str
     tcp_port: int
     num_streams: int
+    settings: TransferSettings
     exchange: Exchange
 
 

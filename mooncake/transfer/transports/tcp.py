@@ -11,12 +11,14 @@ server listens on all of them, and a rail's connections begin at its own local a
 from __future__ import annotations
 
 import errno
+import resource
 from collections.abc import Sequence
 
 from mooncake import _native
 from mooncake.errors import AddressInUse, InvalidArgument, PeerLost, Unavailable
 from mooncake.transfer.host import numeric_host, with_port
 from mooncake.transfer.segment import RegionInfo
+from mooncake.transfer.tls import native_tls
 from mooncake.transfer.transports import Carrier, Site
 
 WILDCARDS = ("0.0.0.0", "::")
@@ -43,6 +45,8 @@ class TcpTransport:
     def __init__(self, site: Site) -> None:
         self._regions = site.regions
         self._num_streams = site.num_streams
+        settings = site.settings
+        self._tls = native_tls(settings) if settings.tls == "all" else None
         self._hosts = [numeric_host(host, "listen_host") for host in site.listen_host.split(",")]
         advertised = [numeric_host(host, "advertise_host") for host in site.advertise_host.split(",")]
         if len(advertised) != len(self._hosts):
@@ -51,7 +55,15 @@ class TcpTransport:
             )
         try:
             self._server = _native.TcpServer(
-                site.regions, site.epoch, self._hosts, site.tcp_port, site.num_streams
+                site.regions,
+                site.epoch,
+                self._hosts,
+                site.tcp_port,
+                site.num_streams,
+                self._tls,
+                settings.greeting_timeout_s,
+                settings.stall_timeout_s,
+                settings.max_connections or default_max_connections(),
             )
         except OSError as error:
             where = f"{site.listen_host}:{site.tcp_port}"
@@ -92,8 +104,13 @@ class TcpTransport:
         remote = [(region.address, region.size_bytes, region.key) for region in regions]
         starts_at = "" if source == "*" or (":" in source) != (":" in address) else source
         return TcpCarrier(
-            _native.TcpPeer(self._regions, remote, address, int(port), epoch, self._num_streams, starts_at)
+            _native.TcpPeer(self._regions, remote, address, int(port), epoch, self._num_streams, starts_at, self._tls)
         )
 
     def close(self) -> None:
         self._server.close()
+
+
+def default_max_connections() -> int:
+    """Half of the files that this process may open, so that peers can't take them all."""
+    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 16384)

@@ -135,11 +135,30 @@ def test_nonsense_ends_the_connection(engine: TransferEngine, pool: Region, byte
     assert Wire(engine).receive(HELLO_BYTES) == hello(engine.epoch), "the next one is served"
 
 
-@pytest.mark.parametrize(
-    "greeting", [b"GET / HTTP/1.1\r\n\r\n", hello(1, version=1)[:16], hello(1, version=3), b"\0" * 16]
-)
+@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 16])
 def test_another_protocol_is_not_answered(engine: TransferEngine, greeting: bytes) -> None:
     assert Wire(engine, greeting).is_closed()
+
+
+OTHER_VERSION, WANTS_TLS, HAS_NO_TLS = 2, 3, 4
+
+
+@pytest.mark.parametrize(
+    ("greeting", "refusal"),
+    [
+        (hello(1, version=1)[:16], OTHER_VERSION),
+        (hello(1, version=3), OTHER_VERSION),
+        (b"\x16\x03\x01\x02\x00", HAS_NO_TLS),
+    ],
+)
+def test_who_is_nearly_right_is_told_what_is_wrong(
+    engine: TransferEngine, greeting: bytes, refusal: int
+) -> None:
+    wire = Wire(engine, greeting)
+    answer = struct.unpack("<IBBHQQ", wire.receive(HELLO_BYTES))
+    assert answer == (MAGIC, 2, refusal, 0, 0, 0)
+    assert wire.is_closed(), "from the server's side"
+    wire.socket.close()
 
 
 def test_a_fence_cuts_what_was_given_up(engine: TransferEngine, pool: Region) -> None:

@@ -1,0 +1,84 @@
+"""TLS between engines: the files that the settings name, as what each user of them needs.
+
+The data path gets a native context, handshakes and the metadata service Python's own. All speak TLS 1.3
+only and all are mutual: who shows no certificate of the authority is not talked to. Certificates are
+made elsewhere (``mooncake certs``, or yours); this module reads them and says which setting is wrong.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from mooncake import _native
+from mooncake.errors import InvalidArgument
+from mooncake.transfer.settings import TransferSettings
+
+CERTIFICATE = "-----BEGIN CERTIFICATE-----"
+
+
+def native_tls(settings: TransferSettings) -> _native.TlsContext:
+    """For tcp data.
+
+    Raises:
+        InvalidArgument: names the setting whose file is missing or wrong, or says that OpenSSL is.
+    """
+    _check_files(settings)
+    try:
+        return _native.TlsContext(
+            settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_check_host
+        )
+    except ValueError as error:
+        field, reason = error.args
+        raise _wrong(settings, field, reason) from error
+
+
+def server_context(settings: TransferSettings) -> ssl.SSLContext:
+    """For the side that listens; raises as ``native_tls``."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0
+    return _filled(settings, context)
+
+
+def client_context(settings: TransferSettings, *, check_host: bool | None = None) -> ssl.SSLContext:
+    """For the side that connects; raises as ``native_tls``."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = settings.tls_check_host if check_host is None else check_host
+    return _filled(settings, context)
+
+
+def _filled(settings: TransferSettings, context: ssl.SSLContext) -> ssl.SSLContext:
+    _check_files(settings)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    field = "tls_cert"
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: "")
+        field = "tls_ca"
+        context.load_verify_locations(settings.tls_ca)
+    except (OSError, ValueError) as error:
+        raise _wrong(settings, field, str(error)) from error
+    return context
+
+
+def _check_files(settings: TransferSettings) -> None:
+    """What OpenSSL would say less clearly: a file that is not there, or holds something else."""
+    for field, mark in {"tls_cert": CERTIFICATE, "tls_key": "PRIVATE KEY-----", "tls_ca": CERTIFICATE}.items():
+        try:
+            content = Path(getattr(settings, field)).read_text(encoding="ascii", errors="replace")
+        except OSError as error:
+            raise _wrong(settings, field, error.strerror or str(error)) from error
+        if mark not in content:
+            raise _wrong(settings, field, f"it has no line with {mark.strip('-')}")
+        if "ENCRYPTED" in content and field == "tls_key":
+            raise _wrong(settings, field, "it has a password; `openssl pkey` takes it off")
+
+
+def _wrong(settings: TransferSettings, field: str, reason: str) -> InvalidArgument:
+    needs = {
+        "tls": "only where OpenSSL 3 is installed",
+        "tls_cert": "a PEM certificate",
+        "tls_key": "the PEM private key of tls_cert",
+        "tls_ca": "PEM certificates of the authority",
+    }
+    return InvalidArgument(field, getattr(settings, field), f"{needs[field]} ({reason})")
