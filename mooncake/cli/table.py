@@ -91,6 +91,13 @@ COMMANDS = (
         "Keep the addresses of transfer engines.",
         "mooncake metadata --port 8080",
     ),
+    Command(
+        "certs",
+        "mooncake.cli.certs",
+        "Make the certificates that TLS between engines needs.",
+        "mooncake certs --folder certs --name node-1 --host 10.0.0.1 node-1.example",
+        entry="certs",
+    ),
 )
 
 KNOWN_ROLES = ["log", *(command.name for command in COMMANDS)]

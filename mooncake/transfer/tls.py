@@ -63,7 +63,11 @@ def _filled(settings: TransferSettings, context: ssl.SSLContext) -> ssl.SSLConte
 
 def _check_files(settings: TransferSettings) -> None:
     """What OpenSSL would say less clearly: a file that is not there, or holds something else."""
-    for field, mark in {"tls_cert": CERTIFICATE, "tls_key": "PRIVATE KEY-----", "tls_ca": CERTIFICATE}.items():
+    for field, mark in {
+        "tls_cert": CERTIFICATE,
+        "tls_key": "PRIVATE KEY-----",
+        "tls_ca": CERTIFICATE,
+    }.items():
         try:
             content = Path(getattr(settings, field)).read_text(encoding="ascii", errors="replace")
         except OSError as error:

@@ -104,7 +104,9 @@ class TcpTransport:
         remote = [(region.address, region.size_bytes, region.key) for region in regions]
         starts_at = "" if source == "*" or (":" in source) != (":" in address) else source
         return TcpCarrier(
-            _native.TcpPeer(self._regions, remote, address, int(port), epoch, self._num_streams, starts_at, self._tls)
+            _native.TcpPeer(
+                self._regions, remote, address, int(port), epoch, self._num_streams, starts_at, self._tls
+            )
         )
 
     def close(self) -> None:

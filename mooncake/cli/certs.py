@@ -1,0 +1,163 @@
+"""Makes the certificates of a cluster: an authority once, then one certificate for each host.
+
+For who has no authority already; nothing else depends on this module, and certificates from elsewhere
+serve as well. The authority's key is all that it takes to join the cluster: it stays where this
+command ran. Written with the library `cryptography`, because the program `openssl` is not everywhere.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from msgspec import Meta
+
+from mooncake.cli.roles import Given
+from mooncake.errors import InvalidArgument
+
+AUTHORITY_DAYS = 3650
+_SKEW = datetime.timedelta(hours=1)  # clocks of a cluster are not all right
+
+
+@dataclass(frozen=True)
+class CertsSettings:
+    """Make the certificates that TLS between engines needs."""
+
+    folder: Path = Path("certs")
+    "Where the files are; an authority (`ca.pem`, `ca.key`) that is there is used, else made."
+
+    name: str = "node"
+    "Name of the files to make: `<name>.pem` and `<name>.key`. Files that exist are never written over."
+
+    host: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
+    "Host names and addresses that the certificate is for."
+
+    days: Annotated[int, Meta(ge=1, le=3650)] = 365
+    "Days for which the certificate is good."
+
+
+def certs(given: Given) -> None:
+    """The entry point of ``mooncake certs``."""
+    settings: CertsSettings = given.settings
+    made = make(settings)
+    print(f"made {', '.join(str(path) for path in made)}")
+    folder = settings.folder
+    print(f"tls_cert = {folder / settings.name}.pem\ntls_key = {folder / settings.name}.key")
+    print(f"tls_ca = {folder / 'ca.pem'}\nkeep {folder / 'ca.key'} here: whoever has it can join")
+
+
+def make(settings: CertsSettings) -> list[Path]:
+    """The files it wrote.
+
+    Raises:
+        InvalidArgument: the folder cannot be written, the certificate is there, or half an authority is.
+    """
+    folder = settings.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument("folder", str(folder), f"a folder to write to ({error.strerror})") from error
+    certificate, key_file = folder / f"{settings.name}.pem", folder / f"{settings.name}.key"
+    if settings.name == "ca" or certificate.exists() or key_file.exists():
+        raise InvalidArgument("name", settings.name, f"one that has no files in {folder} yet")
+    authority, authority_key, made = _authority(folder)
+    key = ec.generate_private_key(ec.SECP256R1())
+    issued = (
+        _builder(_name(settings.host[0] if settings.host else settings.name), key, settings.days)
+        .issuer_name(authority.subject)
+        .add_extension(x509.SubjectAlternativeName([_alternative(host) for host in settings.host]), False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+        .add_extension(
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), False
+        )
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), False)
+        .sign(authority_key, hashes.SHA256())
+    )
+    _write_key(key_file, key)
+    certificate.write_bytes(issued.public_bytes(serialization.Encoding.PEM))
+    return [*made, certificate, key_file]
+
+
+def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey, list[Path]]:
+    """The authority of the folder, and the files made for it."""
+    certificate, key_file = folder / "ca.pem", folder / "ca.key"
+    if certificate.exists() != key_file.exists():
+        there, missing = (certificate, key_file) if certificate.exists() else (key_file, certificate)
+        raise InvalidArgument(
+            "folder", str(folder), f"both or none of ca.pem and ca.key: {there} needs {missing}"
+        )
+    if certificate.exists():
+        try:
+            key = serialization.load_pem_private_key(key_file.read_bytes(), None)
+            authority = x509.load_pem_x509_certificate(certificate.read_bytes())
+        except (OSError, ValueError, TypeError) as error:
+            raise InvalidArgument("folder", str(folder), f"a readable ca.pem and ca.key ({error})") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != authority.public_key():
+            raise InvalidArgument("folder", str(folder), "an authority that this command made")
+        return authority, key, []
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name("Mooncake cluster authority")
+    authority = (
+        _builder(name, key, AUTHORITY_DAYS)
+        .issuer_name(name)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
+        .add_extension(_signs_only(), True)
+        .sign(key, hashes.SHA256())
+    )
+    _write_key(key_file, key)
+    certificate.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
+    return authority, key, [certificate, key_file]
+
+
+def _builder(subject: x509.Name, key: ec.EllipticCurvePrivateKey, days: int) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _SKEW)
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _alternative(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _signs_only() -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=True,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _write_key(file: Path, key: ec.EllipticCurvePrivateKey) -> None:
+    encoded = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    with open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as opened:
+        opened.write(encoded)
