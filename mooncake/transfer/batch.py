@@ -60,6 +60,8 @@ class PartDone:
     "Within the part, or -1."
     num_bytes: int = 0
     checksums: npt.NDArray[np.uint32] | None = None
+    reason: str = ""
+    "For people, where the status does not say it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Finish:
     failed_slice: int
     num_bytes: int
     checksums: npt.NDArray[np.uint32] | None
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -91,8 +94,8 @@ class _Piece:
     slices: Indices | None
     num_bytes: int
     tried: list[str] = field(default_factory=list)
-    cause: tuple[int, int] | None = None
-    "Status and failed row of the last attempt."
+    cause: tuple[int, int, str] | None = None
+    "Status, failed row and reason of the last attempt."
 
 
 @dataclass(slots=True)
@@ -144,6 +147,7 @@ class Batch:
         self._next_part = 0
         self._status = OK
         self._failed_slice = -1
+        self._reason = ""
         self.num_bytes = 0
         "Bytes that have arrived so far."
         self._checksums = np.zeros(num_slices, dtype=np.uint32) if has_checksums else None
@@ -160,7 +164,8 @@ class Batch:
             self._is_finished = True
             failed = self._status != OK
             sums = None if failed else self._checksums
-            effects.append(Finish(self._status, self._failed_slice, 0 if failed else self.num_bytes, sums))
+            num_bytes = 0 if failed else self.num_bytes
+            effects.append(Finish(self._status, self._failed_slice, num_bytes, sums, self._reason))
         return effects
 
     def deadline(self) -> float | None:
@@ -207,19 +212,19 @@ class Batch:
             self._take(piece, event)
         elif is_the_path and self._status == OK and now < self._deadline:
             piece.tried.append(part.path)
-            piece.cause = (event.status, self._row(piece.slices, event.failed_slice))
+            piece.cause = (event.status, self._row(piece.slices, event.failed_slice), event.reason)
             self._waiting.appendleft(piece)
         else:
-            self._fail(event.status, self._row(piece.slices, event.failed_slice))
+            self._fail(event.status, self._row(piece.slices, event.failed_slice), event.reason)
 
     def _take(self, piece: _Piece, event: PartDone) -> None:
         self.num_bytes += event.num_bytes
         if self._checksums is not None and event.checksums is not None:
             self._checksums[slice(None) if piece.slices is None else piece.slices] = event.checksums
 
-    def _fail(self, status: int, failed_slice: int) -> None:
+    def _fail(self, status: int, failed_slice: int, reason: str) -> None:
         if self._status == OK:
-            self._status, self._failed_slice = status, failed_slice
+            self._status, self._failed_slice, self._reason = status, failed_slice, reason
 
     # What goes out
 
@@ -267,8 +272,7 @@ class Batch:
             if mine is None or len(mine):
                 effects.append(self._send(path, mine, piece, now))
         if left is None or len(left):
-            status, row = piece.cause or (self._no_path, self._row(left, 0))
-            self._fail(status, row)
+            self._fail(*(piece.cause or (self._no_path, self._row(left, 0), "")))
         return effects
 
     def _order(self, piece: _Piece, now: float) -> list[str] | None:

@@ -150,11 +150,16 @@ def failure(op: Op, segment: Segment, done: Completion, timeout_s: float) -> Exc
                 f"{what}: not done within {timeout_s:g} s; allow more, or see what slows the peer"
             )
         case Status.PROTOCOL_ERROR:
-            return ProtocolError(f"{what}: the peer answered nonsense; do both run the same release?")
+            why = done.reason or "the peer answered nonsense; do both run the same release?"
+            return ProtocolError(f"{what}: {why}")
         case Status.CANCELLED:
             return Unavailable(
                 f"{what}: cancelled, because the segment, the engine or the local memory was closed"
             )
         case _:
-            why = segment.reason or "the peer is gone or cannot be reached; open its current descriptor"
+            why = (
+                done.reason
+                or segment.reason
+                or "the peer is gone or cannot be reached; open its current descriptor"
+            )
             return PeerLost(f"{what}: {why}")

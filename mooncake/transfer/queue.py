@@ -131,7 +131,7 @@ class Queue:
                 move, carry = waiting
                 count(carry.path, move.op, part.status, part.num_bytes)
                 move.moved[carry.part] = part.num_bytes
-                event = PartDone(carry.part, part.status, part.failed_slice, part.num_bytes, part.checksums)
+                event = part_done(carry, part)
                 finished += self._follow(move, event)
             if move.progress is not None and move.batch.is_sprayed and part.status == Status.OK:
                 move.progress(sum(move.moved.values()))
@@ -218,7 +218,7 @@ def run_here(move: Move) -> Completion:
             left_s = max(0.0, effect.deadline - time.monotonic())
             part = carrier.run(move.op, *move.columns.rows(effect), left_s, move.checksum)
             count(effect.path, move.op, part.status, part.num_bytes)
-            event = PartDone(effect.part, part.status, part.failed_slice, part.num_bytes, part.checksums)
+            event = part_done(effect, part)
         effects += move.handle(event)
 
 
@@ -246,6 +246,10 @@ def nobody(deadline: float) -> Status:
     return Status.TIMED_OUT if time.monotonic() >= deadline else Status.PEER_LOST
 
 
+def part_done(carry: Carry, part: Completion) -> PartDone:
+    return PartDone(carry.part, part.status, part.failed_slice, part.num_bytes, part.checksums, part.reason)
+
+
 def completion_of(token: int, end: Finish, columns: Columns) -> Completion:
     """What came of a batch, in rows of the caller's columns."""
     sums = [] if end.checksums is None else end.checksums.tolist()
@@ -253,7 +257,7 @@ def completion_of(token: int, end: Finish, columns: Columns) -> Completion:
     if columns.origin is not None and columns.whole is not None:
         failed = int(columns.origin[failed]) if failed >= 0 else failed
         sums = _joined(sums, columns.origin, columns.lengths, len(columns.whole.lengths)) if sums else []
-    return Completion(token, Status(end.status), failed, end.num_bytes, sums)
+    return Completion(token, Status(end.status), failed, end.num_bytes, sums, reason=end.reason)
 
 
 def _joined(sums: list[int], origin: Indices, lengths: Column, num_rows: int) -> list[int]:

@@ -40,6 +40,7 @@ class TransferSettings:
 
     rail_patience_s: Annotated[float, Meta(gt=0)] = 2.0
     "Seconds that a part of a batch is given at least before it is tried on another rail instead."
+
     tls: Literal["", "handshake", "all"] = ""
     "TLS with peers: empty none, `handshake` for handshakes and metadata, `all` for tcp data, too."
 

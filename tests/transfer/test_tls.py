@@ -1,0 +1,157 @@
+"""TLS between two engines of this process: who may talk to whom, and what the others are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mooncake.errors import InvalidArgument
+from mooncake.transfer import Completion, Op, Status, TransferEngine, TransferSettings
+from mooncake.transfer.tls import client_context, native_tls, server_context
+
+pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
+
+from mooncake.cli.certs import CertsSettings, make
+
+PLAIN = TransferSettings(transports=("tcp",), num_streams=2)
+
+
+def settings_of(folder: Path, name: str = "node", host: tuple[str, ...] = ("127.0.0.1",)) -> TransferSettings:
+    """Everything over TLS, with a certificate of the authority in ``folder``."""
+    if not (folder / f"{name}.pem").exists():
+        make(CertsSettings(folder=folder, name=name, host=host))
+    return dataclasses.replace(
+        PLAIN,
+        tls="all",
+        tls_cert=str(folder / f"{name}.pem"),
+        tls_key=str(folder / f"{name}.key"),
+        tls_ca=str(folder / "ca.pem"),
+    )
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> TransferSettings:
+    return settings_of(tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> TransferSettings:
+    return settings_of(tmp_path_factory.mktemp("theirs"))
+
+
+def try_it(near_settings: TransferSettings, far_settings: TransferSettings) -> Completion:
+    with TransferEngine(near_settings) as near, TransferEngine(far_settings) as far:
+        pool, here = far.allocate(4096), near.allocate(4096)
+        segment = near.open(far.describe())
+        done = near.run(Op.WRITE, segment, [here.address], [pool.address], [100], timeout_s=20)
+        if done.status != Status.OK:
+            assert not any(pool.view()), "nothing moved"
+            again = near.run(Op.READ, segment, [here.address], [pool.address], [100], timeout_s=20)
+            assert (again.status, again.reason) == (done.status, done.reason), "and it stays like that"
+        return done
+
+
+@pytest.mark.parametrize("size", [1, 4096, 16_384, 16_385, 3_000_001, 40 << 20])
+def test_bytes_arrive(ours: TransferSettings, size: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    with TransferEngine(ours) as near, TransferEngine(ours) as far:
+        pool, here, back = far.allocate(size), near.register(data), near.allocate(size)
+        segment = near.open(far.describe())
+        cuts = sorted({0, size // 7, size // 7 + 1, size // 3, size})
+        starts, lengths = cuts[:-1], [b - a for a, b in itertools.pairwise(cuts)]
+        there = [pool.address + start for start in starts]
+        sent = near.run(
+            Op.WRITE, segment, [here.address + start for start in starts], there, lengths, checksum=True
+        )
+        assert sent.status == Status.OK, sent.reason
+        assert bytes(pool.view()) == data.tobytes()
+        got = near.run(
+            Op.READ, segment, [back.address + start for start in starts], there, lengths, checksum=True
+        )
+        assert got.status == Status.OK, got.reason
+        assert sent.checksums is not None and got.checksums is not None
+        assert bytes(back.view()) == data.tobytes() and (sent.checksums == got.checksums).all()
+
+
+def test_many_batches_at_once(ours: TransferSettings) -> None:
+    """More than there are lanes, so that sessions are handed from thread to thread."""
+    with TransferEngine(ours) as near, TransferEngine(ours) as far:
+        pool, here = far.allocate(64 << 16), near.allocate(64 << 16)
+        here.view()[:] = bytes(range(256)) * (64 << 8)
+        segment, queue = near.open(far.describe()), near.new_queue()
+        for i in range(64):
+            at = i << 16
+            near.submit(queue, i, Op.WRITE, segment, [here.address + at], [pool.address + at], [1 << 16])
+        done: list[Completion] = []
+        while len(done) < 64:
+            some = queue.drain(64, 20)
+            assert some or len(queue), "all of them end"
+            done += some
+        assert {one.status for one in done} == {Status.OK}
+        assert bytes(pool.view()) == bytes(here.view())
+
+
+def test_a_plain_client_is_told(ours: TransferSettings) -> None:
+    done = try_it(PLAIN, ours)
+    assert done.status == Status.PROTOCOL_ERROR
+    assert "takes data over TLS only" in done.reason and "`tls`" in done.reason
+
+
+def test_a_client_that_wants_tls_is_told(ours: TransferSettings) -> None:
+    done = try_it(ours, PLAIN)
+    assert done.status == Status.PROTOCOL_ERROR
+    assert "takes plain data only" in done.reason and "`tls`" in done.reason
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda a, b: (a, b),
+        lambda a, b: (dataclasses.replace(a, tls_ca=b.tls_ca), b),
+        lambda a, b: (a, dataclasses.replace(b, tls_ca=a.tls_ca)),
+    ],
+    ids=["neither trusts the other", "the server does not trust us", "we do not trust the server"],
+)
+def test_another_authority_is_not_talked_to(
+    ours: TransferSettings,
+    theirs: TransferSettings,
+    mix: Callable[[TransferSettings, TransferSettings], tuple[TransferSettings, TransferSettings]],
+) -> None:
+    done = try_it(*mix(ours, theirs))
+    assert done.status == Status.PROTOCOL_ERROR
+    assert "certificate" in done.reason and "`tls_ca`" in done.reason
+
+
+def test_the_address_is_checked_when_asked(ours: TransferSettings) -> None:
+    folder = Path(ours.tls_ca).parent
+    elsewhere = settings_of(folder, "elsewhere", ("10.9.8.7",))
+    careful = dataclasses.replace(ours, tls_check_host=True)
+    assert try_it(careful, ours).status == Status.OK
+    assert try_it(ours, elsewhere).status == Status.OK
+    done = try_it(careful, elsewhere)
+    assert done.status == Status.PROTOCOL_ERROR and "IP address mismatch" in done.reason
+
+
+def test_settings_are_checked(ours: TransferSettings, theirs: TransferSettings, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"tls_key is ''; allowed: the path of a PEM file"):
+        dataclasses.replace(ours, tls_key="")
+    empty = tmp_path / "empty.pem"
+    empty.write_text("")
+    for field in ("tls_cert", "tls_key", "tls_ca"):
+        for path in (str(tmp_path / "missing.pem"), str(empty)):
+            changed: Any = {field: path}
+            wrong = dataclasses.replace(ours, **changed)
+            for use in (native_tls, server_context, client_context):
+                with pytest.raises(InvalidArgument, match=f"^{field} is "):
+                    use(wrong)
+    stranger = dataclasses.replace(ours, tls_key=theirs.tls_key)
+    with pytest.raises(InvalidArgument, match=r"^tls_key is .* private key of tls_cert .*mismatch"):
+        TransferEngine(stranger)
+    assert client_context(ours).minimum_version == ssl.TLSVersion.TLSv1_3
