@@ -268,6 +268,11 @@ class BlockingClient:
             raise error_of(reply, self.peer)
         return reply
 
+    @property
+    def is_cut_off(self) -> bool:
+        """It was connected, and the connection broke."""
+        return self._socket is not None and self._socket.lost is not None
+
     def close(self) -> None:
         """Drop the connection; calls under way raise PeerLost."""
         self._is_closed = True

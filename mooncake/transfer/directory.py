@@ -57,10 +57,16 @@ class Directory:
         self._keeper: threading.Thread | None = None
         self._ttl_s = 0.0
         self._is_published = False
+        self._is_away = False
         self._held = threading.local()
 
     def __repr__(self) -> str:
         return f"<Directory {self.backend!r}{' published' if self._is_published else ''}>"
+
+    @property
+    def has_server(self) -> bool:
+        """Otherwise names are addresses, and the peers themselves are asked."""
+        return not isinstance(self.backend, PeerBackend)
 
     def find(self, name: str) -> SegmentDescriptor | None:
         """What is published under ``name``, or None.
@@ -83,7 +89,7 @@ class Directory:
         Raises:
             PeerLost, DeadlineExceeded: the service does not answer, and ``is_patient`` is False.
         """
-        if isinstance(self.backend, PeerBackend):
+        if not self.has_server:
             return  # whoever wants to know asks
         self._ttl_s = ttl_s
         try:
@@ -99,8 +105,8 @@ class Directory:
 
     def renew(self) -> None:
         """The descriptor changed: what is published follows before this returns, or soon if that fails."""
-        if self._keeper is None or self._held.__dict__.get("depth"):
-            return
+        if self._keeper is None or self._held.__dict__.get("depth") or self._is_away:
+            return  # nobody finds us, or the change comes with others, or the keeper is trying already
         try:
             self._put()
         except MooncakeError as error:
@@ -126,30 +132,38 @@ class Directory:
         self._wake.set()
         if self._keeper is not None and threading.current_thread() is not self._keeper:
             self._keeper.join(10.0)
-        if self._is_published:
-            try:
-                found = self.find(self._name)
-                if found is not None and found.epoch == self._epoch:  # else a successor has put its own
-                    self.backend.remove(key_of(self._name, self._cluster))
-            except MooncakeError as error:
-                log.info("left_published", segment=self._name, reason=str(error))
+        with self._putting:
+            if self._is_published:
+                self._take_back()
         self.backend.close()
+
+    def _take_back(self) -> None:
+        try:
+            found = self.find(self._name)
+            if found is not None and found.epoch == self._epoch:  # else a successor has put its own
+                self.backend.remove(key_of(self._name, self._cluster))
+        except MooncakeError as error:
+            log.info("left_published", segment=self._name, reason=str(error))
 
     def _put(self) -> None:
         with self._putting:
             descriptor = self._describe()
             if descriptor is None or self._is_closing:
                 return
-            was_published, self._is_published = self._is_published, False
-            self.backend.put(key_of(self._name, self._cluster), descriptor.encode(), self._ttl_s)
-            self._is_published = True
+            was_published = self._is_published
+            try:
+                self.backend.put(key_of(self._name, self._cluster), descriptor.encode(), self._ttl_s)
+            except MooncakeError:
+                self._is_published, self._is_away = False, True
+                raise
+            self._is_published, self._is_away = True, False
         if not was_published:
             log.info("published", segment=self._name, metadata=repr(self.backend))
 
     def _keep(self) -> None:
         """Three times within the life of an entry, so that one failure is no gap."""
         while not self._is_closing:
-            pause_s = self._ttl_s / 3 if self._is_published else min(RETRY_S, self._ttl_s / 3)
+            pause_s = min(RETRY_S, self._ttl_s / 3) if self._is_away else self._ttl_s / 3
             if self._wake.wait(pause_s):  # the pause is another now
                 self._wake.clear()
                 continue

@@ -14,14 +14,12 @@ import itertools
 import os
 import secrets
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mooncake.errors import InvalidArgument, MooncakeError, OutOfMemory, Unavailable
-from mooncake.log import get_logger
+from mooncake.errors import InvalidArgument, OutOfMemory
 from mooncake.transfer.batch import RETRIED, Batch, piece_bytes_of
 from mooncake.transfer.columns import Addresses, Columns, columns_of
 from mooncake.transfer.directory import Directory
@@ -33,9 +31,10 @@ from mooncake.transfer.memory import available_bytes, span_of
 from mooncake.transfer.metadata import Backend, make_backend
 from mooncake.transfer.metadata.p2p import PeerBackend
 from mooncake.transfer.moves import Asked, Memory, Progress, move
+from mooncake.transfer.neighbours import Neighbours
 from mooncake.transfer.peer import Segment
 from mooncake.transfer.queue import DOUBTFUL, Move, Queue, count, nobody, run_here, run_together, unregistered
-from mooncake.transfer.segment import RegionInfo, SegmentDescriptor, common_schemes, scheme_of
+from mooncake.transfer.segment import RegionInfo, SegmentDescriptor, scheme_of
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.transports import (
     SCHEMES,
@@ -49,8 +48,6 @@ from mooncake.transfer.transports import (
 )
 
 _numbers = itertools.count()
-
-log = get_logger(__name__)
 
 
 class TransferEngine:
@@ -83,22 +80,21 @@ class TransferEngine:
         self.num_streams = settings.num_streams or max(1, min(4, (os.cpu_count() or 1) // 2))
         self._host = host_identity()
         self._owned: dict[int, Region] = {}
-        self._segments: dict[tuple[str, int], Segment] = {}
-        self._lock = threading.Lock()
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopQueue] = (
             weakref.WeakKeyDictionary()
         )
         self._transports: dict[str, Transport] = {}
-        self._peers = HandshakeClient()
-        self.exchange = self._peers.exchange
+        self._client = HandshakeClient()
+        self.exchange = self._client.exchange
+        self._neighbours = Neighbours(settings, self._host, self._transports, self._client)
         self._inbox = Inbox()
-        self._talkers: list[Listener | HandshakeClient | Directory] = [self._peers]
+        self._talkers: list[Listener | HandshakeClient | Directory] = [self._client]
         self._finalizer = weakref.finalize(
             self,
             _shut_down,
             os.getpid(),
             self._talkers,
-            self._segments,
+            self._neighbours,
             self.regions,
             self._owned,
             self._transports,
@@ -108,10 +104,10 @@ class TransferEngine:
         self.handshake = ""
         "Where this process answers handshakes (``host:port``); empty when it does not."
         if backend is None and settings.metadata:
-            backend = make_backend(
-                settings.metadata, timeout_s=settings.metadata_timeout_s, describe=self._peers.describe
-            )
+            backend = make_backend(settings.metadata, timeout_s=settings.metadata_timeout_s)
         asks_peers = isinstance(backend, PeerBackend)
+        if asks_peers:  # the way this engine asks, with its certificates
+            backend = PeerBackend(self._client.describe, settings.metadata_timeout_s)
         if (
             settings.handshake_port >= 0
             or asks_peers
@@ -120,23 +116,21 @@ class TransferEngine:
             self._listen(max(0, settings.handshake_port))
         if asks_peers and not settings.name:
             self.name = self.handshake
-        self._named: dict[str, tuple[Segment, float]] = {}
-        self._directory: Directory | None = None
         if backend is not None:
             this = weakref.ref(self)
-            self._directory = Directory(
+            self._neighbours.directory = Directory(
                 backend,
                 settings.metadata_cluster,
                 self.name,
                 self.epoch,
                 lambda: engine.describe() if (engine := this()) is not None else None,
             )
-            self._talkers.insert(0, self._directory)
+            self._talkers.insert(0, self._neighbours.directory)
 
     def __repr__(self) -> str:
         ends = " ".join(f"{path}={transport.endpoint}" for path, transport in self._transports.items())
         return (
-            f"<TransferEngine {self.name} {ends} regions={len(self._owned)} segments={len(self._segments)}>"
+            f"<TransferEngine {self.name} {ends} regions={len(self._owned)} segments={len(self._neighbours)}>"
         )
 
     def __enter__(self) -> TransferEngine:
@@ -219,11 +213,12 @@ class TransferEngine:
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """A ``with`` block whose changes of registered memory are published once, at its end."""
-        return contextlib.nullcontext() if self._directory is None else self._directory.holding()
+        directory = self._neighbours.directory
+        return contextlib.nullcontext() if directory is None else directory.holding()
 
     def _changed(self) -> None:
-        if self._directory is not None:
-            self._directory.renew()
+        if self._neighbours.directory is not None:
+            self._neighbours.directory.renew()
 
     # Peers ----------------------------------------------------------------------------------------
 
@@ -238,26 +233,11 @@ class TransferEngine:
 
     def open(self, descriptor: SegmentDescriptor) -> Segment:
         """The peer behind a descriptor, cached by name and epoch. Connects when first used."""
-        with self._lock:
-            key = (descriptor.name, descriptor.epoch)
-            segment = self._segments.get(key)
-            if segment is None:
-                for known in [known for known in self._segments if known[0] == descriptor.name]:
-                    del self._segments[known]  # it restarted; whoever still holds the old one may
-                schemes = common_schemes(descriptor, self._host, str(os.getpid()), self.settings.transports)
-                segment = self._segments[key] = Segment(
-                    descriptor, schemes, self._transports, self.settings.rail_patience_s
-                )
-            elif segment.descriptor != descriptor:
-                segment.renew(descriptor)
-            return segment
+        return self._neighbours.open(descriptor)
 
     def forget(self, segment: Segment) -> None:
         """Drop a peer that will not be used again: what is in flight is CANCELLED, connections close."""
-        with self._lock:
-            self._segments.pop((segment.name, segment.descriptor.epoch), None)
-            self._named = {name: known for name, known in self._named.items() if known[0] is not segment}
-        segment.close()
+        self._neighbours.forget(segment)
 
     def publish(self, ttl_s: float | None = None, *, is_patient: bool = False) -> None:
         """Let others find this process by its name, from now until it is closed.
@@ -273,7 +253,8 @@ class TransferEngine:
             PeerLost, DeadlineExceeded: the service does not answer.
             ProtocolError: it is something else.
         """
-        self._names().publish(self.settings.metadata_ttl_s if ttl_s is None else ttl_s, is_patient)
+        ttl_s = self.settings.metadata_ttl_s if ttl_s is None else ttl_s
+        self._neighbours.names().publish(ttl_s, is_patient)
 
     def open_name(self, name: str) -> Segment | None:
         """The segment called ``name``, or None when there is none. With ``P2PHANDSHAKE`` a name is the
@@ -287,25 +268,7 @@ class TransferEngine:
             PeerLost, DeadlineExceeded: the service does not answer, or without one the peer.
             ProtocolError: something else lies under that name, or a peer of another version.
         """
-        known, until = self._named.get(name, (None, 0.0))
-        if known is not None and known.is_doubtful:
-            known = None
-        if known is not None and time.monotonic() < until:
-            return known
-        try:
-            descriptor = self._names().find(name)
-        except Unavailable as error:
-            if known is None:
-                raise
-            log.info("name_not_confirmed", name=name, reason=str(error))
-            return known
-        if descriptor is None:
-            return known
-        segment = self.open(descriptor)
-        segment.source, segment.is_doubtful = name, False
-        with self._lock:
-            self._named[name] = segment, time.monotonic() + self.settings.metadata_cache_s
-        return segment
+        return self._neighbours.open_name(name)
 
     def refresh(self, segment: Segment, timeout_s: float = 5.0) -> bool:
         """After a failure: find out what became of the peer. True if trying again makes sense, because the
@@ -314,44 +277,7 @@ class TransferEngine:
         A process that took its place is never tried: whoever asked meant memory of the first one. Then
         the segment is dead, ``reason`` says so, and ``open_name`` finds the new one.
         """
-        peer = segment.descriptor
-        if segment.is_replaced or not (peer.handshake or segment.source):
-            return False
-        try:
-            current = self._current(segment, min(timeout_s, self.settings.metadata_timeout_s))
-        except MooncakeError as error:
-            segment.reason = str(error)
-            return False
-        if current is None:
-            segment.reason = f"nothing is published under the name {segment.source} any more"
-        elif current.epoch != peer.epoch:
-            with self._lock:
-                self._segments.pop((peer.name, peer.epoch), None)
-            segment.replace(
-                f"{peer.name} was restarted, and addresses in it are not valid any more; "
-                "open it again and ask it for its addresses"
-            )
-        elif current != peer:
-            segment.renew(current)
-            return True
-        else:
-            segment.reason = ""  # it is as we know it; what failed was something else
-        return False
-
-    def _current(self, segment: Segment, timeout_s: float) -> SegmentDescriptor | None:
-        peer = segment.descriptor
-        if peer.handshake:
-            try:
-                return self._peers.describe(peer.handshake, timeout_s)
-            except Unavailable:
-                if not segment.source or self._directory is None:
-                    raise
-        return self._names().find(segment.source)
-
-    def _names(self) -> Directory:
-        if self._directory is None:
-            raise InvalidArgument("metadata", "", "P2PHANDSHAKE or the URL of a metadata service")
-        return self._directory
+        return self._neighbours.refresh(segment, timeout_s)
 
     # Talking --------------------------------------------------------------------------------------
 
@@ -371,20 +297,24 @@ class TransferEngine:
                 "segment", peer.name, "one that listens for handshakes; start it with handshake_port=0"
             )
         data = message.encode() if isinstance(message, str) else bytes(message)
-        self._peers.notify(peer.handshake, self.name, name, data, timeout_s, epoch=peer.epoch)
+        self._client.notify(peer.handshake, self.name, name, data, timeout_s, epoch=peer.epoch)
 
     def notifications(self, timeout_s: float = 0.0) -> list[Notification]:
         """What peers told this process since the last call; waits up to ``timeout_s`` for the first."""
         return self._inbox.take(timeout_s)
 
-    def probe(self, address: str, timeout_s: float = 5.0) -> Alive:
-        """The engine that answers handshakes at ``address`` (``host:port``).
+    def probe(self, peer: str, timeout_s: float = 5.0) -> Alive | None:
+        """The engine that answers handshakes under the name or the address (``host:port``) ``peer``.
+
+        None when no segment is published under that name and it is no address either.
 
         Raises:
-            PeerLost, DeadlineExceeded: nobody does.
+            PeerLost, DeadlineExceeded: nobody answers there, or the metadata service does not.
             ProtocolError: an engine of another version does.
+            Unavailable: the engine of that name does not listen for handshakes.
+            InvalidArgument: ``peer`` is no address, and there is nowhere to look for names.
         """
-        return self._peers.probe(address, timeout_s)
+        return self._neighbours.probe(peer, timeout_s)
 
     def accept(self, scheme: str, payload: bytes) -> bytes:
         """A peer sets up a connection; called by the listener."""
@@ -523,7 +453,7 @@ class TransferEngine:
         columns = columns_of(local, remote, lengths)
         deadline = time.monotonic() + timeout_s
         done = await self._transfer(op, segment, columns, deadline, checksum, priority, progress)
-        if done.status in DOUBTFUL and (segment.descriptor.handshake or segment.source):
+        if done.status in DOUBTFUL and self._neighbours.can_ask_about(segment):
             left_s = max(0.0, deadline - time.monotonic())
             if await asyncio.to_thread(self.refresh, segment, left_s):
                 done = await self._transfer(op, segment, columns, deadline, checksum, priority, progress)
@@ -659,7 +589,7 @@ class TransferEngine:
 def _shut_down(
     owner_pid: int,
     talkers: list[Listener | HandshakeClient | Directory],
-    segments: dict[tuple[str, int], Segment],
+    neighbours: Neighbours,
     regions: RegionTable,
     owned: dict[int, Region],
     transports: dict[str, Transport],
@@ -668,9 +598,7 @@ def _shut_down(
         return  # a forked child: nothing here is its own
     for talker in talkers:
         talker.close()
-    for segment in list(segments.values()):
-        segment.close()
-    segments.clear()
+    neighbours.close()
     regions.remove_all()
     owned.clear()
     for transport in transports.values():

@@ -13,11 +13,11 @@ import secrets
 import threading
 import time
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from mooncake.errors import InvalidArgument, PeerLost
+from mooncake.errors import InvalidArgument, PeerLost, ProtocolError
 from mooncake.rpc import BlockingClient
 from mooncake.rpc.wire import Message
 from mooncake.transfer.segment import VERSION, SegmentDescriptor, decode_descriptor
@@ -94,6 +94,8 @@ class Notification(msgspec.Struct, frozen=True):
         return self.message.decode(errors="replace")
 
 
+_Reply = TypeVar("_Reply", bound=Message)
+
 REPLIES: tuple[type[Message], ...] = (Described, Alive, Done, Exchanged)
 
 
@@ -112,13 +114,12 @@ class HandshakeClient:
 
     def describe(self, address: str, timeout_s: float, *, epoch: int = 0) -> SegmentDescriptor:
         """The descriptor of the engine at ``address`` (``host:port``)."""
-        answer: Described = self._ask(address, Describe(VERSION, epoch), timeout_s)
+        answer = self._ask(address, Describe(VERSION, epoch), Described, timeout_s)
         return decode_descriptor(answer.descriptor)
 
     def probe(self, address: str, timeout_s: float, *, epoch: int = 0) -> Alive:
         """Whoever answers at ``address``."""
-        answer: Alive = self._ask(address, Probe(VERSION, epoch), timeout_s)
-        return answer
+        return self._ask(address, Probe(VERSION, epoch), Alive, timeout_s)
 
     def notify(
         self, address: str, sender: str, name: str, message: bytes, timeout_s: float, *, epoch: int = 0
@@ -131,7 +132,7 @@ class HandshakeClient:
         """
         check_size("notification", len(name.encode()) + len(message))
         number = secrets.randbits(63)
-        self._ask(address, Notify(VERSION, epoch, number, sender, name, message), timeout_s)
+        self._ask(address, Notify(VERSION, epoch, number, sender, name, message), Done, timeout_s)
 
     def exchange(
         self, address: str, scheme: str, payload: bytes, timeout_s: float, *, epoch: int = 0
@@ -143,10 +144,10 @@ class HandshakeClient:
         check_size("payload", len(payload))
         client = self._new_client(address)
         try:
-            answer: Exchanged = client.call(Exchange(VERSION, epoch, scheme, payload), timeout_s)
+            answer = _first_answer(client, Exchange(VERSION, epoch, scheme, payload), timeout_s)
         finally:
             client.close()
-        return answer.payload
+        return _expected(answer, Exchanged, address).payload
 
     def close(self) -> None:
         """Drop all connections; calls under way raise PeerLost."""
@@ -156,7 +157,7 @@ class HandshakeClient:
         for client in clients:
             client.close()
 
-    def _ask(self, address: str, message: Request, timeout_s: float) -> Any:
+    def _ask(self, address: str, message: Request, reply: type[_Reply], timeout_s: float) -> _Reply:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             client = self._clients.pop(address, None)
@@ -164,17 +165,13 @@ class HandshakeClient:
                 self._clients[address] = client  # used last
         if client is not None:
             try:
-                return client.call(message, timeout_s)
+                return _expected(client.call(message, timeout_s), reply, address)
             except PeerLost:  # perhaps only this connection: whoever listened there was restarted
                 self._drop(address, client)
         client = self._new_client(address)
-        try:
-            answer = client.call(message, max(0.001, deadline - time.monotonic()))
-        except BaseException:
-            client.close()
-            raise
+        answer = _first_answer(client, message, max(0.001, deadline - time.monotonic()))
         self._keep(address, client)
-        return answer
+        return _expected(answer, reply, address)
 
     def _new_client(self, address: str) -> BlockingClient:
         if self._is_closed:
@@ -202,6 +199,27 @@ class HandshakeClient:
         """In a forked child: its connections are the parent's."""
         self._clients = {}
         self._lock = threading.Lock()
+
+
+def _first_answer(client: BlockingClient, message: Request, timeout_s: float) -> Any:
+    """What is answered on a new connection, which another program cuts without a word."""
+    try:
+        return client.call(message, timeout_s)
+    except PeerLost as error:
+        was_cut_off = client.is_cut_off
+        client.close()
+        if not was_cut_off:
+            raise
+        raise PeerLost(f"{error}; is it an engine of this release, or another program?") from error
+    except BaseException:
+        client.close()
+        raise
+
+
+def _expected(answer: object, reply: type[_Reply], address: str) -> _Reply:
+    if not isinstance(answer, reply):
+        raise ProtocolError(f"the engine at {address} answered with {type(answer).__name__}; restart it")
+    return answer
 
 
 def check_size(what: str, num_bytes: int) -> None:

@@ -39,11 +39,12 @@ def numeric_host(host: str, field: str) -> str:
     if not host:
         raise InvalidArgument(field, host, "a host name or address")
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        return str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise InvalidArgument(field, host, f"a host name or address that resolves ({error})") from error
 
 
 def with_port(host: str, port: int) -> str:
     """``host:port``, or ``[host]:port`` when the host is an IPv6 address."""
+    host = host.strip("[]")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -24,6 +24,7 @@ from mooncake.errors import (
     MooncakeError,
     PeerLost,
     ProtocolError,
+    Unavailable,
 )
 from mooncake.transfer import Op, Segment, Status, TransferEngine, TransferSettings
 from mooncake.transfer.directory import key_of
@@ -350,6 +351,25 @@ def found(engine: TransferEngine, name: str) -> Segment:
     return segment
 
 
+def test_probes(metadata: str) -> None:
+    settings = settings_of(metadata, name_for(metadata, "far"), handshake_port=0)
+    with TransferEngine(settings) as far, TransferEngine(settings_of(metadata)) as near:
+        far.publish()
+        for peer in (far.name, far.handshake):
+            alive = near.probe(peer, 30)
+            assert alive is not None and (alive.name, alive.epoch) == (far.name, far.epoch)
+        if metadata == P2P:
+            with pytest.raises(InvalidArgument, match="host:port"):
+                near.probe("nobody")
+        else:
+            assert near.probe("nobody") is None
+            near.publish()
+            with pytest.raises(Unavailable, match="handshake_port=0"):
+                far.probe(near.name)
+        with pytest.raises(PeerLost, match="is it running"):
+            near.probe(f"127.0.0.1:{free_port()}")
+
+
 def test_peers_find_each_other(metadata: str) -> None:
     with (
         TransferEngine(settings_of(metadata, name_for(metadata, "far"))) as far,
@@ -572,7 +592,7 @@ def test_an_entry_outlives_its_ttl_and_not_its_process(servers: dict[str, Metada
     """Put again while the process lives; a killed one's is gone a little later."""
     server = started("http", servers)
     peer = subprocess.Popen(
-        [sys.executable, "-c", PEER.replace("publish()", "publish(1.5)"), server.url, "mortal", "0", "0"],
+        [sys.executable, "-c", PEER.replace("publish()", "publish(1.2)"), server.url, "mortal", "0", "0"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -580,7 +600,7 @@ def test_an_entry_outlives_its_ttl_and_not_its_process(servers: dict[str, Metada
     try:
         assert peer.stdout is not None and peer.stdout.readline()
         until(lambda: backend.get(key_of("mortal")) is not None, "publishing")
-        backend.put("marker", b"", ttl_s=4)
+        backend.put("marker", b"", ttl_s=2.5)
         until(lambda: backend.get("marker") is None, "the time of more than one life to pass")
         until(lambda: backend.get(key_of("mortal")) is not None, "being there after its first life", 20)
     finally:
@@ -631,6 +651,7 @@ def test_names_are_addresses(host: str) -> None:
     settings = TransferSettings(metadata=P2P, listen_host=host, transports=("tcp",))
     with TransferEngine(settings) as far, TransferEngine(settings) as near:
         assert far.name == far.handshake and far.name.startswith("[::1]:" if host == "::1" else "127.0.0.1:")
+        assert far.describe().endpoints["tcp"].startswith(far.name.rpartition(":")[0])
         pool, here = far.allocate(4096), near.allocate(4096)
         segment = found(near, far.name)
         assert near.run(Op.WRITE, segment, [here.address], [pool.address], [9]).status == Status.OK

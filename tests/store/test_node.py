@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,6 +14,10 @@ from mooncake.store import messages as m
 from mooncake.store.master import MasterSettings
 from mooncake.store.node import Node, NodeSettings
 from mooncake.store.server import MasterServer
+from mooncake.transfer import TransferEngine, TransferSettings
+from mooncake.transfer.metadata.server import make_app
+from mooncake.web import WebServer, listen
+from tests.contract.metadata_servers import free_port
 
 SETTINGS = MasterSettings(port=0, lease_s=0.1, put_s=0.1, grace_s=0.0, heartbeat_s=0.02)
 
@@ -104,6 +109,27 @@ async def test_memory_that_is_not_there_is_an_error(master: MasterServer) -> Non
 async def test_a_taken_transfer_port_is_an_error(master: MasterServer) -> None:
     with pytest.raises(AddressInUse, match=str(master.port)):
         Node(NodeSettings(master="127.0.0.1:1", port=master.port))
+
+
+async def test_a_node_is_found_by_its_name(master: MasterServer) -> None:
+    """Also when the metadata service comes later than the node."""
+    port = free_port()
+    metadata = f"http://127.0.0.1:{port}/metadata"
+    settings = dataclasses.replace(settings_for(master), name="one", metadata=metadata)
+    node = Node(settings)
+    await node.start()
+    server = WebServer(make_app(), listen("127.0.0.1", port))
+    await server.start()
+    client = TransferEngine(TransferSettings(metadata=metadata))
+    try:
+        async with asyncio.timeout(30):
+            while (segment := await asyncio.to_thread(client.open_name, "one")) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert "shm" in segment.paths and segment.descriptor.regions
+    finally:
+        await asyncio.to_thread(client.close)
+        await node.close()
+        await server.close()
 
 
 async def test_the_status_names_the_node(master: MasterServer, node: Node) -> None:

@@ -107,7 +107,7 @@ async def test_what_is_raised(near: TransferEngine, far: TransferEngine) -> None
     with pytest.raises(InvalidArgument, match="at most"):
         await near.write(segment, here, pool.address, notify=("big", bytes(2 << 20)))
     far.close()
-    with pytest.raises(PeerLost, match="far"):
+    with pytest.raises((PeerLost, AccessDenied), match="far"):  # its memory goes before its connections
         await near.write(segment, here, pool.address)
 
 

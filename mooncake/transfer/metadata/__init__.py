@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mooncake.errors import InvalidArgument
-from mooncake.transfer.segment import SegmentDescriptor
 
 P2P = "P2PHANDSHAKE"
 """Instead of a URL: no service, peers are asked themselves."""
@@ -54,7 +53,6 @@ def make_backend(
     timeout_s: float = 5.0,
     password: str = "",
     database: int = 0,
-    describe: Callable[[str, float], SegmentDescriptor] | None = None,
 ) -> Backend:
     """The backend for ``url``. Nothing is connected yet: the first call says whether somebody is there.
 
@@ -62,7 +60,6 @@ def make_backend(
         url: as ``TransferSettings.metadata``; ``host:port`` without a scheme is etcd.
         timeout_s: for each call.
         password, database: of Redis, where the URL names none.
-        describe: how peers are asked with ``P2PHANDSHAKE``; by default without TLS.
 
     Raises:
         InvalidArgument: none of the forms.
@@ -71,7 +68,7 @@ def make_backend(
         from mooncake.transfer.handshake import HandshakeClient
         from mooncake.transfer.metadata.p2p import PeerBackend
 
-        return PeerBackend(describe or HandshakeClient().describe, timeout_s)
+        return PeerBackend(HandshakeClient().describe, timeout_s)
     scheme, found, _ = url.partition("://")
     if not found and ":" in url:
         scheme, url = "etcd", f"etcd://{url}"
