@@ -140,6 +140,7 @@ async def test_errors_of_the_handler_arrive_as_their_class(client: AsyncClient) 
 
 
 async def test_no_answer_is_a_deadline_that_names_peer_and_operation(client: AsyncClient) -> None:
+    await client.connect(10)  # the time is for the answer
     with pytest.raises(DeadlineExceeded, match=r"the test's server at 127.* didn't answer Hold"):
         await client.call(Hold(), 0.02)
 
