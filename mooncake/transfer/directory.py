@@ -148,7 +148,7 @@ class Directory:
     def _put(self) -> None:
         with self._putting:
             descriptor = self._describe()
-            if descriptor is None or self._is_closing:
+            if descriptor is None or self._is_closing or os.getpid() != self._pid:
                 return
             was_published = self._is_published
             try:

@@ -158,7 +158,7 @@ def failure(op: Op, segment: Segment, done: Completion, timeout_s: float) -> Exc
             )
         case _:
             why = (
-                done.reason
+                (segment.reason if segment.is_replaced else done.reason)
                 or segment.reason
                 or "the peer is gone or cannot be reached; open its current descriptor"
             )

@@ -104,7 +104,7 @@ class Neighbours:
             log.info("name_not_confirmed", name=name, reason=str(error))
             return known
         if descriptor is None:
-            return known
+            return known  # gone, or the service restarted empty: a transfer will tell
         segment = self.open(descriptor)
         segment.source, segment.is_doubtful = name, False
         with self._lock:

@@ -220,6 +220,8 @@ def test_a_service_that_does_not_answer(kind: str) -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n<ok>",
         b"-ERR unknown command\r\n",
         b"$99999999999\r\n",
+        b"*99999999999\r\n",
+        b"*1\r\n" * 5000,
         b"SSH-2.0-OpenSSH\r\n",
         b"\x00" * 100,
         b"",

@@ -238,6 +238,7 @@ async def test_a_blocked_thread_does_not_block_the_others(service: Service) -> N
 
 async def test_blocking_deadlines_and_losses(service: Service) -> None:
     client = BlockingClient(service.address, [Echo], "the test's server")
+    assert await asyncio.to_thread(client.call, Echo("connected"), 10) == Echo("connected")
     with pytest.raises(DeadlineExceeded, match="didn't answer Hold"):
         await asyncio.to_thread(client.call, Hold(), 0.02)
     with pytest.raises(PeerLost, match="during Break"):

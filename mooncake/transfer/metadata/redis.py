@@ -17,6 +17,7 @@ from mooncake.errors import AccessDenied, DeadlineExceeded, InvalidArgument, Pee
 Reply = bytes | int | None | list["Reply"]
 
 MAX_REPLY_BYTES = 64 << 20
+MAX_REPLY_ITEMS = 1 << 20
 
 
 class RedisBackend:
@@ -126,7 +127,7 @@ class RedisBackend:
         sock.sendall(b"".join([b"*%d\r\n" % len(words), *said]))
         return self._reply(answers, words[0])
 
-    def _reply(self, answers: BinaryIO, command: bytes) -> Reply:
+    def _reply(self, answers: BinaryIO, command: bytes, depth: int = 0) -> Reply:
         line = answers.readline(65_536)
         if not line.endswith(b"\r\n"):
             raise ConnectionResetError("it closed the connection")
@@ -142,10 +143,10 @@ class RedisBackend:
             return number
         if number < 0:
             return None
-        if number > MAX_REPLY_BYTES:
-            raise ProtocolError(f"metadata service {self.url} answers with {number} bytes; who else uses it?")
+        if number > (MAX_REPLY_ITEMS if kind == b"*" else MAX_REPLY_BYTES) or depth > 2:
+            raise ProtocolError(f"metadata service {self.url} answers out of all proportion; is it Redis?")
         if kind == b"*":
-            return [self._reply(answers, command) for _ in range(number)]
+            return [self._reply(answers, command, depth + 1) for _ in range(number)]
         value = answers.read(number + 2)
         if len(value) != number + 2:
             raise ConnectionResetError("it closed the connection")
