@@ -319,7 +319,7 @@ class Batch:
         if self._rails is not None:
             others = [other for other in self._paths if other != path and other not in piece.tried]
             if others:
-                until = now + max(0.0, until - now) / 2
+                until = min(until, now + max(0.0, until - now) / 2)  # past it, nothing is left to halve
             if self._rails.in_order(others):
                 until = min(until, now + self._rails.patience_s(path, mine.num_bytes))
             self._rails.sent(path, mine.num_bytes)
