@@ -51,6 +51,9 @@ class Medium {
   // As it stands, it hands read() and write() to a few threads of this medium.
   virtual void start(Op op, uint64_t offset, void* memory, uint64_t length, Done done);
 
+  // Other processes of this host can open it, if a transport shows it to them.
+  virtual bool is_shared() const { return false; }
+
   // What was written survives a loss of power.
   virtual Outcome flush() { return {}; }
 

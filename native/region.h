@@ -43,7 +43,7 @@ class Region {
   const std::string kind = "memory";       // or what the medium is: "file", "cuda:0"
   const std::shared_ptr<Medium> medium{};  // null: plain memory
 
-  bool is_shared() const { return fd >= 0; }
+  bool is_shared() const { return fd >= 0 || (medium && medium->is_shared()); }
   bool is_closed() const { return state_.load(std::memory_order_acquire) & kClosing; }
   bool contains(uint64_t at, uint64_t length) const {
     return at >= address && length <= size && at - address <= size - length;

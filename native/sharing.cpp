@@ -158,8 +158,8 @@ Completion SharingPeer::execute(Job& job) {
     Touch touch(portion.regions);
     if (status == Status::kOk && !touch)
       status = portion.mapping.region->is_closed() ? Status::kAccessDenied : Status::kCancelled;
-    if (status == Status::kOk) status = copy(portion);
-    if (status != Status::kOk) return job.failed(status, static_cast<int64_t>(first));
+    Outcome outcome = status == Status::kOk ? copy(portion) : Outcome{status};
+    if (outcome.status != Status::kOk) return job.failed(outcome.status, static_cast<int64_t>(first), outcome.error);
   }
   completion.num_bytes = portion.job_bytes;
   return completion;

@@ -88,7 +88,7 @@ class SharingPeer : public Peer {
   // The region as it is mapped here, or none and a status. Owns the descriptor (-1: none came).
   virtual Mapping map(const SharingMessage& message, int descriptor) = 0;
   // Copies a portion, whose regions are open meanwhile.
-  virtual Status copy(const Portion& portion) = 0;
+  virtual Outcome copy(const Portion& portion) = 0;
   virtual uint64_t portion_bytes() const = 0;
 
   Completion execute(Job& job) final;

@@ -43,7 +43,7 @@ ShmPeer::Mapping ShmPeer::map(const SharingMessage& message, int descriptor) {
   return mapping;
 }
 
-Status ShmPeer::copy(const Portion& portion) {
+Outcome ShmPeer::copy(const Portion& portion) {
   bool is_write = portion.request.op == Op::kWrite;
   bool is_big = portion.job_bytes >= (is_write ? kStreamingWrite : kStreamingRead);
   for (size_t i = 0; i < portion.slices.size(); i++) {
@@ -57,7 +57,7 @@ Status ShmPeer::copy(const Portion& portion) {
     if (sum) *sum = copy_crc32c(to, from, slice.length, *sum, streams);
     else mooncake::copy(to, from, slice.length, streams);
   }
-  return Status::kOk;
+  return {};
 }
 
 RegionRef ShmPeer::view(uint64_t address, uint64_t length, Clock::time_point deadline, uint64_t& here) {
@@ -69,7 +69,7 @@ RegionRef ShmPeer::view(uint64_t address, uint64_t length, Clock::time_point dea
 
 bool ShmTransport::show(const Region& region, SharingMessage& answer, int& descriptor) {
   descriptor = region.fd;
-  return region.is_shared();
+  return region.fd >= 0;
 }
 
 std::shared_ptr<SharingPeer> ShmTransport::make_peer(std::vector<RemoteRegion> remote, SharingSocketRef socket) {

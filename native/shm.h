@@ -15,7 +15,7 @@ class ShmPeer final : public SharingPeer {
 
  protected:
   Mapping map(const SharingMessage& message, int descriptor) override;
-  Status copy(const Portion& portion) override;
+  Outcome copy(const Portion& portion) override;
   uint64_t portion_bytes() const override { return 4 << 20; }
 };
 

@@ -125,8 +125,9 @@ Completion Peer::carry(Job& job) {
 }
 
 Completion Peer::perform(Job& job) {
-  bool has_media = std::any_of(job.regions.begin(), job.regions.end(), [](auto& region) { return region->medium; });
-  return has_media && !takes_media() ? through_staging(job) : execute(job);
+  auto is_foreign = [&](const RegionRef& region) { return region->medium && !takes(*region->medium); };
+  bool needs_staging = std::any_of(job.regions.begin(), job.regions.end(), is_foreign);
+  return needs_staging ? through_staging(job) : execute(job);
 }
 
 // A part of a job as a job of its own, so that whatever stops the one stops the other.

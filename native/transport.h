@@ -82,8 +82,9 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
 
  protected:
   virtual Completion execute(Job& job) = 0;
-  virtual bool takes_media() const { return false; }  // execute() may be given local regions with a medium
-  virtual void wake() {}                              // called with the mutex held after a job was told to stop
+  // execute() may be given local bytes of this medium.
+  virtual bool takes(const Medium& /*medium*/) const { return false; }
+  virtual void wake() {}     // called with the mutex held after a job was told to stop
   virtual void release() {}  // called with the mutex held when the last job of a closed peer has ended
 
   // For execute(): a socket that must be shut down when the job is stopped; false when it already is.
