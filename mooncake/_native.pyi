@@ -96,7 +96,7 @@ class Region(Buffer):
         """
     @property
     def is_shared(self) -> bool:
-        """Backed by a memfd that processes of this host and user can map."""
+        """Processes of this host and user can map it: a memfd, or device memory with a handle."""
     @property
     def is_writable(self) -> bool: ...
     @property
@@ -107,6 +107,9 @@ class Region(Buffer):
     def leave(self) -> None: ...
     def view(self) -> memoryview:
         """Its bytes."""
+    def read_into(self, buffer: Buffer, offset: int = 0) -> None:
+        """Fill ``buffer`` with its bytes, wherever they are. *Unlocked.* OSError when a medium fails."""
+    def write_from(self, buffer: Buffer, offset: int = 0) -> None: ...
 
 class RegionTable:
     """What this process has registered. Ranges may overlap."""
@@ -193,6 +196,48 @@ class TlsContext:
 
     def __init__(self, certificate: str, key: str, authority: str, check_host: bool) -> None:
         """Paths of PEM files. ValueError(field, reason) when one is not what it should be, or no libssl."""
+
+class CudaDevice:
+    @property
+    def number(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def bus_id(self) -> str:
+        """As in sysfs: ``0000:17:00.0``."""
+    @property
+    def size_bytes(self) -> int: ...
+
+class Cuda:
+    """The devices behind a CUDA driver library, started. OSError says why there are none."""
+
+    def __init__(self, library: str) -> None: ...
+    @staticmethod
+    def why_not_there(library: str) -> str:
+        """Empty when the library can be loaded; starts nothing."""
+    @staticmethod
+    def is_device_memory(library: str, address: int) -> bool:
+        """Of a driver that this process uses already; loads and starts nothing."""
+    @property
+    def devices(self) -> list[CudaDevice]: ...
+    def add(self, regions: RegionTable, address: int, size_bytes: int, is_writable: bool) -> Region:
+        """Register device memory of somebody else. ValueError when it is none."""
+    def allocate(self, regions: RegionTable, device: int, size_bytes: int) -> Region:
+        """Zeroed device memory, freed with the region. MemoryError when the device has not that much."""
+    def pin(self, region: Region) -> None:
+        """Lock main memory until the region is closed. OSError when it cannot be."""
+    def is_pinned(self, region: Region) -> bool: ...
+
+class CudaPeer(Peer): ...
+
+class CudaTransport:
+    """Shows device memory to processes of the same host and user. One thread."""
+
+    def __init__(self, cuda: Cuda, regions: RegionTable, epoch: int, endpoint: str) -> None: ...
+    def connect(
+        self, endpoint: str, epoch: int, regions: Sequence[tuple[int, int, int]], timeout_s: float
+    ) -> CudaPeer | Status: ...
+    def close(self) -> None: ...
 
 class TcpServer:
     """Serves all regions over TCP, on every one of ``hosts``. OSError when an address cannot be had."""

@@ -13,6 +13,7 @@
 #include <system_error>
 
 #include "crc32c.h"
+#include "cuda_ipc.h"
 #include "shm.h"
 #include "tcp.h"
 
@@ -77,6 +78,31 @@ int fill_region(PyObject* self, Py_buffer* buffer, int flags) {
                            static_cast<Py_ssize_t>(region->size), !region->is_writable, flags);
 }
 
+// The owner's own access to a region, for bytes that have no view.
+void move_whole(Region& region, Op op, nb::handle buffer, uint64_t offset) {
+  Py_buffer bytes;
+  int flags = op == Op::kRead ? PyBUF_WRITABLE : PyBUF_SIMPLE;
+  if (PyObject_GetBuffer(buffer.ptr(), &bytes, flags) != 0) throw nb::python_error();
+  Outcome outcome{Status::kAccessDenied};
+  auto length = static_cast<uint64_t>(bytes.len);
+  bool is_inside = region.contains(region.address + offset, length) && (region.is_writable || op == Op::kRead);
+  {
+    Unlocked unlocked;
+    if (is_inside && region.enter()) {
+      auto* here = reinterpret_cast<uint8_t*>(region.address + offset);
+      outcome = {};
+      if (region.medium && op == Op::kRead) outcome = region.medium->read(offset, bytes.buf, length);
+      else if (region.medium) outcome = region.medium->write(offset, bytes.buf, length);
+      else std::memcpy(op == Op::kRead ? bytes.buf : here, op == Op::kRead ? here : bytes.buf, length);
+      region.leave();
+    }
+  }
+  PyBuffer_Release(&bytes);
+  if (outcome.status == Status::kAccessDenied) throw nb::value_error("outside the region, closed or read-only");
+  if (outcome.status != Status::kOk)
+    throw std::system_error(outcome.error, std::generic_category(), "moving bytes of a " + region.kind + " region");
+}
+
 PyType_Slot kViewSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(fill_view)}, {0, nullptr}};
 PyType_Slot kRegionSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(fill_region)}, {0, nullptr}};
 
@@ -131,7 +157,15 @@ void bind_regions(nb::module_& m) {
       .def_prop_ro("is_closed", &Region::is_closed)
       .def("enter", &Region::enter)
       .def("leave", &Region::leave)
-      .def("view", [](nb::handle self) { return nb::steal(PyMemoryView_FromObject(self.ptr())); });
+      .def("view", [](nb::handle self) { return nb::steal(PyMemoryView_FromObject(self.ptr())); })
+      .def(
+          "read_into",
+          [](Region& self, nb::handle buffer, uint64_t offset) { move_whole(self, Op::kRead, buffer, offset); },
+          "buffer"_a, "offset"_a = 0)
+      .def(
+          "write_from",
+          [](Region& self, nb::handle buffer, uint64_t offset) { move_whole(self, Op::kWrite, buffer, offset); },
+          "buffer"_a, "offset"_a = 0);
   nb::class_<View>(m, "View", nb::type_slots(kViewSlots));
   nb::class_<RegionTable>(m, "RegionTable")
       .def(nb::new_([] { return std::make_shared<RegionTable>(); }))
@@ -195,6 +229,19 @@ void bind_peer(nb::module_& m) {
       .def("close", &Peer::close, nb::call_guard<Unlocked>());
 }
 
+// A peer of type P, or the status that says why there is none.
+template <typename P>
+nb::object connected(SharingTransport& transport, const std::string& endpoint, uint64_t epoch,
+                     const std::vector<RemoteTuple>& remote, double timeout_s) {
+  Status status;
+  std::shared_ptr<SharingPeer> peer;
+  {
+    Unlocked unlocked;
+    peer = transport.connect(endpoint, epoch, remote_of(remote), deadline_in(timeout_s), status);
+  }
+  return peer ? nb::cast(std::static_pointer_cast<P>(peer)) : nb::cast(status);
+}
+
 void bind_shm(nb::module_& m) {
   nb::class_<ShmPeer, Peer>(m, "ShmPeer")
       .def(
@@ -219,15 +266,7 @@ void bind_shm(nb::module_& m) {
       .def(
           "connect",
           [](ShmTransport& self, const std::string& endpoint, uint64_t epoch, const std::vector<RemoteTuple>& remote,
-             double timeout_s) -> nb::object {
-            Status status;
-            std::shared_ptr<SharingPeer> peer;
-            {
-              Unlocked unlocked;
-              peer = self.connect(endpoint, epoch, remote_of(remote), deadline_in(timeout_s), status);
-            }
-            return peer ? nb::cast(std::static_pointer_cast<ShmPeer>(peer)) : nb::cast(status);
-          },
+             double timeout_s) { return connected<ShmPeer>(self, endpoint, epoch, remote, timeout_s); },
           "endpoint"_a, "epoch"_a, "regions"_a, "timeout_s"_a)
       .def("close", &ShmTransport::close, nb::call_guard<Unlocked>());
 }
@@ -275,6 +314,91 @@ void bind_tcp(nb::module_& m) {
            }),
            "local"_a, "regions"_a, "host"_a, "port"_a, "epoch"_a, "num_streams"_a, "source_host"_a = "",
            "tls"_a.none() = nb::none());
+}
+
+template <typename T>
+std::shared_ptr<T> or_raise(std::shared_ptr<T> found, const std::string& why, PyObject* type) {
+  if (found) return found;
+  PyErr_SetString(type, why.c_str());
+  throw nb::python_error();
+}
+
+void bind_cuda(nb::module_& m) {
+  using cuda::Cuda;
+  nb::class_<cuda::DeviceInfo>(m, "CudaDevice")
+      .def_ro("number", &cuda::DeviceInfo::number)
+      .def_ro("name", &cuda::DeviceInfo::name)
+      .def_ro("bus_id", &cuda::DeviceInfo::bus_id)
+      .def_ro("size_bytes", &cuda::DeviceInfo::size);
+  nb::class_<Cuda>(m, "Cuda")
+      .def(nb::new_([](const std::string& library) {
+             std::string why;
+             std::shared_ptr<Cuda> found;
+             {
+               Unlocked unlocked;
+               found = Cuda::open(library, why);
+             }
+             return or_raise(std::move(found), why, PyExc_OSError);
+           }),
+           "library"_a)
+      .def_static("why_not_there", &Cuda::why_not_there, "library"_a)
+      .def_static("is_device_memory", &Cuda::is_device_memory, "library"_a, "address"_a)
+      .def_prop_ro("devices", &Cuda::devices)
+      .def(
+          "add",
+          [](Cuda& self, RegionTable& regions, uint64_t address, uint64_t size, bool is_writable) {
+            std::string why;
+            RegionRef region;
+            {
+              Unlocked unlocked;
+              region = self.add(regions, address, size, is_writable, why);
+            }
+            return or_raise(std::move(region), why, PyExc_ValueError);
+          },
+          "regions"_a, "address"_a, "size_bytes"_a, "is_writable"_a)
+      .def(
+          "allocate",
+          [](Cuda& self, RegionTable& regions, int device, uint64_t size) {
+            std::string why;
+            RegionRef region;
+            {
+              Unlocked unlocked;
+              region = self.allocate(regions, device, size, why);
+            }
+            return or_raise(std::move(region), why, PyExc_MemoryError);
+          },
+          "regions"_a, "device"_a, "size_bytes"_a)
+      .def(
+          "pin",
+          [](Cuda& self, Region& region) {
+            std::string why;
+            {
+              Unlocked unlocked;
+              why = self.pin(region);
+            }
+            if (!why.empty()) {
+              PyErr_SetString(PyExc_OSError, why.c_str());
+              throw nb::python_error();
+            }
+          },
+          "region"_a)
+      .def("is_pinned", &Cuda::is_pinned, "region"_a);
+  nb::class_<cuda::CudaPeer, Peer>(m, "CudaPeer");
+  nb::class_<cuda::CudaTransport>(m, "CudaTransport")
+      .def(nb::new_([](std::shared_ptr<Cuda> cuda, std::shared_ptr<RegionTable> regions, uint64_t epoch,
+                       const std::string& endpoint) {
+             auto transport = std::make_shared<cuda::CudaTransport>(cuda, regions, epoch, endpoint);
+             regions->listen(transport);
+             return transport;
+           }),
+           "cuda"_a, "regions"_a, "epoch"_a, "endpoint"_a)
+      .def(
+          "connect",
+          [](cuda::CudaTransport& self, const std::string& endpoint, uint64_t epoch,
+             const std::vector<RemoteTuple>& remote,
+             double timeout_s) { return connected<cuda::CudaPeer>(self, endpoint, epoch, remote, timeout_s); },
+          "endpoint"_a, "epoch"_a, "regions"_a, "timeout_s"_a)
+      .def("close", &cuda::CudaTransport::close, nb::call_guard<Unlocked>());
 }
 
 void bind_checksums(nb::module_& m) {
@@ -326,6 +450,7 @@ NB_MODULE(_native, m) {
   bind_queue(m);
   bind_peer(m);
   bind_shm(m);
+  bind_cuda(m);
   bind_tcp(m);
   bind_checksums(m);
 }

@@ -175,6 +175,12 @@ std::shared_ptr<Cuda> Cuda::open(const std::string& library, std::string& why) {
   return known = cuda;
 }
 
+std::string Cuda::why_not_there(const std::string& library) {
+  std::string why;
+  (void)Driver::load(library, why);
+  return why;
+}
+
 bool Cuda::is_device_memory(const std::string& library, uint64_t address) {
   void* loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_NOLOAD);
   if (!loaded) return false;
@@ -444,16 +450,21 @@ std::shared_ptr<void> Cuda::opened(int device, const IpcHandle& handle, Pointer&
   return allocation;
 }
 
-std::string Cuda::pin(uint64_t address, uint64_t size) {
+Result Cuda::lock_pages(uint64_t address, uint64_t size) {
   Current current(*this, 0);
-  Result result = current.result;
-  if (result == kSuccess) result = driver_->host_register(reinterpret_cast<void*>(address), size, kHostPortable);
-  return result == kSuccess ? "" : driver_->say(result);
+  if (current.result != kSuccess) return current.result;
+  return driver_->host_register(reinterpret_cast<void*>(address), size, kHostPortable);
 }
 
-void Cuda::unpin(uint64_t address) {
-  Current current(*this, 0);
-  if (own_process_ && current.result == kSuccess) driver_->host_unregister(reinterpret_cast<void*>(address));
+std::string Cuda::pin(Region& region) {
+  if (region.medium || region.size == 0) return "only main memory can be pinned";
+  if (is_pinned(region)) return "";
+  if (Result result = lock_pages(region.address, region.size); result != kSuccess) return driver_->say(result);
+  region.hold_while_open(std::shared_ptr<void>(this, [self = shared_from_this(), at = region.address](void*) {
+    Current current(*self, 0);
+    if (self->own_process_ && current.result == kSuccess) self->driver_->host_unregister(reinterpret_cast<void*>(at));
+  }));
+  return "";
 }
 
 // By us or by others (pinned tensors). Asked about both ends, because the driver knows no ranges.
@@ -492,7 +503,7 @@ bool Cuda::is_pinned_staging(const void* memory) {
     if (memory < base || memory >= base + Staging::size()) continue;
     std::lock_guard lock(staging_mutex_);
     if (staging_[i] == Pinned::kUnknown)
-      staging_[i] = pin(reinterpret_cast<uint64_t>(base), Staging::size()).empty() ? Pinned::kYes : Pinned::kNo;
+      staging_[i] = lock_pages(reinterpret_cast<uint64_t>(base), Staging::size()) ? Pinned::kNo : Pinned::kYes;
     return staging_[i] == Pinned::kYes;
   }
   return false;

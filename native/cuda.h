@@ -118,6 +118,8 @@ class Cuda : public std::enable_shared_from_this<Cuda> {
   // The devices behind the driver in `library`, once per library and process. Null and `why` when there
   // are none.
   static std::shared_ptr<Cuda> open(const std::string& library, std::string& why);
+  // Empty when the library can be loaded; whether it finds a device is known when it is opened.
+  static std::string why_not_there(const std::string& library);
   // Is `address` device memory of a driver that this process uses already? Opens and starts nothing.
   static bool is_device_memory(const std::string& library, uint64_t address);
   ~Cuda();
@@ -131,9 +133,8 @@ class Cuda : public std::enable_shared_from_this<Cuda> {
   // What another process exported; an allocation is opened once, however many of its ranges are used.
   RegionRef import(const Export& from, uint64_t size, uint64_t key, std::string& why);
 
-  // Pinned memory is copied without staging. Whoever pins unpins, before the memory goes.
-  std::string pin(uint64_t address, uint64_t size);  // empty, or why not
-  void unpin(uint64_t address);
+  // Locks main memory until the region is closed: copies from and to it need no staging. Empty, or why not.
+  std::string pin(Region& region);
   bool is_pinned(const Region& region);
   bool is_pinned_staging(const void* memory);  // of a server or a job; pinned when it is first asked about
 
@@ -161,6 +162,7 @@ class Cuda : public std::enable_shared_from_this<Cuda> {
   Result stage_out(Lane& lane, std::span<const Piece> pieces, uint32_t* checksums);
   Result copy_direct(Lane& lane, Toward toward, std::span<const Piece> pieces);
   void let_reach(int from, int to);
+  Result lock_pages(uint64_t address, uint64_t size);
 
   const std::shared_ptr<const Driver> driver_;
   const OwnProcess own_process_;

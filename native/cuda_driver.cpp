@@ -75,17 +75,21 @@ bool start(Driver& d, std::string& why) {
 
 }  // namespace
 
+void* Driver::load(const std::string& path, std::string& why) {
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library) return library;
+  const char* said = dlerror();
+  why = std::string(said ? said : path.c_str()) + "; install the NVIDIA driver, or set cuda_library to where it is";
+  return nullptr;
+}
+
 std::shared_ptr<const Driver> Driver::open(const std::string& path, std::string& why) {
   static std::mutex mutex;
   static auto& opened = *new std::map<std::string, std::shared_ptr<const Driver>>;  // a driver is not unloaded
   std::lock_guard lock(mutex);
   if (auto found = opened.find(path); found != opened.end()) return found->second;
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!library) {
-    const char* said = dlerror();
-    why = std::string(said ? said : path) + "; install the NVIDIA driver, or say where its library is";
-    return nullptr;
-  }
+  void* library = load(path, why);
+  if (!library) return nullptr;
   auto driver = std::make_shared<Driver>();
   if (!look_up(library, *driver, why) || !start(*driver, why)) {
     why = path + ": " + why;

@@ -36,7 +36,8 @@ struct Driver {
   // The driver in the library file `path`, initialised; one per path and process. Null and `why` when
   // there is no such library, no device, or it is too old.
   static std::shared_ptr<const Driver> open(const std::string& path, std::string& why);
-  std::string say(Result result) const;  // "CUDA_ERROR_INVALID_VALUE: invalid argument"
+  static void* load(const std::string& path, std::string& why);  // the library alone, by dlopen()
+  std::string say(Result result) const;                          // "CUDA_ERROR_INVALID_VALUE: invalid argument"
 
   int version = 0, num_devices = 0;
 

@@ -29,8 +29,9 @@ class CudaPeer final : public SharingPeer {
 
 class CudaTransport final : public SharingTransport {
  public:
-  CudaTransport(std::shared_ptr<Cuda> cuda, std::shared_ptr<RegionTable> regions, uint64_t epoch)
-      : SharingTransport(std::move(regions), epoch), cuda_(std::move(cuda)) {
+  CudaTransport(std::shared_ptr<Cuda> cuda, std::shared_ptr<RegionTable> regions, uint64_t epoch,
+                const std::string& endpoint = "")
+      : SharingTransport(std::move(regions), epoch, endpoint), cuda_(std::move(cuda)) {
     start();
   }
   ~CudaTransport() override { close(); }

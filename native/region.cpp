@@ -90,6 +90,7 @@ void Region::close() {
     state_.wait(seen, std::memory_order_acquire);
     seen = state_.load(std::memory_order_acquire);
   }
+  held_.reset();
 }
 
 Touch::Touch(const std::vector<RegionRef>& regions) : regions_(regions) {

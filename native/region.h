@@ -52,9 +52,12 @@ class Region {
   bool enter();  // false when closing
   void leave();
   void close();  // later touches fail; returns when none is left
+  // Lets `what` go when the region is closed and nothing touches it any more. Before it is closed.
+  void hold_while_open(std::shared_ptr<void> what) { held_ = std::move(what); }
 
  private:
   static constexpr uint32_t kClosing = 1u << 31;
+  std::shared_ptr<void> held_;
   std::atomic<uint32_t> state_{0};  // closing bit | number of touches
 };
 

@@ -203,11 +203,11 @@ void SharingPeer::lost() {
   mappings_.clear();  // or a dead process's pool would stay in memory for as long as we know its name
 }
 
-SharingTransport::SharingTransport(std::shared_ptr<RegionTable> regions, uint64_t epoch)
-    : regions_(std::move(regions)), epoch_(epoch) {
+SharingTransport::SharingTransport(std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::string& endpoint)
+    : regions_(std::move(regions)), epoch_(epoch), name_(endpoint) {
   char name[32];
   snprintf(name, sizeof name, "mooncake-%016llx", static_cast<unsigned long long>(random_key()));
-  name_ = name;
+  if (name_.empty()) name_ = name;
   sockaddr_un address{};
   socklen_t length = abstract_name(name_, address);
   listener_ = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);

@@ -110,7 +110,8 @@ class SharingTransport : public RegionListener {
  public:
   // Throws std::system_error when no socket can be had. Constructors of derived classes call start() and
   // their destructors close(), because the thread calls what they override.
-  SharingTransport(std::shared_ptr<RegionTable> regions, uint64_t epoch);
+  // An empty `endpoint` takes a new name.
+  SharingTransport(std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::string& endpoint = "");
   ~SharingTransport() override;
 
   const std::string& endpoint() const { return name_; }

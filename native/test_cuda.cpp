@@ -178,7 +178,7 @@ void test_copies() {
     std::vector<uint8_t> here = noise(size), before = bytes_of(device), expected = before;
     RegionRef local = table.add(address_of(here.data()), size, true);
     assert(!cuda->is_pinned(*local));
-    if (is_pinned) assert(cuda->pin(local->address, size).empty() && cuda->is_pinned(*local));
+    if (is_pinned) assert(cuda->pin(*local).empty() && cuda->is_pinned(*local));
     std::vector<Piece> pieces;
     for (uint64_t at = below(100); at < size && pieces.size() < 700;) {
       uint64_t length = std::min(below(i % 5 ? 20'000 : 2'000'000), size - at);
@@ -212,8 +212,8 @@ void test_copies() {
     put(other, before);
     assert(cuda->copy_between(1, 0, hops) == kSuccess);
     assert(bytes_of(other) == expected);
-    if (is_pinned) cuda->unpin(local->address);
     table.remove(local->key);
+    assert(!cuda->is_pinned(*local));
   }
   std::vector<uint8_t> few(100);
   std::vector<Piece> outside{{address_of(few.data()), device->address + size - 50, 100}};

@@ -27,7 +27,7 @@ from mooncake.transfer.handshake import Alive, HandshakeClient, Notification
 from mooncake.transfer.host import host_identity, reachable_host, with_port
 from mooncake.transfer.listener import Inbox, Listener
 from mooncake.transfer.loop import LoopQueue, until_done
-from mooncake.transfer.memory import available_bytes, span_of
+from mooncake.transfer.memory import available_bytes, device_span_of, span_of
 from mooncake.transfer.metadata import Backend, make_backend
 from mooncake.transfer.metadata.p2p import PeerBackend
 from mooncake.transfer.moves import Asked, Memory, Progress, move
@@ -46,6 +46,7 @@ from mooncake.transfer.transports import (
     Transport,
     make_transport,
 )
+from mooncake.transfer.transports.cuda import CudaTransport
 
 _numbers = itertools.count()
 
@@ -61,6 +62,7 @@ class TransferEngine:
     Raises:
         AddressInUse: ``tcp_port`` or ``handshake_port`` is taken.
         InvalidArgument: an address or a transport that does not exist.
+        Unavailable: this machine lacks what a transport needs.
     """
 
     def __init__(self, settings: TransferSettings | None = None, backend: Backend | None = None) -> None:
@@ -77,6 +79,7 @@ class TransferEngine:
             reachable_host(host) for host in settings.listen_host.split(",")
         )
         self.tcp_port = settings.tcp_port
+        self.cuda_library = settings.cuda_library
         self.num_streams = settings.num_streams or max(1, min(4, (os.cpu_count() or 1) // 2))
         self._host = host_identity()
         self._owned: dict[int, Region] = {}
@@ -100,7 +103,11 @@ class TransferEngine:
             self._transports,
         )
         for scheme in settings.transports:
-            self._transports[scheme] = make_transport(scheme, self)
+            try:
+                self._transports[scheme] = make_transport(scheme, self)
+            except Unavailable:  # asked for by name it is an error, as a default it is left out
+                if settings.transports != TransferSettings().transports:
+                    raise
         self.handshake = ""
         "Where this process answers handshakes (``host:port``); empty when it does not."
         if backend is None and settings.metadata:
@@ -141,18 +148,27 @@ class TransferEngine:
 
     # Memory ---------------------------------------------------------------------------------------
 
-    def allocate(self, size_bytes: int, *, huge_pages: bool = True, populate: bool = True) -> Region:
+    def allocate(
+        self, size_bytes: int, *, huge_pages: bool = True, populate: bool = True, device: str = "cpu"
+    ) -> Region:
         """Shared memory of ``size_bytes`` zero bytes, registered: peers reach it over every path.
 
         ``huge_pages`` asks for them and does without where there are none. ``populate`` makes the
         kernel provide all of it now, so that missing memory is an error here and not a crash later.
+        With a ``device`` (``cuda:0``) it is that device's memory, freed with the region.
 
         Raises:
             OutOfMemory: the machine cannot give that much.
-            InvalidArgument: ``size_bytes`` is not positive.
+            InvalidArgument: ``size_bytes`` is not positive, or there is no such device.
+            Unavailable: there is no way to device memory here.
         """
         if size_bytes <= 0:
             raise InvalidArgument("size_bytes", size_bytes, "more than 0")
+        if device != "cpu":
+            region = self._cuda().allocate(size_bytes, device)
+            self._owned[region.key] = region
+            self._changed()
+            return region
         room = available_bytes()
         if populate and size_bytes > room:
             raise OutOfMemory(
@@ -171,19 +187,44 @@ class TransferEngine:
     def register(self, buffer: Any) -> Region:
         """Make existing memory usable as the local side and reachable by peers over tcp.
 
-        ``buffer`` is a contiguous CPU tensor, an array, anything with the buffer protocol, or
-        ``(address, size_bytes)``. It is kept alive until it is unregistered. A read-only buffer may
-        be read from, here and by peers, but nothing is moved into it.
+        ``buffer`` is a contiguous tensor, an array, anything with the buffer protocol or
+        ``__cuda_array_interface__``, or ``(address, size_bytes)``, which may lie in device memory. It
+        is kept alive until it is unregistered. A read-only buffer may be read from, here and by
+        peers, but nothing is moved into it. Transfers do not wait for kernels: synchronise before.
 
         Raises:
-            InvalidArgument: not contiguous, not in main memory, not a buffer.
+            InvalidArgument: not contiguous, in no memory we can reach, not a buffer.
+            Unavailable: it is device memory and there is no way to it here.
         """
-        address, size, is_writable = span_of(buffer)
-        region = self.regions.add(address, size, is_writable)
+        cuda = self._transports.get("cuda")
+        region = cuda.register(buffer) if isinstance(cuda, CudaTransport) else None
+        if region is None and device_span_of(buffer) is not None:
+            self._cuda()  # says why not
+        if region is None:
+            address, size, is_writable = span_of(buffer)
+            region = self.regions.add(address, size, is_writable)
         region.owner = buffer
         self._owned[region.key] = region
         self._changed()
         return region
+
+    def pin(self, region: Region) -> None:
+        """Lock a region of main memory until it is unregistered: copies from and to devices get faster.
+
+        Raises:
+            InvalidArgument: the system does not let it be locked.
+            Unavailable: there is no way to device memory here.
+        """
+        self._cuda().pin(region)
+
+    def _cuda(self) -> CudaTransport:
+        if "cuda" not in self.settings.transports:
+            raise InvalidArgument("transports", self.settings.transports, "a list with cuda")
+        if "cuda" not in self._transports:
+            self._transports["cuda"] = make_transport("cuda", self)  # or it says what is missing
+        cuda = self._transports["cuda"]
+        assert isinstance(cuda, CudaTransport)
+        return cuda
 
     def register_all(self, buffers: Iterable[Any]) -> list[Region]:
         """As ``register`` for each; all of them or none.

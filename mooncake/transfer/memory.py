@@ -43,6 +43,32 @@ def span_of(buffer: Any) -> tuple[int, int, bool]:
     return int(flat.ctypes.data), view.nbytes, not view.readonly
 
 
+def device_span_of(buffer: Any) -> tuple[int, int, bool] | None:
+    """(address, size in bytes, is writable) of a contiguous CUDA tensor or of anything else with
+    ``__cuda_array_interface__``; None when ``buffer`` is neither.
+
+    Raises:
+        InvalidArgument: it is not contiguous.
+    """
+    if hasattr(buffer, "data_ptr") and hasattr(buffer, "device"):
+        if buffer.device.type != "cuda":
+            return None
+        if not buffer.is_contiguous():
+            raise InvalidArgument("buffer", type(buffer), "a contiguous tensor")
+        return int(buffer.data_ptr()), int(buffer.numel() * buffer.element_size()), True
+    described = getattr(buffer, "__cuda_array_interface__", None)
+    if described is None:
+        return None
+    item = np.dtype(described["typestr"]).itemsize
+    shape = tuple(int(length) for length in described["shape"])
+    packed = tuple(item * int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape)))
+    strides = described.get("strides")
+    if strides is not None and any(a != b for a, b, n in zip(strides, packed, shape, strict=True) if n > 1):
+        raise InvalidArgument("buffer", type(buffer), "contiguous device memory")
+    address, is_read_only = described["data"]
+    return int(address), item * int(np.prod(shape, dtype=np.int64)), not is_read_only
+
+
 def available_bytes() -> int:
     """Memory that can be had without pushing others out: the kernel's estimate, or less under a cgroup.
 

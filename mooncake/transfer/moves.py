@@ -24,7 +24,7 @@ from mooncake.errors import (
     Unavailable,
 )
 from mooncake.transfer.columns import Addresses
-from mooncake.transfer.memory import span_of
+from mooncake.transfer.memory import device_span_of, span_of
 from mooncake.transfer.peer import Segment
 from mooncake.transfer.transports import Completion, Op, Region, Status
 
@@ -129,7 +129,9 @@ def rows_of(
             "remote", f"{len(addresses)} addresses", f"one for each of {len(pieces)} pieces of local memory"
         )
     spans = [
-        (piece.address, piece.size_bytes) if isinstance(piece, Region) else span_of(piece)[:2]
+        (piece.address, piece.size_bytes)
+        if isinstance(piece, Region)
+        else (device_span_of(piece) or span_of(piece))[:2]
         for piece in pieces
     ]
     return [address for address, _ in spans], addresses, [size for _, size in spans]

@@ -60,7 +60,7 @@ class Neighbours:
             if segment is None:
                 for known in [known for known in self._opened if known[0] == descriptor.name]:
                     del self._opened[known]  # it restarted; whoever still holds the old one may
-                ours = self._settings.transports
+                ours = tuple(self._transports)
                 schemes = common_schemes(descriptor, self._host, str(os.getpid()), ours)
                 segment = self._opened[key] = Segment(
                     descriptor, schemes, self._transports, self._settings.rail_patience_s

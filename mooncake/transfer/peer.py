@@ -117,16 +117,16 @@ class Segment:
 
     def able(self, path: str, columns: Columns) -> npt.NDArray[np.bool_] | None:
         """Which slices ``path`` can carry; None is all of them."""
-        if path != "shm" or self._index.all_shared:
+        if self._index.carries_all(path):
             return None
-        return self._index.in_shared_memory(columns.remote, columns.lengths)
+        return self._index.carried(path, columns.remote, columns.lengths)
 
     @property
     def is_uniform(self) -> bool:
         """The best path carries whatever there is."""
         if self.rails is not None and scheme_of(self.paths[0]) not in ON_ONE_HOST:
             return False  # somebody has to choose
-        return bool(self.paths) and (self.paths[0] != "shm" or self._index.all_shared)
+        return bool(self.paths) and self._index.carries_all(self.paths[0])
 
     def replace(self, reason: str) -> None:
         """Another process answers in its place: fail what is in flight, and whatever comes."""

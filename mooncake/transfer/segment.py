@@ -110,21 +110,35 @@ def common_schemes(peer: SegmentDescriptor, host: str, process: str, ours: Seque
 
 
 class RegionIndex:
-    """The peer's regions, arranged to answer for whole columns which slices lie in shared memory."""
+    """The peer's regions, arranged to answer for whole columns which slices a path on one host can carry."""
 
     def __init__(self, regions: Sequence[RegionInfo]) -> None:
-        shared = sorted((region for region in regions if region.is_shared), key=lambda region: region.address)
-        self.all_shared = len(shared) == len(regions)
-        self._starts = np.array([region.address for region in shared], dtype=np.uint64)
-        self._ends = np.array([region.address + region.size_bytes for region in shared], dtype=np.uint64)
+        self._spans: dict[str, tuple[Column, Column]] = {}
+        self._carries_all: dict[str, bool] = {}
+        for scheme, kind in (("shm", "memory"), ("cuda", "cuda")):
+            open_to_us = [region for region in regions if region.is_shared and _sort(region) == kind]
+            open_to_us.sort(key=lambda region: region.address)
+            starts = np.array([region.address for region in open_to_us], dtype=np.uint64)
+            sizes = np.array([region.size_bytes for region in open_to_us], dtype=np.uint64)
+            self._spans[scheme] = starts, starts + sizes
+            self._carries_all[scheme] = len(open_to_us) == len(regions)
 
-    def in_shared_memory(self, remote: Column, lengths: Column) -> npt.NDArray[np.bool_]:
-        """One flag per slice. Empty slices lie everywhere."""
+    def carries_all(self, scheme: str) -> bool:
+        """Whatever lies in the regions can be moved over ``scheme``."""
+        return self._carries_all.get(scheme, True)
+
+    def carried(self, scheme: str, remote: Column, lengths: Column) -> npt.NDArray[np.bool_]:
+        """One flag per slice: it lies in a region that ``scheme`` reaches. Empty slices lie everywhere."""
+        starts, ends = self._spans[scheme]
         empty: npt.NDArray[np.bool_] = np.equal(lengths, 0)
-        if not len(self._starts):
+        if not len(starts):
             return empty
-        nearest = np.searchsorted(self._starts, remote, side="right").astype(np.int64) - 1
+        nearest = np.searchsorted(starts, remote, side="right").astype(np.int64) - 1
         inside = nearest >= 0
-        room = self._ends[np.maximum(nearest, 0)] - np.minimum(remote, self._ends[np.maximum(nearest, 0)])
+        room = ends[np.maximum(nearest, 0)] - np.minimum(remote, ends[np.maximum(nearest, 0)])
         found: npt.NDArray[np.bool_] = np.logical_or(inside & (lengths <= room), empty)
         return found
+
+
+def _sort(region: RegionInfo) -> str:
+    return region.kind.partition(":")[0]

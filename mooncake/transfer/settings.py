@@ -29,8 +29,11 @@ class TransferSettings:
     handshake_port: Annotated[int, Meta(ge=-1, le=65535)] = -1
     "Port for handshakes: peers ask, notify, set connections up; 0 takes a free one, -1 none unless needed."
 
-    transports: tuple[str, ...] = ("shm", "tcp")
-    "Paths to offer and to use, best first: `shm`, `tcp`, `local`."
+    transports: tuple[str, ...] = ("shm", "cuda", "tcp")
+    "Paths to offer and to use, best first: `shm`, `cuda`, `tcp`, `local`; of the default, those there are."
+
+    cuda_library: str = "libcuda.so.1"
+    "File of the CUDA driver's library, opened when device memory is first used."
 
     num_streams: Annotated[int, Meta(ge=0, le=64)] = 0
     "Connections per rail that a big transfer is spread over, threads that serve; 0: half the cores (1-4)."

@@ -6,13 +6,30 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from mooncake.transfer import TransferEngine, TransferSettings
+from mooncake.transfer import Region, TransferEngine, TransferSettings
+
+DOUBLE = Path(__file__).parents[2] / "build" / "cuda-double" / "libcuda_double.so"
+
+
+def engine_with(transport: str, num_streams: int = 0) -> TransferEngine:
+    """An engine with one transport; ``cuda-double`` is cuda over the test double of its driver."""
+    scheme, _, is_double = transport.partition("-")
+    settings = TransferSettings(transports=(scheme,), num_streams=num_streams)
+    if is_double:
+        settings = TransferSettings(transports=(scheme,), num_streams=num_streams, cuda_library=str(DOUBLE))
+    return TransferEngine(settings)
+
+
+def lend(engine: TransferEngine, transport: str, size_bytes: int) -> Region:
+    """Memory that peers reach over this transport."""
+    return engine.allocate(size_bytes, device="cuda:0" if transport.startswith("cuda") else "cpu")
 
 
 def main(transport: str, size_bytes: int) -> None:
-    engine = TransferEngine(TransferSettings(transports=(transport,)))
-    region = engine.allocate(size_bytes)
+    engine = engine_with(transport)
+    region = lend(engine, transport, size_bytes)
     print(engine.describe().encode().decode(), flush=True)
     for line in sys.stdin:
         if line.strip() == "c":

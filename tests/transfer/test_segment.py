@@ -52,7 +52,7 @@ def test_slices_in_shared_memory() -> None:
         RegionInfo(top - 99, 99, 4, True),
     ]
     index = RegionIndex(regions)
-    assert not index.all_shared
+    assert not index.carries_all("shm") and index.carries_all("tcp")
     cases = [
         (1000, 100, True),
         (1000, 101, False),
@@ -68,6 +68,6 @@ def test_slices_in_shared_memory() -> None:
         (top - 1, 2, False),
         (5010, top, False),
     ]
-    found = index.in_shared_memory(column(*(c[0] for c in cases)), column(*(c[1] for c in cases)))
+    found = index.carried("shm", column(*(c[0] for c in cases)), column(*(c[1] for c in cases)))
     assert found.tolist() == [c[2] for c in cases]
-    assert RegionIndex([]).in_shared_memory(column(1, 2), column(0, 1)).tolist() == [True, False]
+    assert RegionIndex([]).carried("shm", column(1, 2), column(0, 1)).tolist() == [True, False]

@@ -209,17 +209,24 @@ class Site(Protocol):
     num_streams: int
     settings: TransferSettings
     exchange: Exchange
+    cuda_library: str
 
 
 SCHEMES = {
     "local": "mooncake.transfer.transports.local:LocalTransport",
     "shm": "mooncake.transfer.transports.shm:ShmTransport",
+    "cuda": "mooncake.transfer.transports.cuda:CudaTransport",
     "tcp": "mooncake.transfer.transports.tcp:TcpTransport",
 }
 
 
 def make_transport(scheme: str, site: Site) -> Transport:
-    """The transport called ``scheme``, serving ``site``."""
+    """The transport called ``scheme``, serving ``site``.
+
+    Raises:
+        Unavailable: this machine lacks what it needs.
+        AddressInUse, InvalidArgument: an address cannot be had.
+    """
     module, name = SCHEMES[scheme].split(":")
     transport: Transport = getattr(importlib.import_module(module), name)(site)
     return transport

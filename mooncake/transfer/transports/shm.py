@@ -56,4 +56,8 @@ class ShmTransport:
 
 
 def shared_only(regions: Sequence[RegionInfo]) -> list[tuple[int, int, int]]:
-    return [(region.address, region.size_bytes, region.key) for region in regions if region.is_shared]
+    return [
+        (region.address, region.size_bytes, region.key)
+        for region in regions
+        if region.is_shared and region.kind == "memory"
+    ]

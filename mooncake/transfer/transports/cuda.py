@@ -1,0 +1,154 @@
+"""Device memory: registering it, and reaching that of other processes of this host, device to device.
+
+Thin: ``native/cuda.h`` copies, ``native/cuda_ipc.h`` shows memory to peers. The driver library is loaded
+to see whether it is there; devices are started and the endpoint is served when the first device memory
+is registered or a peer's is reached, so an engine that never does costs a GPU nothing. Over other paths
+device memory travels too, through pinned staging: that is not this module's business.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from mooncake import _native
+from mooncake._native import Region, Status
+from mooncake.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    InvalidArgument,
+    OutOfMemory,
+    PeerLost,
+    Unavailable,
+)
+from mooncake.transfer.memory import device_span_of
+from mooncake.transfer.segment import RegionInfo
+from mooncake.transfer.transports import Carrier, Site
+
+
+class CudaCarrier:
+    def __init__(self, peer: _native.CudaPeer) -> None:
+        self._peer = peer
+        self.run = peer.run
+        self.submit = peer.submit
+        self.cancel = peer.cancel
+        self.close = peer.close
+
+    @property
+    def is_lost(self) -> bool:
+        return self._peer.is_lost
+
+    def view(self, address: int, size_bytes: int, timeout_s: float) -> None:
+        return None
+
+    def set_regions(self, regions: Sequence[RegionInfo]) -> None:
+        self._peer.set_remote(open_to_others(regions))
+
+
+class CudaTransport:
+    """The way to device memory.
+
+    Raises:
+        Unavailable: the driver library is not there.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._library = site.cuda_library
+        if why := _native.Cuda.why_not_there(self._library):
+            raise Unavailable(f"cuda transport: {why}")
+        self._regions = site.regions
+        self._epoch = site.epoch
+        self._lock = threading.Lock()
+        self._started: tuple[_native.Cuda, _native.CudaTransport] | None = None
+        self.endpoint = f"mooncake-{secrets.token_hex(8)}"
+
+    def register(self, buffer: Any) -> Region | None:
+        """Device memory as a region; None when ``buffer`` is no device memory.
+
+        Raises:
+            InvalidArgument: not contiguous, or freed.
+            Unavailable: the driver does not start.
+        """
+        span = device_span_of(buffer)
+        if span is None and isinstance(buffer, tuple):
+            address, size = buffer
+            if address > 0 and _native.Cuda.is_device_memory(self._library, address):
+                span = address, size, True
+        if span is None:
+            return None
+        try:
+            return self._start()[0].add(self._regions, *span)
+        except ValueError as error:
+            raise InvalidArgument("buffer", type(buffer), f"device memory of one device ({error})") from error
+
+    def allocate(self, size_bytes: int, device: str) -> Region:
+        """Zeroed memory of ``device`` (``cuda:0``), freed when its region and all uses of it are gone.
+
+        Raises:
+            InvalidArgument: no such device.
+            OutOfMemory: it has not that much left.
+            Unavailable: the driver does not start.
+        """
+        cuda = self._start()[0]
+        known = [f"cuda:{info.number}" for info in cuda.devices]
+        if device not in known:
+            raise InvalidArgument("device", device, "one of " + ", ".join(known))
+        try:
+            return cuda.allocate(self._regions, known.index(device), size_bytes)
+        except MemoryError as error:
+            raise OutOfMemory(f"allocate {size_bytes:,} bytes on {device}: {error}; ask for less") from error
+
+    def pin(self, region: Region) -> None:
+        """Raises InvalidArgument when the system does not let this memory be locked."""
+        try:
+            self._start()[0].pin(region)
+        except OSError as error:
+            raise InvalidArgument("region", region, f"main memory that can be locked ({error})") from error
+
+    def connect(self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float) -> Carrier:
+        peer = self._start()[1].connect(endpoint, epoch, open_to_others(regions), timeout_s)
+        if isinstance(peer, _native.CudaPeer):
+            return CudaCarrier(peer)
+        if peer == Status.TIMED_OUT:
+            raise DeadlineExceeded(
+                f"cuda peer {endpoint} did not answer within {timeout_s:g} s; is it stopped?"
+            )
+        if peer == Status.ACCESS_DENIED:
+            raise AccessDenied(f"cuda peer {endpoint} runs as another user; use tcp between users")
+        raise PeerLost(f"cuda peer {endpoint} is gone; open its current descriptor")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._started is not None:
+                self._started[1].close()
+
+    def _start(self) -> tuple[_native.Cuda, _native.CudaTransport]:
+        with self._lock:
+            if self._started is None:
+                try:
+                    cuda = _native.Cuda(self._library)
+                    served = _native.CudaTransport(cuda, self._regions, self._epoch, self.endpoint)
+                except OSError as error:
+                    raise Unavailable(f"cuda transport: {error}") from error
+                self._started = cuda, served
+            return self._started
+
+
+def why_unavailable(library: str = "libcuda.so.1") -> str:
+    """Why device memory cannot be used by this process; empty when it can. Starts the driver."""
+    try:
+        _native.Cuda(library)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def open_to_others(regions: Sequence[RegionInfo]) -> list[tuple[int, int, int]]:
+    """Device memory that other processes can open: not virtual memory ranges, pools or managed memory."""
+    return [
+        (region.address, region.size_bytes, region.key)
+        for region in regions
+        if region.is_shared and region.kind.startswith("cuda:")
+    ]
