@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mooncake.errors import InvalidArgument, OutOfMemory
+from mooncake.errors import InvalidArgument, OutOfMemory, Unavailable
 from mooncake.transfer.batch import RETRIED, Batch, piece_bytes_of
 from mooncake.transfer.columns import Addresses, Columns, columns_of
 from mooncake.transfer.directory import Directory

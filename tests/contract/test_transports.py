@@ -34,8 +34,10 @@ from mooncake.transfer.transports.cuda import why_unavailable
 from tests.contract import cuda_double
 from tests.contract.peer_process import engine_with, lend
 
-ALL = ("local", "shm", "tcp", "cuda", "cuda-double")
-ACROSS = ("shm", "tcp", "cuda", "cuda-double")
+NO_GPU = why_unavailable()
+GPU = () if NO_GPU else ("cuda",)
+ALL = ("local", "shm", "tcp", "cuda-double", *GPU)
+ACROSS = ("shm", "tcp", "cuda-double", *GPU)
 IN_MEMORY = ("local", "shm")
 "Transports that can show a peer's bytes in place."
 MIB = 1 << 20
@@ -96,8 +98,6 @@ def bytes_of(pool: Region, spy: TransferEngine) -> npt.NDArray[np.uint8] | Devic
 
 def usable(transport: str) -> str:
     """The transport, or a skip that says why not."""
-    if transport == "cuda" and (why := why_unavailable()):
-        pytest.skip(f"no GPU: {why}; the cuda transport runs over a test double of its driver only")
     if transport == "cuda-double" and not cuda_double.built():
         pytest.skip("no C++ compiler for the test double of the CUDA driver; install g++")
     return transport
@@ -169,6 +169,11 @@ def until(condition: Callable[[], bool], what: str, patience_s: float = 10.0) ->
 
 def is_ok(done: Completion, num_bytes: int) -> bool:
     return done.status == Status.OK and done.failed_slice == -1 and done.num_bytes == num_bytes
+
+
+@pytest.mark.skipif(bool(NO_GPU), reason=f"cuda runs over a test double of its driver only: {NO_GPU}")
+def test_cuda_is_held_to_this_on_a_gpu() -> None:
+    assert "cuda" in ALL
 
 
 # Moving --------------------------------------------------------------------------------------------
