@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <system_error>
@@ -26,7 +27,25 @@ namespace {
 using Column = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Sums = nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>;
 using RemoteTuple = std::tuple<uint64_t, uint64_t, uint64_t>;  // address, size_bytes, key
-using Unlocked = nb::gil_scoped_release;
+// Other Python threads run while it lives. When the interpreter ends meanwhile, CPython ends a daemon thread
+// that wants its lock back by unwinding its stack, which C++ answers with terminate(); we wait instead for
+// the process to end (as CPython itself does from 3.14 on).
+class Unlocked {
+ public:
+  Unlocked() : state_(PyEval_SaveThread()) {}
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+  ~Unlocked() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      for (;;) pause();
+    }
+  }
+
+ private:
+  PyThreadState* state_;
+};
 
 Clock::time_point deadline_in(double timeout_s) {
   double bounded = std::min(std::max(timeout_s, 0.0), 1e6);

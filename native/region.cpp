@@ -198,6 +198,8 @@ std::vector<RegionRef> RegionTable::all() const {
 
 void RegionTable::listen(std::weak_ptr<RegionListener> listener) {
   std::lock_guard lock(listeners_mutex_);
+  // What a weak pointer leads to keeps its memory, so peers that came and went would add up.
+  std::erase_if(listeners_, [](const auto& known) { return known.expired(); });
   listeners_.push_back(std::move(listener));
 }
 

@@ -38,6 +38,7 @@ class Segment:
         transports: dict[str, Transport],
         rail_patience_s: float = 2.0,
     ) -> None:
+        self._carriers: dict[str, Carrier] = {}
         self.descriptor = descriptor
         self.name = descriptor.name
         self.paths = tuple(
@@ -60,7 +61,6 @@ class Segment:
         self.rails_lock = threading.Lock()
         self._transports = transports
         self._index = RegionIndex(descriptor.regions)
-        self._carriers: dict[str, Carrier] = {}
         self._lost: dict[str, str] = {}
         self._lock = threading.Lock()
         self._connecting = {path: threading.Lock() for path in self.paths}
@@ -145,6 +145,11 @@ class Segment:
     def cancel(self) -> None:
         for carrier in list(self._carriers.values()):
             carrier.cancel()
+
+    def __del__(self) -> None:
+        """Nobody refers to it any more: its connections end now, not when an idle worker has had enough."""
+        for carrier in self._carriers.values():
+            carrier.close()
 
     def close(self) -> None:
         with self._lock:
