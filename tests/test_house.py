@@ -23,7 +23,7 @@ FLOORS: list[set[str]] = [
     {"cli"},
     {"gateway", "sim"},
     {"conductor", "inference"},
-    {"store"},
+    {"store", "engine"},
     {"transfer"},
     {"rpc"},
     {"config", "driver", "metrics", "web"},
@@ -88,7 +88,7 @@ WORLDLY = {
 
 # Modules that are entered from outside (a console script, ``python -m``, a user's import), so that
 # nobody in the house needs to import them.
-DOORS = {"__main__", "cli", "transfer", "store", "sim.__main__"}
+DOORS = {"__main__", "cli", "engine", "transfer", "store", "sim.__main__"}
 
 
 def module_name(path: Path) -> str:

@@ -264,10 +264,10 @@ class TransferEngine:
     # Peers ----------------------------------------------------------------------------------------
 
     def describe(self) -> SegmentDescriptor:
-        """What peers need to reach this process; stale once more memory is registered."""
+        """What peers need to reach this process; stale once more memory is registered. Oldest first."""
         regions = [
             RegionInfo(region.address, region.size_bytes, region.key, region.is_shared, region.kind)
-            for region in self.regions.all()
+            for region in list(self._owned.values())
         ]
         endpoints = {path: transport.endpoint for path, transport in self._transports.items()}
         return SegmentDescriptor(self.name, self._host, self.epoch, endpoints, regions, self.handshake)

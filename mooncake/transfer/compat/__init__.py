@@ -1,0 +1,35 @@
+"""The surface of the existing package's ``mooncake.engine``, on this engine.
+
+Programs written for that package keep their calls, their numbers and their sessions. Where it answers
+with a bare number, the reason is logged here; where it went on in silence with something else than it
+was told, it fails and says so. ``docs/engine.md`` lists what differs. Knows nothing of torch; CUDA is
+asked for only by the calls that are about CUDA.
+"""
+
+from mooncake.transfer.compat.engine import (
+    InnerTransferEngine,
+    TransferEngine,
+    TransferNotify,
+    TransferOpcode,
+)
+from mooncake.transfer.compat.rpc import (
+    ReceivedData,
+    ReceivedTensor,
+    RpcInterface,
+    create_rpc_client,
+    create_rpc_server,
+)
+from mooncake.transfer.compat.shared import SharedSegment
+
+__all__ = [
+    "InnerTransferEngine",
+    "ReceivedData",
+    "ReceivedTensor",
+    "RpcInterface",
+    "SharedSegment",
+    "TransferEngine",
+    "TransferNotify",
+    "TransferOpcode",
+    "create_rpc_client",
+    "create_rpc_server",
+]

@@ -1,0 +1,58 @@
+"""The error numbers of the existing engine, and which of our errors each of them is."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from mooncake.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    MooncakeError,
+    OutOfMemory,
+    ProtocolError,
+    Unavailable,
+)
+
+
+class Code(IntEnum):
+    """What calls return when they return no bare -1."""
+
+    OK = 0
+    INVALID_ARGUMENT = -1
+    TOO_MANY_REQUESTS = -2
+    ADDRESS_NOT_REGISTERED = -3
+    BATCH_BUSY = -4
+    DEVICE_NOT_FOUND = -6
+    ADDRESS_OVERLAPPED = -7
+    DNS = -101
+    SOCKET = -102
+    MALFORMED_JSON = -103
+    HANDSHAKE_REJECTED = -104
+    METADATA = -200
+    MEMORY = -302
+    NOT_IMPLEMENTED = -303
+
+
+class Refused(MooncakeError):
+    """A call that ends with a number of its own."""
+
+    def __init__(self, number: Code, message: str) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+def code_of(error: MooncakeError) -> int:
+    """The number that says best what ``error`` is."""
+    match error:
+        case Refused():
+            return error.number
+        case OutOfMemory():
+            return Code.MEMORY
+        case ProtocolError():
+            return Code.HANDSHAKE_REJECTED
+        case InvalidArgument() if "resolves" in error.allowed:
+            return Code.DNS
+        case DeadlineExceeded() | Unavailable():
+            return Code.SOCKET
+        case _:
+            return Code.INVALID_ARGUMENT

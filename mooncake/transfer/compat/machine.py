@@ -1,0 +1,120 @@
+"""What this machine has, as far as the drop-in asks: transports, devices, ports, memory, streams."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import socket
+from functools import cache
+from pathlib import Path
+
+from mooncake.errors import InvalidArgument
+from mooncake.transfer.host import numeric_host
+from mooncake.transfer.transports import SCHEMES
+
+INFINIBAND = Path("/sys/class/infiniband")
+NVIDIA = Path("/dev/nvidiactl")
+
+
+def rdma_devices() -> list[str]:
+    """Names of the RDMA devices that the kernel knows."""
+    try:
+        return sorted(os.listdir(INFINIBAND))
+    except OSError:
+        return []
+
+
+def available_schemes() -> list[str]:
+    """Transports that this package has and this machine can use."""
+    present = {"rdma": bool(rdma_devices()), "cuda": NVIDIA.exists()}
+    return [scheme for scheme in SCHEMES if present.get(scheme, True)]
+
+
+def resolves(host: str) -> bool:
+    """The host name has an address."""
+    try:
+        numeric_host(host, "host")
+    except InvalidArgument:
+        return False
+    return True
+
+
+def is_free(host: str, port: int) -> bool:
+    """Nobody listens at this port just now.
+
+    Raises:
+        InvalidArgument: the host does not resolve.
+    """
+    address = numeric_host(host, "local_hostname")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+        return True
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def is_mapped(address: int, size: int) -> bool:
+    """All of the range is memory of this process, of whatever protection."""
+    if address <= 0 or size <= 0 or address + size > 1 << 57:
+        return False
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    length = ctypes.c_size_t(address + size - start)
+    return bool(_libc().msync(ctypes.c_void_p(start), length, 1) == 0)  # MS_ASYNC: looks, writes nothing
+
+
+def is_memory(address: int, size: int) -> bool:
+    """The range may be registered: it is mapped, or may be a device's, which only the driver knows."""
+    return is_mapped(address, size) or NVIDIA.exists()
+
+
+def wait_for_stream(stream: int) -> None:
+    """Until a CUDA stream has done what it holds.
+
+    Raises:
+        RuntimeError: there is no CUDA driver, or the stream failed.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise RuntimeError(
+            "transfers on a CUDA stream need a CUDA device and its driver (libcuda.so.1 is not there); "
+            "use the calls without _on_cuda"
+        ) from None
+    status = driver.cuStreamSynchronize(ctypes.c_void_p(stream))
+    if status:
+        raise RuntimeError(f"cuStreamSynchronize answered {status}; is the stream of this thread's context?")
+
+
+def local_topology(device_name: str) -> str:
+    """JSON of each memory location's preferred network cards and the others."""
+    only = [name for name in device_name.split(",") if name]
+    cards = [name for name in rdma_devices() if not only or name in only]
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    near = {name: _number(INFINIBAND / name / "device/numa_node") for name in cards}
+    places = [int(node.name.removeprefix("node")) for node in nodes] or [0]
+    return json.dumps(
+        {
+            f"cpu:{place}": [
+                [name for name in cards if near[name] == place],
+                [name for name in cards if near[name] != place],
+            ]
+            for place in places
+        }
+    )
+
+
+def _number(path: Path) -> int:
+    try:
+        return max(0, int(path.read_text()))
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,66 @@
+"""``SharedSegment``: one piece of memory, mapped by every rank of a host."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mooncake.engine import SharedSegment
+from mooncake.errors import InvalidArgument
+
+RANK_1 = """
+import ctypes, json, sys
+from mooncake.engine import SharedSegment
+segment, blob = SharedSegment.create("pool", 8192, 2, 1)
+assert not segment.ready() and segment.base_addr() == 0
+print(blob.decode(), flush=True)
+segment.complete([sys.stdin.readline(), blob])
+assert segment.ready() and segment.size() == 8192
+assert ctypes.string_at(segment.base_addr() + 100, 5) == b"hello"
+ctypes.memmove(segment.base_addr() + 200, b"world", 5)
+"""
+
+
+def test_two_ranks_see_the_same_bytes() -> None:
+    segment, blob = SharedSegment.create("pool", 8192, 2, 0)
+    other = subprocess.Popen(
+        [sys.executable, "-c", RANK_1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    theirs = other.stdout.readline()
+    segment.complete([blob, theirs])
+    assert segment.ready()
+    ctypes.memmove(segment.base_addr() + 100, b"hello", 5)
+    other.communicate(blob.decode() + "\n", timeout=60)
+    assert other.returncode == 0
+    assert ctypes.string_at(segment.base_addr() + 200, 5) == b"world"
+
+
+def test_blobs_that_do_not_fit() -> None:
+    segment, blob = SharedSegment.create("pool", 4096, 2, 1)
+    _, owner = SharedSegment.create("pool", 4096, 2, 0)
+    _, other = SharedSegment.create("other", 4096, 2, 0)
+    wrong: list[list[bytes]] = [[], [blob], [blob, b"{"], [blob, other]]
+    for blobs in wrong:
+        with pytest.raises(InvalidArgument, match="create"):
+            segment.complete(blobs)
+    gone = {**json.loads(owner), "process": 2**30}
+    with pytest.raises(RuntimeError, match="one host"):
+        segment.complete([blob, json.dumps(gone)])
+    assert not segment.ready()
+
+
+def test_what_is_not_supported() -> None:
+    assert SharedSegment.supported() and not SharedSegment.supported(host_register=True)
+    with pytest.raises(RuntimeError, match="host_register"):
+        SharedSegment.create("pool", 4096, 1, 0, host_register=True)
+    with pytest.raises(InvalidArgument):
+        SharedSegment.create("pool", 4096, 2, 2)
+    segment, blob = SharedSegment.create("pool", 4096, 1, 0)
+    segment.complete([blob])
+    with pytest.raises(RuntimeError, match="base_addr"):
+        segment.device_addr()
