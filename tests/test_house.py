@@ -43,6 +43,7 @@ CORES = {
     "transfer.batch",
     "transfer.rails",
     "transfer.segment",
+    "transfer.topology",
     "store.allocator",
     "store.eviction",
     "store.master",

@@ -143,6 +143,7 @@ def application_for(words: Sequence[str]) -> typer.Typer:
         else:
             application.command(command.name, help=command.summary)(_never)
     application.command("config")(_config)
+    application.command("topology")(_topology)
     benches = typer.Typer(no_args_is_help=True, help="Measure this machine and what we make of it.")
     benches.callback()(_start_bench)
     benches.command("transfer", epilog="Example: mooncake bench transfer --quick")(_bench_transfer)
@@ -186,6 +187,21 @@ def _bench_transfer(
     from mooncake.cli.bench import QUICK_ROUNDS, ROUNDS, bench_transfer
 
     bench_transfer(paths or [], QUICK_ROUNDS if quick else ROUNDS, largest, json_file, plot_file)
+
+
+def _topology(
+    as_json: Annotated[
+        bool, typer.Option("--json", help='Print {"cpu:0": [[preferred], [others]], ...} instead of tables.')
+    ] = False,
+    devices: Annotated[
+        list[str] | None, typer.Option("--device", help="Only this RDMA device; may be repeated.")
+    ] = None,
+    root: Annotated[str, typer.Option("--root", metavar="DIR", help="Where sysfs is mounted.")] = "/sys",
+) -> None:
+    """Show which network cards are near which memory: NICs, NUMA nodes and GPUs of this host."""
+    from mooncake.cli.topology import show_topology
+
+    show_topology(root, as_json, devices or [])
 
 
 def _never() -> None:

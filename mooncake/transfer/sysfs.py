@@ -1,0 +1,97 @@
+"""Reads the cards of this host from sysfs. Knows where files lie, and decides nothing (``topology.py``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mooncake.transfer.topology import Device, Topology
+
+NVIDIA = "0x10de"
+DISPLAY_CONTROLLERS = ("0x0300", "0x0302")
+"""PCI classes of graphics cards and of those without a screen."""
+
+
+def discover(root: str | Path = "/sys") -> Topology:
+    """The host whose sysfs is mounted at ``root``. What cannot be read is left out."""
+    sys = Path(root)
+    interfaces = {card.name: card for card in map(_interface, _children(sys / "class/net"))}
+    devices = [_rdma(path, interfaces) for path in _children(sys / "class/infiniband")]
+    devices += [card for card in interfaces.values() if card.name != "lo"]
+    devices += [
+        Device(path.name, "gpu", _number(path / "numa_node"), _bus(path))
+        for path in _children(sys / "bus/pci/devices")
+        if _text(path / "vendor") == NVIDIA and _text(path / "class").startswith(DISPLAY_CONTROLLERS)
+    ]
+    return Topology(_nodes(sys), devices)
+
+
+def _nodes(sys: Path) -> list[int]:
+    names = [path.name for path in _children(sys / "devices/system/node")]
+    numbers = [int(name[4:]) for name in names if name.startswith("node") and name[4:].isdigit()]
+    return sorted(numbers) or [0]
+
+
+def _interface(path: Path) -> Device:
+    speed = _number(path / "speed")  # Mbit/s, -1 when there is no link
+    return Device(
+        name=path.name,
+        kind="net",
+        numa=_number(path / "device/numa_node"),
+        bus=_bus(path / "device"),
+        is_up=_text(path / "operstate") in ("up", "unknown"),
+        gbit_per_s=max(0, speed) / 1000,
+    )
+
+
+def _rdma(path: Path, interfaces: dict[str, Device]) -> Device:
+    port = next(iter(_children(path / "ports")), path)
+    carries = _text(path / "parent") or next(
+        (name for name in map(_text, _children(port / "gid_attrs/ndevs")) if name), ""
+    )
+    card = interfaces.get(carries)
+    return Device(
+        name=path.name,
+        kind="rdma",
+        numa=_number(path / "device/numa_node")
+        if card is None
+        else max(card.numa, _number(path / "device/numa_node")),
+        bus=_bus(path / "device") or (card.bus if card is not None else ()),
+        is_up=_text(port / "state").endswith("ACTIVE"),
+        gbit_per_s=_leading_number(_text(port / "rate")),
+        carries=carries,
+    )
+
+
+def _bus(device: Path) -> tuple[str, ...]:
+    """The PCI addresses from the host bridge down."""
+    try:
+        parts = device.resolve(strict=True).parts
+    except OSError:
+        return ()
+    begin = next((i for i, part in enumerate(parts) if part.startswith("pci")), len(parts))
+    return tuple(part for part in parts[begin:] if ":" in part)
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:  # no such fact here, or (speed of a link that is down) not now
+        return ""
+
+
+def _number(file: Path) -> int:
+    text = _text(file)
+    return int(text) if text.lstrip("-").isdigit() else -1
+
+
+def _leading_number(text: str) -> float:
+    """``100 Gb/sec (4X EDR)`` -> 100.0"""
+    first = text.split(" ")[0]
+    return float(first) if first.replace(".", "", 1).isdigit() else 0.0

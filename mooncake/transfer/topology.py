@@ -1,0 +1,115 @@
+"""Which network cards are near which memory: NICs, NUMA nodes and GPUs of a host, ranked for a buffer.
+
+A buffer's *location* is ``cpu:<numa node>``, ``cuda:<gpu>`` or ``*`` (anywhere). For each location the
+RDMA devices are split into preferred and other ones; that split is what hosts tell each other (in the
+form that the existing package prints), and from the two of them each rail between a pair of buffers
+gets a rank. Where the facts come from, ``sysfs.py`` knows.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from mooncake.transfer.segment import rail_of
+
+ANYWHERE = "*"
+
+Matrix = dict[str, tuple[list[str], list[str]]]
+"""Location -> (preferred, other) RDMA devices."""
+
+
+class Distance(enum.IntEnum):
+    """Between two devices, nearest first; the names that ``nvidia-smi topo`` uses."""
+
+    PIX = 0
+    "Behind one PCIe switch."
+    PXB = 1
+    "Behind several switches of one root port."
+    PHB = 2
+    "Across the host bridge."
+    NODE = 3
+    "Within a NUMA node."
+    SYS = 4
+    "Across sockets."
+
+
+class Device(msgspec.Struct, frozen=True):
+    """A card."""
+
+    name: str
+    kind: str
+    "``rdma``, ``net`` or ``gpu``."
+    numa: int
+    "Its NUMA node; -1 when the machine does not say."
+    bus: tuple[str, ...] = ()
+    "From the host bridge to the card; empty for a virtual one."
+    is_up: bool = True
+    gbit_per_s: float = 0.0
+    "0: unknown."
+    carries: str = ""
+    "Of an RDMA device: the network interface it shares its port with."
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """One host."""
+
+    nodes: list[int]
+    devices: list[Device]
+
+    def of_kind(self, kind: str) -> list[Device]:
+        return [device for device in self.devices if device.kind == kind]
+
+    def locations(self) -> list[str]:
+        """Where memory can be on this host."""
+        gpus = self.of_kind("gpu")
+        return [f"cpu:{node}" for node in self.nodes] + [f"cuda:{i}" for i in range(len(gpus))]
+
+    def split(self, location: str, allowed: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+        """Preferred and other RDMA devices for memory at ``location``, of those ``allowed`` (none: all)."""
+        cards = [card for card in self.of_kind("rdma") if not allowed or card.name in allowed]
+        where, _, number = location.partition(":")
+        if where == "cpu" and number.isdigit():
+            near = [card for card in cards if card.numa in (int(number), -1)]
+        elif where == "cuda" and number.isdigit() and int(number) < len(self.of_kind("gpu")):
+            gpu = self.of_kind("gpu")[int(number)]
+            least = min((distance(gpu, card) for card in cards), default=Distance.SYS)
+            near = [card for card in cards if distance(gpu, card) == least]
+        else:
+            near = cards
+        return [card.name for card in near], [card.name for card in cards if card not in near]
+
+    def matrix(self, allowed: Sequence[str] = ()) -> Matrix:
+        return {location: self.split(location, allowed) for location in self.locations()}
+
+
+def distance(one: Device, other: Device) -> Distance:
+    """How far two cards are from each other."""
+    shared = 0
+    while shared < min(len(one.bus), len(other.bus)) and one.bus[shared] == other.bus[shared]:
+        shared += 1
+    if shared >= 2:
+        below = max(len(one.bus), len(other.bus)) - shared
+        return Distance.PIX if below <= 2 else Distance.PXB
+    if shared == 1:
+        return Distance.PHB
+    return Distance.NODE if one.numa == other.numa else Distance.SYS
+
+
+def ranks(
+    paths: Iterable[str], here: Matrix, location: str, there: Matrix, remote_location: str
+) -> dict[str, int]:
+    """How many steps each path is from ideal for a pair of buffers: 0 when both ends are preferred."""
+    ours, theirs = _others(here, location), _others(there, remote_location)
+    found = {}
+    for path in paths:
+        local, _, remote = rail_of(path).partition(">")
+        found[path] = (local in ours) + (remote in theirs)
+    return found
+
+
+def _others(matrix: Mapping[str, tuple[Sequence[str], Sequence[str]]], location: str) -> frozenset[str]:
+    preferred, others = matrix.get(location, ((), ()))
+    return frozenset(others) if preferred else frozenset()
