@@ -1,36 +1,74 @@
-"""``python -m mooncake.sim --seeds 100``: many runs of the store, each under faults of its own seed."""
+"""``python -m mooncake.sim --seeds 100``: many runs, each under faults of its own seed.
+
+Two worlds: the store's cluster (``store``), and transfers over links that fail (``transfer``).
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
 
 from mooncake.sim.checkers import Violation
+from mooncake.sim.kernel import Kernel
 from mooncake.sim.store_run import StoreRun
+from mooncake.sim.transfer_run import TransferRun
+
+
+class Run(Protocol):
+    """A world under one seed."""
+
+    kernel: Kernel
+
+    def run(self) -> None: ...
+
+    @property
+    def counts(self) -> dict[str, int]: ...
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m mooncake.sim", description=__doc__)
+    parser.add_argument("--world", choices=("store", "transfer", "all"), default="all", help="what to run")
     parser.add_argument("--seeds", type=int, default=100, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--batches", type=int, default=100, help="transfers per seed, at least")
     parser.add_argument("--trace", action="store_true", help="print what happened in each run")
     given = parser.parse_args()
+    worlds: dict[str, Callable[[int], Run]] = {
+        "store": StoreRun,
+        "transfer": lambda seed: TransferRun(seed, given.batches),
+    }
+    for name, world in worlds.items():
+        if given.world in (name, "all") and not sweep(name, world, given.first, given.seeds, given.trace):
+            return 1
+    return 0
+
+
+def sweep(name: str, world: Callable[[int], Run], first: int, num_seeds: int, is_traced: bool) -> bool:
+    """Run seeds until one fails; False if one did."""
     totals: dict[str, int] = {}
-    for seed in range(given.first, given.first + given.seeds):
-        run = StoreRun(seed)
+    begin = time.monotonic()
+    for seed in range(first, first + num_seeds):
+        run = world(seed)
         try:
             run.run()
         except Violation as violation:
-            if given.trace:
+            if is_traced:
                 print("\n".join(run.kernel.trace))
-            print(f"FAILED {violation}\nrepeat with: python -m mooncake.sim --first {seed} --seeds 1 --trace")
-            return 1
-        if given.trace:
+            print(
+                f"FAILED {violation}\nrepeat with: "
+                f"python -m mooncake.sim --world {name} --first {seed} --seeds 1 --trace"
+            )
+            return False
+        if is_traced:
             print("\n".join(run.kernel.trace))
-        for name, count in run.cluster.checkers.counts.items():
-            totals[name] = totals.get(name, 0) + count
-    print(f"{given.seeds} seeds, nothing violated: " + ", ".join(f"{n} {what}" for what, n in totals.items()))
-    return 0
+        for what, count in run.counts.items():
+            totals[what] = totals.get(what, 0) + count
+    shown = ", ".join(f"{count} {what}" for what, count in totals.items())
+    print(f"{name}: {num_seeds} seeds, nothing violated in {time.monotonic() - begin:.0f} s: {shown}")
+    return True
 
 
 if __name__ == "__main__":

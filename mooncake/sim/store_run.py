@@ -41,6 +41,11 @@ class StoreRun:
         self._sizes = {f"node{number}": pool_bytes for number in range(random.randint(1, 3))}
         self._workers: dict[str, Worker] = {}
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What the clients saw."""
+        return self.cluster.checkers.counts
+
     def run(self) -> None:
         """Raises Violation (or the assertion of a core) with the seed in its message."""
         try:

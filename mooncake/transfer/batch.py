@@ -94,6 +94,8 @@ class _Piece:
     slices: Indices | None
     num_bytes: int
     tried: list[str] = field(default_factory=list)
+    too_slow: list[str] = field(default_factory=list)
+    "Of those tried, the ones that were given up so that another could have a go."
     cause: tuple[int, int, str] | None = None
     "Status, failed row and reason of the last attempt."
 
@@ -103,6 +105,7 @@ class _Part:
     path: str
     piece: _Piece
     sent_at: float
+    deadline: float
 
 
 class Batch:
@@ -212,6 +215,8 @@ class Batch:
             self._take(piece, event)
         elif is_the_path and self._status == OK and now < self._deadline:
             piece.tried.append(part.path)
+            if event.status == TIMED_OUT and part.deadline < self._deadline:
+                piece.too_slow.append(part.path)
             piece.cause = (event.status, self._row(piece.slices, event.failed_slice), event.reason)
             self._waiting.appendleft(piece)
         else:
@@ -278,6 +283,10 @@ class Batch:
     def _order(self, piece: _Piece, now: float) -> list[str] | None:
         """Which paths to offer a piece to, best first; None: the best one has no room for it yet."""
         untried = [[path for path in tier if path not in piece.tried] for tier in self._tiers]
+        if piece.too_slow and not any(untried):
+            again = piece.too_slow.pop(0)  # nobody else could: it gets all the time that is left
+            piece.tried.remove(again)
+            untried = [[again]]
         if self._rails is None:
             return [path for tier in untried for path in tier]
         chosen: list[str] = []
@@ -314,7 +323,7 @@ class Batch:
     def _send(self, path: str, slices: Indices | None, piece: _Piece, now: float) -> Carry:
         number = self._next_part
         self._next_part += 1
-        mine = _Piece(slices, self._bytes_of(slices), [*piece.tried], piece.cause)
+        mine = _Piece(slices, self._bytes_of(slices), [*piece.tried], [*piece.too_slow], piece.cause)
         until = self._deadline
         if self._rails is not None:
             others = [other for other in self._paths if other != path and other not in piece.tried]
@@ -323,7 +332,7 @@ class Batch:
             if self._rails.in_order(others):
                 until = min(until, now + self._rails.patience_s(path, mine.num_bytes))
             self._rails.sent(path, mine.num_bytes)
-        self._under_way[number] = _Part(path, mine, now)
+        self._under_way[number] = _Part(path, mine, now, until)
         count = self._num_slices if slices is None else len(slices)
         self._tell(
             f"{path} carries {count} slices{' after ' + ', '.join(piece.tried) if piece.tried else ''}"

@@ -24,7 +24,6 @@ UNMEASURED_LATENCY_S = 50e-6
 NEWEST = 0.3
 """Weight of the newest measurement; the rest is what was known."""
 BIG_BYTES = 256 << 10
-"""Parts from this size on say something about bandwidth, smaller ones about latency."""
 PENALTY_PER_RANK = 0.5
 """A rail one step farther from the memory is taken for this much slower."""
 CAUTION = 8.0
@@ -60,13 +59,15 @@ class Rails:
     Args:
         paths: ``scheme`` or ``scheme@rail``.
         patience_s: the least time a part is given before it is sent elsewhere instead.
+        big_bytes: parts from this size on say something about bandwidth, smaller ones about latency.
     """
 
-    def __init__(self, paths: Sequence[str], patience_s: float = 2.0) -> None:
+    def __init__(self, paths: Sequence[str], patience_s: float = 2.0, big_bytes: int = BIG_BYTES) -> None:
         self.rails = {path: Rail(path) for path in paths}
         self.news: list[tuple[str, str, str]] = []
         "(event, path, reason) that nobody has logged yet; whoever does clears it."
         self._patience_s = patience_s
+        self._big_bytes = big_bytes
         self._story: deque[str] = deque(maxlen=64)
 
     def is_open(self, path: str, now: float) -> bool:
@@ -149,7 +150,7 @@ class Rails:
             rail.is_being_probed = False
         if seconds <= 0:
             return
-        if num_bytes < BIG_BYTES:
+        if num_bytes < self._big_bytes:
             rail.latency_s += NEWEST * (seconds - rail.latency_s)
             return
         measured = num_bytes / max(seconds - rail.latency_s, seconds / 2)
@@ -161,10 +162,12 @@ class Rails:
         rail = self._ended(path, num_bytes)
         if rail.masked_at is not None and sent_at < rail.masked_at:
             return  # the same failure, seen by another part
+        rail.is_being_probed = False
+        if rail.is_masked and now < rail.masked_until:
+            return  # it was a last hope, and nobody expected more
         rail.num_failures += 1
         mask_s = min(FIRST_MASK_S * 2.0 ** (rail.num_failures - 1), LONGEST_MASK_S)
         rail.masked_at, rail.masked_until = now, now + mask_s
-        rail.is_being_probed = False
         self._tell("rail_masked", path, f"{reason}; tried again in {mask_s:g} s")
 
     def dropped(self, path: str, num_bytes: int) -> None:
@@ -179,7 +182,7 @@ class Rails:
             assert rail.num_under_way or not rail.is_being_probed, rail
             assert rail.is_masked == (rail.num_failures > 0), rail
             assert rail.bytes_per_s >= 0 and rail.latency_s > 0, rail
-            assert rail.masked_at is None or rail.masked_until - rail.masked_at <= LONGEST_MASK_S, rail
+            assert rail.masked_at is None or rail.masked_until - rail.masked_at < LONGEST_MASK_S + 1, rail
 
     def story(self, key: str = "") -> list[str]:
         """What became of the rails, oldest first; ``key`` narrows it to one path."""

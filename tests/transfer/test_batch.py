@@ -279,3 +279,14 @@ def test_the_size_of_pieces() -> None:
     assert piece_bytes_of(4 << 20, 2) == MIN_PIECE_BYTES
     assert piece_bytes_of(64 << 20, 2) == 4 << 20
     assert piece_bytes_of(1 << 40, 2) == MAX_PIECE_BYTES
+
+
+def test_whoever_was_too_slow_is_asked_again_when_nobody_else_can() -> None:
+    batch = over_rails(1, Rails([A, B], patience_s=2.0))
+    batch.handle(Start(), 0.0)
+    (other,) = batch.handle(PartDone(0, TIMED_OUT, 0), 2.0)
+    assert isinstance(other, Carry) and other.path == B
+    (again,) = batch.handle(PartDone(1, PEER_LOST, 0), 2.1)
+    assert isinstance(again, Carry) and (again.path, again.deadline) == (A, 100.0)
+    batch.check()
+    assert batch.handle(PartDone(2, PEER_LOST, 0), 2.2) == [Finish(PEER_LOST, 0, 0, None)], "once"

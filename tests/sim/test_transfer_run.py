@@ -1,0 +1,141 @@
+"""Transfers over links that fail: a short sweep, and proof that the checkers see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mooncake.sim import transfer_world
+from mooncake.sim.checkers import Violation
+from mooncake.sim.transfer_run import TransferRun
+from mooncake.sim.transfer_world import LinkFaults
+from mooncake.transfer import batch, rails
+
+CALM = LinkFaults()
+ROUGH = LinkFaults(
+    down_every_s=1.0,
+    silent_every_s=1.0,
+    reset_every_s=0.5,
+    kill_every_s=5.0,
+    directory_away_every_s=5.0,
+    half_frame_chance=0.01,
+)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_seeds(seed: int) -> None:
+    TransferRun(seed, 50).run()
+
+
+@pytest.mark.parametrize("seed", range(1000, 1005))
+def test_everything_fails_at_once(seed: int) -> None:
+    run = TransferRun(seed, 60, ROUGH)
+    run.run()
+    assert run.counts["done"] < run.counts["batches"]
+
+
+def test_without_faults_every_batch_arrives() -> None:
+    for seed in range(5):
+        run = TransferRun(seed, 50, CALM)
+        run.run()
+        assert run.counts["batches"] == run.counts["done"] >= 50
+        assert all(not known.story("masked") for mover in run.movers for known in mover.known_rails)
+
+
+def test_a_seed_is_one_history() -> None:
+    first, second = TransferRun(5), TransferRun(5)
+    first.run()
+    second.run()
+    assert first.kernel.trace == second.kernel.trace
+    assert first.kernel.num_steps == second.kernel.num_steps and first.counts == second.counts
+
+
+# Each bug is one that somebody could write; a sweep must find it.
+
+
+def fences_nothing_off(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(transfer_world.Mover, "fence", lambda self, target: None)
+
+
+def never_takes_a_rail_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rails.Rails, "is_open", lambda self, path, now: not self.rails[path].is_masked)
+    patch.setattr(rails.Rails, "last_hope", lambda self, paths: paths[-1])
+
+
+def forgets_a_piece_that_failed(patch: pytest.MonkeyPatch) -> None:
+    ended = batch.Batch._ended
+
+    def broken(self: batch.Batch, event: batch.PartDone, now: float) -> None:
+        waiting = len(self._waiting)
+        ended(self, event, now)
+        if len(self._waiting) > waiting and self.is_sprayed:
+            self._waiting.popleft()
+
+    patch.setattr(batch.Batch, "_ended", broken)
+
+
+def is_patient_for_ever(patch: pytest.MonkeyPatch) -> None:
+    send = batch.Batch._send
+
+    def broken(self: batch.Batch, *rest: object) -> batch.Carry:
+        carry = send(self, *rest)  # type: ignore[arg-type]
+        return batch.Carry(carry.part, carry.path, carry.slices, self._deadline)
+
+    patch.setattr(batch.Batch, "_send", broken)
+
+
+def gives_up_at_the_first_failure(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(batch, "RETRIED", frozenset[int]())
+
+
+def has_no_patience_with_the_last(patch: pytest.MonkeyPatch) -> None:
+    piece = batch._Piece.__init__
+
+    class Forgetful(list[str]):
+        def append(self, path: str) -> None:
+            pass
+
+    def broken(self: object, *rest: object, **named: object) -> None:
+        piece(self, *rest, **named)  # type: ignore[arg-type]
+        self.too_slow = Forgetful()  # type: ignore[attr-defined]
+
+    patch.setattr(batch._Piece, "__init__", broken)
+
+
+def loses_count_of_what_is_queued(patch: pytest.MonkeyPatch) -> None:
+    def broken(self: rails.Rails, path: str, num_bytes: int) -> None:
+        self.rails[path].num_under_way -= 1
+
+    patch.setattr(rails.Rails, "dropped", broken)
+    patch.setattr(rails.Rails, "failed", lambda self, path, num_bytes, *rest: broken(self, path, num_bytes))
+
+
+FLAPPING = LinkFaults(down_every_s=0.3, silent_every_s=1.0, outage_s=4.0)
+LONG_SILENCE = LinkFaults(silent_every_s=2.0, outage_s=40.0)
+
+
+@pytest.mark.parametrize(
+    ("bug", "seeds", "faults"),
+    [
+        (fences_nothing_off, range(20), None),
+        (never_takes_a_rail_back, range(20), None),
+        (forgets_a_piece_that_failed, range(20), None),
+        (is_patient_for_ever, range(20), LONG_SILENCE),
+        (gives_up_at_the_first_failure, range(20), None),
+        (has_no_patience_with_the_last, range(88, 100), FLAPPING),  # it takes some luck: one seed in 200
+        (loses_count_of_what_is_queued, range(20), None),
+    ],
+)
+def test_a_planted_bug_is_found(
+    bug: Callable[[pytest.MonkeyPatch], None],
+    seeds: range,
+    faults: LinkFaults | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for seed in seeds[:3]:
+        TransferRun(seed, 100, faults).run()
+    bug(monkeypatch)
+    with pytest.raises(Violation, match="seed"):
+        for seed in seeds:
+            TransferRun(seed, 100, faults).run()
