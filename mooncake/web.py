@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,7 +51,9 @@ class _Server(uvicorn.Server):
 class WebServer:
     """``app`` behind ``listening``; ``close`` lets answers under way end for ``grace_s`` seconds."""
 
-    def __init__(self, app: Any, listening: socket.socket, grace_s: float = 2.0) -> None:
+    def __init__(
+        self, app: Any, listening: socket.socket, grace_s: float = 2.0, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._socket = listening
         self.port: int = listening.getsockname()[1]
         config = uvicorn.Config(
@@ -62,6 +65,8 @@ class WebServer:
             access_log=False,
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
+        config.load()
+        config.ssl = tls
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterable
@@ -21,10 +22,17 @@ from typing import Any, cast
 import msgspec
 
 from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+from mooncake.rpc.tls import TlsSocket
 from mooncake.rpc.wire import PREFACE, Failure, FrameDecoder, Message, decoder_for, encode, error_of
 
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
+SILENT = (
+    "; it has answered nothing: if it wants TLS, use the same `tls` setting on both sides",
+    "; it has answered nothing: does it trust us? Both sides need certificates of the same `tls_ca`",
+)
+"""What may be wrong with a peer that hung up before its first answer, without TLS and with."""
+
 _READ_BYTES = 256 << 10
 _ID_MASK = 0xFFFFFFFF
 
@@ -203,13 +211,14 @@ class _Waiter:
 class _Socket:
     """One connection of a ``BlockingClient``. ``lock`` guards ``waiting`` and ``has_reader``."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket | TlsSocket) -> None:
         self.sock = sock
         self.frames = FrameDecoder(expects_preface=False)
         self.lock = threading.Lock()
         self.send_lock = threading.Lock()
         self.waiting: dict[int, _Waiter] = {}
         self.has_reader = False
+        self.has_answered = False
         self.lost: str | None = None
 
 
@@ -221,6 +230,7 @@ class BlockingClient:
 
     Args:
         is_patient: try to connect until the call's deadline; otherwise the first failure is PeerLost.
+        tls: speak TLS; a peer that does not, or is not trusted, is ProtocolError at once.
     """
 
     def __init__(
@@ -230,10 +240,12 @@ class BlockingClient:
         name: str = "peer",
         *,
         is_patient: bool = True,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._host, self._port = split_address(address)
         self.peer = f"{name} at {address}"
         self._is_patient = is_patient
+        self._tls = tls
         self._decoder = decoder_for(replies)
         self._ids = itertools.count(1)
         self._connect_lock = threading.Lock()
@@ -259,7 +271,10 @@ class BlockingClient:
             raise DeadlineExceeded(f"{self.peer} didn't answer {what} within {timeout_s:.3g} s") from None
         except (OSError, ProtocolError, msgspec.MsgspecError) as error:
             self._lose(connection, str(error))
-            raise PeerLost(f"lost {self.peer} during {what}: {connection.lost}") from None
+            if isinstance(error, ProtocolError) and not connection.has_answered:  # nor will it next time
+                raise ProtocolError(f"{self.peer}: {error}") from None
+            hint = "" if connection.has_answered else SILENT[self._tls is not None]
+            raise PeerLost(f"lost {self.peer} during {what}: {connection.lost}{hint}") from None
         except PeerLost as error:
             raise PeerLost(f"lost {self.peer} during {what}: {error}") from None
         finally:
@@ -331,6 +346,7 @@ class BlockingClient:
                 if other is None:
                     continue
                 reply = self._decoder.decode(body)
+                connection.has_answered = True
                 with connection.lock:
                     other.reply = reply
                     if other.gate is not None:
@@ -361,9 +377,10 @@ class BlockingClient:
                 try:
                     if remaining_s <= 0:
                         raise TimeoutError
-                    sock = socket.create_connection((self._host, self._port), remaining_s)
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    sock = self._opened(deadline)
                     sock.sendall(PREFACE)
+                except ProtocolError as error:
+                    raise ProtocolError(f"{self.peer}: {error}") from error
                 except OSError as error:
                     remaining_s = deadline - time.monotonic()
                     if remaining_s <= 0:
@@ -377,6 +394,14 @@ class BlockingClient:
                     backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
                 else:
                     self._socket = _Socket(sock)
+
+    def _opened(self, deadline: float) -> socket.socket | TlsSocket:
+        remaining_s = max(0.001, deadline - time.monotonic())
+        sock = socket.create_connection((self._host, self._port), remaining_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is None:
+            return sock
+        return TlsSocket(sock, self._tls, self._host, deadline - time.monotonic())
 
     def _lose(self, connection: _Socket, reason: str) -> None:
         with connection.lock:

@@ -10,20 +10,39 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import msgspec
 
 from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, ProtocolError
 from mooncake.log import get_logger
-from mooncake.rpc.wire import Failure, FrameDecoder, Message, decoder_for, encode
+from mooncake.rpc.wire import MAX_BODY_BYTES, Failure, FrameDecoder, Message, decoder_for, encode
 
 log = get_logger(__name__)
 
 MAX_OPEN_CALLS = 1024
 """Calls of one connection that may wait for an answer; beyond it the server stops reading from it."""
+
+LOOK_S = 1.0
+"""Between looks for connections that take too long."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What strangers and sick clients can cost a server."""
+
+    greeting_s: float = 10.0
+    "From accepting a connection to the end of its greeting, with TLS of the handshake."
+    stall_s: float = 60.0
+    "For one request to arrive, or replies to be taken, and a second more per MiB."
+    max_connections: int = 16384
+    max_body_bytes: int = MAX_BODY_BYTES
+
 
 Handler: TypeAlias = Callable[[Any, "Call"], Message | Awaitable[Message | None] | None]
 """``handler(message, call)``: returns the reply, or an awaitable of it, or None to answer later."""
@@ -53,13 +72,16 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, server: RpcServer) -> None:
         self._server = server
-        self._decoder = FrameDecoder(expects_preface=True)
+        self._decoder = FrameDecoder(expects_preface=True, max_body_bytes=server.limits.max_body_bytes)
         self._transport: asyncio.Transport | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._num_open = 0
         self._out: list[bytearray] | None = None
         self._is_write_blocked = False
         self._is_read_paused = False
+        self._num_taken = 0
+        self._looked_at: tuple[int, bool] | None = None
+        self._overdue_at = math.inf
         self.peer = "unknown"
 
     # asyncio's side
@@ -74,7 +96,12 @@ class Connection(asyncio.Protocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         name = transport.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if name else "unknown"
+        if len(self._server.connections) >= self._server.limits.max_connections:
+            log.warning("connection_refused", peer=self.peer, reason="too many connections")
+            transport.abort()
+            return
         self._server.connections[self] = None
+        self._overdue_at = asyncio.get_running_loop().time() + self._server.limits.greeting_s
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -127,6 +154,25 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def look(self, now: float) -> None:
+        """Cut the connection off if it has used up the time for what it is doing.
+
+        That is its greeting, or one frame; taking replies counts as one. Between frames it may rest.
+        """
+        if self._transport is None:
+            return
+        missing_bytes = self._decoder.missing_bytes
+        if self._is_write_blocked:
+            missing_bytes += self._transport.get_write_buffer_size()
+        state = (self._num_taken, self._is_write_blocked)
+        if self._decoder.is_greeted and (not missing_bytes or state != self._looked_at):
+            self._looked_at = state if missing_bytes else None
+            self._overdue_at = now + self._server.limits.stall_s + missing_bytes / (1 << 20)
+        elif now > self._overdue_at:
+            what = "a request or its replies" if self._decoder.is_greeted else "its greeting"
+            log.warning("connection_cut", peer=self.peer, reason=f"{what} took too long")
+            self._transport.abort()
+
     def fileno(self) -> int:
         """Of its socket; -1 when it is closed."""
         sock = self._transport.get_extra_info("socket") if self._transport is not None else None
@@ -134,6 +180,7 @@ class Connection(asyncio.Protocol):
 
     def _take(self, request_id: int, body: memoryview) -> None:
         self._num_open += 1
+        self._num_taken += 1
         call = Call(self, request_id)
         try:
             message = self._server.decoder.decode(body)
@@ -194,11 +241,17 @@ class RpcServer:
         self,
         handlers: Mapping[type[Message], Handler],
         on_lost: Callable[[Connection], None] | None = None,
+        *,
+        limits: Limits | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.handlers = dict(handlers)
         self.decoder = decoder_for(self.handlers)
         self.on_lost = on_lost
         self.connections: dict[Connection, None] = {}
+        self.limits = limits or Limits()
+        self._tls = tls
+        self._look: asyncio.TimerHandle | None = None
         self.port = 0
         self._server: asyncio.Server | None = None
 
@@ -211,13 +264,26 @@ class RpcServer:
         """
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(lambda: Connection(self), host, port)
+            self._server = await loop.create_server(
+                lambda: Connection(self),
+                host,
+                port,
+                ssl=self._tls,
+                ssl_handshake_timeout=self.limits.greeting_s if self._tls is not None else None,
+            )
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise AddressInUse(f"{host}:{port} is in use; free it or choose another port") from error
             raise InvalidArgument("address", f"{host}:{port}", f"one to listen on ({error})") from error
         self.port = self._server.sockets[0].getsockname()[1]
+        self._look_around()
         return self.port
+
+    def _look_around(self) -> None:
+        loop = asyncio.get_running_loop()
+        for connection in list(self.connections):
+            connection.look(loop.time())
+        self._look = loop.call_later(LOOK_S, self._look_around)
 
     def descriptors(self) -> list[int]:
         """Numbers of its open sockets, for a forked child that has to let go of them."""
@@ -228,6 +294,8 @@ class RpcServer:
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
+        if self._look is not None:
+            self._look.cancel()
         if self._server is not None:
             self._server.close()
         for connection in list(self.connections):

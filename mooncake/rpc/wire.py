@@ -66,8 +66,9 @@ def decoder_for(messages: Iterable[type[Message]]) -> msgspec.msgpack.Decoder[An
 class FrameDecoder:
     """Cuts a stream of bytes into frames. Feed it whatever arrives."""
 
-    def __init__(self, expects_preface: bool) -> None:
+    def __init__(self, expects_preface: bool, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._expects_preface = expects_preface
+        self._max_body_bytes = max_body_bytes
         self._pieces: list[bytes] = []
         self._missing_bytes = 0
         """How much more must arrive before looking again is worth it: keeps large frames linear."""
@@ -99,8 +100,10 @@ class FrameDecoder:
             if missing_bytes > 0:
                 break
             body_bytes, request_id = HEADER.unpack_from(view, start)
-            if body_bytes > MAX_BODY_BYTES:
-                raise ProtocolError(f"a frame of {body_bytes} bytes; at most {MAX_BODY_BYTES} are allowed")
+            if body_bytes > self._max_body_bytes:
+                raise ProtocolError(
+                    f"a frame of {body_bytes} bytes; at most {self._max_body_bytes} are allowed"
+                )
             stop = start + _HEADER_BYTES + body_bytes
             missing_bytes = stop - end
             if missing_bytes > 0:
@@ -110,6 +113,16 @@ class FrameDecoder:
         if start < end:
             self._wait(data[start:], missing_bytes)
         return frames
+
+    @property
+    def is_greeted(self) -> bool:
+        """The preface, if one is expected, has come."""
+        return not self._expects_preface
+
+    @property
+    def missing_bytes(self) -> int:
+        """Of the frame of which a part has come; 0 between frames."""
+        return self._missing_bytes if self._pieces else 0
 
     def _wait(self, rest: bytes, missing_bytes: int) -> list[tuple[int, memoryview]]:
         self._pieces.append(rest)

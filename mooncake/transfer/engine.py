@@ -36,6 +36,7 @@ from mooncake.transfer.peer import Segment
 from mooncake.transfer.queue import DOUBTFUL, Move, Queue, count, nobody, run_here, run_together, unregistered
 from mooncake.transfer.segment import RegionInfo, SegmentDescriptor, scheme_of
 from mooncake.transfer.settings import TransferSettings
+from mooncake.transfer.tls import client_context
 from mooncake.transfer.transports import (
     SCHEMES,
     Completion,
@@ -87,7 +88,7 @@ class TransferEngine:
             weakref.WeakKeyDictionary()
         )
         self._transports: dict[str, Transport] = {}
-        self._client = HandshakeClient()
+        self._client = HandshakeClient(client_context(settings) if settings.tls else None)
         self.exchange = self._client.exchange
         self._neighbours = Neighbours(settings, self._host, self._transports, self._client)
         self._inbox = Inbox()
@@ -111,7 +112,11 @@ class TransferEngine:
         self.handshake = ""
         "Where this process answers handshakes (``host:port``); empty when it does not."
         if backend is None and settings.metadata:
-            backend = make_backend(settings.metadata, timeout_s=settings.metadata_timeout_s)
+            backend = make_backend(
+                settings.metadata,
+                timeout_s=settings.metadata_timeout_s,
+                tls=client_context(settings, check_host=True) if settings.tls else None,
+            )
         asks_peers = isinstance(backend, PeerBackend)
         if asks_peers:  # the way this engine asks, with its certificates
             backend = PeerBackend(self._client.describe, settings.metadata_timeout_s)
@@ -369,7 +374,7 @@ class TransferEngine:
     def _listen(self, port: int) -> None:
         target = weakref.ref(self)
         first, reached_at = self.listen_host.split(",")[0], self.advertise_host.split(",")[0]
-        listener = Listener(first, port, target, self._inbox)
+        listener = Listener(first, port, target, self._inbox, self.settings)
         self._talkers.insert(0, listener)
         self.handshake = with_port(reached_at, listener.port)
 

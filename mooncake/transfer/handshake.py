@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import ssl
 import threading
 import time
 import weakref
@@ -103,7 +104,8 @@ class HandshakeClient:
     """Asks other engines; thread-safe. Every call may raise PeerLost (nobody is there, or another process
     than the one that was meant), DeadlineExceeded, and ProtocolError (a peer of another version)."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self._clients: dict[str, BlockingClient] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -176,7 +178,7 @@ class HandshakeClient:
     def _new_client(self, address: str) -> BlockingClient:
         if self._is_closed:
             raise PeerLost(f"engine at {address} was not asked: this process's own engine is closed")
-        return BlockingClient(address, REPLIES, name="the engine", is_patient=False)
+        return BlockingClient(address, REPLIES, name="the engine", is_patient=False, tls=self._tls)
 
     def _keep(self, address: str, client: BlockingClient) -> None:
         with self._lock:

@@ -18,8 +18,9 @@ from typing import Protocol
 
 from mooncake.errors import PeerLost, Unavailable
 from mooncake.log import get_logger
-from mooncake.rpc import Call, RpcServer
+from mooncake.rpc import Call, Limits, RpcServer
 from mooncake.transfer.handshake import (
+    MAX_PAYLOAD_BYTES,
     Alive,
     Describe,
     Described,
@@ -32,8 +33,10 @@ from mooncake.transfer.handshake import (
     Request,
     check_size,
 )
-from mooncake.transfer.host import numeric_host
+from mooncake.transfer.host import default_max_connections, numeric_host
 from mooncake.transfer.segment import SegmentDescriptor, check_version
+from mooncake.transfer.settings import TransferSettings
+from mooncake.transfer.tls import server_context
 
 log = get_logger(__name__)
 
@@ -99,10 +102,23 @@ class Listener:
 
     Raises:
         AddressInUse: the port is taken.
-        InvalidArgument: the host is no address of this machine.
+        InvalidArgument: the host is no address of this machine, or a TLS setting is wrong.
     """
 
-    def __init__(self, host: str, port: int, target: Callable[[], Host | None], inbox: Inbox) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        target: Callable[[], Host | None],
+        inbox: Inbox,
+        settings: TransferSettings,
+    ) -> None:
+        limits = Limits(
+            greeting_s=settings.greeting_timeout_s,
+            stall_s=settings.stall_timeout_s,
+            max_connections=settings.max_connections or default_max_connections(),
+            max_body_bytes=2 * MAX_PAYLOAD_BYTES,
+        )
         self._target = target
         self._inbox = inbox
         self._pid = os.getpid()
@@ -114,7 +130,9 @@ class Listener:
                 Probe: self._probe,
                 Notify: self._notify,
                 Exchange: self._exchange,
-            }
+            },
+            limits=limits,
+            tls=server_context(settings) if settings.tls else None,
         )
         started: concurrent.futures.Future[int] = concurrent.futures.Future()
         address = numeric_host(host, "listen_host")  # a name may have several; one port fits them all badly

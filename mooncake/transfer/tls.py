@@ -9,10 +9,23 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
+from typing import Protocol
 
 from mooncake import _native
 from mooncake.errors import InvalidArgument
 from mooncake.transfer.settings import TransferSettings
+
+
+class Files(Protocol):
+    """Settings that name PEM files."""
+
+    @property
+    def tls_cert(self) -> str: ...
+    @property
+    def tls_key(self) -> str: ...
+    @property
+    def tls_ca(self) -> str: ...
+
 
 CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 
@@ -33,7 +46,7 @@ def native_tls(settings: TransferSettings) -> _native.TlsContext:
         raise _wrong(settings, field, reason) from error
 
 
-def server_context(settings: TransferSettings) -> ssl.SSLContext:
+def server_context(settings: Files) -> ssl.SSLContext:
     """For the side that listens; raises as ``native_tls``."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0
@@ -47,7 +60,7 @@ def client_context(settings: TransferSettings, *, check_host: bool | None = None
     return _filled(settings, context)
 
 
-def _filled(settings: TransferSettings, context: ssl.SSLContext) -> ssl.SSLContext:
+def _filled(settings: Files, context: ssl.SSLContext) -> ssl.SSLContext:
     _check_files(settings)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
@@ -57,11 +70,13 @@ def _filled(settings: TransferSettings, context: ssl.SSLContext) -> ssl.SSLConte
         field = "tls_ca"
         context.load_verify_locations(settings.tls_ca)
     except (OSError, ValueError) as error:
+        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
+            field = "tls_key"
         raise _wrong(settings, field, str(error)) from error
     return context
 
 
-def _check_files(settings: TransferSettings) -> None:
+def _check_files(settings: Files) -> None:
     """What OpenSSL would say less clearly: a file that is not there, or holds something else."""
     for field, mark in {
         "tls_cert": CERTIFICATE,
@@ -78,7 +93,7 @@ def _check_files(settings: TransferSettings) -> None:
             raise _wrong(settings, field, "it has a password; `openssl pkey` takes it off")
 
 
-def _wrong(settings: TransferSettings, field: str, reason: str) -> InvalidArgument:
+def _wrong(settings: Files, field: str, reason: str) -> InvalidArgument:
     needs = {
         "tls": "only where OpenSSL 3 is installed",
         "tls_cert": "a PEM certificate",

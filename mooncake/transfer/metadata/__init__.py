@@ -7,8 +7,9 @@ empty is full again a moment later. A backend knows keys and bytes, not what the
 from __future__ import annotations
 
 import importlib
+import ssl
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from mooncake.errors import InvalidArgument
 
@@ -17,10 +18,11 @@ P2P = "P2PHANDSHAKE"
 
 BACKENDS = {
     "http": "mooncake.transfer.metadata.http:HttpBackend",
+    "https": "mooncake.transfer.metadata.http:HttpBackend",
     "etcd": "mooncake.transfer.metadata.etcd:EtcdBackend",
     "redis": "mooncake.transfer.metadata.redis:RedisBackend",
 }
-_ALLOWED = f"{P2P}, http://host:port/metadata, etcd://host:port[;host:port], redis://[:password@]host:port[/database]"
+_ALLOWED = f"{P2P}, http[s]://host:port/metadata, etcd://host:port[;host:port], redis://[:password@]host:port[/database]"
 
 
 class Backend(Protocol):
@@ -53,6 +55,7 @@ def make_backend(
     timeout_s: float = 5.0,
     password: str = "",
     database: int = 0,
+    tls: ssl.SSLContext | None = None,
 ) -> Backend:
     """The backend for ``url``. Nothing is connected yet: the first call says whether somebody is there.
 
@@ -60,6 +63,7 @@ def make_backend(
         url: as ``TransferSettings.metadata``; ``host:port`` without a scheme is etcd.
         timeout_s: for each call.
         password, database: of Redis, where the URL names none.
+        tls: for https; without it the authorities of this system are trusted.
 
     Raises:
         InvalidArgument: none of the forms.
@@ -76,4 +80,9 @@ def make_backend(
         raise InvalidArgument("metadata", url, _ALLOWED)
     module, name = BACKENDS[scheme].split(":")
     make: Callable[..., Backend] = getattr(importlib.import_module(module), name)
-    return make(url, timeout_s, **({"password": password, "database": database} if scheme == "redis" else {}))
+    more: dict[str, Any] = {}
+    if scheme == "redis":
+        more = {"password": password, "database": database}
+    elif scheme == "https":
+        more = {"tls": tls}
+    return make(url, timeout_s, **more)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import http.client
 import os
+import ssl
 import threading
 
-from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost
+from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
 
 
 class HttpConnection:
@@ -20,10 +21,13 @@ class HttpConnection:
         InvalidArgument: ``host`` cannot be one.
     """
 
-    def __init__(self, url: str, host: str, port: int, timeout_s: float) -> None:
+    def __init__(
+        self, url: str, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.url = url
         self._timeout_s = timeout_s
         self._address = host, port
+        self._tls = tls
         try:
             self._begin()
         except http.client.InvalidURL as error:
@@ -31,7 +35,11 @@ class HttpConnection:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._connection = http.client.HTTPConnection(*self._address, timeout=self._timeout_s)
+        self._connection = (
+            http.client.HTTPConnection(*self._address, timeout=self._timeout_s)
+            if self._tls is None
+            else http.client.HTTPSConnection(*self._address, timeout=self._timeout_s, context=self._tls)
+        )
         self._lock = threading.Lock()
 
     def call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
@@ -40,6 +48,7 @@ class HttpConnection:
         Raises:
             PeerLost: nobody listens there, the connection broke twice, or the service failed.
             DeadlineExceeded: no answer in time.
+            ProtocolError: no TLS there, or a certificate that one of both does not trust.
         """
         if os.getpid() != self._pid:  # forked: the connection is the parent's
             self._begin()
@@ -55,6 +64,12 @@ class HttpConnection:
                     raise DeadlineExceeded(
                         f"metadata service {self.url} did not answer {method} within {self._timeout_s:g} s; "
                         "is the address right?"
+                    ) from error
+                except ssl.SSLError as error:
+                    self._connection.close()
+                    raise ProtocolError(
+                        f"metadata service {self.url}: no TLS with it ({error}); check that it serves https,"
+                        " `tls_ca` and the certificates of both sides"
                     ) from error
                 except (OSError, http.client.HTTPException) as error:
                     self._connection.close()

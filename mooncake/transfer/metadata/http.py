@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from urllib.parse import quote, urlsplit
 
 from mooncake.errors import InvalidArgument, ProtocolError
@@ -14,22 +15,27 @@ class HttpBackend:
 
     Args:
         timeout_s: for each call.
+        tls: for an https URL; without it the authorities of this system are trusted.
 
     Raises:
         InvalidArgument: not an http URL.
     """
 
-    def __init__(self, url: str, timeout_s: float = 5.0) -> None:
+    def __init__(self, url: str, timeout_s: float = 5.0, tls: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(url)
         try:
-            port = parts.port or 80
+            port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
             port = 0
-        if parts.scheme != "http" or not parts.hostname or not port:
-            raise InvalidArgument("url", url, "http://host:port/metadata")
+        if parts.scheme not in ("http", "https") or not parts.hostname or not port:
+            raise InvalidArgument("url", url, "http://host:port/metadata, or https://")
+        if parts.scheme == "http":
+            tls = None
+        elif tls is None:
+            tls = ssl.create_default_context()
         self.url = url
         self._path = parts.path.rstrip("/") or "/metadata"
-        self._connection = HttpConnection(url, parts.hostname, port, timeout_s)
+        self._connection = HttpConnection(url, parts.hostname, port, timeout_s, tls)
 
     def __repr__(self) -> str:
         return f"<HttpBackend {self.url}>"

@@ -15,7 +15,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from mooncake import clock
 from mooncake.config import Port
+from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
+from mooncake.transfer.tls import server_context
 from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
@@ -34,17 +36,36 @@ class MetadataSettings:
     port: Port = 8080
     "Port of the HTTP server; 0 takes a free one."
 
+    tls_cert: str = ""
+    "PEM file with the certificate to serve https with; empty serves http."
+
+    tls_key: str = ""
+    "PEM file with its private key, without a password."
+
+    tls_ca: str = ""
+    "PEM file with the authority of which clients must show a certificate."
+
+    def __post_init__(self) -> None:
+        files = {"tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_ca": self.tls_ca}
+        for field, path in files.items():
+            if any(files.values()) and not path:
+                raise InvalidArgument(field, path, "the path of a PEM file, or none of the three")
+
 
 async def serve(settings: MetadataSettings) -> None:
     """Run the service until cancelled.
 
     Raises:
         AddressInUse: the port is taken.
+        InvalidArgument: a TLS file is not what it should be.
     """
-    server = WebServer(make_app(), listen(settings.host, settings.port))
+    tls = server_context(settings) if settings.tls_cert else None
+    server = WebServer(make_app(), listen(settings.host, settings.port), tls=tls)
     try:
         await server.start()
-        log.info("ready", role="metadata", address=f"http://{settings.host}:{server.port}")
+        log.info(
+            "ready", role="metadata", address=f"{'https' if tls else 'http'}://{settings.host}:{server.port}"
+        )
         await server.wait()
     finally:
         await server.close()

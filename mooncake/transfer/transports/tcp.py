@@ -11,12 +11,11 @@ server listens on all of them, and a rail's connections begin at its own local a
 from __future__ import annotations
 
 import errno
-import resource
 from collections.abc import Sequence
 
 from mooncake import _native
 from mooncake.errors import AddressInUse, InvalidArgument, PeerLost, Unavailable
-from mooncake.transfer.host import numeric_host, with_port
+from mooncake.transfer.host import default_max_connections, numeric_host, with_port
 from mooncake.transfer.segment import RegionInfo
 from mooncake.transfer.tls import native_tls
 from mooncake.transfer.transports import Carrier, Site
@@ -111,8 +110,3 @@ class TcpTransport:
 
     def close(self) -> None:
         self._server.close()
-
-
-def default_max_connections() -> int:
-    """Half of the files that this process may open, so that peers can't take them all."""
-    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 16384)
