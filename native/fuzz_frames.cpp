@@ -489,9 +489,9 @@ int main(int argc, char** argv) {
   if (!has_tls) std::printf("TLS targets are SKIPPED: no openssl program or no libssl.so.3\n");
   const Target targets[] = {
       {"wire", fuzz_wire, 0.10},
-      {"server", fuzz_server, 0.66},
+      {"server", fuzz_server, 0.668},
       {"tls", fuzz_tls, 0.06, true},
-      {"inside tls", fuzz_inside_tls, 0.01, true},
+      {"inside tls", fuzz_inside_tls, 0.002, true},
       {"client", fuzz_client, 0.10},
       {"sharing owner", fuzz_sharing_owner, 0.05},
       {"sharing client", fuzz_sharing_client, 0.02},
