@@ -443,7 +443,7 @@ async def test_a_restarted_peer_is_never_written_to_by_mistake(metadata: str) ->
     """It comes back at the same name, ports and addresses: what was memory for us is another's now."""
     memory = np.zeros(4096, dtype=np.uint8)
     address = int(memory.ctypes.data)
-    for way in ("run", "transfer", "submit"):
+    for way in ("run", "transfer", "submit", "write"):
         with TransferEngine(settings_of(metadata, metadata_cache_s=3600)) as near:
             here = near.allocate(4096)
             here.view()[:] = b"x" * 4096
@@ -459,6 +459,9 @@ async def test_a_restarted_peer_is_never_written_to_by_mistake(metadata: str) ->
                 assert near.run(Op.WRITE, segment, *columns).status == Status.PEER_LOST
             elif way == "transfer":
                 assert (await near.transfer(Op.WRITE, segment, *columns)).status == Status.PEER_LOST
+            elif way == "write":
+                with pytest.raises(PeerLost, match=r"write to .* was restarted.*open it again"):
+                    await near.write(name, *columns)
             else:
                 queue = near.new_queue()
                 near.submit(queue, 1, Op.WRITE, segment, *columns)
