@@ -16,14 +16,14 @@ from mooncake.transfer.compat import (
     create_rpc_client,
     create_rpc_server,
 )
-from mooncake.transfer.compat.machine import NVIDIA
+from mooncake.transfer.compat.machine import has_cuda
 
 CoroRPCInterface = RpcInterface
 
 Read = TransferOpcode.Read
 Write = TransferOpcode.Write
 
-SUPPORT_CUDA = NVIDIA.exists()
+SUPPORT_CUDA = has_cuda()
 """Device memory can be had here. The others are about hardware that this package has no transport for."""
 SUPPORT_EFA = False
 SUPPORT_HIP = False

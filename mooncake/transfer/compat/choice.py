@@ -18,28 +18,22 @@ P2P = "P2PHANDSHAKE"
 LEGACY_PORT = 12001
 
 PROTOCOLS = {
-    "tcp": ("shm", "tcp"),
-    "shm": ("shm", "tcp"),
-    "rdma": ("shm", "rdma", "tcp"),
-    "cuda": ("shm", "cuda", "tcp"),
-    "nvlink": ("shm", "cuda", "tcp"),
-    "nvlink_intra": ("shm", "cuda", "tcp"),
-    "file": ("shm", "file", "tcp"),
-    "nvmeof": ("shm", "file", "tcp"),
-    "rpc_only": (),
+    "tcp": "tcp",
+    "shm": "shm",
+    "rdma": "rdma",
+    "cuda": "cuda",
+    "nvlink": "cuda",
+    "nvlink_intra": "cuda",
+    "rpc_only": "",
 }
-"""Transports per protocol, best first. What a region cannot use, the next one carries."""
+"""The transport that a protocol cannot do without; others are used, too, where they are quicker."""
 
-NEEDS_A_DEVICE = {
-    "rdma": "RDMA device",
-    "cuda": "CUDA device",
-    "nvlink": "CUDA device",
-    "nvlink_intra": "CUDA device",
-}
+BEST_FIRST = ("shm", "cuda", "rdma", "tcp")
+DEVICES = {"rdma": "RDMA device", "cuda": "CUDA device"}
 
 ELSEWHERE = {
     *("ascend", "ascend_direct", "barex", "cxi", "cxl", "efa", "hccl", "hip", "maca", "mpcomm", "musa"),
-    *("nccl", "sunrise_link", "tpu", "ub", "ubshmem", "xgmi"),
+    *("nccl", "nvmeof", "sunrise_link", "tpu", "ub", "ubshmem", "xgmi"),
 }
 """Protocols of the existing package for hardware that this one has no transport for."""
 
@@ -123,20 +117,24 @@ def _transports(protocol: str, knobs: EngineSettings, schemes: Sequence[str]) ->
         )
     if protocol not in PROTOCOLS:
         raise InvalidArgument("protocol", protocol, ", ".join(PROTOCOLS))
-    if knobs.force_tcp and protocol != "rpc_only":
+    needed = PROTOCOLS[protocol]
+    if not needed:
+        return (), ""
+    if knobs.force_tcp:
         return ("tcp",), ""
-    wanted = tuple(scheme for scheme in PROTOCOLS[protocol] if scheme in schemes)
-    missing = [scheme for scheme in PROTOCOLS[protocol] if scheme not in schemes]
-    if not missing:
+    wanted = tuple(
+        scheme for scheme in BEST_FIRST if scheme in schemes and (scheme != "rdma" or scheme == needed)
+    )
+    if needed in schemes:
         return wanted, ""
-    what = NEEDS_A_DEVICE.get(protocol, f"{missing[0]} transport")
-    if protocol != "rdma" or knobs.force_hca:
+    device = DEVICES.get(needed, f"{needed} transport")
+    if needed != "rdma" or knobs.force_hca:
         raise Refused(
             Code.DEVICE_NOT_FOUND,
-            f"protocol {protocol!r}: this machine has no {what}; use 'tcp', or see its drivers",
+            f"protocol {protocol!r}: this machine has no {device}; say 'tcp', or see to its drivers",
         )
     return wanted, (
-        f"protocol {protocol!r}: this machine has no {what}, so {' and '.join(wanted)} will carry the bytes; "
+        f"protocol {protocol!r}: this machine has no {device}, so {' and '.join(wanted)} will carry bytes; "
         "say 'tcp' to silence this, or set MC_FORCE_HCA=1 to make it an error"
     )
 

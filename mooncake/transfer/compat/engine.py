@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from mooncake.config import load
-from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, PeerLost, ProtocolError
+from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, PeerLost, ProtocolError, Unavailable
 from mooncake.log import get_logger
 from mooncake.transfer.columns import Addresses, Columns, columns_of
 from mooncake.transfer.compat.batches import FAILED, Batches
@@ -127,7 +127,14 @@ class TransferEngine:
         if choice.warning:
             log.warning(f"initialize: {choice.warning}")
         settings, _ = load(TransferSettings, choice.flags, os.environ)
-        engine = self._bind(choice, settings)
+        try:
+            engine = self._bind(choice, settings)
+        except Unavailable as error:  # the kernel knows a device, but it is of no use
+            if "rdma" not in settings.transports or knobs.force_hca:
+                raise
+            rest = tuple(scheme for scheme in settings.transports if scheme != "rdma")
+            log.warning(f"initialize: {error}; {' and '.join(rest)} will carry the bytes")
+            engine = self._bind(choice, replace(settings, transports=rest))
         try:
             engine.publish()
         except MooncakeError as error:
@@ -314,9 +321,9 @@ class TransferEngine:
     def batch_transfer_sync_write(
         self,
         target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
         transport_hint: str = "",
     ) -> int:
         """0, or -1; 0 for nothing to move."""
@@ -325,9 +332,9 @@ class TransferEngine:
     def batch_transfer_sync_read(
         self,
         target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
         transport_hint: str = "",
     ) -> int:
         """0, or -1; 0 for nothing to move."""
@@ -336,9 +343,9 @@ class TransferEngine:
     def batch_transfer_sync(
         self,
         target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
         opcode: int,
         notify: TransferNotify | None = None,
         transport_hint: str = "",
@@ -381,9 +388,9 @@ class TransferEngine:
     def batch_transfer_async_write(
         self,
         target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
         transport_hint: str = "",
     ) -> int:
         """A batch id, or 0."""
@@ -392,9 +399,9 @@ class TransferEngine:
     def batch_transfer_async_read(
         self,
         target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
         transport_hint: str = "",
     ) -> int:
         """A batch id, or 0."""
@@ -403,9 +410,9 @@ class TransferEngine:
     def batch_transfer_async(
         self,
         target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
         opcode: int,
         transport_hint: str = "",
     ) -> int:
@@ -486,9 +493,9 @@ class TransferEngine:
     def batch_transfer_write_on_cuda(
         self,
         target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
         stream_ptr: int = 0,
         transport_hint: str = "",
     ) -> None:
@@ -498,9 +505,9 @@ class TransferEngine:
     def batch_transfer_read_on_cuda(
         self,
         target_hostname: str,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
         stream_ptr: int = 0,
         transport_hint: str = "",
     ) -> None:

@@ -28,8 +28,21 @@ def rdma_devices() -> list[str]:
 
 def available_schemes() -> list[str]:
     """Transports that this package has and this machine can use."""
-    present = {"rdma": bool(rdma_devices()), "cuda": NVIDIA.exists()}
+    present = {"rdma": bool(rdma_devices()), "cuda": has_cuda()}
     return [scheme for scheme in SCHEMES if present.get(scheme, True)]
+
+
+def has_cuda() -> bool:
+    """There is a CUDA device, and a driver library to talk to it."""
+    return NVIDIA.exists() and _driver() is not None
+
+
+@cache
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def resolves(host: str) -> bool:
@@ -74,7 +87,7 @@ def is_mapped(address: int, size: int) -> bool:
 
 def is_memory(address: int, size: int) -> bool:
     """The range may be registered: it is mapped, or may be a device's, which only the driver knows."""
-    return is_mapped(address, size) or NVIDIA.exists()
+    return is_mapped(address, size) or has_cuda()
 
 
 def wait_for_stream(stream: int) -> None:
@@ -83,13 +96,12 @@ def wait_for_stream(stream: int) -> None:
     Raises:
         RuntimeError: there is no CUDA driver, or the stream failed.
     """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    driver = _driver()
+    if driver is None:
         raise RuntimeError(
             "transfers on a CUDA stream need a CUDA device and its driver (libcuda.so.1 is not there); "
             "use the calls without _on_cuda"
-        ) from None
+        )
     status = driver.cuStreamSynchronize(ctypes.c_void_p(stream))
     if status:
         raise RuntimeError(f"cuStreamSynchronize answered {status}; is the stream of this thread's context?")

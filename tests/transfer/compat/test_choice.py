@@ -22,7 +22,7 @@ from mooncake.transfer.compat.environment import EngineSettings
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.transports import SCHEMES
 
-ALL = ("local", "shm", "rdma", "cuda", "file", "tcp")
+ALL = ("local", "tcp", "rdma", "cuda", "shm")
 
 
 def choice(
@@ -42,8 +42,9 @@ def choice(
 
 
 def test_protocols_and_their_transports() -> None:
-    assert choice().flags["transports"] == ("shm", "tcp")
-    assert choice(protocol="rdma").flags["transports"] == ("shm", "rdma", "tcp")
+    assert choice().flags["transports"] == ("shm", "cuda", "tcp")
+    assert choice(schemes=("tcp", "shm")).flags["transports"] == ("shm", "tcp")
+    assert choice(protocol="rdma").flags["transports"] == ("shm", "cuda", "rdma", "tcp")
     assert choice(protocol="nvlink").flags["transports"] == ("shm", "cuda", "tcp")
     assert choice(protocol="rpc_only").flags["transports"] == ()
     assert choice(protocol="rdma", force_tcp=True).flags["transports"] == ("tcp",)
