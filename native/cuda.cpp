@@ -394,6 +394,7 @@ RegionRef Cuda::allocate(RegionTable& table, int device, uint64_t size, std::str
     Result result = current.result;
     if (result == kSuccess) result = driver_->allocate(&address, size);
     if (result == kSuccess) result = driver_->fill(address, 0, size);
+    if (result == kSuccess) result = driver_->stream_synchronize(nullptr);  // our streams would not wait for it
     if (result != kSuccess) {
       if (address) driver_->free(address);
       return why = driver_->say(result), nullptr;
@@ -427,8 +428,10 @@ RegionRef Cuda::import(const Export& from, uint64_t size, uint64_t key, std::str
   Placement placement;
   if (!place(address, size, placement, why)) return nullptr;
   if (!lies_within(address - placement.base, size, placement.size)) return why = "it ends earlier than said", nullptr;
-  auto memory = std::make_shared<DeviceMemory>(shared_from_this(), placement.device, address, allocation, std::nullopt);
-  return std::make_shared<Region>(address, size, key, true, kind_of(placement.device), memory);
+  auto memory = std::make_shared<DeviceMemory>(shared_from_this(), placement.device, address, nullptr, std::nullopt);
+  auto region = std::make_shared<Region>(address, size, key, true, kind_of(placement.device), memory);
+  region->hold_while_open(std::move(allocation));  // its owner may free it as soon as we say that we closed it
+  return region;
 }
 
 std::shared_ptr<void> Cuda::opened(int device, const IpcHandle& handle, Pointer& base, std::string& why) {
@@ -523,6 +526,8 @@ Outcome DeviceMemory::write(uint64_t offset, const void* from, uint64_t length) 
   Piece piece{reinterpret_cast<uint64_t>(from), address + offset, length};
   return outcome_of(cuda->copy(device, Toward::kDevice, {&piece, 1}, cuda->is_pinned_staging(from), nullptr));
 }
+
+bool is_device_memory(const Medium& medium) { return dynamic_cast<const DeviceMemory*>(&medium) != nullptr; }
 
 const DeviceMemory* device_memory(const Region& region) {
   return dynamic_cast<const DeviceMemory*>(region.medium.get());

@@ -110,6 +110,7 @@ class DeviceMemory final : public Medium {
 
 // The device memory behind a region, or null.
 const DeviceMemory* device_memory(const Region& region);
+bool is_device_memory(const Medium& medium);
 
 Outcome outcome_of(Result result);  // what of a driver's errors a completion can say
 

@@ -43,7 +43,19 @@ ShmPeer::Mapping ShmPeer::map(const SharingMessage& message, int descriptor) {
   return mapping;
 }
 
+// The device copies from or to the mapping itself, without staging memory of ours between.
+Outcome ShmPeer::copy_device(const Portion& portion, const cuda::DeviceMemory& here) {
+  std::vector<cuda::Piece> pieces;
+  for (const Slice& slice : portion.slices) {
+    if (slice.length) fault_in(*portion.mapping.region, *portion.mapping.touched, slice.remote, slice.length);
+    pieces.push_back({slice.remote, slice.local, slice.length});
+  }
+  auto toward = portion.request.op == Op::kWrite ? cuda::Toward::kHost : cuda::Toward::kDevice;
+  return cuda::outcome_of(here.cuda->copy(here.device, toward, pieces, false, portion.checksums));
+}
+
 Outcome ShmPeer::copy(const Portion& portion) {
+  if (const auto* device = cuda::device_memory(*portion.regions[0])) return copy_device(portion, *device);
   bool is_write = portion.request.op == Op::kWrite;
   bool is_big = portion.job_bytes >= (is_write ? kStreamingWrite : kStreamingRead);
   for (size_t i = 0; i < portion.slices.size(); i++) {

@@ -1,7 +1,9 @@
 // Reads and writes on the same host: the peer's shared memory is mapped here (sharing.h draws the
-// conversation) and copied by the caller's own thread, so the target process does nothing at all.
+// conversation) and copied by the caller's own thread, so the target process does nothing at all. Where the
+// local bytes are in device memory, the device copies them, through pinned staging of the caller.
 #pragma once
 
+#include "cuda.h"
 #include "sharing.h"
 
 namespace mooncake {
@@ -17,6 +19,10 @@ class ShmPeer final : public SharingPeer {
   Mapping map(const SharingMessage& message, int descriptor) override;
   Outcome copy(const Portion& portion) override;
   uint64_t portion_bytes() const override { return 4 << 20; }
+  bool takes(const Medium& medium) const override { return cuda::is_device_memory(medium); }
+
+ private:
+  Outcome copy_device(const Portion& portion, const cuda::DeviceMemory& here);
 };
 
 class ShmTransport final : public SharingTransport {

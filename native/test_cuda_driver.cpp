@@ -160,6 +160,12 @@ Result copy(const std::shared_ptr<Allocation>& target, Pointer to, const std::sh
   return kOk;
 }
 
+// Not waited for by streams of their own, as with the real driver's non-blocking ones.
+Stream& default_stream() {
+  static auto* stream = new Stream(0);
+  return *stream;
+}
+
 Result ready() {
   if (!is_initialised) return kNotInitialized;
   return current.empty() ? kInvalidContext : kOk;
@@ -244,7 +250,7 @@ Result cuMemsetD8_v2(Pointer at, unsigned char value, size_t size) {
   if (Result result = ready()) return result;
   auto found = allocation_of(at, size);
   if (!found) return kInvalidValue;
-  std::memset(found->bytes + (at - found->device_address), value, size);
+  default_stream().add([=] { std::memset(found->bytes + (at - found->device_address), value, size); });
   return kOk;
 }
 
@@ -299,6 +305,18 @@ Result cuMemcpyPeerAsync(Pointer to, Context* there, Pointer from, Context* here
   return copy(target, to, source, from, size, stream);
 }
 
+// Whatever lies where, pageable or not, at once.
+Result cuMemcpy(Pointer to, Pointer from, size_t size) {
+  if (Result result = ready()) return result;
+  auto where = [&](Pointer at) -> void* {
+    auto found = allocation_of(at, size);
+    return found ? found->bytes + (at - found->device_address) : reinterpret_cast<void*>(at);
+  };
+  return std::memmove(where(to), where(from), size), kOk;
+}
+Result cuCtxSetCurrent(Context* context) { return current.assign(1, context), kOk; }
+Result cuCtxSynchronize() { return ready(); }
+
 Result cuStreamCreate(Stream** stream, unsigned) {
   if (Result result = ready()) return result;
   *stream = new Stream(current.back()->device);
@@ -306,7 +324,7 @@ Result cuStreamCreate(Stream** stream, unsigned) {
 }
 Result cuStreamSynchronize(Stream* stream) {
   if (Result result = ready()) return result;
-  return stream->synchronize(), kOk;
+  return (stream ? *stream : default_stream()).synchronize(), kOk;
 }
 Result cuStreamDestroy_v2(Stream* stream) {
   delete stream;

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from mooncake.cli import main
-from mooncake.cli.bench.measure import KIB, MIB, SHAPES, CeilingRow, Row, Shape
-from mooncake.cli.bench.paths import Paths, Subject
+from mooncake.cli.bench import device_ceilings
+from mooncake.cli.bench.measure import KIB, MIB, SHAPES, CeilingRow, Row, Shape, measure_paths
+from mooncake.cli.bench.paths import ENGINES, SUBJECTS, Paths, Subject
 from mooncake.cli.bench.report import GOALS, Report, judge, render
 from mooncake.cli.bench.target import pattern
 from mooncake.errors import ProtocolError, Unavailable
+from tests.contract import cuda_double
 
 ROW = Row("tcp", "write", "1 MiB", MIB, 1, 4.0, 250.0, 400.0, 0.3, "raw socket", 4.4, 0.2, 0.91)
 
@@ -69,6 +71,26 @@ def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
             paths.move(tcp, "write", 4 * KIB, 1, 1)
     finally:
         paths.close()
+
+
+@pytest.mark.processes
+def test_device_memory_beside_the_driver_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the test double of the driver: what is measured, not how fast it is."""
+    if not cuda_double.built():
+        pytest.skip("no C++ compiler for the test double of the CUDA driver; install g++")
+    fields = {"transports": ["cuda"], "cuda_library": str(cuda_double.LIBRARY)}
+    monkeypatch.setitem(ENGINES, "cuda", fields)
+    subjects = [subject for subject in SUBJECTS if subject.engine == "cuda"]
+    paths = Paths(subjects, 256 * KIB)
+    try:
+        ceilings = device_ceilings(paths, 256 * KIB)
+        rows = measure_paths(paths, subjects, ceilings, [Shape(4 * KIB, 3)], 1, lambda _: None)
+    finally:
+        paths.close()
+    assert {(row.path, row.ceiling) for row in rows} == {
+        ("cuda", "driver pageable"), ("cuda+pin", "driver pinned"), ("cuda+dev", "driver device")
+    }  # fmt: skip
+    assert len(rows) == 6 and all(row.ratio for row in rows)
 
 
 @pytest.mark.processes

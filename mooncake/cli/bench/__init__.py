@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from mooncake.cli.bench.ceilings import Ceiling, Memcpy, RawStream
+from mooncake.cli.bench.ceilings import Ceiling, DriverCopy, Memcpy, RawStream
 from mooncake.cli.bench.measure import KIB, MIB, SHAPES, measure_ceilings, measure_paths, measure_ping
 from mooncake.cli.bench.paths import Paths, available
 from mooncake.cli.bench.report import Report, describe_machine, render
+from mooncake.cli.bench.target import DEVICE
 from mooncake.config import parse_size
 from mooncake.errors import InvalidArgument, Unavailable
 
@@ -52,6 +53,8 @@ def bench_transfer(
         ceilings: dict[str, Ceiling] = {
             "memcpy": Memcpy(paths.here.address, paths.spare.address, window_bytes)
         }
+        if DEVICE in paths.windows:
+            ceilings |= device_ceilings(paths, window_bytes)
         ping_us = None
         try:
             stream = RawStream(window_bytes)
@@ -70,6 +73,16 @@ def bench_transfer(
         json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
     if plot_file is not None:
         draw(report, plot_file)
+
+
+def device_ceilings(paths: Paths, window_bytes: int) -> dict[str, Ceiling]:
+    """The driver alone, between the places that the cuda paths move between."""
+    library, spare = paths.engines[DEVICE].cuda_library, paths.windows["spare"].address
+    places = {"pageable": paths.here, "pinned": paths.windows["pinned"], "device": paths.windows[DEVICE]}
+    return {
+        (name := f"driver {place}"): DriverCopy(name, library, region.address, spare, window_bytes)
+        for place, region in places.items()
+    }
 
 
 def _size(text: str) -> int:

@@ -1,4 +1,4 @@
-"""What the machine can do at best: plain copies, a C program's socket stream, fio on a file.
+"""What the machine can do at best: plain copies, a C program's socket stream, fio on a file, a GPU driver.
 
 A ceiling moves the same amount in pieces of the same size as what is measured, so that the two can take
 turns. It knows nothing of the transfer engine. ``native/raw_stream.c`` is the C program; it is built with
@@ -81,6 +81,41 @@ class Memcpy:
             ctypes.memmove(target + at, source + at, size_bytes)
         seconds = time.perf_counter() - begin
         return Sample(seconds, time.thread_time() - begin_cpu, num * count * size_bytes)
+
+
+class DriverCopy:
+    """The CUDA driver's own copy between two places of this process, one call and one wait per piece.
+
+    Raises:
+        Unavailable: the driver cannot be loaded.
+    """
+
+    def __init__(self, name: str, library: str, source: int, target: int, window_bytes: int) -> None:
+        self.name = name
+        self._source, self._target, self._window = source, target, window_bytes
+        try:
+            self._driver = ctypes.CDLL(library)
+        except OSError as error:
+            raise Unavailable(str(error)) from error
+        context = ctypes.c_void_p()
+        self._call("cuInit", 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self._call("cuCtxSetCurrent", context)
+
+    def move(self, op: str, size_bytes: int, count: int, num: int) -> Sample:
+        source, target = (self._source, self._target) if op == WRITE else (self._target, self._source)
+        places = max(1, self._window // size_bytes)
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        for i in range(num * count):
+            at = i % places * size_bytes
+            self._call("cuMemcpy", *map(ctypes.c_uint64, (target + at, source + at, size_bytes)))
+            self._call("cuCtxSynchronize")
+        seconds = time.perf_counter() - begin
+        return Sample(seconds, time.process_time() - begin_cpu, num * count * size_bytes)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if result := getattr(self._driver, name)(*arguments):
+            raise Unavailable(f"{name} of the CUDA driver failed with error {result}")
 
 
 class RawStream:

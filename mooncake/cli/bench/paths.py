@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from mooncake.cli.bench.ceilings import WRITE, Sample, cpu_s
-from mooncake.cli.bench.target import engines_of, lend, pattern
+from mooncake.cli.bench.target import DEVICE, engines_of, fill, holds, lend
 from mooncake.errors import InvalidArgument, MooncakeError, ProtocolError, Unavailable
 from mooncake.transfer import Op, Status
 from mooncake.transfer.segment import Column, decode_descriptor
+from mooncake.transfer.transports.cuda import why_unavailable
 
 TIMEOUT_S = 60.0
 """For one call: far more than 128 MiB take on the slowest path."""
@@ -37,6 +38,10 @@ class Subject:
     ceiling: str
     "What it is measured against; empty when there is nothing on this machine."
     checksum: bool = False
+    local: str = "memory"
+    "What the bytes lie in here: `memory`, `pinned` memory or `cuda`."
+    remote: str = "memory"
+    "And there: `memory` or `cuda`."
 
 
 SUBJECTS = (
@@ -45,6 +50,9 @@ SUBJECTS = (
     Subject("tcp", "tcp", "raw socket"),
     Subject("tcp+crc", "tcp", "raw socket", checksum=True),
     Subject("rdma", "rdma", ""),
+    Subject("cuda", "cuda", "driver pageable", remote="cuda"),
+    Subject("cuda+pin", "cuda", "driver pinned", local="pinned", remote="cuda"),
+    Subject("cuda+dev", "cuda", "driver device", local="cuda", remote="cuda"),
 )
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -69,6 +77,8 @@ def available(asked: Sequence[str]) -> tuple[list[Subject], dict[str, str]]:
                 engine.close()
         except MooncakeError as error:
             missing[name] = str(error)
+    if DEVICE not in missing and (why := why_unavailable()):
+        missing[DEVICE] = why
     wanted = [subject for subject in SUBJECTS if not asked or subject.name in asked]
     skipped = {subject.name: missing[subject.engine] for subject in wanted if subject.engine in missing}
     return [subject for subject in wanted if subject.name not in skipped], skipped
@@ -90,11 +100,11 @@ class Target:
             name: decode_descriptor(text.encode()) for name, text in json.loads(described).items()
         }
 
-    def fill(self, seed: int, num_bytes: int) -> None:
-        self._ask(f"fill {seed} {num_bytes}")
+    def fill(self, kind: str, seed: int, num_bytes: int) -> None:
+        self._ask(f"fill {kind} {seed} {num_bytes}")
 
-    def holds(self, seed: int, num_bytes: int) -> bool:
-        return self._ask(f"holds {seed} {num_bytes}") == "yes"
+    def holds(self, kind: str, seed: int, num_bytes: int) -> bool:
+        return self._ask(f"holds {kind} {seed} {num_bytes}") == "yes"
 
     def close(self) -> None:
         try:
@@ -124,6 +134,13 @@ class Paths:
         self.engines = engines_of(asked)
         self.target = Target(window_bytes, asked)
         self.here, self.spare = (lend(self.engines, window_bytes) for _ in range(2))
+        self.windows = {"memory": self.here}
+        if DEVICE in self.engines:
+            with_device = self.engines[DEVICE]
+            self.windows["pinned"] = with_device.allocate(window_bytes)
+            with_device.pin(self.windows["pinned"])
+            for name in (DEVICE, "spare"):
+                self.windows[name] = with_device.allocate(window_bytes, device=f"{DEVICE}:0")
         self._segments = {
             name: engine.open(self.target.descriptors[name]) for name, engine in self.engines.items()
         }
@@ -157,15 +174,11 @@ class Paths:
             ProtocolError: other bytes arrived.
         """
         num_bytes = size_bytes * count
-        mine = np.frombuffer(self.here.view(), dtype=np.uint8)[:num_bytes]
-        if op == WRITE:
-            mine[:] = pattern(seed, num_bytes)
-            self.target.fill(seed + 1, num_bytes)
-        else:
-            mine[:] = pattern(seed + 1, num_bytes)
-            self.target.fill(seed, num_bytes)
+        mine = self.windows[subject.local]
+        fill(mine, seed if op == WRITE else seed + 1, num_bytes)
+        self.target.fill(subject.remote, seed + 1 if op == WRITE else seed, num_bytes)
         self.move(subject, op, size_bytes, count, 1)
-        if not (self.target.holds(seed, num_bytes) and np.array_equal(mine, pattern(seed, num_bytes))):
+        if not (self.target.holds(subject.remote, seed, num_bytes) and holds(mine, seed, num_bytes)):
             raise ProtocolError(f"{subject.name} {op}: {count} x {size_bytes:,} bytes did not arrive as sent")
 
     def close(self) -> None:
@@ -175,5 +188,6 @@ class Paths:
 
     def _columns(self, subject: Subject, offset: int, size: int, count: int) -> tuple[Column, Column]:
         rows = np.arange(count, dtype=np.uint64) * np.uint64(size) + np.uint64(offset)
-        there = self.target.descriptors[subject.engine].regions[0].address
-        return rows + np.uint64(self.here.address), rows + np.uint64(there)
+        regions = self.target.descriptors[subject.engine].regions
+        there = next(region.address for region in regions if region.kind.startswith(subject.remote))
+        return rows + np.uint64(self.windows[subject.local].address), rows + np.uint64(there)

@@ -1,9 +1,9 @@
 """The other process of a bench: lends memory over every path, fills it, and says what it holds.
 
 It is told by one line of JSON on its standard input what to offer (``{"window_bytes": ..., "engines": {name:
-settings}}``), answers with the descriptors of its engines and then obeys lines: ``fill <seed> <bytes>`` and
-``holds <seed> <bytes>``. The pattern of a seed is made here and at the other end, so neither has to believe
-the other.
+settings}}``), answers with the descriptors of its engines and then obeys lines: ``fill <kind> <seed>
+<bytes>`` and ``holds <kind> <seed> <bytes>``, where the kind is that of a region. The pattern of a seed is
+made here and at the other end, so neither has to believe the other.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ import numpy.typing as npt
 from mooncake.transfer import Region, TransferEngine, TransferSettings
 
 Bytes = npt.NDArray[np.uint8]
+
+DEVICE = "cuda"
+"""The engine that has device memory, and the kind of it."""
 
 _PERIOD = 16_777_213  # a prime, so that no slice begins twice at the same place of the pattern
 
@@ -52,20 +55,33 @@ def lend(engines: Mapping[str, TransferEngine], window_bytes: int) -> Region:
     return region
 
 
+def fill(window: Region, seed: int, num_bytes: int) -> None:
+    """The beginning of a window, wherever it lies, gets the pattern of a seed."""
+    window.write_from(pattern(seed, num_bytes).data)
+
+
+def holds(window: Region, seed: int, num_bytes: int) -> bool:
+    """The window begins with the pattern of that seed."""
+    found = np.empty(num_bytes, dtype=np.uint8)
+    window.read_into(found.data)
+    return np.array_equal(found, pattern(seed, num_bytes))
+
+
 def main() -> None:
     order = json.loads(sys.stdin.readline())
     engines = engines_of(order["engines"])
-    window: Bytes = np.frombuffer(lend(engines, order["window_bytes"]).view(), dtype=np.uint8)
+    windows = {"memory": lend(engines, order["window_bytes"])}
+    if DEVICE in engines:
+        windows[DEVICE] = engines[DEVICE].allocate(order["window_bytes"], device=f"{DEVICE}:0")
     described = {name: engine.describe().encode().decode() for name, engine in engines.items()}
     print(json.dumps(described), flush=True)
     for line in sys.stdin:
-        verb, seed, num_bytes = line.split()
-        expected = pattern(int(seed), int(num_bytes))
+        verb, kind, seed, num_bytes = line.split()
         if verb == "fill":
-            window[: len(expected)] = expected
+            fill(windows[kind], int(seed), int(num_bytes))
             print("done", flush=True)
         else:
-            print("yes" if np.array_equal(window[: len(expected)], expected) else "no", flush=True)
+            print("yes" if holds(windows[kind], int(seed), int(num_bytes)) else "no", flush=True)
 
 
 if __name__ == "__main__":
