@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from mooncake.transfer import Op, Segment, Status, TransferEngine, TransferSettings
-from tests.contract.test_transports import PeerProcess, start_peer, until
+from tests.contract.peer_process import engine_with
+from tests.contract.test_transports import ACROSS, PeerProcess, start_peer, until
 
 __all__ = ["start_peer"]
 
@@ -78,10 +79,10 @@ def move(engine: TransferEngine, segment: Segment, address: int, by_submit: bool
             return done.status
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ACROSS)
 def test_a_thousand_connects(transport: str, start_peer: Callable[..., PeerProcess]) -> None:
     peer = start_peer(transport)
-    with TransferEngine(TransferSettings(transports=(transport,))) as engine:
+    with engine_with(transport) as engine:
         here = engine.allocate(4096, huge_pages=False)
 
         def step(number: int) -> None:
