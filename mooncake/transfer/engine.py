@@ -36,7 +36,9 @@ from mooncake.transfer.peer import Segment
 from mooncake.transfer.queue import DOUBTFUL, Move, Queue, count, nobody, run_here, run_together, unregistered
 from mooncake.transfer.segment import RegionInfo, SegmentDescriptor, scheme_of
 from mooncake.transfer.settings import TransferSettings
+from mooncake.transfer.sysfs import discover
 from mooncake.transfer.tls import client_context
+from mooncake.transfer.topology import ANYWHERE, Matrix, Places, is_location, ranks
 from mooncake.transfer.transports import (
     SCHEMES,
     Completion,
@@ -84,6 +86,9 @@ class TransferEngine:
         self.num_streams = settings.num_streams or max(1, min(4, (os.cpu_count() or 1) // 2))
         self._host = host_identity()
         self._owned: dict[int, Region] = {}
+        self._locations: dict[int, str] = {}
+        self._places = Places()
+        self._matrix: Matrix = discover().matrix() if "rdma" in settings.transports else {}
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopQueue] = (
             weakref.WeakKeyDictionary()
         )
@@ -154,7 +159,13 @@ class TransferEngine:
     # Memory ---------------------------------------------------------------------------------------
 
     def allocate(
-        self, size_bytes: int, *, huge_pages: bool = True, populate: bool = True, device: str = "cpu"
+        self,
+        size_bytes: int,
+        *,
+        huge_pages: bool = True,
+        populate: bool = True,
+        device: str = "cpu",
+        location: str = ANYWHERE,
     ) -> Region:
         """Shared memory of ``size_bytes`` zero bytes, registered: peers reach it over every path.
 
@@ -169,11 +180,10 @@ class TransferEngine:
         """
         if size_bytes <= 0:
             raise InvalidArgument("size_bytes", size_bytes, "more than 0")
+        if not is_location(location):
+            raise InvalidArgument("location", location, "cpu:<numa node>, cuda:<gpu> or *")
         if device != "cpu":
-            region = self._cuda().allocate(size_bytes, device)
-            self._owned[region.key] = region
-            self._changed()
-            return region
+            return self._keep(self._cuda().allocate(size_bytes, device), device)
         room = available_bytes()
         if populate and size_bytes > room:
             raise OutOfMemory(
@@ -185,22 +195,23 @@ class TransferEngine:
             raise OutOfMemory(
                 f"allocate {size_bytes:,} bytes: {error}; ask for less or stop something"
             ) from error
-        self._owned[region.key] = region
-        self._changed()
-        return region
+        return self._keep(region, location)
 
-    def register(self, buffer: Any) -> Region:
+    def register(self, buffer: Any, location: str = ANYWHERE) -> Region:
         """Make existing memory usable as the local side and reachable by peers over tcp.
 
         ``buffer`` is a contiguous tensor, an array, anything with the buffer protocol or
         ``__cuda_array_interface__``, or ``(address, size_bytes)``, which may lie in device memory. It
         is kept alive until it is unregistered. A read-only buffer may be read from, here and by
         peers, but nothing is moved into it. Transfers do not wait for kernels: synchronise before.
+        ``location`` (``cpu:<numa node>``) says which network cards are near it, if you know.
 
         Raises:
-            InvalidArgument: not contiguous, in no memory we can reach, not a buffer.
+            InvalidArgument: not contiguous, in no memory we can reach, not a buffer, no such location.
             Unavailable: it is device memory and there is no way to it here.
         """
+        if not is_location(location):
+            raise InvalidArgument("location", location, "cpu:<numa node>, cuda:<gpu> or *")
         cuda = self._transports.get("cuda")
         region = cuda.register(buffer) if isinstance(cuda, CudaTransport) else None
         if region is None and device_span_of(buffer) is not None:
@@ -209,6 +220,11 @@ class TransferEngine:
             address, size, is_writable = span_of(buffer)
             region = self.regions.add(address, size, is_writable)
         region.owner = buffer
+        return self._keep(region, location)
+
+    def _keep(self, region: Region, location: str) -> Region:
+        if location != ANYWHERE or region.kind.startswith("cuda"):
+            self._locations[region.key] = location if location != ANYWHERE else region.kind
         self._owned[region.key] = region
         self._changed()
         return region
@@ -255,6 +271,7 @@ class TransferEngine:
         """
         self.regions.remove(region.key)
         self._owned.pop(region.key, None)
+        self._locations.pop(region.key, None)
         self._changed()
 
     def together(self) -> contextlib.AbstractContextManager[None]:
@@ -263,6 +280,11 @@ class TransferEngine:
         return contextlib.nullcontext() if directory is None else directory.holding()
 
     def _changed(self) -> None:
+        self._places = Places(
+            (region.address, region.size_bytes, self._locations[key])
+            for key, region in list(self._owned.items())
+            if key in self._locations
+        )
         if self._neighbours.directory is not None:
             self._neighbours.directory.renew()
 
@@ -271,11 +293,20 @@ class TransferEngine:
     def describe(self) -> SegmentDescriptor:
         """What peers need to reach this process; stale once more memory is registered. Oldest first."""
         regions = [
-            RegionInfo(region.address, region.size_bytes, region.key, region.is_shared, region.kind)
+            RegionInfo(
+                region.address,
+                region.size_bytes,
+                region.key,
+                region.is_shared,
+                region.kind,
+                self._locations.get(region.key, ANYWHERE),
+            )
             for region in list(self._owned.values())
         ]
         endpoints = {path: transport.endpoint for path, transport in self._transports.items()}
-        return SegmentDescriptor(self.name, self._host, self.epoch, endpoints, regions, self.handshake)
+        return SegmentDescriptor(
+            self.name, self._host, self.epoch, endpoints, regions, self.handshake, topology=self._matrix
+        )
 
     def open(self, descriptor: SegmentDescriptor) -> Segment:
         """The peer behind a descriptor, cached by name and epoch. Connects when first used."""
@@ -445,6 +476,13 @@ class TransferEngine:
             elif len(paths) == 1:
                 return Completion(status=nobody(deadline))
             paths = paths[1:]
+        elif segment.rails is not None and not self._places:
+            num_bytes, least = int(columns.lengths.sum()), self.settings.spray_bytes
+            if len(columns.lengths) and (num_bytes < least or not least):
+                quick = segment.run_quickly(op, columns, num_bytes, deadline, checksum)
+                if quick is not None:
+                    count(quick[0], op, quick[1].status, quick[1].num_bytes)
+                    return self._checked(op, columns, quick[1])
         move = self._move(0, op, segment, columns, paths, deadline, checksum)
         return self._checked(op, columns, run_together(move) if move.batch.is_sprayed else run_here(move))
 
@@ -605,11 +643,18 @@ class TransferEngine:
         priority: int = 0,
     ) -> Move:
         able = {path: segment.able(path, columns) for path in paths}
+        steps: dict[str, int] | None = None
         no_path = Status.ACCESS_DENIED if paths else Status.PEER_LOST
         rails, piece_bytes = segment.rails, 0
         if rails is not None:
             num_rails = sum(scheme_of(path) == scheme_of(paths[0]) for path in paths)
             num_bytes = int(columns.lengths.sum())
+            if (self._places or segment.places) and len(columns.lengths):
+                here, there = (
+                    self._places.at(int(columns.local[0])),
+                    segment.places.at(int(columns.remote[0])),
+                )
+                steps = ranks(paths, self._matrix, here, segment.descriptor.topology, there)
             least = self.settings.spray_bytes
             if num_rails > 1 and able[paths[0]] is None and 0 < least <= num_bytes:
                 piece_bytes = piece_bytes_of(num_bytes, num_rails)
@@ -623,6 +668,7 @@ class TransferEngine:
             lengths=columns.lengths,
             rails=rails,
             piece_bytes=piece_bytes,
+            ranks=steps,
         )
         return Move(token, op, segment, columns, batch, checksum, priority, lock=segment.rails_lock)
 

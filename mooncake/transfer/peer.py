@@ -7,6 +7,7 @@ to do when one fails, is decided elsewhere (``batch.py``).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from mooncake.errors import AccessDenied, PeerLost, Unavailable
 from mooncake.log import get_logger
+from mooncake.transfer.batch import RETRIED, TIMED_OUT
 from mooncake.transfer.columns import Columns
 from mooncake.transfer.rails import Rails
 from mooncake.transfer.segment import (
@@ -23,9 +25,13 @@ from mooncake.transfer.segment import (
     rail_of,
     scheme_of,
 )
-from mooncake.transfer.transports import Carrier, Railed, Transport
+from mooncake.transfer.topology import Places
+from mooncake.transfer.transports import Carrier, Completion, Op, Railed, Status, Transport
 
 log = get_logger(__name__)
+
+GIVEN_UP = RETRIED | {TIMED_OUT}
+"""Statuses for which another rail is tried."""
 
 
 class Segment:
@@ -59,8 +65,10 @@ class Segment:
         self.rails = Rails(self.paths, rail_patience_s) if len(elsewhere) > 1 else None
         "What is known of the paths, when there is something to choose; use it under `rails_lock`."
         self.rails_lock = threading.Lock()
+        self._best = [path for path in self.paths if scheme_of(path) == scheme_of(self.paths[0])]
         self._transports = transports
         self._index = RegionIndex(descriptor.regions)
+        self.places = Places((r.address, r.size_bytes, r.location) for r in descriptor.regions)
         self._lost: dict[str, str] = {}
         self._lock = threading.Lock()
         self._connecting = {path: threading.Lock() for path in self.paths}
@@ -117,9 +125,10 @@ class Segment:
 
     def able(self, path: str, columns: Columns) -> npt.NDArray[np.bool_] | None:
         """Which slices ``path`` can carry; None is all of them."""
-        if self._index.carries_all(path):
+        scheme = scheme_of(path)
+        if self._index.carries_all(scheme):
             return None
-        return self._index.carried(path, columns.remote, columns.lengths)
+        return self._index.carried(scheme, columns.remote, columns.lengths)
 
     @property
     def is_uniform(self) -> bool:
@@ -127,6 +136,40 @@ class Segment:
         if self.rails is not None and scheme_of(self.paths[0]) not in ON_ONE_HOST:
             return False  # somebody has to choose
         return bool(self.paths) and self._index.carries_all(self.paths[0])
+
+    def run_quickly(
+        self, op: Op, columns: Columns, num_bytes: int, deadline: float, checksum: bool
+    ) -> tuple[str, Completion] | None:
+        """A small batch in one part on the best rail; None when it is not that simple, or the rail failed.
+
+        What a ``Batch`` would do at first, without making one: it costs as much as the transfer.
+        """
+        rails, now = self.rails, time.monotonic()
+        if rails is None or self.places or not self._index.carries_all(scheme_of(self._best[0])):
+            return None
+        with self.rails_lock:
+            path = rails.choose(self._best, num_bytes, now)
+            if path is None or rails.rails[path].is_masked:
+                return None
+            patience_s = min(rails.patience_s(path, num_bytes), (deadline - now) / 2)
+            rails.sent(path, num_bytes)
+        status = Status.CANCELLED
+        try:
+            carrier = self.carrier(path, patience_s)
+            if carrier is None:
+                status = Status.PEER_LOST
+                return None
+            done = carrier.run(op, columns.local, columns.remote, columns.lengths, patience_s, checksum)
+            status = done.status
+            return None if status in GIVEN_UP else (path, done)
+        finally:
+            with self.rails_lock:
+                if status == Status.OK:
+                    rails.arrived(path, num_bytes, now, time.monotonic())
+                elif status in GIVEN_UP:
+                    rails.failed(path, num_bytes, now, time.monotonic(), f"status {int(status)}")
+                else:
+                    rails.dropped(path, num_bytes)
 
     def replace(self, reason: str) -> None:
         """Another process answers in its place: fail what is in flight, and whatever comes."""
@@ -139,6 +182,7 @@ class Segment:
         with self._lock:
             self.descriptor = descriptor
             self._index = RegionIndex(descriptor.regions)
+            self.places = Places((r.address, r.size_bytes, r.location) for r in descriptor.regions)
             for carrier in self._carriers.values():
                 carrier.set_regions(descriptor.regions)
 

@@ -48,6 +48,8 @@ class RegionInfo(msgspec.Struct, frozen=True):
     "Processes on the same host can map it."
     kind: str = "memory"
     "What holds the bytes: ``memory``, ``file``, ``cuda:<n>``."
+    location: str = "*"
+    "Which part of the machine it is near: ``cpu:<numa node>``, ``cuda:<n>``, or ``*`` for any."
 
 
 class SegmentDescriptor(msgspec.Struct, frozen=True):
@@ -64,6 +66,8 @@ class SegmentDescriptor(msgspec.Struct, frozen=True):
     handshake: str = ""
     "Where the process answers handshakes (``host:port``); empty when it does not."
     version: int = VERSION
+    topology: dict[str, tuple[list[str], list[str]]] = {}
+    "Which of its RDMA devices are near which location: (preferred, other); empty when it has no rails."
 
     def encode(self) -> bytes:
         """As JSON, the form that metadata services keep."""
@@ -109,14 +113,26 @@ def common_schemes(peer: SegmentDescriptor, host: str, process: str, ours: Seque
     return tuple(scheme for scheme in ours if scheme in peer.endpoints and leads_there(scheme))
 
 
+CARRIED = (
+    ("shm", ("memory",), True),
+    ("cuda", ("cuda",), True),
+    ("rdma", ("memory", "cuda"), False),
+)
+"""Schemes that carry only some kinds of regions, and whether these must be shared. Others carry all."""
+
+
 class RegionIndex:
     """The peer's regions, arranged to answer for whole columns which slices a path on one host can carry."""
 
     def __init__(self, regions: Sequence[RegionInfo]) -> None:
         self._spans: dict[str, tuple[Column, Column]] = {}
         self._carries_all: dict[str, bool] = {}
-        for scheme, kind in (("shm", "memory"), ("cuda", "cuda")):
-            open_to_us = [region for region in regions if region.is_shared and _sort(region) == kind]
+        for scheme, kinds, must_share in CARRIED:
+            open_to_us = [
+                region
+                for region in regions
+                if (region.is_shared or not must_share) and _sort(region) in kinds
+            ]
             open_to_us.sort(key=lambda region: region.address)
             starts = np.array([region.address for region in open_to_us], dtype=np.uint64)
             sizes = np.array([region.size_bytes for region in open_to_us], dtype=np.uint64)

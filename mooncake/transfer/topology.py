@@ -8,6 +8,7 @@ gets a rank. Where the facts come from, ``sysfs.py`` knows.
 
 from __future__ import annotations
 
+import bisect
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -96,6 +97,31 @@ def distance(one: Device, other: Device) -> Distance:
     if shared == 1:
         return Distance.PHB
     return Distance.NODE if one.numa == other.numa else Distance.SYS
+
+
+class Places:
+    """Where the memory behind an address is, for those whose place is known."""
+
+    def __init__(self, spans: Iterable[tuple[int, int, str]] = ()) -> None:
+        self._spans = sorted(span for span in spans if span[2] != ANYWHERE)
+        "(address, size in bytes, location)"
+        self._starts = [address for address, _, _ in self._spans]
+
+    def __bool__(self) -> bool:
+        return bool(self._spans)
+
+    def at(self, address: int) -> str:
+        """The location of the memory at ``address``."""
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0 or address >= self._spans[index][0] + self._spans[index][1]:
+            return ANYWHERE
+        return self._spans[index][2]
+
+
+def is_location(text: str) -> bool:
+    """``cpu:<numa node>``, ``cuda:<gpu>`` or ``*``."""
+    kind, _, number = text.partition(":")
+    return text == ANYWHERE or (kind in ("cpu", "cuda") and number.isdigit())
 
 
 def ranks(

@@ -302,3 +302,15 @@ def test_checksums() -> None:
         np.array([base, base + 5, base], dtype=np.uint64), np.array([5, 4, 0], dtype=np.uint64)
     )
     assert sums.dtype == np.uint32 and sums.tolist() == [crc32c(b"12345"), crc32c(b"6789"), 0]
+
+
+def test_memory_says_where_it_is(near: TransferEngine) -> None:
+    lent = near.register(bytearray(100), "cpu:1")
+    pool = near.allocate(4096, location="cpu:0")
+    anywhere = near.register(bytearray(100))
+    known = {region.key: region.location for region in near.describe().regions}
+    assert known == {lent.key: "cpu:1", pool.key: "cpu:0", anywhere.key: "*"}
+    with pytest.raises(InvalidArgument, match="location"):
+        near.register(bytearray(100), "gpu0")
+    near.unregister(lent)
+    assert lent.key not in {region.key for region in near.describe().regions}

@@ -263,13 +263,42 @@ def test_small_batches_take_one_rail(railway: Railway) -> None:
             Op.WRITE, railway.segment, [railway.here.address], [railway.pool.address], [4096]
         )
         assert (done.status, done.num_bytes) == (Status.OK, 4096)
+    railway.cable.cut()
+    for _ in range(5):
+        done = railway.near.run(
+            Op.READ, railway.segment, [railway.here.address], [railway.pool.address], [4096]
+        )
+        assert (done.status, done.num_bytes) == (Status.OK, 4096)
+
+
+def test_memory_near_the_second_card_takes_the_second_rail(railway: Railway) -> None:
+    described = railway.segment.descriptor
+    near_the_second = msgspec.structs.replace(
+        described,
+        topology={"cpu:1": (["127.0.0.3"], ["127.0.0.1"])},
+        regions=[msgspec.structs.replace(region, location="cpu:1") for region in described.regions],
+    )
+    segment = railway.near.open(near_the_second)
+    assert segment.paths[0].endswith("127.0.0.1") and segment.paths[1].endswith("127.0.0.3")
+    done = railway.near.run(Op.WRITE, segment, [railway.here.address], [railway.pool.address], [4096])
+    assert done.status == Status.OK and railway.cable.num_bytes > 4096
+
+
+def test_nothing_is_counted_as_queued_when_all_has_ended(railway: Railway) -> None:
+    assert railway.move(Op.WRITE) == Status.OK
+    done = railway.near.run(Op.WRITE, railway.segment, [railway.here.address], [1], [4096])
+    assert done.status == Status.ACCESS_DENIED
+    rails = railway.segment.rails
+    assert rails is not None
+    rails.check()
+    assert all(not rail.num_under_way and not rail.is_masked for rail in rails.rails.values())
 
 
 @pytest.mark.parametrize("op", [Op.WRITE, Op.READ])
 def test_a_rail_that_is_cut_in_the_middle_is_replaced_and_taken_back(railway: Railway, op: Op) -> None:
     data = railway.fill(3)
     railway.pool.view()[:] = data
-    railway.cable.cut_after = 2 * MIB
+    railway.cable.cut_after = MIB // 2
     assert railway.move(op) == Status.OK
     assert bytes(railway.pool.view()) == data and bytes(railway.here.view()) == data
     assert railway.cable.is_cut and railway.is_masked()

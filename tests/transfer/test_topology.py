@@ -3,7 +3,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from mooncake.transfer.sysfs import discover
-from mooncake.transfer.topology import Device, Distance, Matrix, Topology, distance, ranks
+from mooncake.transfer.topology import (
+    Device,
+    Distance,
+    Matrix,
+    Places,
+    Topology,
+    distance,
+    is_location,
+    ranks,
+)
 from tests.transfer.recorded_host import build
 
 
@@ -49,3 +58,12 @@ def test_rails_are_ranked_for_a_pair_of_buffers(tmp_path: Path) -> None:
     assert list(ranks(paths, here, "*", {}, "cpu:0").values()) == [0, 0, 0, 0]
     nowhere_near: Matrix = {"cpu:0": ([], ["mlx5_0", "mlx5_2"])}
     assert list(ranks(paths, nowhere_near, "cpu:0", {}, "*").values()) == [0, 0, 0, 0]
+
+
+def test_where_memory_is() -> None:
+    places = Places([(1000, 100, "cpu:1"), (2000, 10, "*"), (3000, 1, "cuda:0")])
+    asked = [999, 1000, 1099, 1100, 2000, 3000, 3001]
+    assert [places.at(address) for address in asked] == ["*", "cpu:1", "cpu:1", "*", "*", "cuda:0", "*"]
+    assert places and not Places([(1, 2, "*")]) and Places().at(1) == "*"
+    assert all(map(is_location, ("*", "cpu:0", "cuda:12")))
+    assert not any(map(is_location, ("", "cpu", "gpu:0", "cpu:x", "cpu:-1")))
