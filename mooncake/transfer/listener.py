@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from mooncake.errors import PeerLost, Unavailable
+from mooncake.errors import PeerLost, ProtocolError, Unavailable
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Limits, RpcServer
 from mooncake.transfer.handshake import (
@@ -34,7 +34,7 @@ from mooncake.transfer.handshake import (
     check_size,
 )
 from mooncake.transfer.host import default_max_connections, numeric_host
-from mooncake.transfer.segment import SegmentDescriptor, check_version
+from mooncake.transfer.segment import VERSION, SegmentDescriptor, version_trouble
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.tls import server_context
 
@@ -182,7 +182,8 @@ class Listener:
         host = self._target()
         if host is None:
             raise PeerLost("the engine is closing")
-        check_version("the process that asks", request.version)
+        if request.version != VERSION:
+            raise ProtocolError(version_trouble(host.name, VERSION, "the process that asks", request.version))
         if request.epoch not in (0, host.epoch):
             raise PeerLost(f"segment {host.name} was restarted; open its current descriptor")
         return host

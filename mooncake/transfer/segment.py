@@ -93,10 +93,15 @@ def decode_descriptor(encoded: bytes) -> SegmentDescriptor:
 def check_version(peer: str, version: int) -> None:
     """Raises ProtocolError, saying what to do, when ``peer`` speaks another version."""
     if version != VERSION:
-        raise ProtocolError(
-            f"{peer} speaks version {version} of the transfer protocol, this process version {VERSION}; "
-            "install the same release of mooncake-serving on both"
-        )
+        raise ProtocolError(version_trouble(peer, version, "this process", VERSION))
+
+
+def version_trouble(one: str, version: int, other: str, others_version: int) -> str:
+    """What is wrong, and what to do."""
+    return (
+        f"{one} speaks version {version} of the transfer protocol, {other} version {others_version}; "
+        "install the same release of mooncake-serving on both"
+    )
 
 
 def common_schemes(peer: SegmentDescriptor, host: str, process: str, ours: Sequence[str]) -> tuple[str, ...]:
