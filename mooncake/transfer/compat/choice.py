@@ -74,12 +74,13 @@ def choose(
     host, port = split_host(local_hostname)
     metadata = metadata_url(metadata_server, metadata_type, knobs)
     wanted, warning = _transports(protocol, knobs, schemes)
-    if metadata != P2P and not resolves(host):  # a name for the metadata service, and no more
-        host = ""
+    reached_at = host
+    if host in ("0.0.0.0", "::") or (metadata != P2P and not resolves(host)):
+        reached_at = ""  # a wildcard, or a name for the metadata service and no more: the engine says where
     flags: dict[str, Any] = {
         "transports": wanted,
         "listen_host": knobs.bind_address or _listen_host(host, knobs.use_ipv6),
-        "advertise_host": host,
+        "advertise_host": reached_at,
         "num_streams": knobs.lanes_per_peer,
         "metadata": metadata,
         "metadata_cluster": knobs.metadata_cluster,

@@ -109,13 +109,13 @@ class TransferEngine:
     def _initialize(self, host: str, metadata: str, protocol: str, device: str, kind: str) -> int:
         with self._lock:
             if self._engine is not None:
-                return Code.OK
+                return 0
             try:
                 self._start(host, metadata, protocol, device, kind)
             except MooncakeError as error:
                 log.error(f"initialize: {error}")
                 return int(code_of(error))
-            return Code.OK
+            return 0
 
     def _start(self, host: str, metadata: str, protocol: str, device: str, kind: str) -> None:
         knobs = self._knobs = read_environment()
@@ -558,7 +558,7 @@ class TransferEngine:
 
     def warmup_efa_segment(self, segment_name: str, /) -> int:
         """0: there is nothing to warm up, because there is no EFA transport."""
-        return Code.OK
+        return 0
 
     def _open(self, name: str) -> Segment:
         segment = self._ready().open_name(name)

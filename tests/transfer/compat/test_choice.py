@@ -87,6 +87,8 @@ def test_rdma_devices() -> None:
         ("worker-3", "0.0.0.0", "worker-3"),
         ("fd00::5", "::", "fd00::5"),
         ("[::1]:80", "::1", "::1"),
+        ("0.0.0.0", "0.0.0.0", ""),
+        ("::", "::", ""),
     ],
 )
 def test_addresses_are_those_the_user_gave(host: str, listen: str, advertise: str) -> None:

@@ -21,13 +21,14 @@ from mooncake.transfer.directory import key_of
 from mooncake.transfer.metadata.http import HttpBackend
 from tests.contract.metadata_servers import MetadataServer
 
+P2P = "P2PHANDSHAKE"
 Bytes = npt.NDArray[np.uint8]
 
 
 class Peer:
     """An initialized engine and its memory."""
 
-    def __init__(self, size: int = 100_000, metadata: str = "P2PHANDSHAKE", host: str = "127.0.0.1") -> None:
+    def __init__(self, size: int = 100_000, metadata: str = P2P, host: str = "127.0.0.1") -> None:
         self.engine = TransferEngine()
         assert self.engine.initialize(host, metadata, "tcp", "") == 0
         self.memory: Bytes = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
@@ -81,7 +82,7 @@ def test_before_initialize_nothing_crashes(said: Callable[[], str]) -> None:
 def test_initialize_twice_is_fine(near: Peer) -> None:
     port = near.engine.get_rpc_port()
     assert 15000 <= port <= 17000
-    assert near.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    assert near.engine.initialize("127.0.0.1", P2P, "tcp", "") == 0
     assert near.engine.get_rpc_port() == port
     assert near.engine.get_engine() is not None and near.engine.get_engine_ptr() != 0
 
@@ -89,14 +90,14 @@ def test_initialize_twice_is_fine(near: Peer) -> None:
 @pytest.mark.parametrize(
     ("words", "number", "why"),
     [
-        (("127.0.0.1", "P2PHANDSHAKE", "tpc", ""), -1, "allowed: tcp"),
-        (("127.0.0.1", "P2PHANDSHAKE", "efa", ""), -1, "use rdma or tcp"),
-        (("127.0.0.1", "P2PHANDSHAKE", "xgmi", ""), -1, "use rdma or tcp"),
+        (("127.0.0.1", P2P, "tpc", ""), -1, "allowed: tcp"),
+        (("127.0.0.1", P2P, "efa", ""), -1, "use rdma or tcp"),
+        (("127.0.0.1", P2P, "xgmi", ""), -1, "use rdma or tcp"),
         (("127.0.0.1", "http://127.0.0.1:1/metadata", "tcp", ""), -1, "is it running"),
         (("127.0.0.1", "ftp://127.0.0.1", "tcp", ""), -1, "metadata"),
         (("127.0.0.1", "", "tcp", ""), -1, "metadata_server"),
-        (("", "P2PHANDSHAKE", "tcp", ""), -1, "local_hostname"),
-        (("no-such-host.invalid", "P2PHANDSHAKE", "tcp", ""), -101, "resolves"),
+        (("", P2P, "tcp", ""), -1, "local_hostname"),
+        (("no-such-host.invalid", P2P, "tcp", ""), -101, "resolves"),
     ],
 )
 def test_words_that_cannot_be(
@@ -106,17 +107,17 @@ def test_words_that_cannot_be(
     begun = time.monotonic()
     assert engine.initialize(*words) == number
     assert why in said() and time.monotonic() - begun < 30
-    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0, "a second try may succeed"
+    assert engine.initialize("127.0.0.1", P2P, "tcp", "") == 0, "a second try may succeed"
 
 
 def test_rdma_without_a_device(said: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mooncake.transfer.compat.engine.rdma_devices", list)
     monkeypatch.setattr("mooncake.transfer.compat.engine.available_schemes", lambda: ["shm", "tcp"])
     engine = TransferEngine()
-    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "rdma", "mlx5_0") == 0
+    assert engine.initialize("127.0.0.1", P2P, "rdma", "mlx5_0") == 0
     assert "no RDMA device, so shm and tcp" in said()
     monkeypatch.setenv("MC_FORCE_HCA", "1")
-    assert TransferEngine().initialize("127.0.0.1", "P2PHANDSHAKE", "rdma", "") == -6
+    assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "") == -6
     assert "no RDMA device" in said()
 
 
@@ -126,10 +127,10 @@ def test_a_range_without_a_free_port(said: Callable[[], str], monkeypatch: pytes
         taken.listen()
         for name in ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"):
             monkeypatch.setenv(name, str(taken.getsockname()[1]))
-        assert TransferEngine().initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == -102
+        assert TransferEngine().initialize("127.0.0.1", P2P, "tcp", "") == -102
     assert "in use" in said()
     monkeypatch.setenv("MC_MIN_RPC_PORT", "many")
-    assert TransferEngine().initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == -1
+    assert TransferEngine().initialize("127.0.0.1", P2P, "tcp", "") == -1
     assert "MC_MIN_RPC_PORT" in said()
 
 
@@ -215,6 +216,36 @@ def test_there_and_back(near: Peer, far: Peer) -> None:
         assert engine.transfer_sync(far.session, near.at + number, far.at, 100, opcode) == 0
         assert (far.memory[:100] == near.memory[number : number + 100]).all()
     assert Read == TransferOpcode.READ == TransferOpcode(0) and Write.name == "Write"
+
+
+def test_over_ipv6(far: Peer) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError as error:
+        pytest.skip(f"IPv6 was NOT TESTED: this machine has no ::1 ({error}); enable IPv6 on loopback")
+    near, six = Peer(host="::1"), Peer(2000, host="[::1]")
+    session = f"[::1]:{six.engine.get_rpc_port()}"
+    assert near.engine.transfer_sync_write(session, near.at, six.at, 2000) == 0
+    assert (six.memory == near.memory[:2000]).all()
+    assert far.engine.transfer_sync_write(session, far.at, six.at, 2000) == 0, (
+        "from a process of the other kind"
+    )
+
+
+def test_results_are_plain_numbers(near: Peer, far: Peer) -> None:
+    results = [
+        TransferEngine().initialize("127.0.0.1", P2P, "tcp", ""),
+        TransferEngine().initialize("127.0.0.1", P2P, "none", ""),
+        near.engine.initialize("127.0.0.1", P2P, "tcp", ""),
+        near.engine.register_memory(near.at, 1),
+        near.engine.transfer_sync_write(far.session, near.at, far.at, 1),
+        near.engine.batch_transfer_async_read(far.session, [near.at], [far.at], [1]),
+        near.engine.transfer_check_status(99),
+        near.engine.send_probe("127.0.0.1:1"),
+        near.engine.warmup_efa_segment(far.session),
+    ]
+    assert [type(result) for result in results] == [int] * len(results)
 
 
 def test_batches_that_are_waited_for(near: Peer, far: Peer) -> None:
