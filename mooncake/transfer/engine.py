@@ -1,51 +1,40 @@
 """The transfer engine: registers memory, opens segments of peers, moves batches of slices.
 
-It owns the transports of one process and chooses among the paths to a peer; what happens when a path
-fails is decided by ``batch.Batch``. Bytes and waiting are native, without the interpreter lock. Three
-ways to move, one meaning: ``run`` blocks the caller and is quickest, ``submit`` answers through a
-queue, ``transfer`` is for coroutines. It knows no keys of objects and no metadata format but its own.
+It owns the transports of one process, its registered memory and what it knows of its peers; how bytes are
+moved is in ``mover.py``. It knows no keys of objects and no metadata format but its own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import os
 import secrets
 import socket
-import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from mooncake.errors import InvalidArgument, OutOfMemory, Unavailable
-from mooncake.transfer.batch import RETRIED, Batch, piece_bytes_of
-from mooncake.transfer.columns import Addresses, Columns, columns_of
 from mooncake.transfer.directory import Directory
 from mooncake.transfer.handshake import Alive, HandshakeClient, Notification
 from mooncake.transfer.host import host_identity, reachable_host, with_port
 from mooncake.transfer.listener import Inbox, Listener
-from mooncake.transfer.loop import LoopQueue, until_done
 from mooncake.transfer.memory import available_bytes, device_span_of, span_of
 from mooncake.transfer.metadata import Backend, make_backend
 from mooncake.transfer.metadata.p2p import PeerBackend
-from mooncake.transfer.moves import Asked, Memory, Progress, move
+from mooncake.transfer.mover import Mover
 from mooncake.transfer.neighbours import Neighbours
 from mooncake.transfer.peer import Segment
-from mooncake.transfer.queue import DOUBTFUL, Move, Queue, count, nobody, run_here, run_together, unregistered
-from mooncake.transfer.segment import RegionInfo, SegmentDescriptor, scheme_of
+from mooncake.transfer.segment import RegionInfo, SegmentDescriptor
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.sysfs import discover
 from mooncake.transfer.tls import client_context
-from mooncake.transfer.topology import ANYWHERE, Matrix, Places, is_location, ranks
+from mooncake.transfer.topology import ANYWHERE, Places, is_location
 from mooncake.transfer.transports import (
     SCHEMES,
-    Completion,
-    Op,
     Region,
     RegionTable,
-    Status,
     Transport,
     make_transport,
 )
@@ -54,7 +43,7 @@ from mooncake.transfer.transports.cuda import CudaTransport
 _numbers = itertools.count()
 
 
-class TransferEngine:
+class TransferEngine(Mover):
     """Registered memory of this process and the segments of its peers. Thread-safe.
 
     Args:
@@ -73,7 +62,6 @@ class TransferEngine:
         for scheme in settings.transports:
             if scheme not in SCHEMES:
                 raise InvalidArgument("transports", scheme, "some of " + ", ".join(SCHEMES))
-        self.settings = settings
         self.name = settings.name or f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
         self.epoch = secrets.randbits(63)
         self.regions = RegionTable()
@@ -87,15 +75,11 @@ class TransferEngine:
         self._host = host_identity()
         self._owned: dict[int, Region] = {}
         self._locations: dict[int, str] = {}
-        self._places = Places()
-        self._matrix: Matrix = discover().matrix() if "rdma" in settings.transports else {}
-        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopQueue] = (
-            weakref.WeakKeyDictionary()
-        )
         self._transports: dict[str, Transport] = {}
         self._client = HandshakeClient(client_context(settings) if settings.tls else None)
         self.exchange = self._client.exchange
-        self._neighbours = Neighbours(settings, self._host, self._transports, self._client)
+        neighbours = Neighbours(settings, self._host, self._transports, self._client)
+        super().__init__(settings, neighbours, discover().matrix() if "rdma" in settings.transports else {})
         self._inbox = Inbox()
         self._talkers: list[Listener | HandshakeClient | Directory] = [self._client]
         self._finalizer = weakref.finalize(
@@ -423,259 +407,9 @@ class TransferEngine:
                 return memoryview(view)
         return None
 
-    # Moving ---------------------------------------------------------------------------------------
-
-    def run(
-        self,
-        op: Op,
-        segment: Segment,
-        local: Addresses,
-        remote: Addresses,
-        lengths: Addresses,
-        *,
-        timeout_s: float = 30.0,
-        checksum: bool = False,
-    ) -> Completion:
-        """Move slices and wait for the end. Other Python threads run meanwhile.
-
-        Row i moves ``lengths[i]`` bytes between address ``local[i]`` here and ``remote[i]`` in the
-        peer. All is well if ``status`` is OK; after anything else the destination's bytes are
-        undefined, and a write over tcp may still land until the next operation begins. With ``checksum`` the
-        completion has the CRC32C of each slice.
-
-        Raises:
-            InvalidArgument: columns that do not fit together, or local memory not registered.
-        """
-        columns = columns_of(local, remote, lengths)
-        deadline = time.monotonic() + timeout_s
-        done = self._run(op, segment, columns, deadline, timeout_s, checksum)
-        if done.status in DOUBTFUL:
-            segment.is_doubtful = True
-            if self.refresh(segment, max(0.0, deadline - time.monotonic())):
-                left_s = max(0.0, deadline - time.monotonic())
-                done = self._run(op, segment, columns, deadline, left_s, checksum)
-        return done
-
-    def _run(
-        self,
-        op: Op,
-        segment: Segment,
-        columns: Columns,
-        deadline: float,
-        timeout_s: float,
-        checksum: bool,
-    ) -> Completion:
-        paths = segment.paths
-        if segment.is_uniform:
-            carrier = segment.carrier(paths[0], timeout_s)
-            if carrier is not None:
-                done = carrier.run(op, columns.local, columns.remote, columns.lengths, timeout_s, checksum)
-                count(paths[0], op, done.status, done.num_bytes)
-                if done.status not in RETRIED or len(paths) == 1:
-                    return self._checked(op, columns, done)
-            elif len(paths) == 1:
-                return Completion(status=nobody(deadline))
-            paths = paths[1:]
-        elif segment.rails is not None and not self._places:
-            num_bytes, least = int(columns.lengths.sum()), self.settings.spray_bytes
-            if len(columns.lengths) and (num_bytes < least or not least):
-                quick = segment.run_quickly(op, columns, num_bytes, deadline, checksum)
-                if quick is not None:
-                    count(quick[0], op, quick[1].status, quick[1].num_bytes)
-                    return self._checked(op, columns, quick[1])
-        move = self._move(0, op, segment, columns, paths, deadline, checksum)
-        return self._checked(op, columns, run_together(move) if move.batch.is_sprayed else run_here(move))
-
-    def new_queue(self) -> Queue:
-        """Where completions of ``submit`` arrive."""
-        return Queue()
-
-    def submit(
-        self,
-        queue: Queue,
-        token: int,
-        op: Op,
-        segment: Segment,
-        local: Addresses,
-        remote: Addresses,
-        lengths: Addresses,
-        *,
-        checksum: bool = False,
-        timeout_s: float | None = None,
-        priority: int = 0,
-    ) -> None:
-        """As ``run``, on a native thread; a completion with ``token`` (0 to 2**64 - 1) comes to ``queue``.
-
-        The greater ``priority`` goes first among the batches to one peer: it overtakes those that wait,
-        and one that is under way when its current piece (16 MiB) is done.
-        What became of a peer that failed is not asked here: ``refresh`` does, or the next ``open_name``.
-
-        Raises:
-            InvalidArgument: as for ``run``; then no completion comes.
-        """
-        columns = columns_of(local, remote, lengths)
-        deadline = time.monotonic() + (self.settings.submit_timeout_s if timeout_s is None else timeout_s)
-        queue.start(self._move(token, op, segment, columns, segment.paths, deadline, checksum, priority))
-
-    async def transfer(
-        self,
-        op: Op,
-        segment: Segment,
-        local: Addresses,
-        remote: Addresses,
-        lengths: Addresses,
-        *,
-        timeout_s: float = 30.0,
-        checksum: bool = False,
-        priority: int = 0,
-        progress: Callable[[int], None] | None = None,
-    ) -> Completion:
-        """As ``submit``, for coroutines. Cancelling it waits for the end: the memory is in use until then.
-
-        ``progress`` is called on the loop with the number of bytes moved, every 16 MiB or so.
-        """
-        columns = columns_of(local, remote, lengths)
-        deadline = time.monotonic() + timeout_s
-        done = await self._transfer(op, segment, columns, deadline, checksum, priority, progress)
-        if done.status in DOUBTFUL and self._neighbours.can_ask_about(segment):
-            left_s = max(0.0, deadline - time.monotonic())
-            if await asyncio.to_thread(self.refresh, segment, left_s):
-                done = await self._transfer(op, segment, columns, deadline, checksum, priority, progress)
-        return done
-
-    async def _transfer(
-        self,
-        op: Op,
-        segment: Segment,
-        columns: Columns,
-        deadline: float,
-        checksum: bool,
-        priority: int,
-        progress: Callable[[int], None] | None,
-    ) -> Completion:
-        loop = asyncio.get_running_loop()
-        queue = self._loops.get(loop)
-        if queue is None:
-            queue = self._loops[loop] = LoopQueue(loop)
-        token, future = queue.expect()
-        move = self._move(token, op, segment, columns, segment.paths, deadline, checksum, priority)
-        if progress is not None:  # what it raises is the loop's business
-
-            def tell(num_bytes: int, told: Callable[[int], None] = progress) -> None:
-                loop.call_soon(told, num_bytes)
-
-            move.progress = tell
-        try:
-            queue.start(move)
-        except InvalidArgument:
-            queue.forget(token)
-            raise
-        return await until_done(future)
-
-    async def write(
-        self,
-        segment: Segment | str,
-        local: Addresses | Memory | Sequence[Memory],
-        remote: Addresses | int,
-        lengths: Addresses | None = None,
-        *,
-        priority: int = 0,
-        timeout_s: float = 30.0,
-        checksum: bool = False,
-        notify: tuple[str, bytes | str] | None = None,
-        progress: Progress | None = None,
-    ) -> Completion:
-        """Move registered memory of this process into the peer's.
-
-        With ``lengths``, ``local`` and ``remote`` are columns of addresses, as for ``run``. Without,
-        ``local`` is memory that knows its own length (an array, a tensor, a buffer, a region, ``(address,
-        size)``) and ``remote`` one address, or both are sequences of as many.
-
-        Args:
-            segment: the peer, or its name in the metadata service.
-            priority: the greater goes first among the batches to one peer; see ``submit``.
-            notify: name and message that the peer's program gets once all bytes are in place.
-            progress: called on the loop with (bytes moved, bytes in all), every 16 MiB and at the end.
-
-        Raises:
-            InvalidArgument: the rows do not fit together, or local memory is not registered.
-            PeerLost, AccessDenied, DeadlineExceeded, ProtocolError, Unavailable: nothing or not all was
-                moved; the destination's bytes are undefined. Or all was, and the notification failed.
-        """
-        asked = Asked(priority, timeout_s, checksum, notify, progress)
-        return await move(self, Op.WRITE, segment, local, remote, lengths, asked)
-
-    async def read(
-        self,
-        segment: Segment | str,
-        local: Addresses | Memory | Sequence[Memory],
-        remote: Addresses | int,
-        lengths: Addresses | None = None,
-        *,
-        priority: int = 0,
-        timeout_s: float = 30.0,
-        checksum: bool = False,
-        notify: tuple[str, bytes | str] | None = None,
-        progress: Progress | None = None,
-    ) -> Completion:
-        """Move the peer's memory into registered memory of this process. Everything else as for ``write``;
-        ``notify`` tells the peer that it may use its memory again."""
-        asked = Asked(priority, timeout_s, checksum, notify, progress)
-        return await move(self, Op.READ, segment, local, remote, lengths, asked)
-
-    def cancel(self, segment: Segment) -> None:
-        """Fail what is in flight to a peer; afterwards no local memory is touched on its behalf."""
-        segment.cancel()
-
     def close(self) -> None:
         """Cancel everything, take back all memory, stop serving. Harmless when repeated."""
         self._finalizer()
-
-    def _move(
-        self,
-        token: int,
-        op: Op,
-        segment: Segment,
-        columns: Columns,
-        paths: Sequence[str],
-        deadline: float,
-        checksum: bool,
-        priority: int = 0,
-    ) -> Move:
-        able = {path: segment.able(path, columns) for path in paths}
-        steps: dict[str, int] | None = None
-        no_path = Status.ACCESS_DENIED if paths else Status.PEER_LOST
-        rails, piece_bytes = segment.rails, 0
-        if rails is not None:
-            num_rails = sum(scheme_of(path) == scheme_of(paths[0]) for path in paths)
-            num_bytes = int(columns.lengths.sum())
-            if (self._places or segment.places) and len(columns.lengths):
-                here, there = (
-                    self._places.at(int(columns.local[0])),
-                    segment.places.at(int(columns.remote[0])),
-                )
-                steps = ranks(paths, self._matrix, here, segment.descriptor.topology, there)
-            least = self.settings.spray_bytes
-            if num_rails > 1 and able[paths[0]] is None and 0 < least <= num_bytes:
-                piece_bytes = piece_bytes_of(num_bytes, num_rails)
-                columns = columns.cut(piece_bytes)
-        batch = Batch(
-            len(columns.lengths),
-            able,
-            deadline,
-            no_path,
-            checksum,
-            lengths=columns.lengths,
-            rails=rails,
-            piece_bytes=piece_bytes,
-            ranks=steps,
-        )
-        return Move(token, op, segment, columns, batch, checksum, priority, lock=segment.rails_lock)
-
-    def _checked(self, op: Op, columns: Columns, done: Completion) -> Completion:
-        if done.status == Status.UNREGISTERED:
-            raise unregistered(op, columns, done.failed_slice)
-        return done
 
 
 def _shut_down(

@@ -204,7 +204,7 @@ class TransferEngine:
 
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
         """0; -7 when it overlaps what is registered; -1 when there is no such memory."""
-        return self._number("register_memory", lambda: self._memory.add([buffer_addr], [capacity]))
+        return self._number("register_memory", lambda: self._memory.add([buffer_addr], [capacity], location))
 
     def unregister_memory(self, buffer_addr: int, /) -> int:
         """0; -3 when nothing registered begins there."""
@@ -217,7 +217,7 @@ class TransferEngine:
 
         def register() -> None:
             with self._ready().together():
-                self._memory.add(buffer_addresses, capacities)
+                self._memory.add(buffer_addresses, capacities, location)
 
         return self._number("batch_register_memory", register)
 

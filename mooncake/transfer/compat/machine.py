@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mooncake.errors import InvalidArgument
 from mooncake.transfer.host import numeric_host
+from mooncake.transfer.sysfs import discover
 from mooncake.transfer.transports import SCHEMES
 
 INFINIBAND = Path("/sys/class/infiniband")
@@ -109,24 +110,4 @@ def wait_for_stream(stream: int) -> None:
 
 def local_topology(device_name: str) -> str:
     """JSON of each memory location's preferred network cards and the others."""
-    only = [name for name in device_name.split(",") if name]
-    cards = [name for name in rdma_devices() if not only or name in only]
-    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
-    near = {name: _number(INFINIBAND / name / "device/numa_node") for name in cards}
-    places = [int(node.name.removeprefix("node")) for node in nodes] or [0]
-    return json.dumps(
-        {
-            f"cpu:{place}": [
-                [name for name in cards if near[name] == place],
-                [name for name in cards if near[name] != place],
-            ]
-            for place in places
-        }
-    )
-
-
-def _number(path: Path) -> int:
-    try:
-        return max(0, int(path.read_text()))
-    except (OSError, ValueError):
-        return 0
+    return json.dumps(discover().matrix([name for name in device_name.split(",") if name]))

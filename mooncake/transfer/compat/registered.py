@@ -19,6 +19,7 @@ from mooncake.transfer.compat.codes import Code, Refused
 from mooncake.transfer.compat.machine import is_memory
 from mooncake.transfer.engine import TransferEngine
 from mooncake.transfer.segment import Column
+from mooncake.transfer.topology import ANYWHERE, is_location
 from mooncake.transfer.transports import Region
 
 SLAB_BYTES = 2 << 30
@@ -38,8 +39,8 @@ class Registered:
         self._free: dict[int, list[int]] = {}
         self._lent: dict[int, int] = {}
 
-    def add(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
-        """All of them or none.
+    def add(self, addresses: Sequence[int], sizes: Sequence[int], location: str = ANYWHERE) -> None:
+        """All of them or none. ``location``: ``cpu:<node>`` or ``cuda:<n>``; anything else says nothing.
 
         Raises:
             InvalidArgument: a size that is not positive, memory that cannot be registered.
@@ -49,12 +50,13 @@ class Registered:
             raise InvalidArgument(
                 "capacities", f"{len(sizes)} sizes", f"one for each of {len(addresses)} addresses"
             )
+        where = location if is_location(location) else ANYWHERE
         with self._lock:
             added: list[int] = []
             try:
                 for address, size in zip(addresses, sizes, strict=True):
                     self._check(address, size)
-                    self._insert(address, self._engine.register((address, size)))
+                    self._insert(address, self._engine.register((address, size), where))
                     added.append(address)
             except BaseException:
                 for address in added:
