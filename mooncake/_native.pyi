@@ -274,6 +274,70 @@ class TcpPeer(Peer):
     ) -> None:
         """Hosts are numeric. Connects when the first slices need it, from ``source_host`` if given."""
 
+def rdma_devices() -> list[str]:
+    """Names of the RDMA devices of this machine. OSError when libibverbs is not installed."""
+
+RdmaAddress = tuple[bytes, int, int, int]
+"""Where a device is: gid, lid, mtu as verbs count it, reads it answers at a time."""
+
+LaneEnd = tuple[int, int]
+"""A queue pair's number and that of the first packet it sends."""
+
+class RdmaTransport:
+    """Devices of this machine, and what of this process's memory is registered with them.
+
+    OSError, whose text begins with the device's name, when one cannot be used.
+    """
+
+    def __init__(
+        self, regions: RegionTable, devices: Sequence[str], port: int, gid_index: int, traffic_class: int
+    ) -> None: ...
+    def address(self, device: str) -> RdmaAddress | None:
+        """None when it is not one of ours."""
+    def serve(self, device: str, owner: int, peer: RdmaAddress, theirs: Sequence[LaneEnd]) -> list[LaneEnd]:
+        """Our ends for the peer's lanes, ready to answer; only ``owner``, its secret, ends them. *Unlocked.*
+
+        OSError when the device refuses.
+        """
+    def retire(self, device: str, owner: int, pair: int) -> None:
+        """End a served lane; nothing that travelled through it lands after this. *Unlocked.*"""
+    def num_served(self, device: str) -> int: ...
+    def grant(self, device: str, keys: Sequence[int]) -> list[tuple[int, int, int, int, bool]]:
+        """Register regions: (key, address, size, the device's key, is writable); size 0 if there is none.
+
+        *Unlocked.* OSError when the device does not take the memory.
+        """
+    def connect(
+        self,
+        device: str,
+        their_device: str,
+        epoch: int,
+        regions: Sequence[tuple[int, int, int]],
+        num_lanes: int,
+    ) -> RdmaPeer | None:
+        """None when ``device`` is not one of ours. Has no lanes yet."""
+    def close(self) -> None:
+        """Stop serving. *Unlocked.*"""
+
+class RdmaPeer(Peer):
+    @property
+    def is_ready(self) -> bool:
+        """All lanes are there, all regions are known, and nothing given up may still land."""
+    @property
+    def is_able(self) -> bool:
+        """As above, but some lanes may be missing."""
+    def unknown_keys(self, limit: int) -> list[int]:
+        """Regions the peer has not granted or refused yet."""
+    def learn(self, grants: Sequence[tuple[int, int, int, int, bool]]) -> None: ...
+    def offer(self) -> list[LaneEnd]:
+        """Our ends of the lanes that are missing. *Unlocked.* OSError when the device has no more."""
+    def join(self, peer: RdmaAddress, theirs: Sequence[LaneEnd]) -> None:
+        """What the peer answered to ``offer``. *Unlocked.* OSError when they cannot be connected."""
+    def retired(self) -> list[tuple[str, int]]:
+        """The peer's ends (device, queue pair) of lanes that have ended here."""
+    def forget_retired(self, lanes: Sequence[tuple[str, int]]) -> None:
+        """They have ended there too."""
+
 def crc32c(data: Buffer, seed: int = 0) -> int:
     """CRC32C of a contiguous buffer, continuing from ``seed``. *Unlocked.*"""
 

@@ -22,6 +22,10 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace mooncake;
 
+namespace mooncake {
+void bind_rdma(nb::module_& m);  // bind_rdma.cpp
+}
+
 namespace {
 
 using Column = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -471,5 +475,6 @@ NB_MODULE(_native, m) {
   bind_shm(m);
   bind_cuda(m);
   bind_tcp(m);
+  bind_rdma(m);
   bind_checksums(m);
 }

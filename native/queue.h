@@ -13,7 +13,8 @@
 
 namespace mooncake {
 
-class Queue {
+// Shared from this: who holds it natively holds no Python object, and so never waits for the interpreter.
+class Queue : public std::enable_shared_from_this<Queue> {
  public:
   Queue();
   ~Queue();

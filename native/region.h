@@ -84,7 +84,7 @@ class RegionListener {
   virtual void region_closed(const Region& region) = 0;
 };
 
-class RegionTable {
+class RegionTable : public std::enable_shared_from_this<RegionTable> {  // as for Queue
  public:
   // Shared memory (memfd) of `size` bytes. Returns null and sets `error` when the machine will not
   // give it: populating reports missing memory here instead of as a SIGBUS at the first touch.

@@ -30,7 +30,7 @@ class TransferSettings:
     "Port for handshakes: peers ask, notify, set connections up; 0 takes a free one, -1 none unless needed."
 
     transports: tuple[str, ...] = ("shm", "cuda", "tcp")
-    "Paths to offer and to use, best first: `shm`, `cuda`, `tcp`, `local`; of the default, those there are."
+    "Paths to offer and to use, best first: `shm`, `cuda`, `rdma`, `tcp`, `local`; of the default, those there are."
 
     cuda_library: str = "libcuda.so.1"
     "File of the CUDA driver's library, opened when device memory is first used."
@@ -67,6 +67,18 @@ class TransferSettings:
 
     max_connections: Annotated[int, Meta(ge=0)] = 0
     "Connections that peers may have here at once; 0: half the files this process may open, at most 16384."
+
+    rdma_devices: tuple[str, ...] = ()
+    "RDMA devices that the rdma transport uses, each a rail of its own; none takes all that are active."
+
+    rdma_port: Annotated[int, Meta(ge=1, le=255)] = 1
+    "Port of the RDMA devices."
+
+    rdma_gid_index: Annotated[int, Meta(ge=-1, le=255)] = -1
+    "Address among those of the port; -1 takes a routable one of RoCE version 2 if there is one."
+
+    rdma_traffic_class: Annotated[int, Meta(ge=0, le=255)] = 0
+    "Traffic class of RDMA packets, by which switches choose queues."
 
     submit_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     "Seconds after which a submitted transfer fails with TIMED_OUT."

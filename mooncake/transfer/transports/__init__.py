@@ -214,6 +214,7 @@ class Site(Protocol):
 
 SCHEMES = {
     "local": "mooncake.transfer.transports.local:LocalTransport",
+    "rdma": "mooncake.transfer.transports.rdma:RdmaTransport",
     "shm": "mooncake.transfer.transports.shm:ShmTransport",
     "cuda": "mooncake.transfer.transports.cuda:CudaTransport",
     "tcp": "mooncake.transfer.transports.tcp:TcpTransport",

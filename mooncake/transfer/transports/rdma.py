@@ -1,0 +1,325 @@
+"""RDMA verbs: devices move the bytes, no processor of the peer does.
+
+Thin: ``native/rdma.h`` draws how lanes, grants and retired lanes belong together; here both engines agree
+on them through the handshake. That happens when the first slices need it and again after a failure: every
+operation first asks whether its peer is ready, which costs a look under a lock. Several devices are
+several rails: devices of one name lead to each other, others in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from mooncake import _native
+from mooncake._native import Completion, Op, Queue, Status
+from mooncake.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    InvalidArgument,
+    MooncakeError,
+    OutOfMemory,
+    PeerLost,
+    ProtocolError,
+)
+from mooncake.log import get_logger
+from mooncake.transfer.segment import Column, RegionInfo
+from mooncake.transfer.transports import Carrier, Site
+
+log = get_logger(__name__)
+
+SET_UP_TIMEOUT_S = 10.0
+"""Longest that an operation waits for its connection to be set up."""
+
+FAREWELL_TIMEOUT_S = 1.0
+"""Longest that closing a peer takes when it does not answer; it finds out by itself then."""
+
+MAX_KEYS = 4096
+"""Regions asked for in one step."""
+
+MAX_LANES = 256
+"""Lanes that a peer may ask for in one step."""
+
+Address = tuple[bytes, int, int, int]
+
+
+class DeviceInfo(msgspec.Struct, frozen=True):
+    """One device as the endpoint names it."""
+
+    name: str
+    gid: str
+    lid: int
+
+
+class SetUp(msgspec.Struct, frozen=True, array_like=True):
+    """End these lanes of mine, serve those, and tell me your device's keys of these regions."""
+
+    device: str
+    "Of the one who is asked."
+    owner: int
+    "Random and secret: only who set a lane up may end it."
+    address: Address
+    lanes: list[tuple[int, int]]
+    retired: list[tuple[str, int]]
+    keys: list[int]
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True):
+    """The answer: my ends of the lanes, and the keys."""
+
+    address: Address
+    lanes: list[tuple[int, int]]
+    grants: list[tuple[int, int, int, int, bool]]
+
+
+class RdmaCarrier:
+    is_lost = False  # who does not answer a handshake today may do so tomorrow
+
+    def __init__(self, peer: _native.RdmaPeer, rail: str, ask: Callable[[SetUp, float], Ready], first: SetUp):
+        self._peer = peer
+        self._rail = rail
+        self._ask = ask
+        self._empty = first
+        self._setting_up = threading.Lock()
+        self.cancel = peer.cancel
+
+    def run(
+        self, op: Op, local: Column, remote: Column, lengths: Column, timeout_s: float, checksum: bool
+    ) -> Completion:
+        if not self._peer.is_ready:
+            deadline = time.monotonic() + timeout_s
+            status = self._set_up(deadline)
+            if status != Status.OK:
+                return Completion(status=status)
+            timeout_s = max(0.0, deadline - time.monotonic())
+        return self._peer.run(op, local, remote, lengths, timeout_s, checksum)
+
+    def submit(
+        self,
+        queue: Queue,
+        token: int,
+        op: Op,
+        local: Column,
+        remote: Column,
+        lengths: Column,
+        timeout_s: float,
+        checksum: bool,
+        *,
+        priority: int = 0,
+        reports: bool = False,
+    ) -> int:
+        """Sets the connection up in the caller, when that is needed."""
+        if not self._peer.is_ready:
+            deadline = time.monotonic() + timeout_s
+            status = self._set_up(deadline)
+            if status != Status.OK:
+                queue.push(Completion(token, status))
+                return -1
+            timeout_s = max(0.0, deadline - time.monotonic())
+        return self._peer.submit(
+            queue, token, op, local, remote, lengths, timeout_s, checksum, priority=priority, reports=reports
+        )
+
+    def view(self, address: int, size_bytes: int, timeout_s: float) -> None:
+        return None
+
+    def set_regions(self, regions: Sequence[RegionInfo]) -> None:
+        self._peer.set_remote(tuples_of(regions))
+
+    def close(self) -> None:
+        self._peer.close()
+        with contextlib.suppress(MooncakeError):  # whoever does not hear it finds out by itself
+            retired = self._peer.retired()
+            if retired:
+                self._ask(msgspec.structs.replace(self._empty, retired=retired), FAREWELL_TIMEOUT_S)
+                self._peer.forget_retired(retired)
+
+    def _set_up(self, deadline: float) -> Status:
+        if not self._setting_up.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return Status.TIMED_OUT
+        try:
+            while not self._peer.is_ready:
+                self._step(deadline)
+            return Status.OK
+        except (MooncakeError, OSError) as error:
+            if self._peer.is_able:
+                return Status.OK  # fewer lanes than wished for
+            log.info("rdma_set_up_failed", rail=self._rail, reason=str(error))
+            if isinstance(error, DeadlineExceeded) and time.monotonic() >= deadline:
+                return Status.TIMED_OUT
+            return _STATUS.get(type(error), Status.PEER_LOST)
+        finally:
+            self._setting_up.release()
+
+    def _step(self, deadline: float) -> None:
+        """One question to the peer, and what follows from its answer."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded(f"rdma {self._rail}: no time is left to set the connection up")
+        asked = msgspec.structs.replace(
+            self._empty,
+            lanes=self._peer.offer(),
+            retired=self._peer.retired(),
+            keys=self._peer.unknown_keys(MAX_KEYS),
+        )
+        ready = self._ask(asked, min(left_s, SET_UP_TIMEOUT_S))
+        if len(ready.lanes) != len(asked.lanes) or [grant[0] for grant in ready.grants] != asked.keys:
+            raise ProtocolError(f"rdma {self._rail}: the peer answered to something else")
+        self._peer.forget_retired(asked.retired)
+        self._peer.learn(ready.grants)
+        self._peer.join(ready.address, ready.lanes)
+
+
+_STATUS: dict[type[BaseException], Status] = {
+    AccessDenied: Status.ACCESS_DENIED,
+    ProtocolError: Status.PROTOCOL_ERROR,
+}
+
+
+class RdmaTransport:
+    needs_handshake = True
+
+    def __init__(self, site: Site) -> None:
+        settings = site.settings
+        self._exchange = site.exchange
+        self._num_lanes = site.num_streams + 1  # so that a small transfer does not wait for a big one
+        self._owner = secrets.randbits(63)
+        self._names = usable_devices(settings.rdma_devices, settings.rdma_port)
+        try:
+            self._native = _native.RdmaTransport(
+                site.regions,
+                self._names,
+                settings.rdma_port,
+                settings.rdma_gid_index,
+                settings.rdma_traffic_class,
+            )
+        except OSError as error:
+            raise InvalidArgument(
+                "rdma_devices", self._names, f"devices that can be used ({error})"
+            ) from error
+        infos = [
+            DeviceInfo(name, self._address(name)[0].hex(), self._address(name)[1]) for name in self._names
+        ]
+        self.endpoint = msgspec.json.encode(infos).decode()
+
+    def _address(self, device: str) -> Address:
+        address = self._native.address(device)
+        if address is None:
+            raise InvalidArgument("device", device, "one of " + ", ".join(self._names))
+        return address
+
+    def rails(self, endpoint: str) -> list[str]:
+        pairs = self._pairs(endpoint)
+        return [] if len(pairs) == 1 else [f"{ours}>{theirs}" for ours, theirs in pairs]
+
+    def _pairs(self, endpoint: str) -> list[tuple[str, str]]:
+        try:
+            theirs = [info.name for info in msgspec.json.decode(endpoint, type=list[DeviceInfo])]
+        except msgspec.MsgspecError as error:
+            raise PeerLost(
+                f"rdma peer {endpoint!r} is no list of devices; its descriptor is damaged"
+            ) from error
+        return pairs_of(self._names, theirs)
+
+    def connect(
+        self,
+        endpoint: str,
+        epoch: int,
+        regions: Sequence[RegionInfo],
+        timeout_s: float,
+        *,
+        handshake: str = "",
+        rail: str = "",
+    ) -> Carrier:
+        pairs = self._pairs(endpoint)
+        if not pairs or not handshake:
+            raise PeerLost(f"rdma peer {endpoint!r} tells no device or no handshake address")
+        ours, theirs = next((pair for pair in pairs if f"{pair[0]}>{pair[1]}" == rail), pairs[0])
+        peer = self._native.connect(ours, theirs, epoch, tuples_of(regions), self._num_lanes)
+        assert peer is not None
+
+        exchange = self._exchange
+
+        def ask(question: SetUp, patience_s: float) -> Ready:
+            payload = msgspec.msgpack.encode(question)
+            answer = exchange(handshake, "rdma", payload, patience_s, epoch=epoch)
+            try:
+                return msgspec.msgpack.decode(answer, type=Ready)
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(f"rdma peer at {handshake}: {error}") from error
+
+        first = SetUp(theirs, self._owner, self._address(ours), [], [], [])
+        return RdmaCarrier(peer, f"{ours}>{theirs} of {handshake}", ask, first)
+
+    def accept(self, payload: bytes) -> bytes:
+        """A peer's set-up. Lanes that it gave up end before anything new begins."""
+        try:
+            asked = msgspec.msgpack.decode(payload, type=SetUp)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"rdma set-up: {error}; is it of another release?") from error
+        if len(asked.lanes) > MAX_LANES or len(asked.keys) > MAX_KEYS:
+            raise InvalidArgument(
+                "lanes, keys", (len(asked.lanes), len(asked.keys)), f"{MAX_LANES}, {MAX_KEYS}"
+            )
+        for device, pair in asked.retired:
+            self._native.retire(device, asked.owner, pair)
+        address = self._address(asked.device)
+        try:
+            grants = self._native.grant(asked.device, asked.keys)
+            lanes = self._native.serve(asked.device, asked.owner, asked.address, asked.lanes)
+        except OSError as error:
+            hint = "; raise its limit of locked memory (ulimit -l)" if error.errno == errno.ENOMEM else ""
+            raise OutOfMemory(f"rdma peer's device {asked.device}: {error}{hint}") from error
+        return msgspec.msgpack.encode(Ready(address, lanes, grants))
+
+    def close(self) -> None:
+        self._native.close()
+
+
+def pairs_of(ours: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
+    """Which of our devices leads to which of theirs."""
+    if set(theirs) == set(ours):
+        return [(name, name) for name in ours]
+    count = max(len(ours), len(theirs)) if theirs else 0
+    return [(ours[i % len(ours)], theirs[i % len(theirs)]) for i in range(count)]
+
+
+def tuples_of(regions: Sequence[RegionInfo]) -> list[tuple[int, int, int]]:
+    return [(region.address, region.size_bytes, region.key) for region in regions]
+
+
+def usable_devices(wished: Sequence[str], port: int) -> list[str]:
+    """The devices to use: those wished for, or all whose port is active.
+
+    Raises:
+        InvalidArgument: a device that does not exist, or none at all.
+    """
+    try:
+        present = _native.rdma_devices()
+    except OSError as error:
+        advice = "a machine with libibverbs (Debian: apt-get install libibverbs1 ibverbs-providers)"
+        raise InvalidArgument("transports", "rdma", f"{advice}: {error}") from error
+    for name in wished:
+        if name not in present:
+            raise InvalidArgument("rdma_devices", name, "some of: " + (", ".join(present) or "none is here"))
+    if wished:
+        return list(wished)
+    active = [name for name in present if "ACTIVE" in _port_state(name, port)]
+    if not active:
+        seen = f"{', '.join(present)} without an active port {port}" if present else "none"
+        raise InvalidArgument("transports", "rdma", f"a machine with an active RDMA device; here: {seen}")
+    return active
+
+
+def _port_state(device: str, port: int) -> str:
+    try:
+        return Path(f"/sys/class/infiniband/{device}/ports/{port}/state").read_text()
+    except OSError:
+        return ""
