@@ -19,7 +19,7 @@ class CudaPeer final : public SharingPeer {
   Mapping map(const SharingMessage& message, int descriptor) override;
   Outcome copy(const Portion& portion) override;
   uint64_t portion_bytes() const override { return kPortion; }
-  bool takes(const Medium& medium) const override { return is_device_memory(medium); }
+  bool takes(const Medium& medium, const Request&) const override { return is_device_memory(medium); }
 
  private:
   Outcome copy_devices(const Portion& portion, const DeviceMemory& here, const DeviceMemory& there);

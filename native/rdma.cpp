@@ -38,19 +38,21 @@ Status status_of(int work_status) {
   }
 }
 
-// The job's local regions as the device knows them, for as long as the job lasts.
+// The job's local regions as the device knows them, for as long as the job lasts. Those it does not reach are
+// there for bytes that lie in staging memory meanwhile.
 class Registrations {
  public:
   Registrations(RdmaDevice& device, const std::vector<RegionRef>& regions) : device_(device), regions_(regions) {}
   ~Registrations() {
-    for (Registration* registration : held_) device_.release(registration);
+    for (Registration* registration : held_)
+      if (registration) device_.release(registration);
   }
   Status take() {
     try {
       for (const RegionRef& region : regions_) {
-        Registration* registration = device_.acquire(region);
-        if (!registration) return Status::kCancelled;
-        held_.push_back(registration);
+        bool is_there = !region->medium || device_.reaches(*region->medium);
+        held_.push_back(is_there ? device_.acquire(region) : nullptr);
+        if (is_there && !held_.back()) return Status::kCancelled;
       }
       return Status::kOk;
     } catch (const std::system_error&) {
@@ -59,7 +61,7 @@ class Registrations {
   }
   uint32_t local_key(const Slice& slice) const {
     size_t i = 0;
-    while (i + 1 < regions_.size() && !regions_[i]->contains(slice.local, slice.length)) i++;
+    while (i + 1 < regions_.size() && !(held_[i] && regions_[i]->contains(slice.local, slice.length))) i++;
     return held_[i]->local_key();
   }
 
@@ -416,7 +418,11 @@ Completion RdmaPeer::execute(Job& job) {
       RemoteRegion region{found->second.address, found->second.size, 0};
       is_allowed = region.contains(slices[i].remote, slices[i].length);
     }
-    if (!is_allowed) return job.failed(Status::kAccessDenied, static_cast<int64_t>(i));
+    if (!is_allowed) {
+      bool is_beyond = found != grants->end() && found->second.size == 0 && found->second.address != 0;
+      Status status = is_beyond ? Status::kPeerLost : Status::kAccessDenied;  // perhaps another path reaches it
+      return job.failed(status, static_cast<int64_t>(i));
+    }
     remote_keys[i] = found->second.remote_key;
     num_bytes += slices[i].length;
   }
@@ -485,7 +491,13 @@ std::vector<Grant> RdmaTransport::grant(const std::string& name, const std::vect
   for (uint64_t key : keys) {
     grants.push_back({key, 0, 0, 0, false});
     RegionRef region = ours ? regions_->find_key(key) : nullptr;
-    Registration* registration = region ? ours->acquire(region) : nullptr;
+    Registration* registration = nullptr;
+    try {
+      registration = region ? ours->acquire(region) : nullptr;
+    } catch (const std::system_error&) {
+      if (!region->medium) throw;
+      grants.back().address = region->address;
+    }
     if (!registration) continue;
     grants.back() = {key, region->address, region->size, registration->remote_key(), region->is_writable};
     ours->release(registration);

@@ -24,7 +24,7 @@ namespace mooncake {
 struct Grant {
   uint64_t key;  // of the region
   uint64_t address;
-  uint64_t size;  // zero: there is no such region
+  uint64_t size;  // zero: there is no such region, or, with an address, the device does not reach it
   uint32_t remote_key;
   bool is_writable;
 };
@@ -71,6 +71,10 @@ class RdmaPeer final : public Peer {
 
  protected:
   Completion execute(Job& job) override;
+  // Sums are the processor's work, so such bytes must pass where it sees them.
+  bool takes(const Medium& medium, const Request& request) const override {
+    return !request.checksum && device_->reaches(medium);
+  }
   void wake() override { freed_.notify_all(); }
   void release() override;
 

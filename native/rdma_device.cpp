@@ -10,6 +10,8 @@
 #include <fstream>
 #include <system_error>
 
+#include "cuda.h"
+
 namespace mooncake {
 
 namespace {
@@ -140,10 +142,26 @@ void RdmaDevice::choose_address(const RdmaOptions& options, const verbs::PortAtt
   std::copy(std::begin(best.raw), std::end(best.raw), address_.gid.begin());
 }
 
-// Memory of a GPU is found by the peer-memory module of its driver, when that is loaded.
+bool RdmaDevice::reaches(const Medium& medium) const {
+  static const bool has_peer_memory = access("/sys/module/nvidia_peermem", F_OK) == 0;
+  return dynamic_cast<const cuda::DeviceMemory*>(&medium) && (verbs_.reg_dmabuf_mr || has_peer_memory);
+}
+
+// Memory of a GPU comes as a dma-buf, or else the peer-memory module of its driver finds it by address.
 verbs::MemoryRegion* RdmaDevice::register_memory(const Region& region) const {
   int access = verbs::kRemoteRead;
   if (region.is_writable) access |= verbs::kLocalWrite | verbs::kRemoteWrite;
+  if (region.medium) {
+    const cuda::DeviceMemory* memory = cuda::device_memory(region);
+    if (!memory || !reaches(*memory)) return errno = EOPNOTSUPP, nullptr;
+    uint64_t offset = 0;
+    int fd = verbs_.reg_dmabuf_mr ? memory->cuda->dma_buf(memory->address, region.size, offset) : -1;
+    if (fd >= 0) {
+      verbs::MemoryRegion* registered = verbs_.reg_dmabuf_mr(domain_, offset, region.size, region.address, fd, access);
+      ::close(fd);
+      if (registered) return registered;
+    }
+  }
   return verbs_.reg_mr(domain_, reinterpret_cast<void*>(region.address), region.size, access);
 }
 

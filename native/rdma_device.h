@@ -76,6 +76,8 @@ class RdmaDevice {
   // closed; throws std::system_error when the device does not take it.
   Registration* acquire(const RegionRef& region);
   void release(Registration* registration);
+  // Device memory that this card may reach: by a dma-buf, or by the peer-memory module of the GPU's driver.
+  bool reaches(const Medium& medium) const;
   void forget(const Region& region);  // a closed one; returns when no job uses it and no peer reaches it
 
   // Ends for the peer's lanes, ready to answer. Throws std::system_error. `owner` is the peer's secret:

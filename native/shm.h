@@ -19,7 +19,7 @@ class ShmPeer final : public SharingPeer {
   Mapping map(const SharingMessage& message, int descriptor) override;
   Outcome copy(const Portion& portion) override;
   uint64_t portion_bytes() const override { return 4 << 20; }
-  bool takes(const Medium& medium) const override { return cuda::is_device_memory(medium); }
+  bool takes(const Medium& medium, const Request&) const override { return cuda::is_device_memory(medium); }
 
  private:
   Outcome copy_device(const Portion& portion, const cuda::DeviceMemory& here);

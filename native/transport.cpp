@@ -125,7 +125,7 @@ Completion Peer::carry(Job& job) {
 }
 
 Completion Peer::perform(Job& job) {
-  auto is_foreign = [&](const RegionRef& region) { return region->medium && !takes(*region->medium); };
+  auto is_foreign = [&](const RegionRef& region) { return region->medium && !takes(*region->medium, job.request); };
   bool needs_staging = std::any_of(job.regions.begin(), job.regions.end(), is_foreign);
   return needs_staging ? through_staging(job) : execute(job);
 }

@@ -82,8 +82,8 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
 
  protected:
   virtual Completion execute(Job& job) = 0;
-  // execute() may be given local bytes of this medium.
-  virtual bool takes(const Medium& /*medium*/) const { return false; }
+  // execute() may be given local bytes of this medium for such a request.
+  virtual bool takes(const Medium& /*medium*/, const Request& /*request*/) const { return false; }
   virtual void wake() {}     // called with the mutex held after a job was told to stop
   virtual void release() {}  // called with the mutex held when the last job of a closed peer has ended
 

@@ -135,7 +135,7 @@ class Segment:
         """The best path carries whatever there is."""
         if self.rails is not None and scheme_of(self.paths[0]) not in ON_ONE_HOST:
             return False  # somebody has to choose
-        return bool(self.paths) and self._index.carries_all(self.paths[0])
+        return bool(self.paths) and self._index.carries_all(scheme_of(self.paths[0]))
 
     def run_quickly(
         self, op: Op, columns: Columns, num_bytes: int, deadline: float, checksum: bool

@@ -30,7 +30,7 @@ class TransferSettings:
     "Port for handshakes: peers ask, notify, set connections up; 0 takes a free one, -1 none unless needed."
 
     transports: tuple[str, ...] = ("shm", "cuda", "tcp")
-    "Paths to offer and to use, best first: `shm`, `cuda`, `rdma`, `tcp`, `local`; of the default, those there are."
+    "Paths in order of preference: `shm`, `cuda`, `rdma`, `tcp`, `local`. Of the default, those there are."
 
     cuda_library: str = "libcuda.so.1"
     "File of the CUDA driver's library, opened when device memory is first used."
