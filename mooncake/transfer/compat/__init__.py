@@ -6,12 +6,8 @@ was told, it fails and says so. ``docs/engine.md`` lists what differs. Knows not
 asked for only by the calls that are about CUDA.
 """
 
-from mooncake.transfer.compat.engine import (
-    InnerTransferEngine,
-    TransferEngine,
-    TransferNotify,
-    TransferOpcode,
-)
+from mooncake.transfer.compat.engine import TransferEngine
+from mooncake.transfer.compat.nouns import InnerTransferEngine, TransferNotify, TransferOpcode
 from mooncake.transfer.compat.rpc import (
     ReceivedData,
     ReceivedTensor,

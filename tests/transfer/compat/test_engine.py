@@ -111,8 +111,8 @@ def test_words_that_cannot_be(
 
 
 def test_rdma_without_a_device(said: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake.transfer.compat.engine.rdma_devices", list)
-    monkeypatch.setattr("mooncake.transfer.compat.engine.available_schemes", lambda: ["shm", "tcp"])
+    monkeypatch.setattr("mooncake.transfer.compat.session.rdma_devices", list)
+    monkeypatch.setattr("mooncake.transfer.compat.session.available_schemes", lambda: ["shm", "tcp"])
     engine = TransferEngine()
     assert engine.initialize("127.0.0.1", P2P, "rdma", "mlx5_0") == 0
     assert "no RDMA device, so shm and tcp" in said()

@@ -1,0 +1,213 @@
+"""A drop-in engine from ``initialize`` on: its words, its session, its peers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from mooncake.config import load
+from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, PeerLost, ProtocolError, Unavailable
+from mooncake.log import get_logger
+from mooncake.transfer.compat.batches import Batches
+from mooncake.transfer.compat.borrowed import Borrowed
+from mooncake.transfer.compat.choice import P2P, Choice, choose, split_host
+from mooncake.transfer.compat.codes import Code, Refused, code_of
+from mooncake.transfer.compat.environment import EngineSettings, read_environment, set_log_level
+from mooncake.transfer.compat.machine import (
+    available_schemes,
+    is_free,
+    local_topology,
+    rdma_devices,
+    resolves,
+)
+from mooncake.transfer.compat.nouns import InnerTransferEngine, TransferNotify
+from mooncake.transfer.compat.registered import Registered
+from mooncake.transfer.engine import TransferEngine as Engine
+from mooncake.transfer.host import numeric_host
+from mooncake.transfer.peer import Segment
+from mooncake.transfer.settings import TransferSettings
+from mooncake.transfer.transports import Completion, Status
+
+log = get_logger("mooncake.engine")
+
+
+class Session:
+    """One engine of this process and what is said to its peers. Does nothing until ``initialize``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._knobs = EngineSettings()
+        self._is_p2p = False
+        self._registered: Registered | None = None
+        self._batches: Batches | None = None
+        self._borrowed: Borrowed | None = None
+
+    # Beginning --------------------------------------------------------------------------------------
+
+    def initialize(
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str = "", /
+    ) -> int:
+        """0, also when it was called before; -1 (-6: no such device, -101: no such host) with a log line."""
+        return self._initialize(local_hostname, metadata_server, protocol, device_name, "")
+
+    def initialize_ext(
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        protocol: str,
+        device_name: str,
+        metadata_type: str,
+        /,
+    ) -> int:
+        """As ``initialize``; ``metadata_type`` (http, etcd, redis, p2p) for a server without a scheme."""
+        return self._initialize(local_hostname, metadata_server, protocol, device_name, metadata_type)
+
+    def _initialize(self, host: str, metadata: str, protocol: str, device: str, kind: str) -> int:
+        with self._lock:
+            if self._engine is not None:
+                return 0
+            try:
+                self._start(host, metadata, protocol, device, kind)
+            except MooncakeError as error:
+                log.error(f"initialize: {error}")
+                return int(code_of(error))
+            return 0
+
+    def _start(self, host: str, metadata: str, protocol: str, device: str, kind: str) -> None:
+        knobs = self._knobs = read_environment()
+        set_log_level(knobs.log_level)
+        choice = choose(
+            *(host, metadata, protocol, device, knobs),
+            *(available_schemes(), rdma_devices(), resolves, kind),
+        )
+        if choice.warning:
+            log.warning(f"initialize: {choice.warning}")
+        settings, _ = load(TransferSettings, choice.flags, os.environ)
+        try:
+            engine = self._bind(choice, settings)
+        except Unavailable as error:  # the kernel knows a device, but it is of no use
+            if "rdma" not in settings.transports or knobs.force_hca:
+                raise
+            rest = tuple(scheme for scheme in settings.transports if scheme != "rdma")
+            log.warning(f"initialize: {error}; {' and '.join(rest)} will carry the bytes")
+            engine = self._bind(choice, replace(settings, transports=rest))
+        try:
+            engine.publish()
+        except MooncakeError as error:
+            engine.close()
+            raise Refused(Code.INVALID_ARGUMENT, f"metadata server {metadata!r}: {error}") from error
+        self._is_p2p = settings.metadata == P2P
+        self._registered = Registered(engine)
+        borrowed = self._borrowed = Borrowed(engine.regions)
+
+        def ended(
+            number: int, completion: Completion
+        ) -> None:  # no method: `del engine` is how programs close
+            borrowed.end_of(number)
+            if completion.status != Status.OK:
+                log.error(f"batch {number} failed: {completion.status.name.lower()}")
+
+        self._batches = Batches(engine.new_queue(), ended)
+        self._engine = engine
+        log.info(f"listening for handshakes at {engine.handshake}")
+
+    def _bind(self, choice: Choice, settings: TransferSettings) -> Engine:
+        """An engine that answers handshakes at a port of the range."""
+        low, high = self._knobs.min_rpc_port, self._knobs.max_rpc_port
+        if low > high:
+            raise InvalidArgument("MC_MIN_RPC_PORT", low, f"at most MC_MAX_RPC_PORT, which is {high}")
+        ports = [choice.port] if choice.port else random.sample(range(low, high + 1), high + 1 - low)
+        for port in ports:
+            if is_free(settings.listen_host, port):
+                with contextlib.suppress(AddressInUse):
+                    return Engine(replace(settings, handshake_port=port))
+        where = f"port {choice.port}" if choice.port else f"any port from {low} to {high}"
+        raise Refused(
+            Code.SOCKET, f"{where} at {settings.listen_host} is in use; see MC_MIN_RPC_PORT, MC_MAX_RPC_PORT"
+        )
+
+    def _ready(self) -> Engine:
+        if self._engine is None:
+            raise Refused(
+                Code.INVALID_ARGUMENT,
+                "the engine is not initialized; call initialize() and see that it returns 0",
+            )
+        return self._engine
+
+    @property
+    def _memory(self) -> Registered:
+        self._ready()
+        assert self._registered is not None
+        return self._registered
+
+    def get_rpc_port(self) -> int:
+        """The port of this process's session ``host:port``; 0 before ``initialize``."""
+        return 0 if self._engine is None else int(self._engine.handshake.rpartition(":")[2])
+
+    def get_engine(self) -> InnerTransferEngine | None:
+        """For a store's ``setup``; None before ``initialize``."""
+        return None if self._engine is None else InnerTransferEngine(self._engine)
+
+    def get_engine_ptr(self) -> int:
+        """A number that tells engines of one process apart; 0 before ``initialize``."""
+        return 0 if self._engine is None else id(self._engine)
+
+    def get_local_topology(self, device_name: str | None = None) -> str:
+        """JSON: each memory location's preferred network cards and the others."""
+        return local_topology(device_name or "")
+
+    # Peers --------------------------------------------------------------------------------------------
+
+    def get_notifies(self) -> list[TransferNotify]:
+        """What peers told this process since the last call."""
+        if self._engine is None:
+            return []
+        return [TransferNotify(told.name, told.text) for told in self._engine.notifications()]
+
+    def send_probe(self, peer_server_name: str) -> int:
+        """0 when the peer answers; -101 unknown host, -102 nobody there, -103 garbage in the metadata,
+        -104 another version, -200 unknown to the metadata server."""
+
+        def probe() -> None:
+            engine = self._ready()
+            if self._is_p2p:
+                numeric_host(split_host(peer_server_name)[0], "peer_server_name")
+                engine.probe(peer_server_name)
+                return
+            try:
+                segment = engine.open_name(peer_server_name)
+            except ProtocolError as error:
+                raise Refused(Code.MALFORMED_JSON, str(error)) from error
+            except MooncakeError as error:
+                raise Refused(Code.METADATA, str(error)) from error
+            if segment is None:
+                raise Refused(Code.METADATA, f"no segment is called {peer_server_name!r}")
+            engine.probe(segment.descriptor.handshake)
+
+        return self._number("send_probe", probe)
+
+    def warmup_efa_segment(self, segment_name: str, /) -> int:
+        """0: there is nothing to warm up, because there is no EFA transport."""
+        return 0
+
+    def _open(self, name: str) -> Segment:
+        segment = self._ready().open_name(name)
+        if segment is None:
+            raise PeerLost(
+                f"no segment is called {name!r}; is its process running, with the same metadata server?"
+            )
+        return segment
+
+    def _number(self, what: str, act: Callable[[], None]) -> int:
+        """0, or what the failure of ``act`` is as a number, with its reason in the log."""
+        try:
+            act()
+        except MooncakeError as error:
+            log.error(f"{what}: {error}")
+            return int(code_of(error))
+        return 0
