@@ -19,17 +19,24 @@ SharingPeer::Mapping CudaPeer::map(const SharingMessage& message, int descriptor
   return mapping;
 }
 
+// Copies of memory whose owner dies under them fail in ways that no driver writes down; whatever fails here,
+// it is this path that failed, and another may lead there.
 Outcome CudaPeer::copy(const Portion& portion) {
   const Region& local = *portion.regions[0];
   const DeviceMemory& there = *device_memory(*portion.mapping.region);
-  if (const DeviceMemory* here = device_memory(local)) return copy_devices(portion, *here, there);
+  const DeviceMemory* here = device_memory(local);
+  Result result = here ? copy_devices(portion, *here, there) : copy_memory(portion, local, there);
+  return {result == kSuccess ? Status::kOk : Status::kPeerLost};
+}
+
+Result CudaPeer::copy_memory(const Portion& portion, const Region& local, const DeviceMemory& there) {
   Toward toward = portion.request.op == Op::kWrite ? Toward::kDevice : Toward::kHost;
   std::vector<Piece> pieces;
   for (const Slice& slice : portion.slices) pieces.push_back({slice.local, slice.remote, slice.length});
-  return outcome_of(cuda_->copy(there.device, toward, pieces, cuda_->is_pinned(local), portion.checksums));
+  return cuda_->copy(there.device, toward, pieces, cuda_->is_pinned(local), portion.checksums);
 }
 
-Outcome CudaPeer::copy_devices(const Portion& portion, const DeviceMemory& here, const DeviceMemory& there) {
+Result CudaPeer::copy_devices(const Portion& portion, const DeviceMemory& here, const DeviceMemory& there) {
   bool is_write = portion.request.op == Op::kWrite;
   const DeviceMemory &to = is_write ? there : here, &from = is_write ? here : there;
   std::vector<Hop> hops;
@@ -41,7 +48,7 @@ Outcome CudaPeer::copy_devices(const Portion& portion, const DeviceMemory& here,
   Result result = cuda_->copy_between(to.device, from.device, hops);
   if (result == kSuccess && portion.checksums)
     result = cuda_->copy(from.device, Toward::kHost, read, false, portion.checksums);
-  return outcome_of(result);
+  return result;
 }
 
 bool CudaTransport::show(const Region& region, SharingMessage& answer, int&) {

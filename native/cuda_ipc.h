@@ -22,7 +22,8 @@ class CudaPeer final : public SharingPeer {
   bool takes(const Medium& medium, const Request&) const override { return is_device_memory(medium); }
 
  private:
-  Outcome copy_devices(const Portion& portion, const DeviceMemory& here, const DeviceMemory& there);
+  Result copy_memory(const Portion& portion, const Region& local, const DeviceMemory& there);
+  Result copy_devices(const Portion& portion, const DeviceMemory& here, const DeviceMemory& there);
 
   const std::shared_ptr<Cuda> cuda_;
 };

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mooncake.errors import InvalidArgument
-from mooncake.transfer.memory import available_bytes, span_of
+from mooncake.transfer.memory import available_bytes, device_span_of, span_of
 
 
 def test_buffers_of_every_kind() -> None:
@@ -43,6 +43,43 @@ def test_buffers_of_every_kind() -> None:
 def test_what_is_no_buffer(buffer: object) -> None:
     with pytest.raises(InvalidArgument, match="buffer is"):
         span_of(buffer)
+
+
+class OnDevice:
+    """What cupy, numba and jax show of their arrays."""
+
+    def __init__(self, **described: object) -> None:
+        self.__cuda_array_interface__ = {"version": 3, "data": (4096, False), **described}
+
+
+class CudaTensor:
+    """What torch shows of a tensor on a GPU."""
+
+    def __init__(self, is_contiguous: bool) -> None:
+        self.device = torch.device("cuda:1")
+        self.is_contiguous = lambda: is_contiguous
+        self.data_ptr = lambda: 1 << 40
+        self.numel = lambda: 12
+        self.element_size = lambda: 2
+
+
+def test_buffers_in_device_memory() -> None:
+    assert device_span_of(CudaTensor(True)) == (1 << 40, 24, True)
+    assert device_span_of(OnDevice(shape=(3, 4), typestr="<f4")) == (4096, 48, True)
+    assert device_span_of(OnDevice(shape=(), typestr="<f8", strides=None)) == (4096, 8, True)
+    assert device_span_of(OnDevice(shape=(3, 4), typestr="<f2", strides=(8, 2))) == (4096, 24, True)
+    assert device_span_of(OnDevice(shape=(1, 4), typestr="<f2", strides=(99, 2))) == (4096, 8, True)
+    assert device_span_of(OnDevice(shape=(5,), typestr="|u1", data=(64, True))) == (64, 5, False)
+    for elsewhere in (torch.zeros(3), torch.zeros(3, requires_grad=True), np.zeros(3), b"abc", (1, 2), None):
+        assert device_span_of(elsewhere) is None
+
+
+def test_device_memory_with_gaps_is_no_buffer() -> None:
+    for gaps in (CudaTensor(False), OnDevice(shape=(3, 4), typestr="<f4", strides=(32, 4))):
+        with pytest.raises(InvalidArgument, match="contiguous"):
+            device_span_of(gaps)
+    with pytest.raises(InvalidArgument, match="CPU memory"):
+        span_of(CudaTensor(True))
 
 
 def test_some_memory_is_available() -> None:
