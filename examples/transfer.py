@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 
-from mooncake.transfer import Op, TransferEngine
+from mooncake.transfer import Op, TransferEngine, TransferSettings
 
 
 def main() -> None:
@@ -31,6 +33,23 @@ def main() -> None:
     print("first of the last quarter:", arrived[-(size // 4)], "=", source[0])
     here.close()
     there.close()
+    asyncio.run(by_name())
+
+
+async def by_name() -> None:
+    """Peers found by the address of their handshake, arrays instead of columns, a word after the data."""
+    settings = TransferSettings(metadata="P2PHANDSHAKE")
+    with TransferEngine(settings) as here, TransferEngine(settings) as there:
+        target = there.allocate(8 << 20)
+        layers = [np.full(1 << 20, number, dtype=np.float32) for number in range(2)]
+        here.register_all(layers)
+        addresses = [target.address, target.address + (4 << 20)]
+        # The greater priority goes first; progress says how far it is.
+        await here.write(
+            there.handshake, layers, addresses, priority=1, notify=("kv", "two layers are there")
+        )
+        [told] = there.notifications()
+        print("told:", told.name, told.text)
 
 
 if __name__ == "__main__":

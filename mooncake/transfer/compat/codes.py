@@ -19,9 +19,7 @@ class Code(IntEnum):
 
     OK = 0
     INVALID_ARGUMENT = -1
-    TOO_MANY_REQUESTS = -2
     ADDRESS_NOT_REGISTERED = -3
-    BATCH_BUSY = -4
     DEVICE_NOT_FOUND = -6
     ADDRESS_OVERLAPPED = -7
     DNS = -101
@@ -30,7 +28,6 @@ class Code(IntEnum):
     HANDSHAKE_REJECTED = -104
     METADATA = -200
     MEMORY = -302
-    NOT_IMPLEMENTED = -303
 
 
 class Refused(MooncakeError):

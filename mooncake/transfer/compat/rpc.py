@@ -31,6 +31,8 @@ PIECE_BYTES = 8 << 20
 MAX_BYTES = 4 << 30
 """Of one message."""
 
+_PATIENCE_S = 10.0
+
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
     """Part of a message; the one that completes it is answered when the callback has returned."""
@@ -159,7 +161,7 @@ class RpcInterface:
             return True
 
     def stop_server(self) -> None:
-        """No callback is running or will run when it returns. Harmless when repeated."""
+        """No callback will run any more, and those that run have ended. Harmless when repeated."""
         with self._lock:
             server, self._server = self._server, None
         if server is not None:
@@ -235,14 +237,14 @@ class _Server:
             target=self._run, args=(address, port, started), name="mooncake-rpc", daemon=True
         )
         self._thread.start()
-        started.result()
+        started.result(_PATIENCE_S)
 
     def wait(self) -> None:
         self._thread.join()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        self._thread.join(_PATIENCE_S)
         self._pool.shutdown()
 
     def _run(self, host: str, port: int, started: concurrent.futures.Future[None]) -> None:

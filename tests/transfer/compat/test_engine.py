@@ -18,8 +18,8 @@ from mooncake.engine import Read, TransferEngine, TransferNotify, TransferOpcode
 from mooncake.transfer import Op, TransferSettings, segment
 from mooncake.transfer import TransferEngine as OwnEngine
 from mooncake.transfer.directory import key_of
-from mooncake.transfer.metadata.http import HttpBackend
-from tests.contract.metadata_servers import MetadataServer
+from mooncake.transfer.metadata import make_backend
+from tests.contract.metadata_servers import KINDS, MetadataServer
 
 P2P = "P2PHANDSHAKE"
 Bytes = npt.NDArray[np.uint8]
@@ -423,8 +423,9 @@ def test_probes_without_a_server(
     assert "version" in said()
 
 
-def test_names_in_a_metadata_server(said: Callable[[], str]) -> None:
-    server = MetadataServer("http")
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_in_a_metadata_server(kind: str, said: Callable[[], str]) -> None:
+    server = MetadataServer(kind)
     url = server.url
     try:
         near, far = Peer(metadata=url, host="near.invalid"), Peer(2000, metadata=url, host="127.0.0.1:9")
@@ -433,7 +434,7 @@ def test_names_in_a_metadata_server(said: Callable[[], str]) -> None:
         assert near.engine.send_probe("127.0.0.1:9") == 0 and far.engine.send_probe("near.invalid") == 0
         assert near.engine.send_probe("nobody") == -200 and "nobody" in said()
         assert near.engine.transfer_sync_write("nobody", near.at, far.at, 10) == -1
-        backend = HttpBackend(url)
+        backend = make_backend(url)
         backend.put(key_of("garbage"), b"{")
         assert near.engine.send_probe("garbage") == -103
         backend.close()
