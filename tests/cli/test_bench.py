@@ -11,7 +11,7 @@ import pytest
 from mooncake.cli import main
 from mooncake.cli.bench import device_ceilings
 from mooncake.cli.bench.measure import KIB, MIB, SHAPES, CeilingRow, Row, Shape, measure_paths
-from mooncake.cli.bench.paths import ENGINES, SUBJECTS, Paths, Subject
+from mooncake.cli.bench.paths import SUBJECTS, Paths, Subject, offered
 from mooncake.cli.bench.report import GOALS, Report, judge, render
 from mooncake.cli.bench.target import pattern
 from mooncake.errors import ProtocolError, Unavailable
@@ -55,9 +55,9 @@ def test_patterns_differ_by_seed_and_do_not_repeat_at_slices() -> None:
     assert (pattern(1, 32 * MIB)[: 16 * MIB] != pattern(1, 32 * MIB)[16 * MIB :]).any()
 
 
-def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tcp = Subject("tcp", "tcp", "raw socket")
-    paths = Paths([tcp], 64 * KIB)
+    paths = Paths([tcp], 64 * KIB, offered(tmp_path))
     try:
         paths.verify(tcp, "write", 4 * KIB, 2, seed=3)
         paths.verify(tcp, "read", 4 * KIB, 2, seed=4)
@@ -74,14 +74,14 @@ def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-def test_device_memory_beside_the_driver_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_memory_beside_the_driver_alone(tmp_path: Path) -> None:
     """Over the test double of the driver: what is measured, not how fast it is."""
     if not cuda_double.built():
         pytest.skip("no C++ compiler for the test double of the CUDA driver; install g++")
     fields = {"transports": ["cuda"], "cuda_library": str(cuda_double.LIBRARY)}
-    monkeypatch.setitem(ENGINES, "cuda", fields)
+    engines = {**offered(tmp_path), "cuda": fields}
     subjects = [subject for subject in SUBJECTS if subject.engine == "cuda"]
-    paths = Paths(subjects, 256 * KIB)
+    paths = Paths(subjects, 256 * KIB, engines)
     try:
         ceilings = device_ceilings(paths, 256 * KIB)
         rows = measure_paths(paths, subjects, ceilings, [Shape(4 * KIB, 3)], 1, lambda _: None)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from mooncake.cli.bench.ceilings import Ceiling, DriverCopy, Memcpy, RawStream
-from mooncake.cli.bench.measure import KIB, MIB, SHAPES, measure_ceilings, measure_paths, measure_ping
-from mooncake.cli.bench.paths import Paths, available
+from mooncake.cli.bench.measure import KIB, MIB, SHAPES, Shape, measure_ceilings, measure_paths, measure_ping
+from mooncake.cli.bench.paths import Paths, available, offered
 from mooncake.cli.bench.report import Report, describe_machine, render
 from mooncake.cli.bench.target import DEVICE
 from mooncake.config import parse_size
@@ -40,39 +41,45 @@ def bench_transfer(
         from mooncake.cli.bench.plot import draw  # a missing extra is said before minutes of measuring
     largest_bytes = _size(largest)
     shapes = [shape for shape in SHAPES if shape.num_bytes <= largest_bytes]
-    subjects, skipped = available(asked)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        report = _measured(asked, rounds, shapes, folder, stack)
+    print(render(report), flush=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    if plot_file is not None:
+        draw(report, plot_file)
+
+
+def _measured(
+    asked: Sequence[str], rounds: int, shapes: Sequence[Shape], folder: Path, stack: ExitStack
+) -> Report:
+    engines = offered(folder)
+    subjects, skipped = available(asked, engines)
     if not subjects or not shapes:
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
         raise InvalidArgument(
             "path", list(asked), f"something that can be had here ({why or 'nothing to do'})"
         )
     window_bytes = min(WINDOW_BYTES, 2 * max(shape.num_bytes for shape in shapes))
-    with ExitStack() as stack:
-        paths = Paths(subjects, window_bytes)
-        stack.callback(paths.close)
-        ceilings: dict[str, Ceiling] = {
-            "memcpy": Memcpy(paths.here.address, paths.spare.address, window_bytes)
-        }
-        if DEVICE in paths.windows:
-            ceilings |= device_ceilings(paths, window_bytes)
-        ping_us = None
-        try:
-            stream = RawStream(window_bytes)
-            stack.callback(stream.close)
-            ceilings["raw socket"] = stream
-            ping_us = measure_ping(stream, 4 * KIB, rounds)
-        except Unavailable as error:
-            skipped["raw socket"] = str(error)
-        _tell("ceilings ...")
-        alone = measure_ceilings(ceilings, shapes, rounds)
-        rows = measure_paths(paths, subjects, ceilings, shapes, rounds, _tell)
+    paths = Paths(subjects, window_bytes, engines)
+    stack.callback(paths.close)
+    ceilings: dict[str, Ceiling] = {"memcpy": Memcpy(paths.here.address, paths.spare.address, window_bytes)}
+    if DEVICE in paths.windows:
+        ceilings |= device_ceilings(paths, window_bytes)
+    ping_us = None
+    try:
+        stream = RawStream(window_bytes)
+        stack.callback(stream.close)
+        ceilings["raw socket"] = stream
+        ping_us = measure_ping(stream, 4 * KIB, rounds)
+    except Unavailable as error:
+        skipped["raw socket"] = str(error)
+    _tell("ceilings ...")
+    alone = measure_ceilings(ceilings, shapes, rounds)
+    rows = measure_paths(paths, subjects, ceilings, shapes, rounds, _tell)
     command = shlex.join(["mooncake", *sys.argv[1:]])
-    report = Report(describe_machine(), command, rounds, alone, ping_us, rows, skipped)
-    print(render(report), flush=True)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
-    if plot_file is not None:
-        draw(report, plot_file)
+    return Report(describe_machine(), command, rounds, alone, ping_us, rows, skipped)
 
 
 def device_ceilings(paths: Paths, window_bytes: int) -> dict[str, Ceiling]:

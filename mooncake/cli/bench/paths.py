@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mooncake.cli.bench.ceilings import WRITE, Sample, cpu_s
 from mooncake.cli.bench.target import DEVICE, engines_of, fill, holds, lend
+from mooncake.cli.certs import CertsSettings, make
 from mooncake.errors import InvalidArgument, MooncakeError, ProtocolError, Unavailable
 from mooncake.transfer import Op, Status
 from mooncake.transfer.segment import Column, decode_descriptor
@@ -34,7 +36,7 @@ class Subject:
 
     name: str
     engine: str
-    "Which engine carries it, one of ``Bench.engines``."
+    "Which engine carries it, one of those of ``offered``."
     ceiling: str
     "What it is measured against; empty when there is nothing on this machine."
     checksum: bool = False
@@ -49,18 +51,31 @@ SUBJECTS = (
     Subject("shm+crc", "shm", "memcpy", checksum=True),
     Subject("tcp", "tcp", "raw socket"),
     Subject("tcp+crc", "tcp", "raw socket", checksum=True),
+    Subject("tcp+tls", "tls", "raw socket"),
     Subject("rdma", "rdma", ""),
     Subject("cuda", "cuda", "driver pageable", remote="cuda"),
     Subject("cuda+pin", "cuda", "driver pinned", local="pinned", remote="cuda"),
     Subject("cuda+dev", "cuda", "driver device", local="cuda", remote="cuda"),
 )
 
-ENGINES: dict[str, dict[str, Any]] = {
-    name: {"transports": [name]} for name in dict.fromkeys(subject.engine for subject in SUBJECTS)
-}
+Offered = Mapping[str, Mapping[str, Any]]
+"""Fields of ``TransferSettings`` by the name of an engine."""
 
 
-def available(asked: Sequence[str]) -> tuple[list[Subject], dict[str, str]]:
+def offered(folder: Path) -> Offered:
+    """All engines that there may be: one per transport, and one with TLS, whose certificates are made in
+    ``folder``."""
+    engines: dict[str, dict[str, Any]] = {
+        name: {"transports": [name]} for name in dict.fromkeys(subject.engine for subject in SUBJECTS)
+    }
+    make(CertsSettings(folder=folder, days=1))
+    files = {"tls_cert": "node.pem", "tls_key": "node.key", "tls_ca": "ca.pem"}
+    paths = {field: str(folder / file) for field, file in files.items()}
+    engines["tls"] = {"transports": ["tcp"], "tls": "all", **paths}
+    return engines
+
+
+def available(asked: Sequence[str], engines: Offered) -> tuple[list[Subject], dict[str, str]]:
     """Subjects that can be had here, and why the others cannot. Empty ``asked`` is all.
 
     Raises:
@@ -71,10 +86,10 @@ def available(asked: Sequence[str]) -> tuple[list[Subject], dict[str, str]]:
         if name not in names:
             raise InvalidArgument("path", name, "some of " + ", ".join(names))
     missing: dict[str, str] = {}
-    for name, fields in ENGINES.items():
+    for name, fields in engines.items():
         try:
-            for engine in engines_of({name: fields}).values():
-                engine.close()
+            for made in engines_of({name: fields}).values():
+                made.close()
         except MooncakeError as error:
             missing[name] = str(error)
     if DEVICE not in missing and (why := why_unavailable()):
@@ -87,7 +102,7 @@ def available(asked: Sequence[str]) -> tuple[list[Subject], dict[str, str]]:
 class Target:
     """The process at the other end."""
 
-    def __init__(self, window_bytes: int, engines: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, window_bytes: int, engines: Offered) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from mooncake.cli.bench.target import main; main()"],
             stdin=subprocess.PIPE,
@@ -127,9 +142,9 @@ class Target:
 class Paths:
     """Engines of this process, the window of memory they move from and to, and the target."""
 
-    def __init__(self, subjects: Sequence[Subject], window_bytes: int) -> None:
+    def __init__(self, subjects: Sequence[Subject], window_bytes: int, engines: Offered) -> None:
         names = dict.fromkeys(["shm", *(subject.engine for subject in subjects)])
-        asked = {name: ENGINES[name] for name in names}
+        asked = {name: engines[name] for name in names}
         self.window_bytes = window_bytes
         self.engines = engines_of(asked)
         self.target = Target(window_bytes, asked)
