@@ -20,6 +20,9 @@ from typing import Protocol
 from mooncake.errors import Unavailable
 
 WRITE, READ = "write", "read"
+FIO_MS = 300
+FILE_PIECE_BYTES = 512 << 10
+"""The largest single read or write of the file transport (``native/file.h``)."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,8 @@ def raw_stream_program() -> Path:
 
 
 class Fio:
-    """fio reads or writes a file with O_DIRECT through io_uring, ``depth`` requests at once.
+    """fio reads or writes a file with O_DIRECT through io_uring, with as many requests at once, and as large
+    ones, as the file transport has under way for the same batch.
 
     Raises:
         Unavailable: fio is not installed.
@@ -194,12 +198,14 @@ class Fio:
         self._file, self._depth = file, depth
 
     def move(self, op: str, size_bytes: int, count: int, num: int) -> Sample:
-        block = min(size_bytes, 1 << 20)
+        """For ``FIO_MS``, because starting fio takes longer than moving ``num`` small batches."""
+        block = min(size_bytes, FILE_PIECE_BYTES)
+        depth = min(self._depth, -(-size_bytes // block) * count)
         words = [
             "--name=ceiling", f"--filename={self._file}", f"--rw={op}", f"--bs={block}", "--direct=1",
-            "--ioengine=io_uring", f"--iodepth={self._depth}", f"--size={self._file.stat().st_size}",
-            f"--io_size={size_bytes * count * num}", "--output-format=json", "--thread",
-            "--fallocate=none", "--overwrite=1", "--allow_file_create=0",
+            "--ioengine=io_uring", f"--iodepth={depth}", f"--size={self._file.stat().st_size}",
+            f"--runtime={FIO_MS}ms", "--time_based", "--output-format=json", "--thread",
+            "--overwrite=1", "--allow_file_create=0",
         ]  # fmt: skip
         done = subprocess.run([self._program, *words], capture_output=True, text=True, timeout=120)
         if done.returncode != 0:
@@ -207,6 +213,5 @@ class Fio:
         job = json.loads(done.stdout)["jobs"][0]
         moved, seconds = job[op]["io_bytes"], job[op]["runtime"] / 1e3
         if not moved or not seconds:
-            raise Unavailable(f"fio moved {moved} bytes in {seconds:g} s; give it more to do")
-        busy = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
-        return Sample(seconds, busy, moved)
+            raise Unavailable(f"fio moved {moved} bytes in {seconds:g} s; is the disk stuck?")
+        return Sample(seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds, moved)
