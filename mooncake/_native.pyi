@@ -36,7 +36,7 @@ class Status(IntEnum):
     PROTOCOL_ERROR = 6
     "The peer sent what it may not send."
     IO_ERROR = 7
-    "A file or device refused; the completion's ``error`` says why."
+    "A file or device refused; the completion's ``reason`` says why."
 
 class Completion:
     """The end of one transfer. After a failure the destination's bytes are undefined."""
@@ -48,7 +48,6 @@ class Completion:
         failed_slice: int = -1,
         num_bytes: int = 0,
         checksums: Sequence[int] = (),
-        error: int = 0,
         reason: str = "",
     ) -> None: ...
     @property
@@ -64,9 +63,6 @@ class Completion:
     def is_partial(self) -> bool:
         """Not the end: ``num_bytes`` have been moved so far."""
     @property
-    def error(self) -> int:
-        """With IO_ERROR the errno, here or of the peer: ENOSPC, EIO, ENODATA for a short file."""
-    @property
     def reason(self) -> str:
         """What is wrong and what to do, where the status alone does not say it; else empty."""
     @property
@@ -81,6 +77,8 @@ class Region(Buffer):
 
     owner: object
     "What the memory belongs to, kept alive by the region; unset for allocated memory."
+    path: str
+    "Of a file region, as it was opened."
     @property
     def address(self) -> int: ...
     @property
@@ -105,6 +103,11 @@ class Region(Buffer):
     def enter(self) -> bool:
         """Hold it open for one short step; False when it is closed. Each True needs a ``leave()``."""
     def leave(self) -> None: ...
+    @property
+    def how(self) -> str:
+        """How a file is read and written: ``io_uring, O_DIRECT``, or what there is instead and why."""
+    def flush(self) -> None:
+        """Make a file durable; nothing for other kinds. *Unlocked.* OSError when the device refuses."""
     def view(self) -> memoryview:
         """Its bytes."""
     def read_into(self, buffer: Buffer, offset: int = 0) -> None:
@@ -117,6 +120,14 @@ class RegionTable:
     def __init__(self) -> None: ...
     def allocate(self, size_bytes: int, huge_pages: bool, populate: bool) -> Region:
         """Shared memory, zeroed. *Unlocked.* MemoryError when the machine will not give it."""
+    def open_file(
+        self, path: str, size_bytes: int, is_writable: bool, direct: bool, ring: bool, depth: int
+    ) -> Region:
+        """A file or block device as a region, created or extended to ``size_bytes``, or as it is (0).
+
+        ``direct`` and ``ring`` are wishes, see ``Region.how``; ``depth`` reads and writes go at once.
+        *Unlocked.* OSError when it cannot be had.
+        """
     def add(self, address: int, size_bytes: int, is_writable: bool) -> Region:
         """Register memory that belongs to somebody else."""
     def remove(self, key: int) -> None:
@@ -238,6 +249,13 @@ class CudaTransport:
         self, endpoint: str, epoch: int, regions: Sequence[tuple[int, int, int]], timeout_s: float
     ) -> CudaPeer | Status: ...
     def close(self) -> None: ...
+
+class FilePeer(Peer):
+    """File regions of ``far``, a table of this process."""
+
+    def __init__(
+        self, local: RegionTable, far: RegionTable, regions: Sequence[tuple[int, int, int]]
+    ) -> None: ...
 
 class TcpServer:
     """Serves all regions over TCP, on every one of ``hosts``. OSError when an address cannot be had."""

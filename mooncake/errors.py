@@ -8,6 +8,8 @@ caller can look at. A broken world raises from this tree::
     ├── AccessDenied         no key, a wrong key, or memory that was never registered
     ├── ProtocolError        a peer sent what it may not send, or speaks another version
     ├── OutOfMemory          the machine would not give the memory that was asked for
+    ├── OutOfSpace           a disk would not give the space that was asked for
+    ├── StorageError         a file or device refused to read or write
     ├── AddressInUse         a port is taken
     ├── ModelError           a model folder is missing, damaged or of an unknown family
     └── Unavailable          something that should answer does not; trying again later may help
@@ -54,6 +56,14 @@ class ProtocolError(MooncakeError):
 
 class OutOfMemory(MooncakeError):
     code = "out_of_memory"
+
+
+class OutOfSpace(MooncakeError):
+    code = "out_of_space"
+
+
+class StorageError(MooncakeError):
+    code = "storage_error"
 
 
 class AddressInUse(MooncakeError):

@@ -15,6 +15,7 @@
 
 #include "crc32c.h"
 #include "cuda_ipc.h"
+#include "file.h"
 #include "shm.h"
 #include "tcp.h"
 
@@ -144,28 +145,26 @@ void bind_slices(nb::module_& m) {
       .def(
           "__init__",
           [](Completion* self, uint64_t token, Status status, int64_t failed_slice, uint64_t num_bytes,
-             std::vector<uint32_t> checksums, int error, std::string reason) {
-            new (self) Completion{token, status, failed_slice, num_bytes, std::move(checksums), error};
+             std::vector<uint32_t> checksums, std::string reason) {
+            new (self) Completion{token, status, failed_slice, num_bytes, std::move(checksums)};
             self->reason = std::move(reason);
           },
           "token"_a = 0, "status"_a = Status::kOk, "failed_slice"_a = -1, "num_bytes"_a = 0,
-          "checksums"_a = std::vector<uint32_t>(), "error"_a = 0, "reason"_a = "")
+          "checksums"_a = std::vector<uint32_t>(), "reason"_a = "")
       .def_ro("token", &Completion::token)
       .def_ro("status", &Completion::status)
       .def_ro("failed_slice", &Completion::failed_slice)
       .def_ro("num_bytes", &Completion::num_bytes)
       .def_ro("is_partial", &Completion::is_partial)
-      .def_ro("error", &Completion::error)
       .def_ro("reason", &Completion::reason)
       .def_prop_ro("checksums",
                    [](const Completion& self) -> nb::object {
                      return self.checksums.empty() ? nb::none() : nb::cast(array_of(self.checksums));
                    })
       .def("__repr__", [](const Completion& self) {
-        nb::str why(self.error ? std::strerror(self.error) : "");
         return nb::str("Completion(token={}, status={}{}{}, failed_slice={}, num_bytes={})")
-            .format(self.token, nb::cast(self.status).attr("name"), self.error ? ": " : "", why, self.failed_slice,
-                    self.num_bytes);
+            .format(self.token, nb::cast(self.status).attr("name"), self.reason.empty() ? "" : ": ", self.reason,
+                    self.failed_slice, self.num_bytes);
       });
 }
 
@@ -180,6 +179,32 @@ void bind_regions(nb::module_& m) {
       .def_prop_ro("is_closed", &Region::is_closed)
       .def("enter", &Region::enter)
       .def("leave", &Region::leave)
+      .def_prop_ro("how",
+                   [](const Region& self) {
+                     auto* file = dynamic_cast<const FileMedium*>(self.medium.get());
+                     return file ? file->how() : self.kind;
+                   })
+      .def("flush",
+           [](Region& self) {
+             Outcome outcome;
+             {
+               Unlocked unlocked;
+               if (!self.medium || !self.enter()) return;
+               outcome = self.medium->flush();
+               self.leave();
+             }
+             if (outcome.status != Status::kOk)
+               throw std::system_error(outcome.error, std::generic_category(), "flush");
+           })
+      .def("__repr__",
+           [](nb::handle self) {
+             auto& region = *nb::inst_ptr<Region>(self);
+             auto* file = dynamic_cast<const FileMedium*>(region.medium.get());
+             nb::object path = nb::hasattr(self, "path") ? nb::object(self.attr("path")) : nb::none();
+             nb::str what = file ? nb::str(" {}, {}").format(path, file->how()) : nb::str("");
+             return nb::str("<Region {}{} {:#x} +{}{}>")
+                 .format(region.kind, what, region.address, region.size, region.is_closed() ? " closed" : "");
+           })
       .def("view", [](nb::handle self) { return nb::steal(PyMemoryView_FromObject(self.ptr())); })
       .def(
           "read_into",
@@ -208,6 +233,15 @@ void bind_regions(nb::module_& m) {
             return region;
           },
           "size_bytes"_a, "huge_pages"_a, "populate"_a)
+      .def(
+          "open_file",
+          [](RegionTable& self, const std::string& path, uint64_t size, bool is_writable, bool direct, bool ring,
+             int depth) {
+            Unlocked unlocked;
+            auto file = std::make_shared<FileMedium>(path, size, FileMedium::Options{is_writable, direct, ring, depth});
+            return self.add_medium(file->address(), file->size(), is_writable, "file", file);
+          },
+          "path"_a, "size_bytes"_a, "is_writable"_a, "direct"_a, "ring"_a, "depth"_a)
       .def("add", &RegionTable::add, "address"_a, "size_bytes"_a, "is_writable"_a)
       .def("remove", &RegionTable::remove, "key"_a, nb::call_guard<Unlocked>())
       .def("remove_all", &RegionTable::remove_all, nb::call_guard<Unlocked>())
@@ -292,6 +326,17 @@ void bind_shm(nb::module_& m) {
              double timeout_s) { return connected<ShmPeer>(self, endpoint, epoch, remote, timeout_s); },
           "endpoint"_a, "epoch"_a, "regions"_a, "timeout_s"_a)
       .def("close", &ShmTransport::close, nb::call_guard<Unlocked>());
+}
+
+void bind_file(nb::module_& m) {
+  nb::class_<FilePeer, Peer>(m, "FilePeer")
+      .def(nb::new_([](std::shared_ptr<RegionTable> local, std::shared_ptr<RegionTable> far,
+                       const std::vector<RemoteTuple>& remote) {
+             auto peer = std::make_shared<FilePeer>(local, far, remote_of(remote), 2);
+             local->listen(peer);
+             return peer;
+           }),
+           "local"_a, "far"_a, "regions"_a);
 }
 
 void bind_tcp(nb::module_& m) {
@@ -474,6 +519,7 @@ NB_MODULE(_native, m) {
   bind_peer(m);
   bind_shm(m);
   bind_cuda(m);
+  bind_file(m);
   bind_tcp(m);
   bind_rdma(m);
   bind_checksums(m);

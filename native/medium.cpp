@@ -2,6 +2,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <future>
 #include <new>
 #include <thread>
@@ -17,6 +19,20 @@ constexpr auto kLook = std::chrono::milliseconds(20);
 
 OwnProcess::OwnProcess() : pid_(getpid()) {}
 OwnProcess::operator bool() const { return getpid() == pid_; }
+
+std::string reason_of(int error) {
+  switch (error) {
+    case 0:
+      return "the device refused";
+    case ENOSPC:
+    case EDQUOT:
+      return "no space is left on the device; make room, or write less";
+    case ENODATA:
+      return "the file is shorter than its region; somebody cut it off after it was opened";
+    default:
+      return std::string(std::strerror(error)) + "; see the kernel's log of the host that has the device";
+  }
+}
 
 // Threads of one medium: a slow one holds up nobody else's. They own what they need, so that a medium
 // may end in one of them.

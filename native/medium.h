@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "slice.h"
@@ -34,6 +35,8 @@ struct Outcome {
   Status status = Status::kOk;
   int error = 0;  // with kIoError: the errno that says what went wrong
 };
+
+std::string reason_of(int error);  // for people, and what to do
 
 class Medium {
  public:

@@ -25,7 +25,7 @@ enum class Status : uint8_t {
   kTimedOut = 4,       // the deadline passed first
   kUnregistered = 5,   // local memory of a slice was never registered; nothing was started
   kProtocolError = 6,  // the peer sent what it may not send
-  kIoError = 7,        // a file or device refused; the completion's `error` says why
+  kIoError = 7,        // a file or device refused; the completion's `reason` says why
 };
 
 struct Slice {
@@ -40,7 +40,7 @@ struct Completion {
   int64_t failed_slice = -1;        // the first slice known to have failed, or -1
   uint64_t num_bytes = 0;           // bytes moved when status is kOk
   std::vector<uint32_t> checksums;  // CRC32C of each slice, when asked for and status is kOk
-  int error = 0;                    // with kIoError: the errno, here or of the peer
+  int error = 0;                    // with kIoError: the errno
   bool is_partial = false;          // not the end: so many bytes have been moved so far
   std::string reason;               // what is wrong and what to do, where the status alone cannot say
 };

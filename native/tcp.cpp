@@ -149,6 +149,7 @@ class Conversation {
 
   Status status() const { return status_; }
   int64_t failed_slice() const { return failed_slice_; }
+  int error() const { return error_; }
   Checksums sums;
 
  private:
@@ -281,7 +282,7 @@ class Conversation {
     bool brings_bytes = status == Status::kOk && job_.request.op == Op::kRead;
     if (reply.payload_bytes != (brings_bytes ? request.num_bytes : 0)) return fail(Status::kProtocolError);
     if (status != Status::kOk && status_ == Status::kOk) {
-      status_ = status;
+      status_ = status, error_ = reply.error;
       if (reply.failed_slice < request.pieces.size())
         failed_slice_ = static_cast<int64_t>(request.pieces[reply.failed_slice].slice);
     }
@@ -323,29 +324,10 @@ class Conversation {
   uint64_t last_number_ = 0;
   Status status_ = Status::kOk;
   int64_t failed_slice_ = -1;
+  int error_ = 0;
 };
 
 }  // namespace
-
-void Extents::consume(size_t num_bytes) {
-  bytes_ -= num_bytes;
-  while (num_bytes > 0) {
-    iovec& first = items_[at_];
-    size_t step = std::min(num_bytes, first.iov_len);
-    first.iov_base = static_cast<uint8_t*>(first.iov_base) + step;
-    first.iov_len -= step;
-    num_bytes -= step;
-    if (first.iov_len == 0) at_++;
-  }
-}
-
-void Extents::fill(std::vector<iovec>& vector, size_t limit, size_t max_bytes) const {
-  vector.clear();
-  for (size_t i = at_; i < items_.size() && vector.size() < limit && max_bytes > 0; i++) {
-    vector.push_back({items_[i].iov_base, std::min(items_[i].iov_len, max_bytes)});
-    max_bytes -= vector.back().iov_len;
-  }
-}
 
 std::optional<TcpAddress> TcpAddress::parse(const std::string& host, int port) {
   TcpAddress address;
@@ -494,7 +476,7 @@ Completion TcpPeer::execute(Job& job) {
   }
   Status status = fenced == Status::kOk ? conversation.status() : fenced;
   if (!is_clean && job.stop.load() != Status::kOk) status = job.stop.load();
-  if (status != Status::kOk) return job.failed(status, conversation.failed_slice());
+  if (status != Status::kOk) return job.failed(status, conversation.failed_slice(), conversation.error());
   Completion completion;
   completion.num_bytes = num_bytes;
   if (job.request.checksum) completion.checksums = conversation.sums.per_slice(job.request.slices.size());

@@ -18,6 +18,7 @@
 #include <unordered_map>
 
 #include "channel.h"
+#include "errand.h"
 #include "transport.h"
 #include "wire.h"
 
@@ -27,44 +28,11 @@ namespace mooncake {
 // machine takes about 25 us, twice per request; looking costs at most this much of a core per pause.
 constexpr auto kAttentive = std::chrono::microseconds(40);
 
-// Memory still to be moved, front first.
-class Extents {
- public:
-  void clear() { items_.clear(), at_ = 0, bytes_ = 0; }
-  void add(void* memory, size_t length) { items_.push_back({memory, length}), bytes_ += length; }
-  void consume(size_t num_bytes);
-  size_t bytes() const { return bytes_; }
-  // The first extents, at most `limit` of them and about `max_bytes`, then `tail` if all fitted.
-  void fill(std::vector<iovec>& vector, size_t limit, size_t max_bytes = SIZE_MAX) const;
-
- private:
-  std::vector<iovec> items_;
-  size_t at_ = 0;
-  size_t bytes_ = 0;
-};
-
 struct TcpAddress {
   sockaddr_storage storage{};
   socklen_t length = 0;
   static std::optional<TcpAddress> parse(const std::string& host, int port);
   std::string host() const;  // numeric
-};
-
-// The connections of a server by lane. Memory is written only with the connection's own gate held, so
-// cut() returns when the last byte of a lane has landed and nothing more of it will.
-class Gates {
- public:
-  struct Gate {
-    std::mutex mutex;
-    bool is_cut = false;
-  };
-  void add(uint64_t lane, std::shared_ptr<Gate> gate);
-  void remove(uint64_t lane, const std::shared_ptr<Gate>& gate);
-  void cut(uint64_t lane);
-
- private:
-  std::mutex mutex_;
-  std::unordered_map<uint64_t, std::shared_ptr<Gate>> by_lane_;
 };
 
 // Lanes to one process on which a write was given up, until that process has confirmed that they are
@@ -92,8 +60,9 @@ struct TcpLimits {
 // The server's side of one connection; knows sockets but no event loop, so tests can drive it.
 class TcpConnection {
  public:
+  // `notify` is called, from any thread, when advance() has something to do although the socket has not.
   TcpConnection(int socket, std::shared_ptr<RegionTable> regions, std::shared_ptr<Gates> gates, uint64_t epoch,
-                std::shared_ptr<TlsContext> tls = nullptr);
+                std::shared_ptr<TlsContext> tls = nullptr, std::function<void()> notify = {});
   ~TcpConnection();
   TcpConnection(const TcpConnection&) = delete;
   TcpConnection& operator=(const TcpConnection&) = delete;
@@ -114,11 +83,17 @@ class TcpConnection {
   void refuse(wire::Refusal refusal, uint64_t epoch = 0);
   bool outwait();
   bool parse();  // false: more bytes are needed, or over
-  void begin(const wire::Frame& frame, std::span<const wire::WireSlice> slices);
+  bool rest();   // between frames
+  bool resolve(std::span<const wire::WireSlice> slices);
+  bool begin(std::span<const wire::WireSlice> slices);
+  bool begin_errand(std::span<const wire::WireSlice> slices);
+  void fence(std::span<const wire::WireSlice> slices);
+  void answer(std::shared_ptr<Errand> errand);
+  void defer();
   bool take_payload();
   bool refuse_payload();
   bool send_reply();
-  void reply(Status status, uint32_t failed_slice, uint64_t payload_bytes);
+  void reply(Status status, uint32_t failed_slice, uint64_t payload_bytes, int error = 0);
 
   Channel channel_;
   const std::shared_ptr<RegionTable> regions_;
@@ -126,6 +101,7 @@ class TcpConnection {
   const std::shared_ptr<Gates::Gate> gate_ = std::make_shared<Gates::Gate>();
   const uint64_t epoch_;
   const std::shared_ptr<TlsContext> tls_;
+  const std::function<void()> notify_;
   uint64_t lane_ = 0;
   State state_ = State::kKnock;
   bool is_greeted_ = false;
@@ -134,6 +110,7 @@ class TcpConnection {
   uint64_t replies_seen_ = 0;  // when is_overdue() looked last
   Clock::time_point busy_since_ = Clock::now();
   bool over_ = false;
+  bool waits_ = false;    // the next frame is there, but it is not its turn
   bool drained_ = false;  // the last receive took all there was
   bool ending_ = false;   // the peer closed its side: read to the end
   size_t moved_ = 0;
@@ -142,6 +119,9 @@ class TcpConnection {
   wire::Frame frame_;
   std::vector<RegionRef> touched_;  // regions of the frame under way
   Extents payload_;
+  std::deque<std::shared_ptr<Errand>> due_{};  // frames taken in whose answers wait for media, oldest first
+  std::shared_ptr<Errand> errand_{};           // of the frame whose payload is arriving or being sent
+  std::shared_ptr<Staging::Want> want_{};      // staging for the next frame, asked for
   uint64_t discard_ = 0;
   Status status_ = Status::kOk;
   uint32_t failed_slice_ = 0;

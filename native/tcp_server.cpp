@@ -25,8 +25,9 @@ namespace {
 constexpr size_t kBuffer = 32 << 10;    // holds the largest slice table
 constexpr size_t kFairShare = 8 << 20;  // bytes moved before other connections get their turn
 constexpr size_t kMaxVector = 128;
-constexpr size_t kSmallBuffer = 512;                               // until the greeting is over: strangers get little
-constexpr auto kLook = std::chrono::milliseconds(1000);            // between looks for connections that are overdue
+constexpr size_t kMaxAhead = 4;                          // frames of a connection whose answers wait for media
+constexpr size_t kSmallBuffer = 512;                     // until the greeting is over: strangers get little
+constexpr auto kLook = std::chrono::milliseconds(1000);  // between looks for connections that are overdue
 constexpr auto kHurriedGreeting = std::chrono::milliseconds(300);  // when nearly all connections are taken
 static_assert(kBuffer >= sizeof(wire::Frame) + wire::kMaxSlices * sizeof(wire::WireSlice));
 
@@ -34,36 +35,14 @@ bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 
 }  // namespace
 
-void Gates::add(uint64_t lane, std::shared_ptr<Gate> gate) {
-  std::lock_guard lock(mutex_);
-  by_lane_.insert_or_assign(lane, std::move(gate));
-}
-
-void Gates::remove(uint64_t lane, const std::shared_ptr<Gate>& gate) {
-  std::lock_guard lock(mutex_);
-  auto found = by_lane_.find(lane);
-  if (found != by_lane_.end() && found->second == gate) by_lane_.erase(found);
-}
-
-void Gates::cut(uint64_t lane) {
-  std::shared_ptr<Gate> gate;
-  {
-    std::lock_guard lock(mutex_);
-    auto found = by_lane_.find(lane);
-    if (found == by_lane_.end()) return;  // its connection has ended
-    gate = found->second;
-  }
-  std::lock_guard lock(gate->mutex);
-  gate->is_cut = true;
-}
-
 TcpConnection::TcpConnection(int socket, std::shared_ptr<RegionTable> regions, std::shared_ptr<Gates> gates,
-                             uint64_t epoch, std::shared_ptr<TlsContext> tls)
+                             uint64_t epoch, std::shared_ptr<TlsContext> tls, std::function<void()> notify)
     : channel_(socket),
       regions_(std::move(regions)),
       gates_(std::move(gates)),
       epoch_(epoch),
       tls_(std::move(tls)),
+      notify_(std::move(notify)),
       state_(tls_ ? State::kKnock : State::kHello),
       buffer_(kSmallBuffer) {}
 
@@ -100,8 +79,10 @@ TcpConnection::Progress TcpConnection::advance(bool ending) {
         goes_on = look();
         break;
       case State::kHello:
+        goes_on = greet() || receive();
+        break;
       case State::kFrame:
-        goes_on = parse() || receive();
+        goes_on = rest();
         break;
       case State::kRefused:
         goes_on = outwait();
@@ -189,8 +170,20 @@ bool TcpConnection::greet() {
   return true;
 }
 
+// Between frames: answers that are due go first, so that what they hold is free for others.
+bool TcpConnection::rest() {
+  if (!due_.empty() && due_.front()->is_done()) {
+    auto errand = std::move(due_.front());
+    due_.pop_front();
+    answer(std::move(errand));
+    return true;
+  }
+  if (due_.size() >= kMaxAhead) return false;
+  waits_ = false;
+  return parse() || (!waits_ && !over_ && receive());
+}
+
 bool TcpConnection::parse() {
-  if (state_ == State::kHello) return greet();
   size_t available = end_ - begin_;
   const uint8_t* at = buffer_.data() + begin_;
   if (available < sizeof frame_) return false;
@@ -205,21 +198,35 @@ bool TcpConnection::parse() {
   std::memcpy(slices, at + sizeof frame_, table_bytes);
   std::span<const wire::WireSlice> table(slices, frame_.num_slices);
   if (!wire::fits(frame_, table)) return over_ = true, false;
+  if (!begin(table)) return waits_ = true, false;
   begin_ += sizeof frame_ + table_bytes;
-  if (frame_.kind == wire::Kind::kFence) {
-    for (const wire::WireSlice& slice : table) gates_->cut(slice.address);
-    reply(Status::kOk, 0, 0);
-  } else {
-    begin(frame_, table);
-  }
   return true;
 }
 
-// A request whose table is complete: all of it is allowed, or none of it happens.
-void TcpConnection::begin(const wire::Frame& frame, std::span<const wire::WireSlice> slices) {
+// A request whose table is complete: all of it is allowed, or none of it happens. False: not yet.
+bool TcpConnection::begin(std::span<const wire::WireSlice> slices) {
+  if (frame_.kind == wire::Kind::kFence) return fence(slices), true;
+  bool has_media = resolve(slices);
+  if (has_media && begin_errand(slices)) return true;
+  if (has_media && status_ == Status::kOk) return false;  // there is no staging for it yet
+  want_.reset();
+  if (!due_.empty()) return false;  // answers go in the order of the frames
+  if (frame_.kind == wire::Kind::kWrite) {
+    discard_ = frame_.payload_bytes;
+    state_ = status_ == Status::kOk ? State::kWrite : State::kDiscard;
+    return true;
+  }
+  if (status_ != Status::kOk) payload_.clear();
+  reply(status_, failed_slice_, payload_.bytes());
+  return true;
+}
+
+// Looks the regions up; true when some have a medium and all is allowed.
+bool TcpConnection::resolve(std::span<const wire::WireSlice> slices) {
   touched_.clear();
   payload_.clear();
   status_ = Status::kOk, failed_slice_ = 0;
+  bool has_media = false;
   for (uint32_t i = 0; i < slices.size() && status_ == Status::kOk; i++) {
     const wire::WireSlice& slice = slices[i];
     if (touched_.empty() || touched_.back()->key != slice.key) {
@@ -235,18 +242,71 @@ void TcpConnection::begin(const wire::Frame& frame, std::span<const wire::WireSl
       }
     }
     const Region& region = *touched_.back();
-    bool is_allowed = !region.medium && region.contains(slice.address, slice.length) &&
-                      (region.is_writable || frame.kind == wire::Kind::kRead);
+    bool is_allowed =
+        region.contains(slice.address, slice.length) && (region.is_writable || frame_.kind == wire::Kind::kRead);
     if (!is_allowed) status_ = Status::kAccessDenied, failed_slice_ = i;
+    has_media |= region.medium != nullptr;
     payload_.add(reinterpret_cast<void*>(slice.address), slice.length);
   }
-  if (frame.kind == wire::Kind::kWrite) {
-    discard_ = frame.payload_bytes;
-    state_ = status_ == Status::kOk ? State::kWrite : State::kDiscard;
-    return;
+  return has_media && status_ == Status::kOk;
+}
+
+// A frame with bytes in media, once there is staging for it: a read starts at once, a write when its
+// bytes have come. False: it must wait, or it is too big (see the status).
+bool TcpConnection::begin_errand(std::span<const wire::WireSlice> slices) {
+  auto errand = std::make_shared<Errand>(frame_, notify_);
+  if (!errand->plan(slices, touched_, failed_slice_)) {
+    status_ = Status::kAccessDenied;
+    return false;
   }
-  if (status_ != Status::kOk) payload_.clear();
-  reply(status_, failed_slice_, payload_.bytes());
+  if (!want_) {
+    want_ = std::make_shared<Staging::Want>();
+    want_->count = errand->num_chunks(), want_->wake = notify_ ? notify_ : [] {};
+    if (!Staging::serving().take(want_)) return false;
+  } else if (!Staging::serving().is_given(want_)) {
+    return false;
+  }
+  errand->take(std::move(want_->lease), slices);
+  want_.reset();
+  if (frame_.kind == wire::Kind::kRead) {
+    (void)errand->start(UINT64_MAX, lane_, gates_, gate_);
+    errand->seal();
+    due_.push_back(std::move(errand));
+    touched_.clear(), payload_.clear();
+    return true;
+  }
+  payload_ = std::move(errand->payload);
+  errand_ = std::move(errand);
+  discard_ = frame_.payload_bytes;
+  state_ = State::kWrite;
+  return true;
+}
+
+// Writes of these lanes that are on their way to a medium land first, and then nothing of them.
+void TcpConnection::fence(std::span<const wire::WireSlice> slices) {
+  auto errand = std::make_shared<Errand>(frame_, notify_);
+  for (const wire::WireSlice& slice : slices) gates_->cut(slice.address, errand);
+  errand->seal();
+  due_.push_back(std::move(errand));
+}
+
+// The payload of a write into media has come; its answer waits until it has landed.
+void TcpConnection::defer() {
+  errand_->seal();
+  due_.push_back(std::move(errand_));
+  errand_ = nullptr;
+  touched_.clear(), payload_.clear();
+  state_ = State::kFrame;
+}
+
+void TcpConnection::answer(std::shared_ptr<Errand> errand) {
+  const Outcome& outcome = errand->outcome();
+  frame_ = errand->request;
+  bool brings_bytes = outcome.status == Status::kOk && frame_.kind == wire::Kind::kRead;
+  payload_.clear();
+  if (brings_bytes) payload_ = std::move(errand->payload), touched_ = errand->touched;
+  errand_ = std::move(errand);  // holds the staging until it is sent
+  reply(outcome.status, static_cast<uint32_t>(errand_->failed_slice()), payload_.bytes(), outcome.error);
 }
 
 // Payload of a write: what already lies in the buffer is copied, the rest is received in place, and
@@ -256,7 +316,8 @@ bool TcpConnection::take_payload() {
     size_t buffered = std::min<uint64_t>(end_ - begin_, discard_);
     begin_ += buffered, discard_ -= buffered, moved_ += buffered;
     if (discard_ > 0) return receive();
-    reply(status_, failed_slice_, 0);
+    if (errand_) defer();
+    else reply(status_, failed_slice_, 0);
     return true;
   }
   while (begin_ < end_ && payload_.bytes() > 0) {
@@ -270,8 +331,12 @@ bool TcpConnection::take_payload() {
     begin_ += piece, moved_ += piece;
     payload_.consume(piece);
   }
+  // The gate is closed only for a moment, and the errand looks at it itself.
+  if (errand_ && !errand_->start(frame_.payload_bytes - payload_.bytes(), lane_, gates_, gate_))
+    return over_ = true, false;
   if (payload_.bytes() == 0) {
-    reply(Status::kOk, 0, 0);
+    if (errand_) defer();
+    else reply(Status::kOk, 0, 0);
     return true;
   }
   if (drained_ && !ending_) return false;
@@ -302,12 +367,14 @@ bool TcpConnection::take_payload() {
 bool TcpConnection::refuse_payload() {
   discard_ = payload_.bytes();
   status_ = Status::kAccessDenied, failed_slice_ = 0;
+  if (errand_) errand_->add_step(), errand_->end_step({Status::kAccessDenied}, 0);
   state_ = State::kDiscard;
   return true;
 }
 
-void TcpConnection::reply(Status status, uint32_t failed_slice, uint64_t payload_bytes) {
+void TcpConnection::reply(Status status, uint32_t failed_slice, uint64_t payload_bytes, int error) {
   wire::Frame frame;
+  frame.error = static_cast<uint16_t>(status == Status::kIoError ? error : 0);
   frame.status = static_cast<uint8_t>(status);
   frame.failed_slice = failed_slice;
   frame.number = frame_.number;
@@ -336,6 +403,7 @@ bool TcpConnection::send_reply() {
   moved_ += count;
   if (head_sent_ == head_bytes_ && payload_.bytes() == 0) {
     touched_.clear();
+    errand_ = nullptr;
     num_replies_++;
     state_ = is_refused_ ? State::kRefused : State::kFrame;
     if (is_refused_) shutdown(channel_.socket(), SHUT_WR);
@@ -343,22 +411,37 @@ bool TcpConnection::send_reply() {
   return true;
 }
 
+// How other threads tell a loop that a connection of its has something to do; outlives the loop, because a
+// device may still be at work when the server is closed.
+struct Bell {
+  const int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  std::mutex mutex;
+  std::vector<int> sockets;
+
+  ~Bell() { ::close(fd); }
+  void ring() {
+    uint64_t one = 1;
+    (void)!write(fd, &one, sizeof one);
+  }
+  void ring(int socket) {
+    std::lock_guard lock(mutex);
+    sockets.push_back(socket);
+    if (sockets.size() == 1) ring();
+  }
+};
+
 struct TcpServer::Loop {
   int epoll = epoll_create1(EPOLL_CLOEXEC);
-  int wakeup = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  std::shared_ptr<Bell> bell = std::make_shared<Bell>();
   std::mutex mutex;
   std::vector<int> offered;  // accepted elsewhere, to be adopted here
   std::unordered_map<int, std::unique_ptr<TcpConnection>> connections;
   std::thread thread;
 
-  void wake() {
-    uint64_t one = 1;
-    (void)!write(wakeup, &one, sizeof one);
-  }
+  void wake() { bell->ring(); }
   ~Loop() {
     for (int socket : offered) ::close(socket);
     ::close(epoll);
-    ::close(wakeup);
   }
 };
 
@@ -394,8 +477,8 @@ TcpServer::TcpServer(std::shared_ptr<RegionTable> regions, uint64_t epoch, const
   for (int i = 0; i < num_threads; i++) {
     auto loop = std::make_unique<Loop>();
     epoll_event event{};
-    event.events = EPOLLIN, event.data.fd = loop->wakeup;
-    epoll_ctl(loop->epoll, EPOLL_CTL_ADD, loop->wakeup, &event);
+    event.events = EPOLLIN, event.data.fd = loop->bell->fd;
+    epoll_ctl(loop->epoll, EPOLL_CTL_ADD, loop->bell->fd, &event);
     loops_.push_back(std::move(loop));
   }
   for (int listener : listeners_) {
@@ -446,14 +529,15 @@ void TcpServer::accept_all(int listener) {
 
 void TcpServer::adopt(Loop& loop) {
   uint64_t seen;
-  (void)!read(loop.wakeup, &seen, sizeof seen);
+  (void)!read(loop.bell->fd, &seen, sizeof seen);
   std::vector<int> offered;
   {
     std::lock_guard lock(loop.mutex);
     offered.swap(loop.offered);
   }
   for (int socket : offered) {
-    loop.connections[socket] = std::make_unique<TcpConnection>(socket, regions_, gates_, epoch_, tls_);
+    auto notify = [bell = loop.bell, socket] { bell->ring(socket); };
+    loop.connections[socket] = std::make_unique<TcpConnection>(socket, regions_, gates_, epoch_, tls_, notify);
     epoll_event event{};
     event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, event.data.fd = socket;
     epoll_ctl(loop.epoll, EPOLL_CTL_ADD, socket, &event);
@@ -489,8 +573,15 @@ void TcpServer::serve(Loop& loop) {
     std::vector<int> again;
     for (int i = 0; i < count; i++) {
       const epoll_event& event = events[static_cast<size_t>(i)];
-      if (event.data.fd == loop.wakeup) adopt(loop);
-      else if (is_listener(event.data.fd)) accept_all(event.data.fd);
+      if (event.data.fd == loop.bell->fd) {
+        adopt(loop);
+        std::vector<int> rung;
+        {
+          std::lock_guard lock(loop.bell->mutex);
+          rung.swap(loop.bell->sockets);
+        }
+        for (int socket : rung) advance(socket, false, again);
+      } else if (is_listener(event.data.fd)) accept_all(event.data.fd);
       else advance(event.data.fd, event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR), again);
     }
     for (int socket : ready)

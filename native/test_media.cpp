@@ -3,6 +3,8 @@
 //
 //     test_media [seed] [rounds]
 
+#include <unistd.h>
+
 #include <cassert>
 #include <cerrno>
 #include <cstdio>
@@ -13,6 +15,7 @@
 #include <thread>
 
 #include "crc32c.h"
+#include "file.h"
 #include "tcp.h"
 
 using namespace mooncake;
@@ -210,6 +213,239 @@ void test_local_media() {
   server.close();
 }
 
+// Remote bytes in drawers, served by one loop.
+struct Served {
+  static constexpr uint64_t kSize = 5'000'000;
+  std::shared_ptr<RegionTable> near = std::make_shared<RegionTable>(), far = std::make_shared<RegionTable>();
+  std::shared_ptr<Drawer> drawer;
+  std::vector<uint8_t> here = noise(kSize), plain = std::vector<uint8_t>(10'000);
+  RegionRef local = near->add(address_of(here.data()), kSize, true);
+  RegionRef remote, memory = far->add(address_of(plain.data()), plain.size(), true);
+  std::unique_ptr<TcpServer> server;
+  std::shared_ptr<TcpPeer> peer, other;
+
+  explicit Served(uint64_t alignment) : drawer(std::make_shared<Drawer>(kSize, alignment)) {
+    remote = far->add_medium(kNowhere, kSize, true, "drawer", drawer);
+    server = std::make_unique<TcpServer>(far, 7, std::vector<std::string>{"127.0.0.1"}, 0, 1);
+    peer = connect(), other = connect();
+  }
+  ~Served() {
+    drawer->stalls = false;
+    peer->close(), other->close(), server->close();
+  }
+  std::shared_ptr<TcpPeer> connect() {
+    auto made =
+        std::make_shared<TcpPeer>(near, published(*far), *TcpAddress::parse("127.0.0.1", server->ports()[0]), 7, 2);
+    near->listen(made);
+    return made;
+  }
+  Completion move(Op op, uint64_t at, uint64_t length, Clock::duration patience = 20s) {
+    return peer->run(request(op, {{local->address + at, remote->address + at, length}}, true, patience));
+  }
+};
+
+void test_remote_media() {
+  for (uint64_t alignment : {1, 512, 4096}) {
+    Served served(alignment);
+    for (int i = 0; i < rounds / 8 + 1; i++) {
+      std::vector<Slice> slices;
+      std::vector<uint8_t> expected = served.drawer->bytes, before = served.here;
+      uint64_t at = below(50), limit = i % 3 ? 300'000 : Served::kSize;
+      while (at < limit && slices.size() < 3000) {
+        bool is_memory = below(6) == 0;  // frames that write to both
+        uint64_t length = std::min(below(i % 3 ? 1500 : 900'000), limit - at);
+        if (is_memory) length = std::min<uint64_t>(length, 2000);
+        slices.push_back({served.local->address + at,
+                          is_memory ? served.memory->address + below(8000) : served.remote->address + at, length});
+        if (!is_memory) std::memcpy(&expected[at], &served.here[at], length);
+        at += length + (below(3) ? 0 : below(600));
+      }
+      Completion sent = served.peer->run(request(Op::kWrite, slices, true));
+      assert(sent.status == Status::kOk && served.drawer->bytes == expected);
+      std::erase_if(slices, [&](const Slice& slice) {
+        return slice.remote < served.remote->address || slice.remote >= served.remote->address + Served::kSize;
+      });
+      for (const Slice& slice : slices) std::memset(reinterpret_cast<void*>(slice.local), 0, slice.length);
+      Completion received = served.peer->run(request(Op::kRead, slices, true));
+      assert(received.status == Status::kOk && served.here == before);
+    }
+  }
+}
+
+// A device that hangs costs those who wait for it, and a write that was given up lands before what follows.
+void test_slow_media() {
+  Served served(512);
+  served.drawer->fails = true;
+  for (Op op : {Op::kWrite, Op::kRead}) {
+    Completion done = served.move(op, 0, 2'000'000);
+    assert(done.status == Status::kIoError && done.error == (op == Op::kWrite ? ENOSPC : EIO) &&
+           done.failed_slice == 0);
+    assert(!done.reason.empty());
+  }
+  served.drawer->fails = false;
+  assert(served.move(Op::kWrite, 0, 2'000'000).status == Status::kOk);
+  served.drawer->stalls = true;
+  assert(served.move(Op::kRead, 0, 2'000'000, 50ms).status == Status::kTimedOut);
+  Slice beside{served.local->address, served.memory->address, 10'000};
+  for (int i = 0; i < 20; i++) assert(served.other->run(request(Op::kWrite, {beside})).status == Status::kOk);
+  // The write that is given up is in the device's hands: what comes after it waits until it has landed.
+  assert(served.move(Op::kWrite, 0, 2'000'000, 50ms).status == Status::kTimedOut);
+  std::vector<uint8_t> later = noise(2'000'000);
+  RegionRef local = served.near->add(address_of(later.data()), later.size(), true);
+  Slice again{local->address, served.remote->address, later.size()};
+  assert(served.peer->run(request(Op::kWrite, {again}, false, 50ms)).status == Status::kTimedOut);
+  served.drawer->stalls = false;
+  assert(served.peer->run(request(Op::kWrite, {again})).status == Status::kOk);
+  assert(std::equal(later.begin(), later.end(), served.drawer->bytes.begin()));
+}
+
+// Regions close, jobs are cancelled, peers and at last the server go, with moves under way.
+void test_ending_media() {
+  for (int i = 0; i < rounds / 10 + 1; i++) {
+    Served served(512);
+    std::atomic<int> num_done{0};
+    std::vector<std::thread> threads;
+    for (uint64_t part = 0; part < 3; part++)
+      threads.emplace_back([&, part] {
+        Status status = Status::kOk;
+        while (status == Status::kOk || (status == Status::kCancelled && i % 3 == 2)) {
+          if (num_done > 2000) return;
+          Slice slice{served.local->address + part * 1'000'000, served.remote->address + part * 1'000'000, 1'000'000};
+          status = served.peer->run(request(part == 2 ? Op::kRead : Op::kWrite, {slice})).status;
+          num_done++;
+        }
+      });
+    while (num_done < 5) std::this_thread::yield();
+    served.drawer->stalls = i % 2;
+    switch (i % 3) {
+      case 0: {
+        std::thread remover([&] { served.far->remove(served.remote->key); });
+        std::this_thread::sleep_for(5ms);
+        served.drawer->stalls = false;
+        remover.join();
+        std::fill(served.drawer->bytes.begin(), served.drawer->bytes.end(), 5);  // a late touch would be a race
+        break;
+      }
+      case 1:
+        served.server->close();
+        served.drawer->stalls = false;
+        break;
+      default:
+        served.peer->cancel();
+        served.drawer->stalls = false;
+        num_done = 3000;
+    }
+    for (auto& thread : threads) thread.join();
+  }
+}
+
+struct TemporaryFile {
+  TemporaryFile() {
+    char name[] = "/tmp/mooncake-file-XXXXXX";
+    int fd = mkstemp(name);
+    assert(fd >= 0);
+    close(fd);
+    path = name;
+  }
+  ~TemporaryFile() { unlink(path.c_str()); }
+  std::vector<uint8_t> bytes(size_t size) const {
+    std::vector<uint8_t> found(size);
+    FILE* file = std::fopen(path.c_str(), "rb");
+    assert(file && std::fread(found.data(), 1, size, file) == size);
+    std::fclose(file);
+    return found;
+  }
+  std::string path;
+};
+
+// Ranges of every alignment by the calls that block and by those that don't, several at once.
+void test_files() {
+  constexpr uint64_t kSize = 2'000'123;
+  for (bool ring : {true, false})
+    for (bool direct : {true, false}) {
+      TemporaryFile file;
+      auto medium = std::make_shared<FileMedium>(file.path, kSize, FileMedium::Options{true, direct, ring, 4});
+      auto region = std::make_shared<Region>(medium->address(), kSize, 1, true, "file", medium);
+      std::vector<uint8_t> model(kSize), memory(kSize + 64);
+      for (int i = 0; i < rounds / 10 + 1; i++) {
+        uint64_t skew = below(2) ? 0 : below(64), at = below(5000);
+        std::vector<uint8_t> from = noise(kSize + 64);
+        std::atomic<int> num_left{0};
+        while (at < kSize) {
+          uint64_t length = std::min(below(4) ? below(9000) : below(600'000), kSize - at);
+          if (length == 0) break;
+          std::memcpy(&model[at], &from[at + skew], length);
+          if (below(2)) {
+            assert(medium->write(at, &from[at + skew], length).status == Status::kOk);
+          } else {
+            num_left++;
+            medium->start(Op::kWrite, at, &from[at + skew], length, [&num_left](Outcome outcome) {
+              assert(outcome.status == Status::kOk);
+              num_left--;
+              num_left.notify_one();
+            });
+          }
+          at += length + below(5000);
+        }
+        for (int seen = num_left; seen > 0; seen = num_left) num_left.wait(seen);
+        assert(file.bytes(kSize) == model);
+        uint64_t start = below(kSize), length = below(kSize - start);
+        assert(medium->read(start, memory.data() + skew, length).status == Status::kOk);
+        assert(std::memcmp(memory.data() + skew, &model[start], length) == 0);
+      }
+      assert(medium->flush().status == Status::kOk);
+      assert(truncate(file.path.c_str(), 5000) == 0);
+      Outcome outcome = medium->read(0, memory.data(), 100'000);
+      assert(outcome.status == Status::kIoError && outcome.error == ENODATA);
+      std::atomic<int> error{-1};
+      medium->start(Op::kRead, 4096, memory.data(), 100'000, [&](Outcome outcome) {
+        error = outcome.error;
+        error.notify_one();
+      });
+      error.wait(-1);
+      assert(error == ENODATA);
+    }
+}
+
+// The path `file` from several threads, until the file or the memory goes.
+void test_file_peer() {
+  constexpr uint64_t kSize = 4 << 20;
+  for (int i = 0; i < rounds / 12 + 1; i++) {
+    TemporaryFile file;
+    auto table = std::make_shared<RegionTable>();
+    std::vector<uint8_t> memory = noise(kSize);
+    RegionRef local = table->add(address_of(memory.data()), kSize, true);
+    auto medium = std::make_shared<FileMedium>(file.path, kSize, FileMedium::Options{true, true, i % 3 != 2, 8});
+    RegionRef remote = table->add_medium(medium->address(), kSize, true, "file", medium);
+    auto peer = std::make_shared<FilePeer>(table, table, published(*table), 2);
+    table->listen(peer);
+    std::atomic<int> num_done{0};
+    std::vector<std::thread> threads;
+    for (uint64_t part = 0; part < 3; part++)
+      threads.emplace_back([&, part] {
+        Slice slice{local->address + part * 1'000'001, remote->address + part * 1'000'001, 1'000'001};
+        while (true) {
+          Completion done = peer->run(request(part == 2 ? Op::kRead : Op::kWrite, {slice}, true));
+          num_done++;
+          if (done.status != Status::kOk) return;
+          assert(part == 2 || done.checksums[0] == crc32c(reinterpret_cast<void*>(slice.local), slice.length));
+        }
+      });
+    auto queue = std::make_shared<Queue>();
+    int64_t failed = -1;
+    for (uint64_t token = 0; token < 5; token++)
+      peer->submit(queue, token, request(Op::kWrite, {{local->address, remote->address + 3'500'000, 500'000}}), failed);
+    while (num_done < 6) std::this_thread::yield();
+    size_t num_ended = 0;
+    while (num_ended < 5) num_ended += queue->drain(5, 10).size();
+    table->remove(i % 2 ? local->key : remote->key);
+    if (i % 2) std::fill(memory.begin(), memory.end(), 5);
+    for (auto& thread : threads) thread.join();
+    peer->close();
+    table->remove_all();
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -220,6 +456,11 @@ int main(int argc, char** argv) {
       {"staging", test_staging},
       {"layouts", test_layouts},
       {"local media", test_local_media},
+      {"remote media", test_remote_media},
+      {"slow media", test_slow_media},
+      {"ending media", test_ending_media},
+      {"files", test_files},
+      {"file peer", test_file_peer},
   };
   for (auto& [name, test] : tests) {
     std::printf("%s\n", name);

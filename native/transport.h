@@ -57,6 +57,7 @@ struct Job {
   Completion failed(Status status, int64_t slice = -1, int error = 0) const {
     Completion completion;
     completion.status = status, completion.failed_slice = slice, completion.error = error;
+    if (status == Status::kIoError) completion.reason = reason_of(error);
     return completion;
   }
   bool is_late() const { return Clock::now() >= request.deadline; }

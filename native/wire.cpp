@@ -12,15 +12,15 @@ bool is_request(const Frame& frame) {
   bool moves = frame.kind == Kind::kWrite || frame.kind == Kind::kRead;
   bool has_bytes = frame.payload_bytes >= 1 && frame.payload_bytes <= kMaxPayload;
   bool is_sane = moves ? has_bytes : frame.kind == Kind::kFence && frame.payload_bytes == 0;
-  return frame.magic == kMagic && is_sane && frame.status == 0 && frame.zero == 0 && frame.num_slices >= 1 &&
+  return frame.magic == kMagic && is_sane && frame.status == 0 && frame.error == 0 && frame.num_slices >= 1 &&
          frame.num_slices <= kMaxSlices;
 }
 
 bool is_reply(const Frame& frame) {
-  bool is_known =
-      frame.status == static_cast<uint8_t>(Status::kOk) || frame.status == static_cast<uint8_t>(Status::kAccessDenied);
-  return frame.magic == kMagic && frame.kind == Kind::kReply && frame.zero == 0 && is_known &&
-         frame.payload_bytes <= kMaxPayload;
+  auto status = static_cast<Status>(frame.status);
+  bool is_known = status == Status::kOk || status == Status::kAccessDenied || status == Status::kIoError;
+  bool is_sane = is_known && (status == Status::kIoError || frame.error == 0);
+  return frame.magic == kMagic && frame.kind == Kind::kReply && is_sane && frame.payload_bytes <= kMaxPayload;
 }
 
 bool fits(const Frame& frame, std::span<const WireSlice> slices) {

@@ -17,6 +17,8 @@
 // With TLS, all of this travels inside it. A server answers a greeting that it must refuse in the plain, so
 // that a client of another version, or one that speaks TLS where the server does not, can say what is wrong.
 //
+// A frame whose slices lie in files or on devices moves at most 8 MiB of them, or it is denied.
+//
 // Replies come in the order of the requests. A slice the receiver may not touch denies the whole
 // frame and keeps the connection; bytes that make no sense end it.
 #pragma once
@@ -57,8 +59,8 @@ static_assert(sizeof(Hello) == 24);
 struct Frame {
   uint32_t magic = kMagic;
   Kind kind = Kind::kReply;
-  uint8_t status = 0;  // replies
-  uint16_t zero = 0;
+  uint8_t status = 0;          // replies
+  uint16_t error = 0;          // replies with kIoError: the errno
   uint32_t num_slices = 0;     // requests
   uint32_t failed_slice = 0;   // replies with a status: which slice of the frame
   uint64_t number = 0;         // replies repeat the request's

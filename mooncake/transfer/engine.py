@@ -39,6 +39,7 @@ from mooncake.transfer.transports import (
     make_transport,
 )
 from mooncake.transfer.transports.cuda import CudaTransport
+from mooncake.transfer.transports.file import flush, open_file
 
 _numbers = itertools.count()
 
@@ -247,6 +248,48 @@ class TransferEngine(Mover):
                     self.unregister(region)
                 raise
         return regions
+
+    def open_file(
+        self,
+        path: str | os.PathLike[str],
+        size_bytes: int | None = None,
+        *,
+        writable: bool = True,
+        direct: bool = True,
+    ) -> Region:
+        """A file or block device as a region: peers reach it over tcp, this process over ``file``.
+
+        Without ``size_bytes`` it is as long as it is; with it, a file is created or extended to that
+        length. ``direct`` goes around the page cache where that can be. What the machine could not do is
+        in ``region.how`` and in the log. The region is no buffer; what moved is durable after ``flush``.
+
+        Raises:
+            InvalidArgument: no such file, and no size to create it with; or neither file nor device.
+            AccessDenied: this process may not open it, or not for writing.
+            OutOfSpace: the disk has no room to extend it.
+            StorageError: the disk refuses.
+        """
+        region = open_file(
+            self.regions,
+            path,
+            size_bytes,
+            writable=writable,
+            direct=direct,
+            ring=self.settings.file_ring,
+            depth=self.settings.file_depth,
+        )
+        self._owned[region.key] = region
+        self._changed()
+        return region
+
+    def flush(self, region: Region) -> None:
+        """What was moved into a file region survives a loss of power when this returns (fdatasync).
+
+        Raises:
+            InvalidArgument: the region is no file.
+            StorageError: the device refused; what was written since the last flush may be lost.
+        """
+        flush(region)
 
     def unregister(self, region: Region) -> None:
         """After it returns nothing touches the memory any more; transfers that did are CANCELLED.

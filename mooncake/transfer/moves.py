@@ -21,6 +21,7 @@ from mooncake.errors import (
     InvalidArgument,
     PeerLost,
     ProtocolError,
+    StorageError,
     Unavailable,
 )
 from mooncake.transfer.columns import Addresses
@@ -158,6 +159,8 @@ def failure(op: Op, segment: Segment, done: Completion, timeout_s: float) -> Exc
             return Unavailable(
                 f"{what}: cancelled, because the segment, the engine or the local memory was closed"
             )
+        case Status.IO_ERROR:
+            return StorageError(f"{what}: {done.reason or 'the device refused'}")
         case _:
             why = (
                 (segment.reason if segment.is_replaced else done.reason)

@@ -22,8 +22,11 @@ VERSION = 1
 """Of descriptors and the handshake. Peers of different versions refuse each other; a field that is added
 with a default does not raise it."""
 
-ON_ONE_HOST = frozenset({"local", "shm", "cuda"})
+ON_ONE_HOST = frozenset({"local", "shm", "file", "cuda"})
 """Schemes that end where the host does."""
+
+IN_ONE_PROCESS = frozenset({"local", "file"})
+"""Schemes that end where the process does: a file is reached from elsewhere through its engine."""
 
 
 def scheme_of(path: str) -> str:
@@ -107,13 +110,13 @@ def version_trouble(one: str, version: int, other: str, others_version: int) -> 
 def common_schemes(peer: SegmentDescriptor, host: str, process: str, ours: Sequence[str]) -> tuple[str, ...]:
     """Schemes by which a process on ``host`` reaches ``peer``, in our order of preference.
 
-    ``process`` is our own ``local`` endpoint: that path ends where the process does.
+    ``process`` is our own endpoint of those in ``IN_ONE_PROCESS``.
     """
 
     def leads_there(scheme: str) -> bool:
         if scheme not in ON_ONE_HOST:
             return True
-        return peer.host == host and (scheme != "local" or peer.endpoints[scheme] == process)
+        return peer.host == host and (scheme not in IN_ONE_PROCESS or peer.endpoints[scheme] == process)
 
     return tuple(scheme for scheme in ours if scheme in peer.endpoints and leads_there(scheme))
 
@@ -122,12 +125,14 @@ CARRIED = (
     ("shm", ("memory",), True),
     ("cuda", ("cuda",), True),
     ("rdma", ("memory", "cuda"), False),
+    ("file", ("file",), False),
+    ("local", ("memory",), False),
 )
 """Schemes that carry only some kinds of regions, and whether these must be shared. Others carry all."""
 
 
 class RegionIndex:
-    """The peer's regions, arranged to answer for whole columns which slices a path on one host can carry."""
+    """The peer's regions, arranged to answer for whole columns which slices a scheme can reach."""
 
     def __init__(self, regions: Sequence[RegionInfo]) -> None:
         self._spans: dict[str, tuple[Column, Column]] = {}
@@ -145,13 +150,12 @@ class RegionIndex:
             self._carries_all[scheme] = len(open_to_us) == len(regions)
 
     def carries_all(self, scheme: str) -> bool:
-        """Whatever lies in the regions can be moved over ``scheme``."""
         return self._carries_all.get(scheme, True)
 
     def carried(self, scheme: str, remote: Column, lengths: Column) -> npt.NDArray[np.bool_]:
-        """One flag per slice: it lies in a region that ``scheme`` reaches. Empty slices lie everywhere."""
-        starts, ends = self._spans[scheme]
+        """One flag per slice. Empty slices lie everywhere."""
         empty: npt.NDArray[np.bool_] = np.equal(lengths, 0)
+        starts, ends = self._spans[scheme]
         if not len(starts):
             return empty
         nearest = np.searchsorted(starts, remote, side="right").astype(np.int64) - 1

@@ -29,11 +29,17 @@ class TransferSettings:
     handshake_port: Annotated[int, Meta(ge=-1, le=65535)] = -1
     "Port for handshakes: peers ask, notify, set connections up; 0 takes a free one, -1 none unless needed."
 
-    transports: tuple[str, ...] = ("shm", "cuda", "tcp")
-    "Paths in order of preference: `shm`, `cuda`, `rdma`, `tcp`, `local`. Of the default, those there are."
+    transports: tuple[str, ...] = ("shm", "file", "cuda", "tcp")
+    "Paths by preference: `shm`, `file`, `cuda`, `rdma`, `tcp`, `local`. Of the default, those there are."
 
     cuda_library: str = "libcuda.so.1"
     "File of the CUDA driver's library, opened when device memory is first used."
+
+    file_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
+    "Reads and writes of one file that are under way at once, per transfer, and for all peers together."
+
+    file_ring: bool = True
+    "Read and write files through io_uring where the kernel allows it; otherwise threads do it."
 
     num_streams: Annotated[int, Meta(ge=0, le=64)] = 0
     "Connections per rail that a big transfer is spread over, threads that serve; 0: half the cores (1-4)."

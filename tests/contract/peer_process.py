@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+import weakref
 from pathlib import Path
 
 from mooncake.transfer import Region, TransferEngine, TransferSettings
@@ -15,21 +18,28 @@ DOUBLE = Path(__file__).parents[2] / "build" / "cuda-double" / "libcuda_double.s
 
 def engine_with(transport: str, num_streams: int = 0) -> TransferEngine:
     """An engine with one transport; ``cuda-double`` is cuda over the test double of its driver."""
-    scheme, _, is_double = transport.partition("-")
+    scheme, _, variant = transport.partition("-")
     settings = TransferSettings(transports=(scheme,), num_streams=num_streams)
-    if is_double:
+    if variant == "double":
         settings = TransferSettings(transports=(scheme,), num_streams=num_streams, cuda_library=str(DOUBLE))
     return TransferEngine(settings)
 
 
 def lend(engine: TransferEngine, transport: str, size_bytes: int) -> Region:
-    """Memory that peers reach over this transport."""
+    """Memory that peers reach over this transport; for ``file`` and ``tcp-file`` a file."""
+    if transport.endswith("file"):
+        descriptor, path = tempfile.mkstemp(prefix="mooncake-lent-")
+        os.close(descriptor)
+        weakref.finalize(engine, Path(path).unlink, missing_ok=True)
+        return engine.open_file(path, size_bytes)
     return engine.allocate(size_bytes, device="cuda:0" if transport.startswith("cuda") else "cpu")
 
 
 def main(transport: str, size_bytes: int) -> None:
     engine = engine_with(transport)
     region = lend(engine, transport, size_bytes)
+    if region.kind == "file":
+        os.unlink(region.path)  # it stays ours, and we may be killed
     print(engine.describe().encode().decode(), flush=True)
     for line in sys.stdin:
         if line.strip() == "c":

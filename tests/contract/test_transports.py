@@ -37,8 +37,8 @@ from tests.contract.peer_process import engine_with, lend
 
 NO_GPU = why_unavailable()
 GPU = () if NO_GPU else ("cuda",)
-ALL = ("local", "shm", "tcp", "rdma", "cuda-double", *GPU)
-ACROSS = ("shm", "tcp", "rdma", "cuda-double", *GPU)
+ALL = ("local", "shm", "tcp", "file", "tcp-file", "rdma", "cuda-double", *GPU)
+ACROSS = ("shm", "tcp", "tcp-file", "rdma", "cuda-double", *GPU)
 IN_MEMORY = ("local", "shm")
 "Transports that can show a peer's bytes in place."
 MIB = 1 << 20
@@ -94,6 +94,8 @@ class DeviceBytes:
 def bytes_of(pool: Region, spy: TransferEngine) -> npt.NDArray[np.uint8] | DeviceBytes:
     if pool.kind == "memory":
         return np.frombuffer(pool.view(), dtype=np.uint8)
+    if pool.kind == "file":
+        return np.memmap(pool.path, dtype=np.uint8, mode="r+", shape=(pool.size_bytes,))
     return DeviceBytes(pool, spy)
 
 
@@ -557,7 +559,7 @@ def test_unregistering_remote_memory_during_transfers(pair: Pair) -> None:
     assert (pair.bytes_there == 2).all(), "memory was touched after it was unregistered"
     assert traffic.seen[-1] in (Status.ACCESS_DENIED, Status.PEER_LOST)
     _, here = pair.buffer(1000)
-    other = lend(pair.far, "cuda" if pair.pool.kind != "memory" else "", 4096)
+    other = lend(pair.far, pair.pool.kind, 4096)
     assert is_ok(pair.near.run(Op.WRITE, pair.segment, [here.address], [other.address], [1000]), 1000)
 
 
@@ -624,16 +626,16 @@ def test_a_hung_peer_costs_its_deadline_and_no_more(
         here = near.register(data)
         segment = near.open(peer.descriptor)
         move = (segment, [here.address], [peer.descriptor.regions[0].address], [4 * MIB])
-        if transport == "tcp":
+        if transport.startswith("tcp"):
             assert is_ok(near.run(Op.READ, *move), 4 * MIB)
         peer.freeze()
         done = near.run(Op.READ, *move, timeout_s=0.2)
         assert done.status == Status.TIMED_OUT
         queue = near.new_queue()
-        near.submit(queue, 1, Op.READ, *move, timeout_s=30.0 if transport == "tcp" else 0.2)
+        near.submit(queue, 1, Op.READ, *move, timeout_s=30.0 if transport.startswith("tcp") else 0.2)
         near.unregister(here)
         (ended,) = queue.drain(timeout_s=10.0)
-        assert ended.status == (Status.CANCELLED if transport == "tcp" else Status.TIMED_OUT)
+        assert ended.status == (Status.CANCELLED if transport.startswith("tcp") else Status.TIMED_OUT)
         data[:] = 3
         peer.process.send_signal(signal.SIGCONT)
         here = near.register(data)

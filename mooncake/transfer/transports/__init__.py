@@ -213,6 +213,7 @@ class Site(Protocol):
 
 
 SCHEMES = {
+    "file": "mooncake.transfer.transports.file:FileTransport",
     "local": "mooncake.transfer.transports.local:LocalTransport",
     "rdma": "mooncake.transfer.transports.rdma:RdmaTransport",
     "shm": "mooncake.transfer.transports.shm:ShmTransport",

@@ -92,7 +92,7 @@ def test_device_memory_is_described(pair: tuple[TransferEngine, TransferEngine])
     assert bytes_of(region) == bytes(10_000)
     with pytest.raises(BufferError, match="cuda:1"):
         memoryview(region)
-    assert near.open(far.describe()).paths == ("shm", "cuda", "tcp")
+    assert near.open(far.describe()).paths == ("shm", "file", "cuda", "tcp")
 
 
 def test_buffers_in_device_memory(pair: tuple[TransferEngine, TransferEngine]) -> None:
