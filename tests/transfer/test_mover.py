@@ -1,0 +1,35 @@
+"""When a batch is planned, and when there is nothing to plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mooncake.transfer import Op, Status, TransferEngine
+
+
+def test_memory_that_one_path_alone_carries_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, here = np.zeros(100, dtype=np.uint8), np.arange(100, dtype=np.uint8)
+    planned: list[Any] = []
+    with TransferEngine() as far, TransferEngine() as near:
+        plan = near._move
+
+        def note(*arguments: Any) -> Any:
+            planned.append(arguments)
+            return plan(*arguments)
+
+        monkeypatch.setattr(near, "_move", note)
+        lent, ours, pool = far.register(plain), near.register(here), far.allocate(4096)
+        segment = near.open(far.describe())
+        for there in (lent.address, pool.address):
+            done = near.run(Op.WRITE, segment, [ours.address], [there], [100])
+            assert (done.status, done.num_bytes) == (Status.OK, 100)
+        assert not planned and (plain == here).all() and bytes(pool.view()[:100]) == here.tobytes()
+        both = near.run(Op.WRITE, segment, [ours.address] * 2, [lent.address, pool.address], [100] * 2)
+        assert both.status == Status.OK and len(planned) == 1
+        assert near.run(Op.WRITE, segment, [ours.address], [1], [1]).status == Status.ACCESS_DENIED
+        assert near.run(Op.WRITE, segment, [], [], []).status == Status.OK
+        far.close()
+        assert near.run(Op.WRITE, segment, [ours.address], [lent.address], [100]).status == Status.PEER_LOST
