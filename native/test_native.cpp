@@ -501,6 +501,38 @@ void test_coming_and_going() {
 
 }  // namespace
 
+// One server on two addresses, and peers that begin at an address of their own.
+void test_rails() {
+  auto near = std::make_shared<RegionTable>(), far = std::make_shared<RegionTable>();
+  std::vector<uint8_t> here = noise(100'000), there(100'000, 0);
+  RegionRef local = near->add(address_of(here.data()), here.size(), true);
+  RegionRef remote = far->add(address_of(there.data()), there.size(), true);
+  std::vector<std::string> hosts{"127.0.0.1", "127.0.0.2"};
+  TcpServer server(far, 7, hosts, 0, 2);
+  assert(server.ports().size() == 2);
+  for (size_t i = 0; i < hosts.size(); i++) {
+    auto address = TcpAddress::parse(hosts[i], server.ports()[i]);
+    for (const char* source : {"", "127.0.0.3", "192.0.2.7"}) {
+      std::fill(there.begin(), there.end(), 0);
+      auto peer = std::make_shared<TcpPeer>(near, published(*far), *address, 7, 2, TcpAddress::parse(source, 0));
+      near->listen(peer);
+      Request request{Op::kWrite, {{local->address, remote->address, here.size()}}, false, Clock::now() + 30s};
+      Completion done = peer->run(request);
+      bool is_ours = std::string(source) != "192.0.2.7";  // no address of this host
+      assert(done.status == (is_ours ? Status::kOk : Status::kPeerLost));
+      assert((there == here) == is_ours);
+      peer->close();
+    }
+  }
+  bool refused = false;
+  try {
+    TcpServer(far, 7, {"127.0.0.1", "192.0.2.7"}, 0, 1);
+  } catch (const std::system_error&) {
+    refused = true;
+  }
+  assert(refused);
+}
+
 int main(int argc, char** argv) {
   uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
   if (argc > 2) rounds = std::atoi(argv[2]);
@@ -515,6 +547,7 @@ int main(int argc, char** argv) {
       {"ending over tcp", [] { test_ending(true); }},
       {"ending over shm", [] { test_ending(false); }},
       {"fence", test_fence},
+      {"rails", test_rails},
       {"server robustness", test_server_robustness},
       {"client robustness", test_client_robustness},
       {"shm robustness", test_shm_robustness},

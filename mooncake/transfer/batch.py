@@ -37,6 +37,9 @@ RETRIED = frozenset({1, 6})
 TIMED_OUT = 4
 """Before the batch's own deadline, this too is the path's failure."""
 
+WHY = {1: "peer lost", TIMED_OUT: "too slow", 6: "protocol error"}
+"""A path's failure in words."""
+
 PARTS_PER_RAIL = 2
 """Of one batch: one on the wire and one to follow it."""
 
@@ -208,7 +211,7 @@ class Batch:
             if event.status == OK:
                 self._rails.arrived(part.path, piece.num_bytes, part.sent_at, now)
             elif is_the_path:
-                self._rails.failed(part.path, piece.num_bytes, part.sent_at, now, f"status {event.status}")
+                self._rails.failed(part.path, piece.num_bytes, part.sent_at, now, WHY[event.status])
             else:
                 self._rails.dropped(part.path, piece.num_bytes)
         if event.status == OK:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mooncake.errors import AccessDenied, PeerLost, Unavailable
 from mooncake.log import get_logger
-from mooncake.transfer.batch import RETRIED, TIMED_OUT
+from mooncake.transfer.batch import RETRIED, TIMED_OUT, WHY
 from mooncake.transfer.columns import Columns
 from mooncake.transfer.rails import Rails
 from mooncake.transfer.segment import (
@@ -167,7 +167,7 @@ class Segment:
                 if status == Status.OK:
                     rails.arrived(path, num_bytes, now, time.monotonic())
                 elif status in GIVEN_UP:
-                    rails.failed(path, num_bytes, now, time.monotonic(), f"status {int(status)}")
+                    rails.failed(path, num_bytes, now, time.monotonic(), WHY[int(status)])
                 else:
                     rails.dropped(path, num_bytes)
 

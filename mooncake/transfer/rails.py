@@ -26,6 +26,7 @@ NEWEST = 0.3
 BIG_BYTES = 256 << 10
 PENALTY_PER_RANK = 0.5
 """A rail one step farther from the memory is taken for this much slower."""
+LEAST_S_PER_BYTE = 1e-13
 CAUTION = 8.0
 """A part is given up, when it could go elsewhere, after so many times the predicted duration."""
 
@@ -142,20 +143,20 @@ class Rails:
     def arrived(self, path: str, num_bytes: int, sent_at: float, now: float) -> None:
         """A part that was sent at ``sent_at`` has arrived."""
         rail = self._ended(path, num_bytes)
-        seconds = now - max(sent_at, rail.last_end)
+        seconds = max(0.0, now - max(sent_at, rail.last_end))
         rail.last_end = now
         if rail.masked_at is not None and sent_at >= rail.masked_at:
             self._tell("rail_back", path, f"carried {num_bytes} bytes")
             rail.masked_at, rail.masked_until, rail.num_failures = None, 0.0, 0
             rail.is_being_probed = False
-        if seconds <= 0:
-            return
-        if num_bytes < self._big_bytes:
+        if num_bytes >= self._big_bytes:
+            # Averaged as seconds per byte: of two parts that end together the second took no time, and
+            # the mean of infinitely fast and half as fast must be what both together showed.
+            measured = max(seconds - rail.latency_s, seconds / 2) / num_bytes
+            known = 1 / rail.bytes_per_s if rail.bytes_per_s else measured
+            rail.bytes_per_s = 1 / max(known + NEWEST * (measured - known), LEAST_S_PER_BYTE)
+        elif seconds and not rail.num_under_way:
             rail.latency_s += NEWEST * (seconds - rail.latency_s)
-            return
-        measured = num_bytes / max(seconds - rail.latency_s, seconds / 2)
-        known = rail.bytes_per_s or measured
-        rail.bytes_per_s = known + NEWEST * (measured - known)
 
     def failed(self, path: str, num_bytes: int, sent_at: float, now: float, reason: str) -> None:
         """A part that was sent at ``sent_at`` has not arrived, and the rail is to blame."""

@@ -65,6 +65,17 @@ def test_a_newer_measurement_counts_more_and_more() -> None:
     assert rails.rails[A].latency_s == pytest.approx(0.002, rel=0.01) != latency
 
 
+def test_two_parts_that_end_together_show_what_both_took() -> None:
+    rails = Rails([A])
+    for i in range(20):
+        rails.sent(A, 10 * MIB)
+        rails.sent(A, 10 * MIB)
+        rails.arrived(A, 10 * MIB, i, i + 0.2)
+        rails.arrived(A, 10 * MIB, i, i + 0.2)
+    assert rails.bytes_per_s(A) == pytest.approx(20 * MIB / 0.2, rel=0.3)
+    rails.check()
+
+
 def test_a_failed_rail_is_masked_longer_and_longer_and_probed_by_one_part() -> None:
     rails = Rails([A, B])
     now, mask_s = 10.0, FIRST_MASK_S
