@@ -17,7 +17,7 @@ from statistics import median
 
 import numpy as np
 
-from mooncake.errors import InvalidArgument
+from mooncake.errors import Unavailable
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
 from mooncake.transfer.segment import decode_descriptor
 from mooncake.transfer.transports.rdma import usable_devices
@@ -102,7 +102,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         device = args.device or usable_devices((), 1)[0]
-    except InvalidArgument as error:
+    except Unavailable as error:
         print(f"skipped: {error} (scripts/test-rdma bench runs it in a VM that has one)")
         return
     ours = Ours(device, max(size * count for size, count in SIZES.items()))

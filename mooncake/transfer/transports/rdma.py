@@ -28,6 +28,7 @@ from mooncake.errors import (
     OutOfMemory,
     PeerLost,
     ProtocolError,
+    Unavailable,
 )
 from mooncake.log import get_logger
 from mooncake.transfer.segment import Column, RegionInfo
@@ -299,13 +300,16 @@ def usable_devices(wished: Sequence[str], port: int) -> list[str]:
     """The devices to use: those wished for, or all whose port is active.
 
     Raises:
-        InvalidArgument: a device that does not exist, or none at all.
+        InvalidArgument: a device that does not exist.
+        Unavailable: no active device, or no library to reach it.
     """
     try:
         present = _native.rdma_devices()
     except OSError as error:
-        advice = "a machine with libibverbs (Debian: apt-get install libibverbs1 ibverbs-providers)"
-        raise InvalidArgument("transports", "rdma", f"{advice}: {error}") from error
+        advice = (
+            "install libibverbs (Debian: apt-get install libibverbs1 ibverbs-providers) or leave rdma out"
+        )
+        raise Unavailable(f"rdma transport: {error}; {advice}") from error
     for name in wished:
         if name not in present:
             raise InvalidArgument("rdma_devices", name, "some of: " + (", ".join(present) or "none is here"))
@@ -313,8 +317,10 @@ def usable_devices(wished: Sequence[str], port: int) -> list[str]:
         return list(wished)
     active = [name for name in present if "ACTIVE" in _port_state(name, port)]
     if not active:
-        seen = f"{', '.join(present)} without an active port {port}" if present else "none"
-        raise InvalidArgument("transports", "rdma", f"a machine with an active RDMA device; here: {seen}")
+        seen = f"port {port} of {', '.join(present)} is not active" if present else "none is here"
+        raise Unavailable(
+            f"rdma transport needs an active RDMA device, and {seen}; leave rdma out or set one up"
+        )
     return active
 
 
