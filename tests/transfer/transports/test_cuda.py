@@ -165,6 +165,30 @@ def test_device_memory_is_a_source_for_tcp(library: str) -> None:
         assert done.checksums is not None and done.checksums.tolist() == [crc32c(data.data)]
 
 
+def test_device_memory_is_reached_over_tcp(library: str) -> None:
+    """As from another host: the owner's server moves the bytes through pinned staging."""
+    with (
+        TransferEngine(TransferSettings(transports=("tcp",))) as near,
+        TransferEngine(TransferSettings(transports=("tcp", "cuda"), cuda_library=library)) as far,
+    ):
+        size = 3_000_001
+        pool = far.allocate(size + 9, device="cuda:1")
+        data = noise(size)
+        here = near.register(data)
+        segment = near.open(far.describe())
+        assert segment.paths == ("tcp",)
+        done = near.run(Op.WRITE, segment, [here.address], [pool.address + 9], [size], checksum=True)
+        assert (done.status, done.num_bytes) == (Status.OK, size)
+        assert done.checksums is not None and done.checksums.tolist() == [crc32c(data.data)]
+        assert bytes_of(pool) == bytes(9) + data.tobytes()
+        back = np.zeros(size, dtype=np.uint8)
+        there = near.register(back)
+        done = near.run(Op.READ, segment, [there.address], [pool.address + 9], [size], checksum=True)
+        assert done.status == Status.OK and (back == data).all()
+        done = near.run(Op.WRITE, segment, [here.address], [pool.address + 10], [size])
+        assert done.status == Status.ACCESS_DENIED
+
+
 def test_pinned_memory(pair: tuple[TransferEngine, TransferEngine], library: str) -> None:
     near, far = pair
     pool = far.allocate(1 << 20, device="cuda:0")
