@@ -182,11 +182,15 @@ def _bench_transfer(
         list[str] | None, typer.Option("--path", help="Measure only this; may be repeated.")
     ] = None,
     largest: Annotated[str, typer.Option("--largest", metavar="SIZE", help="Largest transfer.")] = "128MiB",
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", help="On the disk to be measured; by default that of temporary files."),
+    ] = None,
 ) -> None:
     """Every path between two processes beside what the machine can do: bandwidth, times, processor time."""
     from mooncake.cli.bench import QUICK_ROUNDS, ROUNDS, bench_transfer
 
-    bench_transfer(paths or [], QUICK_ROUNDS if quick else ROUNDS, largest, json_file, plot_file)
+    bench_transfer(paths or [], QUICK_ROUNDS if quick else ROUNDS, largest, folder, json_file, plot_file)
 
 
 def _topology(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from mooncake.cli.bench.target import pattern
 from mooncake.errors import ProtocolError, Unavailable
 from tests.contract import cuda_double
 
+PATHS = ("shm", "tcp", "file", "tcp+file")
 ROW = Row("tcp", "write", "1 MiB", MIB, 1, 4.0, 250.0, 400.0, 0.3, "raw socket", 4.4, 0.2, 0.91)
 
 
@@ -57,7 +59,7 @@ def test_patterns_differ_by_seed_and_do_not_repeat_at_slices() -> None:
 
 def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tcp = Subject("tcp", "tcp", "raw socket")
-    paths = Paths([tcp], 64 * KIB, offered(tmp_path))
+    paths = Paths([tcp], 64 * KIB, offered(tmp_path), tmp_path)
     try:
         paths.verify(tcp, "write", 4 * KIB, 2, seed=3)
         paths.verify(tcp, "read", 4 * KIB, 2, seed=4)
@@ -81,7 +83,7 @@ def test_device_memory_beside_the_driver_alone(tmp_path: Path) -> None:
     fields = {"transports": ["cuda"], "cuda_library": str(cuda_double.LIBRARY)}
     engines = {**offered(tmp_path), "cuda": fields}
     subjects = [subject for subject in SUBJECTS if subject.engine == "cuda"]
-    paths = Paths(subjects, 256 * KIB, engines)
+    paths = Paths(subjects, 256 * KIB, engines, tmp_path)
     try:
         ceilings = device_ceilings(paths, 256 * KIB)
         rows = measure_paths(paths, subjects, ceilings, [Shape(4 * KIB, 3)], 1, lambda _: None)
@@ -99,19 +101,20 @@ def test_a_small_run_measures_verifies_writes_and_draws(
 ) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install '.[plot]'")
     report, picture = tmp_path / "b.json", tmp_path / "b.png"
-    words = ["bench", "transfer", "--quick", "--largest", "64KiB", "--path", "shm", "--path", "tcp"]
+    words = ["bench", "transfer", "--quick", "--largest", "64KiB", "--folder", str(tmp_path)]
+    words += [word for path in PATHS for word in ("--path", path)]
     with pytest.raises(SystemExit) as exit:
         main([*words, "--json", str(report), "--plot", str(picture)])
     assert exit.value.code == 0, capsys.readouterr().err
     rows = [Row(**row) for row in json.loads(report.read_text())["rows"]]
     assert {(row.path, row.op, row.shape) for row in rows} == {
-        (path, op, shape)
-        for path in ("shm", "tcp")
-        for op in ("write", "read")
-        for shape in ("4 KiB", "64 KiB")
+        (path, op, shape) for path in PATHS for op in ("write", "read") for shape in ("4 KiB", "64 KiB")
     }
     assert all(row.gb_s > 0 and 0 < row.p50_us <= row.p99_us and row.cpu_s_per_gb > 0 for row in rows)
-    assert {row.path: row.ceiling for row in rows if row.ratio} == {"shm": "memcpy", "tcp": "raw socket"}
+    against = {row.path: row.ceiling for row in rows if row.ratio}
+    assert against == {"shm": "memcpy", "tcp": "raw socket"} | (
+        {"file": "fio"} if shutil.which("fio") else {}
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "tcp write 4 KiB" in capsys.readouterr().out
 

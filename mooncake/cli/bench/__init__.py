@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from mooncake.cli.bench.ceilings import Ceiling, DriverCopy, Memcpy, RawStream
+from mooncake.cli.bench.ceilings import Ceiling, DriverCopy, Fio, Memcpy, RawStream
 from mooncake.cli.bench.measure import KIB, MIB, SHAPES, Shape, measure_ceilings, measure_paths, measure_ping
 from mooncake.cli.bench.paths import Paths, available, offered
 from mooncake.cli.bench.report import Report, describe_machine, render
-from mooncake.cli.bench.target import DEVICE
+from mooncake.cli.bench.target import DEVICE, FILE
 from mooncake.config import parse_size
 from mooncake.errors import InvalidArgument, Unavailable
 
@@ -29,9 +29,14 @@ QUICK_ROUNDS = 3
 
 
 def bench_transfer(
-    asked: Sequence[str], rounds: int, largest: str, json_file: Path | None, plot_file: Path | None
+    asked: Sequence[str],
+    rounds: int,
+    largest: str,
+    folder: Path | None,
+    json_file: Path | None,
+    plot_file: Path | None,
 ) -> None:
-    """Measure, print, and write what was asked for.
+    """Measure, print, and write what was asked for. Files to be measured are made in ``folder``.
 
     Raises:
         InvalidArgument: a path that does not exist, or nothing to measure.
@@ -42,8 +47,8 @@ def bench_transfer(
     largest_bytes = _size(largest)
     shapes = [shape for shape in SHAPES if shape.num_bytes <= largest_bytes]
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        report = _measured(asked, rounds, shapes, folder, stack)
+        made = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+        report = _measured(asked, rounds, shapes, Path(made), stack)
     print(render(report), flush=True)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
@@ -62,11 +67,16 @@ def _measured(
             "path", list(asked), f"something that can be had here ({why or 'nothing to do'})"
         )
     window_bytes = min(WINDOW_BYTES, 2 * max(shape.num_bytes for shape in shapes))
-    paths = Paths(subjects, window_bytes, engines)
+    paths = Paths(subjects, window_bytes, engines, folder)
     stack.callback(paths.close)
     ceilings: dict[str, Ceiling] = {"memcpy": Memcpy(paths.here.address, paths.spare.address, window_bytes)}
     if DEVICE in paths.windows:
         ceilings |= device_ceilings(paths, window_bytes)
+    if FILE in paths.windows:
+        try:
+            ceilings["fio"] = Fio(folder / "fio.dat", window_bytes, paths.engines[FILE].settings.file_depth)
+        except Unavailable as error:
+            skipped["fio"] = str(error)
     ping_us = None
     try:
         stream = RawStream(window_bytes)

@@ -21,6 +21,7 @@ from mooncake.errors import Unavailable
 
 WRITE, READ = "write", "read"
 FIO_MS = 300
+_MIB = bytes(range(256)) * 4096
 FILE_PIECE_BYTES = 512 << 10
 """The largest single read or write of the file transport (``native/file.h``)."""
 
@@ -182,8 +183,8 @@ def raw_stream_program() -> Path:
 
 
 class Fio:
-    """fio reads or writes a file with O_DIRECT through io_uring, with as many requests at once, and as large
-    ones, as the file transport has under way for the same batch.
+    """fio reads or writes a file with O_DIRECT through io_uring as a batch does: with as many requests at
+    once, and as large ones, as the file transport has under way, and to its end before the next begins.
 
     Raises:
         Unavailable: fio is not installed.
@@ -191,21 +192,27 @@ class Fio:
 
     name = "fio"
 
-    def __init__(self, file: Path, depth: int) -> None:
+    def __init__(self, file: Path, size_bytes: int, depth: int) -> None:
         self._program = shutil.which("fio") or ""
         if not self._program:
             raise Unavailable("fio is not installed (apt-get install fio)")
         self._file, self._depth = file, depth
+        with file.open("wb") as written:  # blocks that were never written are read without the disk
+            for _ in range(0, size_bytes, len(_MIB)):
+                written.write(_MIB)
 
     def move(self, op: str, size_bytes: int, count: int, num: int) -> Sample:
         """For ``FIO_MS``, because starting fio takes longer than moving ``num`` small batches."""
         block = min(size_bytes, FILE_PIECE_BYTES)
-        depth = min(self._depth, -(-size_bytes // block) * count)
+        num_pieces = -(-size_bytes // block) * count
+        depth = min(self._depth, num_pieces)
+        together = depth if num_pieces <= self._depth else 1
         words = [
             "--name=ceiling", f"--filename={self._file}", f"--rw={op}", f"--bs={block}", "--direct=1",
             "--ioengine=io_uring", f"--iodepth={depth}", f"--size={self._file.stat().st_size}",
             f"--runtime={FIO_MS}ms", "--time_based", "--output-format=json", "--thread",
-            "--overwrite=1", "--allow_file_create=0",
+            "--overwrite=1", "--allow_file_create=0", f"--iodepth_batch_submit={together}",
+            f"--iodepth_batch_complete_min={together}", f"--iodepth_batch_complete_max={depth}",
         ]  # fmt: skip
         done = subprocess.run([self._program, *words], capture_output=True, text=True, timeout=120)
         if done.returncode != 0:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mooncake.cli.bench.ceilings import WRITE, Sample, cpu_s
-from mooncake.cli.bench.target import DEVICE, engines_of, fill, holds, lend
+from mooncake.cli.bench.target import DEVICE, FILE, engines_of, fill, holds, lend
 from mooncake.cli.certs import CertsSettings, make
 from mooncake.errors import InvalidArgument, MooncakeError, ProtocolError, Unavailable
 from mooncake.transfer import Op, Status
@@ -43,7 +43,7 @@ class Subject:
     local: str = "memory"
     "What the bytes lie in here: `memory`, `pinned` memory or `cuda`."
     remote: str = "memory"
-    "And there: `memory` or `cuda`."
+    "And there: `memory`, `cuda` or a `file`."
 
 
 SUBJECTS = (
@@ -53,6 +53,8 @@ SUBJECTS = (
     Subject("tcp+crc", "tcp", "raw socket", checksum=True),
     Subject("tcp+tls", "tls", "raw socket"),
     Subject("rdma", "rdma", ""),
+    Subject("file", FILE, "fio", remote=FILE),
+    Subject("tcp+file", "tcp", "", remote=FILE),
     Subject("cuda", "cuda", "driver pageable", remote="cuda"),
     Subject("cuda+pin", "cuda", "driver pinned", local="pinned", remote="cuda"),
     Subject("cuda+dev", "cuda", "driver device", local="cuda", remote="cuda"),
@@ -102,7 +104,7 @@ def available(asked: Sequence[str], engines: Offered) -> tuple[list[Subject], di
 class Target:
     """The process at the other end."""
 
-    def __init__(self, window_bytes: int, engines: Offered) -> None:
+    def __init__(self, window_bytes: int, engines: Offered, file: Path | None) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from mooncake.cli.bench.target import main; main()"],
             stdin=subprocess.PIPE,
@@ -110,7 +112,9 @@ class Target:
             text=True,
         )
         self.pid = self._process.pid
-        described = self._ask(json.dumps({"window_bytes": window_bytes, "engines": engines}))
+        described = self._ask(
+            json.dumps({"window_bytes": window_bytes, "engines": engines, "file": str(file or "")})
+        )
         self.descriptors = {
             name: decode_descriptor(text.encode()) for name, text in json.loads(described).items()
         }
@@ -140,14 +144,20 @@ class Target:
 
 
 class Paths:
-    """Engines of this process, the window of memory they move from and to, and the target."""
+    """Engines of this process, the window of memory they move from and to, and the target.
 
-    def __init__(self, subjects: Sequence[Subject], window_bytes: int, engines: Offered) -> None:
+    Files, one of this process and one of the target, are made in ``folder``.
+    """
+
+    def __init__(
+        self, subjects: Sequence[Subject], window_bytes: int, engines: Offered, folder: Path
+    ) -> None:
         names = dict.fromkeys(["shm", *(subject.engine for subject in subjects)])
         asked = {name: engines[name] for name in names}
         self.window_bytes = window_bytes
         self.engines = engines_of(asked)
-        self.target = Target(window_bytes, asked)
+        has_remote_file = any(subject.remote == FILE and subject.engine != FILE for subject in subjects)
+        self.target = Target(window_bytes, asked, folder / "remote.dat" if has_remote_file else None)
         self.here, self.spare = (lend(self.engines, window_bytes) for _ in range(2))
         self.windows = {"memory": self.here}
         if DEVICE in self.engines:
@@ -159,6 +169,10 @@ class Paths:
         self._segments = {
             name: engine.open(self.target.descriptors[name]) for name, engine in self.engines.items()
         }
+        if FILE in self.engines:  # the one path that ends in this process
+            with_file = self.engines[FILE]
+            self.windows[FILE] = with_file.open_file(folder / "local.dat", window_bytes)
+            self._segments[FILE] = with_file.open(with_file.describe())
 
     def move(self, subject: Subject, op: str, size_bytes: int, count: int, num: int) -> Sample:
         """``num`` batches of ``count`` slices, one after the other, through the window and again."""
@@ -191,9 +205,18 @@ class Paths:
         num_bytes = size_bytes * count
         mine = self.windows[subject.local]
         fill(mine, seed if op == WRITE else seed + 1, num_bytes)
-        self.target.fill(subject.remote, seed + 1 if op == WRITE else seed, num_bytes)
+        there = seed + 1 if op == WRITE else seed
+        if subject.engine == FILE:
+            fill(self.windows[FILE], there, num_bytes)
+        else:
+            self.target.fill(subject.remote, there, num_bytes)
         self.move(subject, op, size_bytes, count, 1)
-        if not (self.target.holds(subject.remote, seed, num_bytes) and holds(mine, seed, num_bytes)):
+        arrived = (
+            holds(self.windows[FILE], seed, num_bytes)
+            if subject.engine == FILE
+            else self.target.holds(subject.remote, seed, num_bytes)
+        )
+        if not (arrived and holds(mine, seed, num_bytes)):
             raise ProtocolError(f"{subject.name} {op}: {count} x {size_bytes:,} bytes did not arrive as sent")
 
     def close(self) -> None:
@@ -203,6 +226,6 @@ class Paths:
 
     def _columns(self, subject: Subject, offset: int, size: int, count: int) -> tuple[Column, Column]:
         rows = np.arange(count, dtype=np.uint64) * np.uint64(size) + np.uint64(offset)
-        regions = self.target.descriptors[subject.engine].regions
+        regions = self._segments[subject.engine].descriptor.regions
         there = next(region.address for region in regions if region.kind.startswith(subject.remote))
         return rows + np.uint64(self.windows[subject.local].address), rows + np.uint64(there)

@@ -1,9 +1,9 @@
 """The other process of a bench: lends memory over every path, fills it, and says what it holds.
 
 It is told by one line of JSON on its standard input what to offer (``{"window_bytes": ..., "engines": {name:
-settings}}``), answers with the descriptors of its engines and then obeys lines: ``fill <kind> <seed>
-<bytes>`` and ``holds <kind> <seed> <bytes>``, where the kind is that of a region. The pattern of a seed is
-made here and at the other end, so neither has to believe the other.
+settings}, "file": path or ""}``), answers with the descriptors of its engines and then obeys lines:
+``fill <kind> <seed> <bytes>`` and ``holds <kind> <seed> <bytes>``, where the kind is that of a region. The
+pattern of a seed is made here and at the other end, so neither has to believe the other.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ Bytes = npt.NDArray[np.uint8]
 
 DEVICE = "cuda"
 """The engine that has device memory, and the kind of it."""
+FILE = "file"
+"""The kind of a region that is a file; also the engine that reaches its own ones."""
 
 _PERIOD = 16_777_213  # a prime, so that no slice begins twice at the same place of the pattern
 
@@ -73,6 +75,8 @@ def main() -> None:
     windows = {"memory": lend(engines, order["window_bytes"])}
     if DEVICE in engines:
         windows[DEVICE] = engines[DEVICE].allocate(order["window_bytes"], device=f"{DEVICE}:0")
+    if order["file"]:
+        windows[FILE] = engines["tcp"].open_file(order["file"], order["window_bytes"])
     described = {name: engine.describe().encode().decode() for name, engine in engines.items()}
     print(json.dumps(described), flush=True)
     for line in sys.stdin:
