@@ -88,14 +88,7 @@ class Session:
         if choice.warning:
             log.warning(f"initialize: {choice.warning}")
         settings, _ = load(TransferSettings, choice.flags, os.environ)
-        try:
-            engine = self._bind(choice, settings)
-        except Unavailable as error:  # the kernel knows a device, but it is of no use
-            if "rdma" not in settings.transports or knobs.force_hca:
-                raise
-            rest = tuple(scheme for scheme in settings.transports if scheme != "rdma")
-            log.warning(f"initialize: {error}; {' and '.join(rest)} will carry the bytes")
-            engine = self._bind(choice, replace(settings, transports=rest))
+        engine = self._bind_or_fall_back(choice, settings)
         try:
             engine.publish()
         except MooncakeError as error:
@@ -115,6 +108,20 @@ class Session:
         self._batches = Batches(engine.new_queue(), ended)
         self._engine = engine
         log.info(f"listening for handshakes at {engine.handshake}")
+
+    def _bind_or_fall_back(self, choice: Choice, settings: TransferSettings) -> Engine:
+        """Without rdma when the kernel knows a device that is of no use, unless told to fail."""
+        try:
+            return self._bind(choice, settings)
+        except (InvalidArgument, Unavailable) as error:
+            field = getattr(error, "field", "transports")
+            if "rdma" not in settings.transports or field not in ("transports", "rdma_devices"):
+                raise
+            if self._knobs.force_hca or field == "rdma_devices":
+                raise Refused(Code.DEVICE_NOT_FOUND, str(error)) from error
+            rest = tuple(scheme for scheme in settings.transports if scheme != "rdma")
+            log.warning(f"initialize: {error}; {' and '.join(rest)} will carry the bytes")
+            return self._bind(choice, replace(settings, transports=rest, rdma_devices=()))
 
     def _bind(self, choice: Choice, settings: TransferSettings) -> Engine:
         """An engine that answers handshakes at a port of the range."""

@@ -17,6 +17,7 @@ import pytest
 from mooncake.engine import Read, TransferEngine, TransferNotify, TransferOpcode, Write
 from mooncake.transfer import Op, TransferSettings, segment
 from mooncake.transfer import TransferEngine as OwnEngine
+from mooncake.transfer.compat.machine import rdma_devices
 from mooncake.transfer.directory import key_of
 from mooncake.transfer.metadata import make_backend
 from tests.contract.metadata_servers import KINDS, MetadataServer
@@ -119,6 +120,21 @@ def test_rdma_without_a_device(said: Callable[[], str], monkeypatch: pytest.Monk
     monkeypatch.setenv("MC_FORCE_HCA", "1")
     assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "") == -6
     assert "no RDMA device" in said()
+
+
+@pytest.mark.skipif(bool(rdma_devices()), reason="this machine has RDMA devices: the case cannot be made")
+def test_rdma_with_a_device_that_is_of_no_use(
+    said: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.transfer.compat.session.rdma_devices", lambda: ["mlx5_0"])
+    monkeypatch.setattr("mooncake.transfer.compat.session.available_schemes", lambda: ["shm", "rdma", "tcp"])
+    assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "") == 0
+    assert "shm and tcp will carry the bytes" in said()
+    assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "mlx5_0") == -6
+    assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "mlx5_7") == -6
+    assert "this machine has mlx5_0" in said()
+    monkeypatch.setenv("MC_FORCE_HCA", "1")
+    assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "") == -6
 
 
 def test_a_range_without_a_free_port(said: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
