@@ -132,8 +132,10 @@ class Queue:
                 count(carry.path, move.op, part.status, part.num_bytes)
                 move.moved[carry.part] = part.num_bytes
                 event = part_done(carry, part)
-                finished += self._follow(move, event)
-            if move.progress is not None and move.batch.is_sprayed and part.status == Status.OK:
+                ends = self._follow(move, event)
+                finished += ends
+            is_step = move.batch.is_sprayed and part.status == Status.OK and not ends
+            if move.progress is not None and is_step:  # the end is told by the completion
                 move.progress(sum(move.moved.values()))
         return finished
 
