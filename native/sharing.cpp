@@ -21,6 +21,9 @@ namespace mooncake {
 namespace {
 
 constexpr auto kRevocationTime = std::chrono::seconds(1);
+constexpr auto kGreetingTime = std::chrono::seconds(5);
+constexpr auto kLook = std::chrono::milliseconds(1000);  // for those who let it pass
+constexpr size_t kMaxStrangers = 256;
 
 socklen_t abstract_name(const std::string& name, sockaddr_un& address) {
   address.sun_family = AF_UNIX;
@@ -54,6 +57,8 @@ bool SharingSocket::send(const SharingMessage& message, int descriptor) const {
   return sendmsg(fd, &header, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof message;
 }
 
+static bool is_rights(const cmsghdr* item) { return item->cmsg_level == SOL_SOCKET && item->cmsg_type == SCM_RIGHTS; }
+
 int SharingSocket::receive(SharingMessage& message, int& descriptor) const {
   iovec part{&message, sizeof message};
   msghdr header{};
@@ -63,8 +68,10 @@ int SharingSocket::receive(SharingMessage& message, int& descriptor) const {
   ssize_t count = recvmsg(fd, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
   for (cmsghdr* item = CMSG_FIRSTHDR(&header); count >= 0 && item; item = CMSG_NXTHDR(&header, item))
-    if (item->cmsg_level == SOL_SOCKET && item->cmsg_type == SCM_RIGHTS)
-      std::memcpy(&descriptor, CMSG_DATA(item), sizeof descriptor);
+    for (size_t at = 0; is_rights(item) && CMSG_LEN(at + sizeof(int)) <= item->cmsg_len; at += sizeof(int)) {
+      if (descriptor >= 0) ::close(descriptor);  // one at most is meant; alignment leaves room for a second
+      std::memcpy(&descriptor, CMSG_DATA(item) + at, sizeof descriptor);
+    }
   bool is_sound =
       count == sizeof message && message.magic == SharingMessage::kMagic && message.version == SharingMessage::kVersion;
   if (!is_sound && descriptor >= 0) ::close(descriptor), descriptor = -1;
@@ -171,6 +178,14 @@ bool SharingPeer::Mapping::locate(uint64_t address, uint64_t length, uint64_t& h
 }
 
 void SharingPeer::given(const SharingMessage& message, int descriptor) {
+  {
+    std::lock_guard lock(mutex_);
+    auto asked = mappings_.find(message.key);
+    if (asked == mappings_.end() || asked->second.is_answered) {  // nobody asked: it would only cost memory
+      if (descriptor >= 0) ::close(descriptor);
+      return;
+    }
+  }
   Mapping mapping;
   if (message.status == static_cast<uint16_t>(Status::kOk)) mapping = map(message, descriptor);
   else if (descriptor >= 0) ::close(descriptor);
@@ -289,8 +304,13 @@ void SharingTransport::watch(std::unique_ptr<Link> link) {
 
 void SharingTransport::serve() {
   epoll_event events[32];
+  auto last_look = Clock::now();
   while (!closing_) {
-    int count = epoll_wait(epoll_, events, 32, -1);
+    int count = epoll_wait(epoll_, events, 32, num_strangers_ ? static_cast<int>(kLook.count()) : -1);
+    if (num_strangers_ && Clock::now() - last_look > kLook) {
+      last_look = Clock::now();
+      drop_strangers();
+    }
     for (int i = 0; i < count; i++) {
       int fd = events[i].data.fd;
       if (fd == wakeup_) continue;
@@ -324,7 +344,20 @@ void SharingTransport::accept_one() {
   }
   auto link = std::make_unique<Link>();
   link->socket = std::make_shared<SharingSocket>(fd);
-  if (is_same_user(fd)) watch(std::move(link));
+  if (!is_same_user(fd) || num_strangers_ >= kMaxStrangers) return;
+  num_strangers_++;
+  watch(std::move(link));
+}
+
+// Whoever connects and does not say what for.
+void SharingTransport::drop_strangers() {
+  std::vector<Link*> overdue;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [fd, link] : links_)
+      if (!link->is_greeted && Clock::now() - link->since > kGreetingTime) overdue.push_back(link.get());
+  }
+  for (Link* link : overdue) drop(link);
 }
 
 bool SharingTransport::handle(Link& link) {
@@ -356,8 +389,10 @@ bool SharingTransport::serve_request(Link& link, const SharingMessage& message) 
   switch (message.kind) {
     case SharingMessage::Kind::kHello:
       answer.kind = SharingMessage::Kind::kWelcome;
-      link.is_greeted = message.epoch == epoch_;
-      return link.is_greeted && link.socket->send(answer);
+      if (message.epoch != epoch_) return false;
+      if (!link.is_greeted) num_strangers_--;
+      link.is_greeted = true;
+      return link.socket->send(answer);
     case SharingMessage::Kind::kGet: {
       if (!link.is_greeted) return false;
       answer.kind = SharingMessage::Kind::kGive;
@@ -390,6 +425,7 @@ void SharingTransport::drop(Link* link) {
     shutdown(fd, SHUT_RDWR);
     owned = std::move(links_[fd]);
     links_.erase(fd);
+    if (!owned->is_greeted) num_strangers_--;
     revoked_.notify_all();
   }
   if (peer) peer->lost();

@@ -134,6 +134,7 @@ class SharingTransport : public RegionListener {
     SharingSocketRef socket;
     bool is_outbound = false;
     bool is_greeted = false;
+    Clock::time_point since = Clock::now();
     std::weak_ptr<SharingPeer> peer{};         // outbound
     std::unordered_set<uint64_t> given{};      // inbound: keys of the regions it has mapped
     std::unordered_set<uint64_t> unrevoked{};  // asked back, not yet confirmed
@@ -142,6 +143,7 @@ class SharingTransport : public RegionListener {
   void serve();
   void watch(std::unique_ptr<Link> link);
   void accept_one();
+  void drop_strangers();
   bool handle(Link& link);  // false: the link is over
   bool serve_request(Link& link, const SharingMessage& message);
   void drop(Link* link);
@@ -149,6 +151,7 @@ class SharingTransport : public RegionListener {
   const uint64_t epoch_;
   std::string name_;
   int listener_ = -1, epoll_ = -1, wakeup_ = -1;
+  size_t num_strangers_ = 0;  // links not greeted yet; the thread's own
   std::mutex mutex_;
   std::condition_variable revoked_;
   std::unordered_map<int, std::unique_ptr<Link>> links_;

@@ -25,9 +25,9 @@ namespace {
 constexpr size_t kBuffer = 32 << 10;    // holds the largest slice table
 constexpr size_t kFairShare = 8 << 20;  // bytes moved before other connections get their turn
 constexpr size_t kMaxVector = 128;
-constexpr size_t kMaxAhead = 4;                          // frames of a connection whose answers wait for media
-constexpr size_t kSmallBuffer = 512;                     // until the greeting is over: strangers get little
-constexpr auto kLook = std::chrono::milliseconds(1000);  // between looks for connections that are overdue
+constexpr size_t kMaxAhead = 4;                            // frames of a connection whose answers wait for media
+constexpr size_t kSmallBuffer = 512;                       // until the greeting is over: strangers get little
+constexpr auto kRarely = std::chrono::milliseconds(1000);  // looks for connections that are overdue
 constexpr auto kHurriedGreeting = std::chrono::milliseconds(300);  // when nearly all connections are taken
 static_assert(kBuffer >= sizeof(wire::Frame) + wire::kMaxSlices * sizeof(wire::WireSlice));
 
@@ -563,11 +563,13 @@ void TcpServer::serve(Loop& loop) {
     }
   };
   auto last_look = Clock::now();
+  const auto look = std::clamp(std::min(limits_.greeting, limits_.stall) / 4, kRarely / 50, kRarely);
   auto attentive_until = last_look;
   while (!closing_) {
     // Whoever asked a moment ago often asks again, sooner than a sleeping core wakes up.
     bool is_attentive = !ready.empty() || Clock::now() < attentive_until;
-    int count = epoll_wait(loop.epoll, events.data(), static_cast<int>(events.size()), is_attentive ? 0 : 1000);
+    int count = epoll_wait(loop.epoll, events.data(), static_cast<int>(events.size()),
+                           is_attentive ? 0 : static_cast<int>(look.count()));
     if (count > 0) attentive_until = Clock::now() + kAttentive;
     else if (is_attentive && ready.empty()) sched_yield();
     std::vector<int> again;
@@ -588,7 +590,7 @@ void TcpServer::serve(Loop& loop) {
       if (std::find(again.begin(), again.end(), socket) == again.end()) advance(socket, false, again);
     ready.swap(again);
     bool is_crowded = num_connections_ > limits_.max_connections / 4 * 3;
-    if (auto now = Clock::now(); now - last_look > (is_crowded ? kLook / 10 : kLook)) {
+    if (auto now = Clock::now(); now - last_look > (is_crowded ? look / 10 : look)) {
       last_look = now;
       TcpLimits limits = limits_;
       if (is_crowded) limits.greeting = std::min(limits.greeting, kHurriedGreeting);

@@ -20,7 +20,7 @@ from mooncake.transfer.directory import Directory
 from mooncake.transfer.handshake import Alive, HandshakeClient, Notification
 from mooncake.transfer.host import host_identity, reachable_host, with_port
 from mooncake.transfer.listener import Inbox, Listener
-from mooncake.transfer.memory import available_bytes, device_span_of, span_of
+from mooncake.transfer.memory import available_bytes, device_span_of, is_mapped, span_of
 from mooncake.transfer.metadata import Backend, make_backend
 from mooncake.transfer.metadata.p2p import PeerBackend
 from mooncake.transfer.mover import Mover
@@ -203,6 +203,11 @@ class TransferEngine(Mover):
             self._cuda()  # says why not
         if region is None:
             address, size, is_writable = span_of(buffer)
+            if size and not is_mapped(address, size):
+                where = f"[{address:#x}, +{size})"
+                raise InvalidArgument(
+                    "buffer", where, "memory of this process; some of it is not mapped here"
+                )
             region = self.regions.add(address, size, is_writable)
         region.owner = buffer
         return self._keep(region, location)

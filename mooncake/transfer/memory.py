@@ -5,6 +5,9 @@ Knows numpy, torch and the buffer protocol by their behaviour only; imports none
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,20 @@ def device_span_of(buffer: Any) -> tuple[int, int, bool] | None:
         raise InvalidArgument("buffer", type(buffer), "contiguous device memory")
     address, is_read_only = described["data"]
     return int(address), item * int(np.prod(shape, dtype=np.int64)), not is_read_only
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def is_mapped(address: int, size: int) -> bool:
+    """All of the range is memory of this process, of whatever protection."""
+    if address <= 0 or size <= 0 or address + size > 1 << 57:
+        return False
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    length = ctypes.c_size_t(address + size - start)
+    return bool(_libc().msync(ctypes.c_void_p(start), length, 1) == 0)  # MS_ASYNC: looks, writes nothing
 
 
 def available_bytes() -> int:

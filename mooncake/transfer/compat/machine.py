@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import mmap
 import os
 import socket
 from functools import cache
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from mooncake.errors import InvalidArgument
 from mooncake.transfer.host import numeric_host
+from mooncake.transfer.memory import is_mapped
 from mooncake.transfer.sysfs import discover
 from mooncake.transfer.transports import SCHEMES
 
@@ -70,20 +70,6 @@ def is_free(host: str, port: int) -> bool:
         except OSError:
             return False
         return True
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def is_mapped(address: int, size: int) -> bool:
-    """All of the range is memory of this process, of whatever protection."""
-    if address <= 0 or size <= 0 or address + size > 1 << 57:
-        return False
-    start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    length = ctypes.c_size_t(address + size - start)
-    return bool(_libc().msync(ctypes.c_void_p(start), length, 1) == 0)  # MS_ASYNC: looks, writes nothing
 
 
 def is_memory(address: int, size: int) -> bool:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mooncake.errors import InvalidArgument
-from mooncake.transfer.compat.machine import (
-    is_mapped,
-)
 from mooncake.transfer.compat.registered import copy_in, copy_out
 from mooncake.transfer.compat.session import Session
+from mooncake.transfer.memory import is_mapped
 
 
 class MemoryCalls(Session):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import socket
 import struct
 import time
@@ -57,6 +60,11 @@ class Wire:
         magic, kind, status, zero, _, failed, number, payload = struct.unpack("<IBBHIIQQ", self.receive(32))
         assert (magic, kind, zero) == (MAGIC, REPLY, 0)
         return status, failed, number, payload
+
+    def is_gone(self) -> bool:
+        """The server has let go, whatever lies unread before that."""
+        state: int = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        return state != 1  # TCP_ESTABLISHED
 
     def is_closed(self) -> bool:
         try:
@@ -183,16 +191,132 @@ def test_a_stranger_learns_nothing(engine: TransferEngine) -> None:
     wire.socket.close()
 
 
-def test_whoever_says_nothing_is_shown_out(engine: TransferEngine) -> None:
-    wire = Wire(engine, b"")
-    talker = Wire(engine)
-    talker.receive(HELLO_BYTES)
-    begin = time.monotonic()
-    assert wire.is_closed() and time.monotonic() - begin > 1
-    talker.socket.settimeout(0.05)
-    with pytest.raises(TimeoutError):
-        talker.receive(1)  # an idle connection that has said hello stays
-    talker.socket.close()
+def test_whoever_says_nothing_is_shown_out() -> None:
+    with TransferEngine(TransferSettings(transports=("tcp",), greeting_timeout_s=0.5)) as engine:
+        talker = Wire(engine)
+        talker.receive(HELLO_BYTES)
+        for beginning in (b"", hello(engine.epoch)[:23]):
+            assert Wire(engine, beginning).is_closed()
+        talker.socket.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            talker.receive(1)  # an idle connection that has said hello stays
+        talker.socket.close()
+
+
+@pytest.fixture
+def strict() -> Iterator[TransferEngine]:
+    """Little patience with whoever stalls."""
+    with TransferEngine(TransferSettings(transports=("tcp",), stall_timeout_s=0.2)) as engine:
+        yield engine
+
+
+def stalls(pool: Region) -> dict[str, bytes]:
+    """Beginnings of conversations that go on no further."""
+    write = frame(WRITE, [(pool.address, 4096, pool.key)])
+    refused = frame(WRITE, [(pool.address, 4096, 1)])
+    return {
+        "a byte of a frame": write[:1],
+        "half a frame": write[:20],
+        "half a table": write[:40],
+        "no payload": write,
+        "half a payload": write + bytes(2000),
+        "half of what is refused": refused + bytes(100),
+        "a whole one and a half": write + bytes(4096) + write + bytes(17),
+    }
+
+
+def test_half_a_frame_does_not_stay(strict: TransferEngine) -> None:
+    pool, resting = strict.allocate(8192), Wire(strict)
+    resting.receive(HELLO_BYTES)
+    stalled = {}
+    for name, sent in stalls(pool).items():
+        wire = stalled[name] = Wire(strict)
+        wire.receive(HELLO_BYTES)
+        wire.send(sent)
+    stalled["a whole one and a half"].reply()
+    for name, wire in stalled.items():
+        assert wire.is_closed(), name
+    resting.send(frame(READ, [(pool.address, 4, pool.key)], 9))
+    assert resting.reply() == (Status.OK, 0, 9, 4), "whoever rests between frames stays"
+    resting.socket.close()
+
+
+def test_a_byte_now_and_then_does_not_help(strict: TransferEngine) -> None:
+    """A frame has one time for all of it, so none holds a region for ever."""
+    pool = strict.allocate(1 << 20, huge_pages=False)
+    slow = Wire(strict)
+    slow.receive(HELLO_BYTES)
+    slow.send(frame(WRITE, [(pool.address, 1 << 20, pool.key)]))
+    deadline = time.monotonic() + 60
+    while not slow.is_gone():
+        assert time.monotonic() < deadline
+        with contextlib.suppress(OSError):
+            slow.send(b"x")
+        time.sleep(0.02)
+    slow.socket.close()
+
+
+def test_a_peer_that_takes_no_replies_is_cut_off(strict: TransferEngine) -> None:
+    pool = strict.allocate(1 << 20, huge_pages=False)
+    deaf = Wire(strict)
+    deaf.receive(HELLO_BYTES)
+    for number in range(30):
+        deaf.send(frame(READ, [(pool.address, 1 << 20, pool.key)], number))
+    deadline = time.monotonic() + 60
+    while not deaf.is_gone():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    deaf.socket.close()
+
+
+def test_closing_a_region_does_not_wait_for_a_stalled_peer(engine: TransferEngine) -> None:
+    """Long before the peer is cut off."""
+    pool = engine.allocate(8192)
+    stalled = [Wire(engine) for _ in range(3)]
+    for wire, sent in zip(stalled, list(stalls(pool).values())[3:6], strict=True):
+        wire.receive(HELLO_BYTES)
+        wire.send(sent)
+    address, key = pool.address, pool.key
+    engine.unregister(pool)
+    probe = Wire(engine)
+    probe.receive(HELLO_BYTES)
+    probe.send(frame(READ, [(address, 1, key)], 2))
+    assert probe.reply()[0] == Status.ACCESS_DENIED
+    for wire in [*stalled, probe]:
+        wire.socket.close()
+
+
+def test_a_thousand_idle_strangers() -> None:
+    """They take no threads, and make room soon for who has something to say, because they are so many."""
+    room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+    small = TransferSettings(transports=("tcp",), max_connections=100, greeting_timeout_s=1)
+    with TransferEngine(small) as far:
+        pool = far.allocate(4096)
+        with TransferEngine(TransferSettings(transports=("tcp",))) as near:
+            here, segment = near.allocate(4096), near.open(far.describe())
+            num_threads = len(os.listdir("/proc/self/task"))
+            strangers = [Wire(far, b"") for _ in range(min(1000, room - 300))]
+            assert len(os.listdir("/proc/self/task")) == num_threads
+            deadline = time.monotonic() + 60
+            while near.run(Op.WRITE, segment, [here.address], [pool.address], [99]).status != Status.OK:
+                assert time.monotonic() < deadline
+            for wire in strangers:
+                assert wire.is_closed()
+                wire.socket.close()
+
+
+def test_idle_peers_are_as_many_as_the_limit(engine: TransferEngine) -> None:
+    with TransferEngine(TransferSettings(transports=("tcp",), max_connections=8)) as small:
+        peers = [Wire(small) for _ in range(8)]
+        for wire in peers:
+            assert wire.receive(HELLO_BYTES) == hello(small.epoch)
+        assert Wire(small).is_closed()
+        peers.pop().socket.close()
+        deadline = time.monotonic() + 60
+        while Wire(small).receive(HELLO_BYTES) != hello(small.epoch):
+            assert time.monotonic() < deadline
+        for wire in peers:
+            wire.socket.close()
 
 
 TWO_ADDRESSES = TransferSettings(transports=("tcp",), listen_host="127.0.0.1,127.0.0.2")
