@@ -219,6 +219,15 @@ def test_memory_that_is_not_there(near: TransferEngine) -> None:
         near.allocate(0)
 
 
+def test_foreign_memory_is_refused(near: TransferEngine) -> None:
+    """When it is registered, and not by a crash when it is used."""
+    mapped = near.allocate(4096, huge_pages=False)
+    for address, size in ((1 << 40, 100), (0, 1), (mapped.address, 1 << 45), (1 << 60, 8)):
+        with pytest.raises(InvalidArgument, match="memory of this process"):
+            near.register((address, size))
+    assert near.register((mapped.address + 10, 1000)).size_bytes == 1000
+
+
 def test_allocated_memory(near: TransferEngine) -> None:
     region = near.allocate(5000, huge_pages=False)
     assert region.is_shared and region.is_writable and region.size_bytes == 5000 and region.key
