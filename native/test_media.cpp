@@ -285,7 +285,7 @@ void test_slow_media() {
   served.drawer->fails = false;
   assert(served.move(Op::kWrite, 0, 2'000'000).status == Status::kOk);
   served.drawer->stalls = true;
-  assert(served.move(Op::kRead, 0, 2'000'000, 50ms).status == Status::kTimedOut);
+  assert(served.move(Op::kRead, 3'000'000, 2'000'000, 50ms).status == Status::kTimedOut);
   Slice beside{served.local->address, served.memory->address, 10'000};
   for (int i = 0; i < 20; i++) assert(served.other->run(request(Op::kWrite, {beside})).status == Status::kOk);
   // The write that is given up is in the device's hands: what comes after it waits until it has landed.

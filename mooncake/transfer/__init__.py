@@ -10,6 +10,7 @@ without the first one's doing::
 
 from __future__ import annotations
 
+from mooncake.transfer import nvmeof
 from mooncake.transfer.engine import TransferEngine
 from mooncake.transfer.handshake import Notification
 from mooncake.transfer.peer import Segment
@@ -41,4 +42,5 @@ __all__ = [
     "crc32c",
     "crc32c_columns",
     "crc32c_combine",
+    "nvmeof",
 ]

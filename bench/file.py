@@ -1,0 +1,111 @@
+"""How close the path ``file`` comes to fio: the same file, depth and block, taking turns in one run.
+
+Run ``python -m bench.file`` (``--device /dev/nvme0n1`` overwrites that device; ``--quick`` for a look). fio
+runs its io_uring engine with O_DIRECT; both keep depth x block bytes of memory busy and no more, because with
+more of it the copies inside the (virtual) device miss the cache, which is no difference between the programs.
+A ratio is one of medians over rounds.
+
+What it cannot show: real NVMe, several jobs, mixed loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mooncake.transfer import Op, Region, Status, TransferEngine, TransferSettings
+
+DEPTH = 32
+BLOCKS = [("4 KiB", 4 << 10), ("64 KiB", 64 << 10), ("128 KiB", 128 << 10), ("512 KiB", 512 << 10)]
+
+
+def fio_gb_s(path: Path, size_bytes: int, op: Op, block: int, seconds: float) -> float:
+    words = [
+        "fio", "--name=reference", f"--filename={path}", f"--rw={op.name.lower()}", f"--bs={block}",
+        "--direct=1", "--ioengine=io_uring", f"--iodepth={DEPTH}", f"--size={size_bytes}",
+        f"--runtime={int(seconds * 1e3)}ms",
+        "--time_based", "--output-format=json", "--thread", "--overwrite=1", "--allow_file_create=0",
+    ]  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    job = json.loads(done.stdout)["jobs"][0][op.name.lower()]
+    return float(job["io_bytes"] / (job["runtime"] / 1e3) / 1e9)
+
+
+class Ours:
+    """An engine with one file, walked through in batches."""
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self.engine = TransferEngine(TransferSettings(transports=("file",), file_depth=DEPTH))
+        self.region: Region = self.engine.open_file(path, size_bytes)
+        self._segment = self.engine.open(self.engine.describe())
+        self._here = self.engine.allocate(DEPTH * BLOCKS[-1][1])
+        self._at = 0
+
+    def gb_s(self, op: Op, block: int, seconds: float) -> float:
+        count = min(self.region.size_bytes, 64 << 20) // block
+        rows = np.arange(count, dtype=np.uint64)
+        local = np.uint64(self._here.address) + rows % np.uint64(DEPTH) * np.uint64(block)
+        lengths = np.full(count, block, dtype=np.uint64)
+        moved, begin = 0, time.perf_counter()
+        while time.perf_counter() - begin < seconds:
+            if self._at + count * block > self.region.size_bytes:
+                self._at = 0
+            remote = np.uint64(self.region.address + self._at) + rows * np.uint64(block)
+            done = self.engine.run(op, self._segment, local, remote, lengths)
+            assert done.status == Status.OK, done
+            moved += done.num_bytes
+            self._at += done.num_bytes
+        return moved / (time.perf_counter() - begin) / 1e9
+
+
+def measure(path: Path, size_bytes: int, rounds: int) -> None:
+    ours = Ours(path, size_bytes)
+    print(f"machine: {os.cpu_count()} cores, Linux {platform.release()}\n{ours.region!r}")
+    print(f"{'op':6} {'block':8} {'depth':>5} {'fio GB/s':>9} {'ours GB/s':>10} {'ratio':>6}")
+    for op in (Op.WRITE, Op.READ):
+        for name, block in BLOCKS:
+            pairs = []
+            for round_number in range(rounds + 1):
+                theirs, mine = fio_gb_s(path, size_bytes, op, block, 0.5), ours.gb_s(op, block, 0.5)
+                if round_number:  # the first one warms up
+                    pairs.append((theirs, mine))
+            reference, mine = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
+            ratio = mine / reference
+            print(
+                f"{op.name.lower():6} {name:8} {DEPTH:5} {reference:9.3f} {mine:10.3f} {ratio:6.2f}",
+                flush=True,
+            )
+    ours.engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", type=Path, help="a block device, which is overwritten, instead of a file")
+    parser.add_argument("--quick", action="store_true", help="three rounds instead of nine, a smaller file")
+    asked = parser.parse_args()
+    size, rounds = (128 << 20, 3) if asked.quick else (512 << 20, 9)
+    print("command: python -m bench.file", *sys.argv[1:])
+    if asked.device:
+        measure(asked.device, size, rounds)
+        return
+    with tempfile.NamedTemporaryFile(prefix="mooncake-bench-", dir=os.environ.get("TMPDIR")) as file:
+        file.write(os.urandom(1 << 20) * (size >> 20))
+        file.flush()
+        os.fsync(file.fileno())
+        measure(Path(file.name), size, rounds)
+
+
+if __name__ == "__main__":
+    main()
