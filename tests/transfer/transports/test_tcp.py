@@ -373,12 +373,11 @@ def test_what_is_said_of_an_odd_server(
 
         def serve() -> None:
             opened, _ = listener.accept()
-            opened.sendall(answer)
-            opened.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionResetError):
+            with opened, contextlib.suppress(OSError):  # the client may be gone at any moment
+                opened.sendall(answer)
+                opened.shutdown(socket.SHUT_WR)
                 while opened.recv(1000):
                     continue
-            opened.close()
 
         server = threading.Thread(target=serve, daemon=True)
         server.start()
