@@ -48,7 +48,8 @@ class Ours:
         self.engine = TransferEngine(TransferSettings(transports=("file",), file_depth=DEPTH))
         self.region: Region = self.engine.open_file(path, size_bytes)
         self._segment = self.engine.open(self.engine.describe())
-        self._here = self.engine.allocate(DEPTH * BLOCKS[-1][1])
+        huge = path.is_file()  # see tests/transfer/test_nvmeof.py
+        self._here = self.engine.allocate(DEPTH * BLOCKS[-1][1], huge_pages=huge)
         self._at = 0
 
     def gb_s(self, op: Op, block: int, seconds: float) -> float:
