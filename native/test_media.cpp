@@ -303,7 +303,7 @@ void test_slow_media() {
 void test_ending_media() {
   for (int i = 0; i < rounds / 10 + 1; i++) {
     Served served(512);
-    std::atomic<int> num_done{0};
+    std::atomic<int> num_done{0}, num_summed{0};
     std::vector<std::thread> threads;
     for (uint64_t part = 0; part < 3; part++)
       threads.emplace_back([&, part] {
@@ -419,23 +419,25 @@ void test_file_peer() {
     RegionRef remote = table->add_medium(medium->address(), kSize, true, "file", medium);
     auto peer = std::make_shared<FilePeer>(table, table, published(*table), 2);
     table->listen(peer);
-    std::atomic<int> num_done{0};
+    std::atomic<int> num_done{0}, num_summed{0};
     std::vector<std::thread> threads;
     for (uint64_t part = 0; part < 3; part++)
       threads.emplace_back([&, part] {
         Slice slice{local->address + part * 1'000'001, remote->address + part * 1'000'001, 1'000'001};
+        uint32_t sum = crc32c(reinterpret_cast<void*>(slice.local), slice.length);
+        num_summed++;
         while (true) {
           Completion done = peer->run(request(part == 2 ? Op::kRead : Op::kWrite, {slice}, true));
           num_done++;
           if (done.status != Status::kOk) return;
-          assert(part == 2 || done.checksums[0] == crc32c(reinterpret_cast<void*>(slice.local), slice.length));
+          assert(part == 2 || done.checksums[0] == sum);
         }
       });
     auto queue = std::make_shared<Queue>();
     int64_t failed = -1;
     for (uint64_t token = 0; token < 5; token++)
       peer->submit(queue, token, request(Op::kWrite, {{local->address, remote->address + 3'500'000, 500'000}}), failed);
-    while (num_done < 6) std::this_thread::yield();
+    while (num_done < 6 || num_summed < 3) std::this_thread::yield();
     size_t num_ended = 0;
     while (num_ended < 5) num_ended += queue->drain(5, 10).size();
     table->remove(i % 2 ? local->key : remote->key);
