@@ -74,6 +74,8 @@ def choose(
     host, port = split_host(local_hostname)
     metadata = metadata_url(metadata_server, metadata_type, knobs)
     wanted, warning = _transports(protocol, knobs, schemes)
+    if warning and device_name.strip():
+        _devices(device_name, knobs, rdma_devices)  # what was asked for by name is missed, not replaced
     reached_at = host
     if host in ("0.0.0.0", "::") or (metadata != P2P and not resolves(host)):
         reached_at = ""  # a wildcard, or a name for the metadata service and no more: the engine says where

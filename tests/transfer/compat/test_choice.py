@@ -55,6 +55,8 @@ def test_without_the_device() -> None:
     few = ("local", "shm", "tcp")
     fallen = choice(protocol="rdma", schemes=few, cards=())
     assert fallen.flags["transports"] == ("shm", "tcp") and "no RDMA device" in fallen.warning
+    with pytest.raises(Refused, match="'mlx5_7' is not here; this machine has none"):
+        choice(protocol="rdma", schemes=few, cards=(), device="mlx5_7")
     with pytest.raises(Refused, match="no RDMA device") as refused:
         choice(protocol="rdma", schemes=few, cards=(), force_hca=True)
     assert refused.value.number == Code.DEVICE_NOT_FOUND

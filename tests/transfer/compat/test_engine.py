@@ -115,8 +115,10 @@ def test_rdma_without_a_device(said: Callable[[], str], monkeypatch: pytest.Monk
     monkeypatch.setattr("mooncake.transfer.compat.session.rdma_devices", list)
     monkeypatch.setattr("mooncake.transfer.compat.session.available_schemes", lambda: ["shm", "tcp"])
     engine = TransferEngine()
-    assert engine.initialize("127.0.0.1", P2P, "rdma", "mlx5_0") == 0
+    assert engine.initialize("127.0.0.1", P2P, "rdma", "") == 0
     assert "no RDMA device, so shm and tcp" in said()
+    assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "mlx5_0") == -6
+    assert "'mlx5_0' is not here" in said()
     monkeypatch.setenv("MC_FORCE_HCA", "1")
     assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", "") == -6
     assert "no RDMA device" in said()
