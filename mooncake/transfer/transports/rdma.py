@@ -312,7 +312,8 @@ def usable_devices(wished: Sequence[str], port: int) -> list[str]:
         raise Unavailable(f"rdma transport: {error}; {advice}") from error
     for name in wished:
         if name not in present:
-            raise InvalidArgument("rdma_devices", name, "some of: " + (", ".join(present) or "none is here"))
+            seen = f"some of {', '.join(present)}" if present else "nothing: this machine has no RDMA device"
+            raise InvalidArgument("rdma_devices", name, seen)
     if wished:
         return list(wished)
     active = [name for name in present if "ACTIVE" in _port_state(name, port)]
