@@ -19,36 +19,17 @@
 
 #include "crc32c.h"
 #include "cuda_ipc.h"
+#include "testing.h"
 
 using namespace mooncake;
+using namespace mooncake::testing;
 using namespace mooncake::cuda;
 using namespace std::chrono_literals;
 
 namespace {
 
-std::mt19937_64 rng(1);
 int rounds = 60;
 constexpr const char* kDouble = MOONCAKE_CUDA_DOUBLE;
-
-uint64_t below(uint64_t limit) { return limit ? rng() % limit : 0; }
-
-std::vector<uint8_t> noise(size_t size) {
-  std::vector<uint8_t> bytes(size);
-  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(rng());
-  return bytes;
-}
-
-uint64_t address_of(const void* memory) { return reinterpret_cast<uint64_t>(memory); }
-
-Request request(Op op, std::vector<Slice> slices, bool checksum = false, Clock::duration patience = 20s) {
-  return {op, std::move(slices), checksum, Clock::now() + patience};
-}
-
-std::vector<RemoteRegion> published(const RegionTable& table) {
-  std::vector<RemoteRegion> regions;
-  for (const RegionRef& region : table.all()) regions.push_back({region->address, region->size, region->key});
-  return regions;
-}
 
 std::shared_ptr<Cuda> open_double() {
   std::string why;
@@ -406,10 +387,9 @@ void test_processes(const char* program) {
 
 int main(int argc, char** argv) {
   if (argc > 1 && std::strcmp(argv[1], "serve") == 0) return serve(), 0;
-  uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
-  if (argc > 2) rounds = std::max(6, std::atoi(argv[2]) / 5);
-  rng.seed(seed);
-  std::pair<const char*, std::function<void()>> tests[] = {
+  unsigned long long seed;
+  if (int asked = take_arguments(argc, argv, seed)) rounds = std::max(6, asked / 5);
+  Tests tests = {
       {"plans", test_plans},
       {"what is no driver", test_what_is_no_driver},
       {"regions", test_regions},
@@ -418,10 +398,5 @@ int main(int argc, char** argv) {
       {"ending", test_ending},
       {"processes", [&] { test_processes(argv[0]); }},
   };
-  for (auto& [name, test] : tests) {
-    std::printf("cuda (double): %s\n", name);
-    std::fflush(stdout);
-    test();
-  }
-  std::printf("all passed (seed %llu)\n", static_cast<unsigned long long>(seed));
+  run_all(tests, seed, "cuda (double): ");
 }

@@ -17,34 +17,15 @@
 #include "crc32c.h"
 #include "file.h"
 #include "tcp.h"
+#include "testing.h"
 
 using namespace mooncake;
+using namespace mooncake::testing;
 using namespace std::chrono_literals;
 
 namespace {
 
-std::mt19937_64 rng(1);
 int rounds = 60;
-
-uint64_t below(uint64_t limit) { return limit ? rng() % limit : 0; }
-
-std::vector<uint8_t> noise(size_t size) {
-  std::vector<uint8_t> bytes(size);
-  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(rng());
-  return bytes;
-}
-
-uint64_t address_of(const void* memory) { return reinterpret_cast<uint64_t>(memory); }
-
-Request request(Op op, std::vector<Slice> slices, bool checksum = false, Clock::duration patience = 20s) {
-  return {op, std::move(slices), checksum, Clock::now() + patience};
-}
-
-std::vector<RemoteRegion> published(const RegionTable& table) {
-  std::vector<RemoteRegion> regions;
-  for (const RegionRef& region : table.all()) regions.push_back({region->address, region->size, region->key});
-  return regions;
-}
 
 // Bytes in a vector that nobody may reach by the region's addresses; fails or stalls when told to.
 class Drawer final : public Medium {
@@ -451,10 +432,9 @@ void test_file_peer() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
-  if (argc > 2) rounds = std::max(1, std::atoi(argv[2]) / 5);
-  rng.seed(seed);
-  std::pair<const char*, std::function<void()>> tests[] = {
+  unsigned long long seed;
+  if (int asked = take_arguments(argc, argv, seed)) rounds = std::max(1, asked / 5);
+  Tests tests = {
       {"staging", test_staging},
       {"layouts", test_layouts},
       {"local media", test_local_media},
@@ -464,10 +444,5 @@ int main(int argc, char** argv) {
       {"files", test_files},
       {"file peer", test_file_peer},
   };
-  for (auto& [name, test] : tests) {
-    std::printf("%s\n", name);
-    std::fflush(stdout);
-    test();
-  }
-  std::printf("all passed (seed %llu)\n", static_cast<unsigned long long>(seed));
+  run_all(tests, seed);
 }

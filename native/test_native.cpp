@@ -21,34 +21,15 @@
 #include "crc32c.h"
 #include "shm.h"
 #include "tcp.h"
+#include "testing.h"
 
 using namespace mooncake;
+using namespace mooncake::testing;
 using namespace std::chrono_literals;
 
 namespace {
 
-std::mt19937_64 rng(1);
 int rounds = 300;
-
-uint64_t below(uint64_t limit) { return limit ? rng() % limit : 0; }
-
-std::vector<uint8_t> noise(size_t size) {
-  std::vector<uint8_t> bytes(size);
-  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(rng());
-  return bytes;
-}
-
-uint64_t address_of(const void* memory) { return reinterpret_cast<uint64_t>(memory); }
-
-Request request(Op op, std::vector<Slice> slices, bool checksum = false, Clock::duration patience = 20s) {
-  return {op, std::move(slices), checksum, Clock::now() + patience};
-}
-
-std::vector<RemoteRegion> published(const RegionTable& table) {
-  std::vector<RemoteRegion> regions;
-  for (const RegionRef& region : table.all()) regions.push_back({region->address, region->size, region->key});
-  return regions;
-}
 
 // The definition of CRC-32C, bit by bit.
 uint32_t slow_crc32c(const uint8_t* data, size_t length, uint32_t seed) {
@@ -534,10 +515,9 @@ void test_rails() {
 }
 
 int main(int argc, char** argv) {
-  uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
-  if (argc > 2) rounds = std::atoi(argv[2]);
-  rng.seed(seed);
-  std::pair<const char*, std::function<void()>> tests[] = {
+  unsigned long long seed;
+  if (int asked = take_arguments(argc, argv, seed)) rounds = asked;
+  Tests tests = {
       {"checksums", test_checksums},
       {"regions", test_regions},
       {"queue", test_queue},
@@ -553,10 +533,6 @@ int main(int argc, char** argv) {
       {"shm robustness", test_shm_robustness},
       {"coming and going", test_coming_and_going},
   };
-  for (auto& [name, test] : tests) {
-    std::printf("%s\n", name);
-    std::fflush(stdout);
-    test();
-  }
-  std::printf("all passed (seed %llu, %s)\n", static_cast<unsigned long long>(seed), crc32c_implementation());
+  run_all(tests, seed);
+  std::printf("checksums by %s\n", crc32c_implementation());
 }
