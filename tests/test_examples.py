@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.store.master import MasterSettings
 from mooncake.store.node import Node, NodeSettings
 from mooncake.store.server import MasterServer
+from mooncake.store.settings import MasterSettings
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -23,10 +23,12 @@ from mooncake.sim.kernel import Kernel, Process, SimDriver
 from mooncake.sim.links import End, Network, over_the_wire
 from mooncake.store import membership
 from mooncake.store import messages as m
-from mooncake.store.master import ConnectionLost, Effect, Event, Keep, Master, MasterSettings, Received, Reply
+from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
+from mooncake.store.master import Master
 from mooncake.store.membership import Membership
 from mooncake.store.operations import Answer, Ask, Move, Moved, Open, Operation, Operations, Pause, Slices
 from mooncake.store.records import decode, encode
+from mooncake.store.settings import MasterSettings
 
 MASTER = "master"
 NODE_ADDRESS = 1 << 30

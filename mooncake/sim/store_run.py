@@ -14,7 +14,7 @@ from mooncake.sim.cluster import Cluster
 from mooncake.sim.faults import Faults
 from mooncake.sim.kernel import Kernel
 from mooncake.sim.workload import TIMEOUT_S, Worker
-from mooncake.store.master import MasterSettings
+from mooncake.store.settings import MasterSettings
 
 SETTINGS = MasterSettings(
     lease_s=4.0, put_s=6.0, grace_s=2.0, heartbeat_s=0.5, segment_ttl_s=3.0, high_watermark=0.9

@@ -5,6 +5,8 @@ refusal is a ``Refusal`` with a code. Instants never travel, only durations: eac
 its own clock, the receiver of a promise from *before* it asked, so its deadline is never later than
 the promiser's. Requests may arrive twice (a client that lost its connection asks again):
 ``PutStart`` is told apart by ``put_id``, everything after it by the object's id.
+
+``tenant`` is the name space of the keys in a message; "" and "default" are the same one.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from mooncake.errors import Refusal
+from mooncake.types import Tier
 
 MAX_KEYS = 4096
 """Keys in one message. Clients cut larger batches."""
@@ -26,6 +29,26 @@ class Replica(msgspec.Struct, frozen=True, array_like=True):
     segment: str
     epoch: int
     address: int
+    tier: Tier = Tier.MEMORY
+
+
+class PutPolicy(msgspec.Struct, frozen=True, array_like=True):
+    """What a writer wants for its objects; wishes are kept as far as the segments allow."""
+
+    num_replicas: int = 1
+    """Copies in memory, each on another segment, on other hosts first. One must fit, the others may."""
+    preferred_segments: list[str] = []
+    """Tried first, in this order; unknown ones are passed over."""
+    soft_pin_ttl_s: float | None = None
+    """Seconds from put-end on in which the object is evicted only when nothing else can be; None: not."""
+    is_hard_pinned: bool = False
+    """Never evicted; only removed."""
+    is_durable: bool = False
+    """Put-end is answered when a copy is on SSD."""
+    is_same_host: bool = False
+    """Only on the writer's own host."""
+    data_type: int = 0
+    """What kind of data it is, for statistics; a number of the existing package's ``ObjectDataType``."""
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +81,14 @@ class PutStart(msgspec.Struct, frozen=True, array_like=True, tag="put_start"):
     chunk_bytes: list[int]
     avoid: list[str] = []
     """Segments that this writer could not reach."""
+    policy: PutPolicy = PutPolicy()
+    groups: list[str] = []
+    """Empty, or one name per key ("": none): members are evicted together and share their leases."""
+    parents: list[str] = []
+    """Empty, or one key per key ("": none): the block before it in its prefix."""
+    replace: bool = False
+    """Put a new object in the place of one that is there; readers see the old one until put-end."""
+    tenant: str = ""
 
 
 class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"):
@@ -76,6 +107,9 @@ class PutEnd(msgspec.Struct, frozen=True, array_like=True, tag="put_end"):
     keys: list[str]
     object_ids: list[int]
     checksums: list[bytes]
+    failed: list[list[str]] = []
+    """Empty, or per key the segments whose replica could not be written; one at least must have been."""
+    tenant: str = ""
 
 
 class PutAbort(msgspec.Struct, frozen=True, array_like=True, tag="put_abort"):
@@ -83,6 +117,7 @@ class PutAbort(msgspec.Struct, frozen=True, array_like=True, tag="put_abort"):
 
     keys: list[str]
     object_ids: list[int]
+    tenant: str = ""
 
 
 class Outcomes(msgspec.Struct, frozen=True, array_like=True, tag="outcomes"):
@@ -95,6 +130,7 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
     """Where are these objects? Grants a lease on each."""
 
     keys: list[str]
+    tenant: str = ""
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True, tag="found"):
@@ -108,6 +144,7 @@ class Exists(msgspec.Struct, frozen=True, array_like=True, tag="exists"):
     """Which of these can be read? Grants a lease, so that the get which follows finds them."""
 
     keys: list[str]
+    tenant: str = ""
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
@@ -115,6 +152,7 @@ class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
 
     keys: list[str]
     object_ids: list[int]
+    tenant: str = ""
 
 
 class Flags(msgspec.Struct, frozen=True, array_like=True, tag="flags"):
@@ -129,13 +167,57 @@ class Remove(msgspec.Struct, frozen=True, array_like=True, tag="remove"):
 
     keys: list[str]
     force: bool
+    tenant: str = ""
+
+
+class RemoveMatching(msgspec.Struct, frozen=True, array_like=True, tag="remove_matching"):
+    """Remove every object of the tenant whose key the regular expression is found in; "" is all of them.
+
+    Answered by Removed. Leased ones are left unless ``force``.
+    """
+
+    pattern: str
+    force: bool
+    tenant: str = ""
+
+
+class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
+    num_removed: int
+    num_leased: int
+    """Left because a reader may hold them."""
+
+
+class Pin(msgspec.Struct, frozen=True, array_like=True, tag="pin"):
+    """Keep objects from eviction; answered by Outcomes (False: there is none)."""
+
+    keys: list[str]
+    ttl_s: float | None
+    """None: hard, until unpinned or removed; 0: unpin; else soft for so many seconds from now."""
+    tenant: str = ""
+
+
+class DropReplicas(msgspec.Struct, frozen=True, array_like=True, tag="drop_replicas"):
+    """Drop the replicas on ``segment`` ("": all in memory); answered by Outcomes.
+
+    An object loses its last replica too. A leased one is refused.
+    """
+
+    keys: list[str]
+    segment: str
+    tenant: str = ""
 
 
 class Corrupt(msgspec.Struct, frozen=True, array_like=True, tag="corrupt"):
-    """A reader found bytes that don't match the checksums: drop exactly these objects."""
+    """A reader found bytes that don't match the checksums: drop exactly these replicas.
+
+    An object goes with its last one.
+    """
 
     keys: list[str]
     object_ids: list[int]
+    segments: list[str] = []
+    """Whose replica is wrong, per key; empty: every one."""
+    tenant: str = ""
 
 
 class Describe(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
@@ -148,6 +230,8 @@ class Described(msgspec.Struct, frozen=True, array_like=True, tag="described"):
     """Transfer's descriptors, opaque to the master; None: not mounted (any more)."""
 
     descriptors: list[bytes | None]
+    hosts: list[str] = []
+    """Where each segment is, so that a reader takes the nearest replica."""
 
 
 # Nodes tell the master.
@@ -164,6 +248,82 @@ class Mount(msgspec.Struct, frozen=True, array_like=True, tag="mount"):
     descriptor: bytes
     rest_s: float
     """0 when no master has used this memory yet; else how long promises of the last one may live."""
+    tier: Tier = Tier.MEMORY
+    content_id: int = 0
+    """Names the bytes: they outlive the process on SSD. 0: the epoch, because memory's don't."""
+    node: str = ""
+    """The name under which one process serves several segments; "": that of the segment."""
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """What a segment holds at ``offset``: everything that is needed to read it again."""
+
+    key: str
+    """As the master knows it, with its tenant."""
+    object_id: int
+    size_bytes: int
+    chunk_bytes: int
+    checksums: bytes
+    offset: int
+    is_hard_pinned: bool = False
+    group: str = ""
+    parent: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """A node tells a master that asked for it (``Mounted.wants_report``) what a segment holds.
+
+    In as many messages as it takes, before the first heartbeat; answered by Reported.
+    """
+
+    segment: str
+    epoch: int
+    entries: list[Entry]
+    is_last: bool
+
+
+class Reported(msgspec.Struct, frozen=True, array_like=True, tag="reported"):
+    unwanted: list[int]
+    """Object ids that the master will not have (it knows better): the node drops them from its index."""
+
+
+class Task(msgspec.Struct, frozen=True, array_like=True):
+    """Copy one replica into space reserved on the segment that asked."""
+
+    task_id: int
+    entry: Entry
+    """Its ``offset`` is the target's."""
+    source: Replica
+    deadline_s: float
+    """Seconds after the Poll was sent, beyond which nothing may be written."""
+
+
+class TaskDone(msgspec.Struct, frozen=True, array_like=True):
+    """``refusal``: why not; its code ``corrupt`` means that the source's bytes are wrong."""
+
+    task_id: int
+    refusal: Refusal | None
+
+
+class Poll(msgspec.Struct, frozen=True, array_like=True, tag="poll"):
+    """A node asks for work on one of its segments; answered when there is some, or after a while."""
+
+    segment: str
+    epoch: int
+    done: list[TaskDone]
+    seen: int
+    """The number of the last change that the node has noted; 0 at first."""
+    max_tasks: int
+
+
+class Polled(msgspec.Struct, frozen=True, array_like=True, tag="polled"):
+    first: int
+    """The number of the first of ``changes``; more than ``seen + 1``: some were lost, report again."""
+    changes: list[Entry | int]
+    """What came to the segment (Entry), and the ids of the objects whose replica there went."""
+    tasks: list[Task]
+    is_known: bool = True
+    """False: mount again."""
 
 
 class Mounted(msgspec.Struct, frozen=True, array_like=True, tag="mounted"):
@@ -173,6 +333,8 @@ class Mounted(msgspec.Struct, frozen=True, array_like=True, tag="mounted"):
     heartbeat_s: float
     rest_s: float
     """What to say in the next Mount, whichever master it goes to."""
+    wants_report: bool = False
+    """The master does not know this content: say what it holds."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
@@ -210,6 +372,12 @@ class SegmentStatus(msgspec.Struct, frozen=True):
     num_objects: int
     rests_s: float
     """How long until space is given out here; 0 in normal operation."""
+    tier: Tier = Tier.MEMORY
+    node: str = ""
+    address: int = 0
+    is_draining: bool = False
+    num_tasks: int = 0
+    """Under way or waiting, with this segment as the target."""
 
 
 class MasterStatus(msgspec.Struct, frozen=True, array_like=True, tag="master_status"):
@@ -226,6 +394,7 @@ class ListKeys(msgspec.Struct, frozen=True, array_like=True, tag="list_keys"):
 
     prefix: str
     limit: int
+    tenant: str = ""
 
 
 class Keys(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
@@ -236,10 +405,133 @@ class Story(msgspec.Struct, frozen=True, array_like=True, tag="story"):
     """What happened to a key, and why?"""
 
     key: str
+    tenant: str = ""
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True, tag="told"):
     lines: list[str]
+
+
+class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
+    """All about these objects; grants no lease and counts as no use."""
+
+    keys: list[str]
+    tenant: str = ""
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    segment: str
+    host: str
+    tier: Tier
+    address: int
+    is_complete: bool
+    is_alive: bool
+
+
+class ObjectStatus(msgspec.Struct, frozen=True):
+    object_id: int
+    size_bytes: int
+    chunk_bytes: int
+    num_uses: int
+    leased_s: float
+    """How long a reader may still hold it; 0: nobody does."""
+    pinned_s: float | None
+    """How long it is pinned softly; 0: not, None: hard."""
+    group: str
+    parent: str
+    data_type: int
+    is_writing: bool
+    replicas: list[ReplicaStatus]
+
+
+class Inspected(msgspec.Struct, frozen=True, array_like=True, tag="inspected"):
+    objects: list[ObjectStatus | None]
+
+
+# Jobs: what takes a while and can be asked about.
+
+
+class CopyObject(msgspec.Struct, frozen=True, array_like=True, tag="copy_object"):
+    """A further replica on each of ``targets``; with ``source``, that one goes when the first has come.
+
+    Answered by Job or Refused.
+    """
+
+    key: str
+    targets: list[str]
+    source: str = ""
+    tenant: str = ""
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
+    """Give nothing out on ``segments`` any more and move all that is there, to ``targets`` or anywhere.
+
+    Answered by Job or Refused.
+    """
+
+    segments: list[str]
+    targets: list[str]
+    max_concurrency: int = 4
+
+
+class AskJob(msgspec.Struct, frozen=True, array_like=True, tag="ask_job"):
+    """How far is it? ``cancel``: and stop it. Answered by Job or Refused (``not_found``)."""
+
+    job_id: int
+    cancel: bool = False
+
+
+class JobStatus(msgspec.Struct, frozen=True):
+    job_id: int
+    kind: str
+    """copy, move or drain."""
+    state: str
+    """waiting, running, done, failed or cancelled."""
+    about: str
+    """The key, or the segments."""
+    num_done: int
+    num_failed: int
+    num_left: int
+    moved_bytes: int
+    reason: str
+    """Why it failed; "" when it did not."""
+    age_s: float
+    idle_s: float
+    """Since something last happened."""
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True, tag="job"):
+    status: JobStatus
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    refusal: Refusal
+
+
+# Tenants
+
+
+class SetQuota(msgspec.Struct, frozen=True, array_like=True, tag="set_quota"):
+    """How many bytes a tenant may keep in memory; None: it is forgotten. Answered by Quotas or Refused."""
+
+    tenant: str
+    size_bytes: int | None
+
+
+class AskQuotas(msgspec.Struct, frozen=True, array_like=True, tag="ask_quotas"):
+    pass
+
+
+class QuotaStatus(msgspec.Struct, frozen=True):
+    tenant: str
+    quota_bytes: int | None
+    """None: as much as there is."""
+    used_bytes: int
+    num_objects: int
+
+
+class Quotas(msgspec.Struct, frozen=True, array_like=True, tag="quotas"):
+    quotas: list[QuotaStatus]
 
 
 REQUESTS: tuple[type[msgspec.Struct], ...] = (
@@ -250,24 +542,42 @@ REQUESTS: tuple[type[msgspec.Struct], ...] = (
     Exists,
     Renew,
     Remove,
+    RemoveMatching,
+    Pin,
+    DropReplicas,
     Corrupt,
     Describe,
     Mount,
+    Report,
+    Poll,
     Heartbeat,
     Unmount,
     Status,
     ListKeys,
     Story,
+    Inspect,
+    CopyObject,
+    Drain,
+    AskJob,
+    SetQuota,
+    AskQuotas,
 )
 REPLIES: tuple[type[msgspec.Struct], ...] = (
     PutStarted,
     Outcomes,
     Found,
     Flags,
+    Removed,
     Described,
     Mounted,
+    Reported,
+    Polled,
     Beat,
     MasterStatus,
     Keys,
     Told,
+    Inspected,
+    Job,
+    Refused,
+    Quotas,
 )

@@ -86,6 +86,11 @@ class StoredObject:
         return self.state is State.READABLE
 
     @property
+    def is_visible(self) -> bool:
+        """Some node that is alive has it."""
+        return any(extent.segment.is_alive for extent in self.extents)
+
+    @property
     def num_chunks(self) -> int:
         return -(-self.size_bytes // self.chunk_bytes)
 

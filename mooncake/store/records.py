@@ -1,6 +1,7 @@
 """What the master writes down so that its successor knows what it knew: records, and their bytes.
 
-Four facts suffice: a segment was mounted, an object became readable, an object went, a segment went.
+Few facts suffice: a segment was mounted or went, an object became readable or went, a replica was
+added to it or dropped, it was pinned, a tenant got a quota.
 Promises are not written down (that would cost a record per lookup): a successor assumes the longest
 ones that could exist. Each record is framed with its length and a checksum, so that a master killed
 in the middle of a write leaves a tail that is recognised and dropped; nothing in that tail was ever
@@ -16,6 +17,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from mooncake.types import Tier
+
 _FRAME = struct.Struct("<II")
 
 
@@ -26,6 +29,9 @@ class SegmentMounted(msgspec.Struct, frozen=True, array_like=True, tag="segment_
     address: int
     size_bytes: int
     descriptor: bytes
+    tier: Tier = Tier.MEMORY
+    content_id: int = 0
+    node: str = ""
 
 
 class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="segment_gone"):
@@ -43,6 +49,10 @@ class ObjectReadable(msgspec.Struct, frozen=True, array_like=True, tag="object_r
     checksums: bytes
     places: list[tuple[str, int]]
     """(segment, offset in it) of each replica."""
+    is_hard_pinned: bool = False
+    group: str = ""
+    parent: str = ""
+    data_type: int = 0
 
 
 class ObjectGone(msgspec.Struct, frozen=True, array_like=True, tag="object_gone"):
@@ -50,7 +60,44 @@ class ObjectGone(msgspec.Struct, frozen=True, array_like=True, tag="object_gone"
     object_id: int
 
 
-Record: TypeAlias = SegmentMounted | SegmentGone | ObjectReadable | ObjectGone
+class ReplicaAdded(msgspec.Struct, frozen=True, array_like=True, tag="replica_added"):
+    key: str
+    object_id: int
+    segment: str
+    offset: int
+
+
+class ReplicaGone(msgspec.Struct, frozen=True, array_like=True, tag="replica_gone"):
+    """The object has others."""
+
+    key: str
+    object_id: int
+    segment: str
+
+
+class ObjectPinned(msgspec.Struct, frozen=True, array_like=True, tag="object_pinned"):
+    """Hard, or not any more. Soft pins are promises, and not written down."""
+
+    key: str
+    object_id: int
+    is_hard_pinned: bool
+
+
+class QuotaSet(msgspec.Struct, frozen=True, array_like=True, tag="quota_set"):
+    tenant: str
+    size_bytes: int | None
+
+
+Record: TypeAlias = (
+    SegmentMounted
+    | SegmentGone
+    | ObjectReadable
+    | ObjectGone
+    | ReplicaAdded
+    | ReplicaGone
+    | ObjectPinned
+    | QuotaSet
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Record)

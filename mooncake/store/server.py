@@ -24,9 +24,11 @@ from mooncake.log import get_logger
 from mooncake.metrics import registry, serve_metrics
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.store import messages as m
-from mooncake.store.master import ConnectionLost, Effect, Event, Keep, Master, MasterSettings, Received, Reply
+from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
+from mooncake.store.master import Master
 from mooncake.store.oplog import Oplog
 from mooncake.store.records import Record
+from mooncake.store.settings import MasterSettings
 
 log = get_logger(__name__)
 

@@ -17,9 +17,9 @@ from mooncake.inference.layerwise import LinkSettings, Load, Lookup, Save, Store
 from mooncake.kvlayout import KvIdentity, KvLayout
 from mooncake.prefix import BlockHash, block_hashes, root_hash
 from mooncake.store import AsyncStore, StoreSettings
-from mooncake.store.master import MasterSettings
 from mooncake.store.node import Node, NodeSettings
 from mooncake.store.server import MasterServer
+from mooncake.store.settings import MasterSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.web import listen
 

@@ -10,7 +10,7 @@ import pytest
 from mooncake.sim.checkers import Violation
 from mooncake.sim.faults import Faults
 from mooncake.sim.store_run import StoreRun
-from mooncake.store import master, messages, objects, operations, records, segments
+from mooncake.store import catalog, master, messages, objects, operations, records, segments, writing
 
 CALM = Faults()
 ROUGH = Faults(
@@ -76,13 +76,13 @@ def test_a_seed_is_one_history() -> None:
 
 
 def reuses_space_at_once(patch: pytest.MonkeyPatch) -> None:
-    unlink = master.Master._unlink
+    unlink = catalog.Catalog.unlink
 
-    def broken(self: master.Master, stored: objects.StoredObject, reason: str, now: float) -> int:
+    def broken(self: catalog.Catalog, stored: objects.StoredObject, reason: str, now: float) -> int:
         stored.lease_until = now
         return unlink(self, stored, reason, now)
 
-    patch.setattr(master.Master, "_unlink", broken)
+    patch.setattr(catalog.Catalog, "unlink", broken)
 
 
 def forgets_the_last_master(patch: pytest.MonkeyPatch) -> None:
@@ -106,12 +106,13 @@ def believes_any_bytes(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_to_write_some_objects_down(patch: pytest.MonkeyPatch) -> None:
-    record_of = master._record_of
+    record_of = catalog.record_of
 
     def broken(stored: objects.StoredObject) -> object:
         return record_of(stored) if stored.object_id % 7 else records.ObjectGone(stored.key, 0)
 
-    patch.setattr(master, "_record_of", broken)
+    for module in (writing, master):
+        patch.setattr(module, "record_of", broken)
 
 
 def lets_restored_memory_do_without_rest(patch: pytest.MonkeyPatch) -> None:
@@ -127,12 +128,12 @@ def lets_restored_memory_do_without_rest(patch: pytest.MonkeyPatch) -> None:
 
 def never_asks_twice(patch: pytest.MonkeyPatch) -> None:
     """A put-start whose answer was lost looks, the second time, like somebody else's put."""
-    reserve = master.Master._reserve
+    reserve = writing.Writing._reserve
 
-    def broken(self: master.Master, put_id: int, *rest: object) -> object:
+    def broken(self: writing.Writing, put_id: int, *rest: object) -> object:
         return reserve(self, -1, *rest)  # type: ignore[arg-type]
 
-    patch.setattr(master.Master, "_reserve", broken)
+    patch.setattr(writing.Writing, "_reserve", broken)
 
 
 @pytest.mark.parametrize(

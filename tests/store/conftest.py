@@ -10,8 +10,10 @@ import pytest
 
 from mooncake.machine import Wake
 from mooncake.store import messages as m
-from mooncake.store.master import ConnectionLost, Keep, Master, MasterSettings, Note, Received, Reply
+from mooncake.store.effects import ConnectionLost, Keep, Note, Received, Reply
+from mooncake.store.master import Master
 from mooncake.store.records import Record
+from mooncake.store.settings import MasterSettings
 
 LEASE_S, PUT_S, GRACE_S, TTL_S = 10.0, 30.0, 5.0, 5.0
 

@@ -7,7 +7,7 @@ import pytest
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
-from mooncake.store.master import MasterSettings
+from mooncake.store.settings import MasterSettings
 from tests.store.conftest import Voice
 
 

@@ -11,9 +11,9 @@ import pytest
 from mooncake.errors import AddressInUse, OutOfMemory
 from mooncake.store import AsyncStore
 from mooncake.store import messages as m
-from mooncake.store.master import MasterSettings
 from mooncake.store.node import Node, NodeSettings
 from mooncake.store.server import MasterServer
+from mooncake.store.settings import MasterSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.transfer.metadata.server import make_app
 from mooncake.web import WebServer, listen

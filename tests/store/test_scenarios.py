@@ -21,7 +21,9 @@ import pytest
 from mooncake.errors import Refusal
 from mooncake.machine import Wake
 from mooncake.store import messages as m
-from mooncake.store.master import ConnectionLost, Master, MasterSettings, Note, Received, Reply
+from mooncake.store.effects import ConnectionLost, Note, Received, Reply
+from mooncake.store.master import Master
+from mooncake.store.settings import MasterSettings
 from tests.scenarios.play import FOLDER, play
 
 BASE = 1 << 40

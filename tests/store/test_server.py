@@ -11,8 +11,8 @@ from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.metrics import page
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
-from mooncake.store.master import MasterSettings
 from mooncake.store.server import MasterServer
+from mooncake.store.settings import MasterSettings
 
 
 @pytest.fixture

@@ -1,0 +1,60 @@
+"""How a master behaves: what an operator may choose, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import msgspec
+
+from mooncake.errors import InvalidArgument
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+@dataclasses.dataclass(frozen=True)
+class MasterSettings:
+    """Keep the store's metadata: which objects there are and where their bytes lie."""
+
+    host: str = "127.0.0.1"
+    "Address to listen on."
+
+    port: Port = 50051
+    "Port for clients and nodes; 0 takes a free one."
+
+    metrics_port: Port = 0
+    "Port of `/metrics`; 0 takes a free one."
+
+    oplog: str = ""
+    "File that keeps the metadata over a restart of the master; empty keeps it in memory only."
+
+    lease_s: Seconds = 10.0
+    "Seconds that a lookup protects an object from removal, eviction and reuse of its space."
+
+    put_s: Seconds = 30.0
+    "Seconds between the start and the end of a put; an older reservation is given up."
+
+    grace_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    "Seconds after a missed put deadline until the space is used again, because writes may land late."
+
+    heartbeat_s: Seconds = 1.0
+    "Seconds between two heartbeats of a node; one that misses three is suspected."
+
+    segment_ttl_s: Seconds = 5.0
+    "Seconds that a suspected node has to come back before its objects are forgotten."
+
+    high_watermark: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.95
+    "Share of the capacity in use beyond which a put evicts ahead of need."
+
+    eviction_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05
+    "Share of the capacity that such an eviction frees below the watermark."
+
+    def __post_init__(self) -> None:
+        if self.eviction_ratio >= self.high_watermark:
+            raise InvalidArgument("eviction_ratio", self.eviction_ratio, "less than high_watermark")
+
+    @property
+    def rest_s(self) -> float:
+        """How long after its last word a promise of this master may still be used by someone."""
+        return max(self.lease_s, self.put_s + self.grace_s)

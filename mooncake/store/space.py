@@ -1,0 +1,94 @@
+"""Room for what is put: found, or made by evicting."""
+
+from __future__ import annotations
+
+import contextlib
+
+from mooncake.errors import Refusal
+from mooncake.store.catalog import Catalog
+from mooncake.store.objects import Extent, StoredObject
+from mooncake.store.placement import Placement
+from mooncake.store.segments import Segment
+
+WATCH_SHARE = 0.005
+"""Of the capacity; the watermark is overshot by no more than this."""
+
+
+class Space:
+    """Gives out extents."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._unwatched_bytes = 0
+        self._watch_bytes = 0.0
+        """Adding up a thousand nodes for every put would cost more than the put, so the watermark is
+        looked at once so many bytes were given out."""
+
+    def make_room(self, size_bytes: int, placement: Placement, now: float) -> Extent | Refusal:
+        """Space for one replica, evicting for it when none is free."""
+        place = placement.allocate(size_bytes)
+        if place is None and size_bytes > placement.largest_bytes:
+            return self._no_segment(size_bytes, now)
+        if place is None:
+            place = self._evict_for(size_bytes, placement, now)
+        if place is not None:
+            self._unwatched_bytes += size_bytes
+            return Extent(*place)
+        reason = f"no hole of {size_bytes} bytes, and what is stored is leased, being written or not enough"
+        return Refusal("no_space", reason)
+
+    def _evict_for(self, size_bytes: int, placement: Placement, now: float) -> tuple[Segment, int] | None:
+        # A hole need not open where the oldest objects are, but neither may one put that finds
+        # none flush the whole cache.
+        budget_bytes = max(
+            8 * size_bytes, int(self._catalog.settings.eviction_ratio * self._catalog.capacity_bytes)
+        )
+        victims = self._catalog.eviction.victims(now, lambda v: placement.covers(v.extents[0].segment))
+        with contextlib.closing(victims):
+            for victim in victims:
+                segments = [extent.segment for extent in victim.extents]
+                budget_bytes -= self._evict(victim, "no space for a put", now)
+                for segment in segments:
+                    placement.freed(segment)
+                place = placement.allocate(size_bytes)
+                if place is not None or budget_bytes < 0:
+                    return place
+        return None
+
+    def _no_segment(self, size_bytes: int, now: float) -> Refusal:
+        """Why no segment may be tried at all."""
+        alive = [segment for segment in self._catalog.segments.mounted.values() if segment.is_alive]
+        if not alive:
+            return Refusal("no_space", "no segment is mounted; is a node running?")
+        largest_bytes = max(segment.allocator.size_bytes for segment in alive)
+        if size_bytes > largest_bytes:
+            return Refusal("too_large", f"{size_bytes} bytes; the largest segment has {largest_bytes}")
+        rests_s = [segment.rests_until - now for segment in alive if segment.rests_until > now]
+        if not rests_s:
+            return Refusal("no_space", "the segments that are left were just mounted, or can't be reached")
+        reason = "promises of an earlier master may still be in use; space is given out in"
+        return Refusal("no_space", f"{reason} {min(rests_s):.3g} s")
+
+    def evict_to_watermark(self, now: float) -> None:
+        if self._unwatched_bytes < self._watch_bytes:
+            return
+        capacity_bytes, allocated_bytes = self._catalog.capacity_bytes, self._catalog.allocated_bytes
+        self._unwatched_bytes = 0
+        self._watch_bytes = WATCH_SHARE * capacity_bytes
+        if allocated_bytes <= self._catalog.settings.high_watermark * capacity_bytes:
+            return
+        target_bytes = (
+            self._catalog.settings.high_watermark - self._catalog.settings.eviction_ratio
+        ) * capacity_bytes
+        victims = self._catalog.eviction.victims(now, lambda victim: victim.extents[0].segment.is_alive)
+        with contextlib.closing(victims):
+            for victim in victims:
+                allocated_bytes -= self._evict(victim, "watermark", now)
+                if allocated_bytes <= target_bytes:
+                    break
+
+    def _evict(self, victim: StoredObject, reason: str, now: float) -> int:
+        """The space that was won: nobody leases a victim, so all of it and at once."""
+        self._catalog.counts.evicted_objects += 1
+        self._catalog.counts.evicted_bytes += victim.size_bytes
+        return self._catalog.unlink(victim, f"evicted: {reason}", now)
