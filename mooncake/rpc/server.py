@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import os
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -43,6 +45,9 @@ class Limits:
     max_connections: int = 16384
     max_body_bytes: int = MAX_BODY_BYTES
 
+
+AWAKE_S = 40e-6
+"""How long the loop looks for the next request before it sleeps; see ``client.AWAKE_S``."""
 
 Handler: TypeAlias = Callable[[Any, "Call"], Message | Awaitable[Message | None] | None]
 """``handler(message, call)``: returns the reply, or an awaitable of it, or None to answer later."""
@@ -124,6 +129,7 @@ class Connection(asyncio.Protocol):
             out, self._out = self._out, None
             if out and self._transport is not None:
                 self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+            self._server.stay_awake()
 
     def pause_writing(self) -> None:
         self._is_write_blocked = True
@@ -254,6 +260,21 @@ class RpcServer:
         self._look: asyncio.TimerHandle | None = None
         self.port = 0
         self._server: asyncio.Server | None = None
+        self._awake_until = 0.0
+        self._is_awake = False
+
+    def stay_awake(self) -> None:
+        """Keep the loop awake for a moment: whoever asked just now often asks again."""
+        self._awake_until = time.perf_counter() + AWAKE_S
+        if not self._is_awake:
+            self._is_awake = True
+            asyncio.get_running_loop().call_soon(self._stay_awake)
+
+    def _stay_awake(self) -> None:
+        self._is_awake = time.perf_counter() < self._awake_until
+        if self._is_awake:
+            os.sched_yield()
+            asyncio.get_running_loop().call_soon(self._stay_awake)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; port 0 takes a free one. Returns the port.

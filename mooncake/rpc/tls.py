@@ -58,6 +58,9 @@ class TlsSocket:
             else:
                 self._in.write_eof()
 
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
     def settimeout(self, timeout_s: float) -> None:
         self._sock.settimeout(timeout_s)
 
