@@ -42,36 +42,21 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
+from mooncake.marks import AlsoFrom as AlsoFrom
+from mooncake.marks import Port as Port
+from mooncake.marks import Secret as Secret
+from mooncake.marks import Size as Size
 
 log = get_logger(__name__)
 
 SettingsT = TypeVar("SettingsT")
-
-
-class Size:
-    """Marks an integer as a number of bytes: ``Annotated[int, Size]``, written ``64MiB`` or ``256GB``."""
-
-
-class Secret:
-    """Marks a value that is never shown: ``Annotated[str, Secret]``."""
-
-
-@dataclass(frozen=True)
-class AlsoFrom:
-    """One more environment variable to read, after the field's own: ``AlsoFrom("ADMIN_API_KEY")``."""
-
-    variable: str
-
-
-Port = Annotated[int, Meta(ge=0, le=65535)]
-"""A port to listen on; 0 takes a free one."""
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,13 @@ FLOORS: list[set[str]] = [
     {"rpc"},
     {"config", "driver", "metrics", "web"},
     {"machine", "clock", "log", "kvlayout"},
-    {"prefix", "types", "errors"},
+    {"marks", "prefix", "types", "errors"},
     {"_native"},
 ]
 
 # Cores decide and do nothing else (●): no I/O, no clock, no thread, no randomness of their own.
 CORES = {
+    "marks",
     "types",
     "errors",
     "prefix",

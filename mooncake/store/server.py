@@ -19,16 +19,20 @@ from prometheus_client.registry import Collector
 
 from mooncake import clock
 from mooncake.driver import Driver
-from mooncake.errors import InvalidArgument, Unavailable
+from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
 from mooncake.log import get_logger
-from mooncake.metrics import registry, serve_metrics
+from mooncake.metrics import registry
 from mooncake.rpc import Call, Connection, RpcServer
+from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
+from mooncake.store.admin.app import make_app
+from mooncake.store.admin.desk import Leadership
 from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
 from mooncake.store.master import Master
 from mooncake.store.oplog import Oplog
 from mooncake.store.records import Record
 from mooncake.store.settings import MasterSettings
+from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
 
@@ -73,6 +77,20 @@ class MasterServer:
         self._is_serving = True
         return port
 
+    @property
+    def leadership(self) -> Leadership:
+        """Who leads: a master that has no others always does."""
+        return Leadership(True, "serving", f"{self.settings.host}:{self.port}", 0)
+
+    async def ask(self, message: msgspec.Struct) -> msgspec.Struct:
+        """What a client that sent ``message`` would be answered; from this process, for its HTTP side."""
+        own = _OwnCall()
+        try:
+            self._driver.post(Received(own, own, message))
+        except MooncakeError as error:
+            return Failure(error.code, str(error))
+        return await own.answer
+
     async def close(self) -> None:
         """Stop serving. Harmless when repeated."""
         if not self._is_serving:
@@ -115,6 +133,17 @@ class MasterServer:
             self._driver.post(ConnectionLost(connection))
 
 
+class _OwnCall:
+    """Stands where the ``Call`` of a client would: the origin of a message of this process itself."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[msgspec.Struct] = asyncio.get_running_loop().create_future()
+
+    def reply(self, message: msgspec.Struct) -> None:
+        if not self.answer.done():
+            self.answer.set_result(message)
+
+
 async def serve(settings: MasterSettings) -> None:
     """Run a master until cancelled.
 
@@ -126,17 +155,18 @@ async def serve(settings: MasterSettings) -> None:
     # Millions of long-lived objects and no cycles: full collections would only cost pauses.
     gc.set_threshold(100_000, 50, 1_000_000)
     server = MasterServer(settings)
-    metrics, metrics_port = serve_metrics(settings.host, settings.metrics_port)
+    metrics_host = settings.metrics_host or settings.host
+    web = WebServer(make_app(server), listen(metrics_host, settings.metrics_port))
     try:
         port = await server.start()
-        address, metrics_address = (f"{settings.host}:{number}" for number in (port, metrics_port))
+        await web.start()
+        address, metrics_address = f"{settings.host}:{port}", f"{metrics_host}:{web.port}"
         log.info("ready", role="master", address=address, metrics=metrics_address)
-        try:
-            await server.failed
-        finally:
-            await server.close()
+        log.info(f"Master service started on port {port}")  # the words that existing launchers wait for
+        await server.failed
     finally:
-        metrics.shutdown()
+        await web.close()
+        await server.close()
 
 
 _GAUGES = {

@@ -8,9 +8,9 @@ from typing import Annotated
 import msgspec
 
 from mooncake.errors import InvalidArgument
+from mooncake.marks import AlsoFrom, Port, Secret
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,13 @@ class MasterSettings:
     "Port for clients and nodes; 0 takes a free one."
 
     metrics_port: Port = 0
-    "Port of `/metrics`; 0 takes a free one."
+    "Port of `/metrics` and the admin calls; 0 takes a free one."
+
+    metrics_host: str = ""
+    "Address that these are served on; empty takes `host`."
+
+    admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
+    "What admin calls that change something must send as X-API-Key; empty lets everybody."
 
     oplog: str = ""
     "File that keeps the metadata over a restart of the master; empty keeps it in memory only."

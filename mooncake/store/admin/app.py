@@ -1,0 +1,80 @@
+"""The application: health, leadership, metrics; ``looking`` and ``changing`` add the rest."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse
+from starlette.exceptions import HTTPException
+
+import mooncake
+from mooncake import metrics
+from mooncake.store.admin import changing, looking
+from mooncake.store.admin.answers import Refused, json
+from mooncake.store.admin.desk import Desk
+
+
+def make_app(desk: Desk) -> FastAPI:
+    """The HTTP side of ``desk`` as an ASGI application."""
+    app = FastAPI(title="Mooncake master", version=mooncake.__version__, docs_url=None, redoc_url=None)
+
+    @app.exception_handler(Refused)
+    async def _refused(_: Request, error: Refused) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> Response:
+        wrong = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors())
+        return Refused("invalid_argument", wrong).response()
+
+    @app.exception_handler(HTTPException)
+    async def _not_served(http: Request, error: HTTPException) -> Response:
+        reason = f"{http.method} {http.url.path}: {error.detail}"
+        body = {"success": False, "error_code": -600, "error_message": "INVALID_PARAMS", "error": reason}
+        return json(body, error.status_code)
+
+    @app.get("/health")
+    async def health() -> Response:
+        lead = desk.leadership
+        return json(
+            {
+                "status": "ok",
+                "role": "leader" if lead.is_leader else "standby",
+                "ha_state": lead.state,
+                "service_ready": lead.is_leader,
+                "leader_address": lead.leader,
+                "view_version": lead.term,
+            }
+        )
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether clients are served here."""
+        is_leader = desk.leadership.is_leader
+        return PlainTextResponse("OK" if is_leader else desk.leadership.state, 200 if is_leader else 503)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json({"version": mooncake.__version__})
+
+    @app.get("/role")
+    async def role() -> Response:
+        return PlainTextResponse("leader" if desk.leadership.is_leader else "standby")
+
+    @app.get("/ha_status")
+    async def ha_status() -> Response:
+        return PlainTextResponse(desk.leadership.state)
+
+    @app.get("/leader")
+    async def leader() -> Response:
+        lead = desk.leadership
+        known = {"present": bool(lead.leader), "leader_address": lead.leader, "view_version": lead.term}
+        return json(known)
+
+    @app.get("/metrics")
+    async def page() -> Response:
+        return Response(metrics.page(), media_type=metrics.CONTENT_TYPE)
+
+    app.include_router(looking.router(desk))
+    app.include_router(changing.router(desk))
+    return app

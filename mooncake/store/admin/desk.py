@@ -1,0 +1,37 @@
+"""What the HTTP side needs of the process that it is part of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from mooncake.store.master import Master
+from mooncake.store.settings import MasterSettings
+
+
+@dataclass(frozen=True)
+class Leadership:
+    """Who leads, as this master knows it."""
+
+    is_leader: bool
+    state: str
+    """serving, standby, or what it is doing in between."""
+    leader: str
+    """``host:port`` for clients; "" when nobody leads."""
+    term: int
+
+
+class Desk(Protocol):
+    """A master's process: answers messages as if a client had sent them."""
+
+    settings: MasterSettings
+    master: Master
+
+    @property
+    def leadership(self) -> Leadership: ...
+
+    async def ask(self, message: msgspec.Struct) -> Any:
+        """The core's reply, or a ``Failure``."""
+        ...
