@@ -51,6 +51,20 @@ class Kernel:
         heapq.heappush(self._heap, (self.now + max(0.0, delay_s), next(self._order), timer))
         return timer
 
+    def now_and_then(
+        self, every_s: float, action: Callable[[], None], may_strike: Callable[[], bool]
+    ) -> None:
+        """``action`` again and again, ``every_s`` apart on average (0: never), until ``may_strike`` says no."""
+        if not every_s:
+            return
+
+        def strike() -> None:
+            if may_strike():
+                action()
+                self.now_and_then(every_s, action, may_strike)
+
+        self.after(self.random.expovariate(1 / every_s), strike)
+
     def run(self, until: float) -> None:
         """Let time pass to ``until``, or to the end of all plans."""
         while self._heap and self._heap[0][0] <= until:

@@ -92,15 +92,7 @@ class StoreRun:
         self._now_and_then(faults.corruption_every_s, self._corrupt)
 
     def _now_and_then(self, every_s: float, action: Callable[[], None]) -> None:
-        if not every_s:
-            return
-
-        def strike() -> None:
-            if self._is_rough:
-                action()
-                self._now_and_then(every_s, action)
-
-        self.kernel.after(self.kernel.random.expovariate(1 / every_s), strike)
+        self.kernel.now_and_then(every_s, action, lambda: self._is_rough)
 
     def _partition(self) -> None:
         names = ["master", *self.cluster.nodes, *self.cluster.clients]

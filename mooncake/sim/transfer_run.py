@@ -141,15 +141,7 @@ class TransferRun:
         self._now_and_then(self.faults.directory_away_every_s, self._directory_away)
 
     def _now_and_then(self, every_s: float, action: Callable[[], None]) -> None:
-        if not every_s:
-            return
-
-        def strike() -> None:
-            if self._is_rough:
-                action()
-                self._now_and_then(every_s, action)
-
-        self.kernel.after(self.kernel.random.expovariate(1 / every_s), strike)
+        self.kernel.now_and_then(every_s, action, lambda: self._is_rough)
 
     def _outage(self, state: str) -> None:
         rail = self.kernel.random.choice(self._rails)
