@@ -54,7 +54,7 @@ class Kernel:
     def now_and_then(
         self, every_s: float, action: Callable[[], None], may_strike: Callable[[], bool]
     ) -> None:
-        """``action`` again and again, ``every_s`` apart on average (0: never), until ``may_strike`` says no."""
+        """``action`` again and again, ``every_s`` apart on average (0: never), while ``may_strike``."""
         if not every_s:
             return
 

@@ -1,0 +1,207 @@
+"""The journaling client: puts, gets and removes under load, and writes down what it was told, in this order.
+
+A process of its own, told how by its arguments (JSON). Every intention is in the journal before the request
+is sent, every acknowledgement before the next request. It obeys lines on its standard input: ``pause`` is
+answered when nothing is under way any more, ``go`` lets it go on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from mooncake.errors import MooncakeError
+from mooncake.store import PutGrant, Refusal, Store, StoreSettings
+from mooncake.store import messages as m
+from tests.kill.journal import Journal, Line, content
+
+NUM_THREADS = 2
+MOST_KEYS = 120
+LEAST_KEYS = 40
+"""Of one thread at a time; what is beyond is removed, so that the pools never fill up."""
+
+
+class Gate:
+    """Open while the client may begin something."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_open = True
+        self._num_busy = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_open)
+            self._num_busy += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._num_busy -= 1
+            self._changed.notify_all()
+
+    def pause(self) -> None:
+        with self._changed:
+            self._is_open = False
+            self._changed.wait_for(lambda: not self._num_busy)
+
+    def go(self) -> None:
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+
+class Worker:
+    """One thread, with keys of its own."""
+
+    def __init__(self, store: Store, journal: Journal, gate: Gate, name: str, told: dict[str, Any]) -> None:
+        self._store, self._journal, self._gate, self._name = store, journal, gate, name
+        self._random = Random(name)
+        self._kinds: list[str] = told["kinds"]
+        self._region = store.engine.allocate(1 << 20, huge_pages=False)
+        self._memory = self._region.view()
+        self._mine: dict[str, int] = {}
+        """Key -> the version that was acknowledged."""
+        self._free: dict[str, int] = {}
+        """Removed keys, and the last version they had."""
+        self._num_keys = 0
+
+    def run(self) -> None:
+        while True:
+            with self._gate:
+                self._act()
+            time.sleep(self._random.choice((0.0, 0.0, 0.002, 0.01)))
+
+    def _act(self) -> None:
+        if len(self._mine) > MOST_KEYS:
+            self._remove()
+            return
+        choice = self._random.random()
+        if choice < 0.45:
+            self._put(self._random.choice(self._kinds))
+        elif choice < 0.85 and self._mine:
+            self._get()
+        elif len(self._mine) > LEAST_KEYS:
+            self._remove()
+
+    def _fresh_keys(self, num_keys: int) -> dict[str, int]:
+        """Keys that are not there, some of them for the second time, with their new versions."""
+        keys: dict[str, int] = {}
+        while len(keys) < num_keys:
+            if self._free and self._random.random() < 0.3:
+                key = self._random.choice(list(self._free))
+                keys[key] = self._free.pop(key) + 1
+            else:
+                self._num_keys += 1
+                keys[f"{self._name}-{self._num_keys}"] = 1
+        return keys
+
+    def _put(self, kind: str) -> None:
+        if kind == "replace":
+            some = self._random.sample(list(self._mine), min(2, len(self._mine)))
+            keys = {key: self._mine.pop(key) + 1 for key in some}
+        else:
+            keys = self._fresh_keys(1 if kind == "parts" else self._random.randint(1, 6))
+        if not keys:
+            return
+        is_durable = kind == "durable"
+        self._journal.write(*(Line("put", key, version, is_durable) for key, version in keys.items()))
+        try:
+            outcomes = self._put_parts(keys) if kind == "parts" else self._put_whole(keys, kind)
+        except MooncakeError as error:
+            self._journal.write(*(Line("unknown", key, more=str(error)) for key in keys))
+            return
+        done = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is None]
+        places = self._places(done)
+        lines: list[Line] = []
+        for key, outcome in zip(keys, outcomes, strict=True):
+            version = keys[key]
+            if outcome is None:
+                lines.append(Line("put_done", key, version, is_durable, places.get(key, [])))
+                self._mine[key] = version
+            elif kind == "replace" or outcome.code in ("expired", "peer_lost", "busy"):
+                lines.append(Line("unknown", key, more=str(outcome)))
+            else:
+                lines.append(Line("put_refused", key, version, more=str(outcome)))
+        self._journal.write(*lines)
+
+    def _put_whole(self, keys: dict[str, int], kind: str) -> list[Refusal | None]:
+        values = [content(key, version) for key, version in keys.items()]
+        return self._store.put_batch(list(keys), values)
+
+    def _put_parts(self, keys: dict[str, int]) -> list[Refusal | None]:
+        """Slowly, so that a kill falls in the middle of it."""
+        ((key, version),) = keys.items()
+        value = content(key, version)
+        self._memory[: len(value)] = value
+        grant = self._store.start_puts([key], [len(value)], 8192)[0]
+        if not isinstance(grant, PutGrant):
+            return [grant or Refusal("busy", "somebody else puts it")]
+        step = -(-len(value) // 4)
+        for at in range(0, len(value), step):
+            self._store.write_ranges([grant], [at], [self._region.address + at], [min(step, len(value) - at)])
+            time.sleep(0.005)
+        return self._store.end_puts([grant])
+
+    def _places(self, keys: list[str]) -> dict[str, list[str]]:
+        """The memory segments that have a complete replica, as far as the master says so now."""
+        try:
+            found = self._store.ask(m.Lookup(keys)).objects if keys else []
+        except MooncakeError:
+            return {}
+        return {
+            key: [replica.segment for replica in stored.replicas]
+            for key, stored in zip(keys, found, strict=True)
+            if stored is not None
+        }
+
+    def _get(self) -> None:
+        """A miss is no fault here (perhaps its node was killed): the checker judges those."""
+        keys = self._random.sample(list(self._mine), min(4, len(self._mine)))
+        try:
+            values = self._store.get_batch(keys)
+        except MooncakeError:
+            return
+        for key, value in zip(keys, values, strict=True):
+            version = self._mine[key]
+            if value is not None and value != content(key, version):
+                self._journal.write(Line("wrong", key, version, more=f"a get gave {value[:20]!r}..."))
+
+    def _remove(self) -> None:
+        keys = self._random.sample(list(self._mine), self._random.randint(1, 3))
+        self._journal.write(*(Line("remove", key) for key in keys))
+        versions = {key: self._mine.pop(key) for key in keys}
+        try:
+            outcomes = self._store.remove(keys, force=self._random.random() < 0.7)
+        except MooncakeError as error:
+            self._journal.write(*(Line("unknown", key, more=str(error)) for key in keys))
+            return
+        lines: list[Line] = []
+        for key, outcome in zip(keys, outcomes, strict=True):
+            if isinstance(outcome, Refusal):
+                lines.append(Line("not_removed", key, more=str(outcome)))
+                self._mine[key] = versions[key]
+            else:
+                lines.append(Line("removed", key))
+                self._free[key] = versions[key]
+        self._journal.write(*lines)
+
+
+def main(told: dict[str, Any]) -> None:
+    gate, journal = Gate(), Journal(Path(told["journal"]))
+    store = Store(told["master"], settings=StoreSettings(timeout_s=told["timeout_s"]))
+    for number in range(NUM_THREADS):
+        worker = Worker(store, journal, gate, f"{told['name']}-{number}", told)
+        threading.Thread(target=worker.run, daemon=True).start()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        gate.pause() if line.strip() == "pause" else gate.go()
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

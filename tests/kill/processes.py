@@ -1,0 +1,139 @@
+"""The processes of a kill run: a master, nodes, a journaling client, each to be killed and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+from typing import IO
+
+from mooncake.cli.ports import free_ports
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 30.0
+"""For a process to start or to answer on a machine that is busy with other things."""
+
+MASTER_FLAGS = {
+    "--lease-s": "0.5",
+    "--put-s": "1",
+    "--grace-s": "0.2",
+    "--heartbeat-s": "0.2",
+    "--segment-ttl-s": "3",
+}
+"""Short promises: memory rests for the longest of them after the death of a master."""
+
+
+class Client:
+    """The journaling client: one life of it."""
+
+    def __init__(self, folder: Path, name: str, master: str, kinds: tuple[str, ...], log: IO[bytes]) -> None:
+        self.journal = folder / f"{name}.journal"
+        self.journal.touch()
+        told = {
+            "name": name,
+            "master": master,
+            "journal": str(self.journal),
+            "kinds": kinds,
+            "timeout_s": 15.0,
+        }
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "tests.kill.client", json.dumps(told)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=ROOT,
+        )
+
+    def say(self, line: str) -> None:
+        assert self.child.stdin is not None
+        self.child.stdin.write(line.encode() + b"\n")
+        self.child.stdin.flush()
+        self.wait_for("done")
+
+    def wait_for(self, word: str) -> None:
+        assert self.child.stdout is not None
+        ready, _, _ = select.select([self.child.stdout], [], [], PATIENCE_S)
+        assert ready, f"the client said nothing for {PATIENCE_S:g} s"
+        line = self.child.stdout.readline()
+        assert line == word.encode() + b"\n", f"the client said {line!r} instead of {word!r}"
+
+
+class Cluster:
+    """Everything that runs, in one folder. Killed at the end whatever happened."""
+
+    def __init__(self, folder: Path, kinds: tuple[str, ...], num_nodes: int) -> None:
+        self.folder = folder
+        self.kinds = kinds
+        self.port = free_ports("127.0.0.1", 1, Random())[0]
+        self.log: IO[bytes] = (folder / "log").open("ab")
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.nodes = [f"node{number}" for number in range(num_nodes)]
+        self.client: Client | None = None
+        self.journals: list[Path] = []
+        self._num_clients = 0
+
+    @property
+    def master(self) -> str:
+        """Where clients and nodes find it."""
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.start_master()
+        for name in self.nodes:
+            self.start_node(name)
+
+    def start_master(self) -> None:
+        flags = [word for flag in MASTER_FLAGS.items() for word in flag]
+        self._start(
+            "master", "master", "--port", str(self.port), "--oplog", str(self.folder / "oplog"), *flags
+        )
+
+    def start_node(self, name: str) -> None:
+        flags = ["--master", self.master, "--name", name, "--pool-size", "64MiB", "--no-huge-pages"]
+        self._start(name, "node", *flags)
+
+    def _start(self, name: str, role: str, *flags: str) -> None:
+        command = [sys.executable, "-m", "mooncake", role, *flags, "--parent", str(os.getpid())]
+        self.running[name] = subprocess.Popen(command, stdout=self.log, stderr=self.log, cwd=ROOT)
+
+    def start_client(self) -> Client:
+        self._num_clients += 1
+        client = Client(self.folder, f"c{self._num_clients}", self.master, self.kinds, self.log)
+        self.client = client
+        self.journals.append(client.journal)
+        self.running["client"] = client.child
+        client.wait_for("ready")
+        return client
+
+    def kill(self, *names: str) -> float:
+        """SIGKILL, all at once; returns the instant."""
+        processes = [self.running.pop(name) for name in names]
+        killed_at = time.monotonic()
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+        for process in processes:
+            process.wait(PATIENCE_S)
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
+        if "client" in names:
+            self.client = None
+        return killed_at
+
+    def ended(self) -> list[str]:
+        """Who died without having been killed."""
+        return [
+            f"{name} ended with {p.returncode}" for name, p in self.running.items() if p.poll() is not None
+        ]
+
+    def close(self) -> None:
+        self.kill(*self.running)
+        self.log.close()
