@@ -48,6 +48,7 @@ CORES = {
     "store.allocator",
     "store.asking",
     "store.catalog",
+    "store.changes",
     "store.effects",
     "store.eviction",
     "store.master",

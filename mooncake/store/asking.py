@@ -28,6 +28,11 @@ class Asking:
                 largest_free_bytes=segment.allocator.largest_free_bytes,
                 num_objects=len(segment.holders),
                 rests_s=max(0.0, segment.rests_until - now),
+                tier=segment.tier,
+                node=segment.node,
+                address=segment.address,
+                is_draining=segment.is_draining,
+                num_tasks=segment.num_tasks,
             )
             for segment in self._catalog.segments.mounted.values()
         ]

@@ -47,7 +47,7 @@ class Catalog:
 
     def __init__(self, settings: MasterSettings, first_object_id: int) -> None:
         self.settings = settings
-        self.segments = Segments(settings.segment_ttl_s, settings.heartbeat_s)
+        self.segments = Segments(settings.segment_ttl_s, settings.heartbeat_s, first_object_id)
         self.objects = Objects(first_object_id - 1)
         self.eviction = Eviction()
         self.counts = Counts()
@@ -183,4 +183,5 @@ def record_of(stored: StoredObject) -> ObjectReadable:
 def record_of_segment(segment: Segment) -> SegmentMounted:
     size_bytes = segment.allocator.size_bytes
     where = (segment.host, segment.address, size_bytes, segment.descriptor)
-    return SegmentMounted(segment.name, segment.epoch, *where)
+    what = (segment.tier, segment.content_id, segment.node)
+    return SegmentMounted(segment.name, segment.epoch, *where, *what)

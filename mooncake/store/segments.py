@@ -15,6 +15,13 @@ be read and written under promises that nobody here remembers. It is mounted at 
 is allocated on it until every such promise has run out. Nor is anything before the first heartbeat,
 which tells that the node has read the answer to its Mount and knows how long it binds it: else a
 master that dies right after mounting could have made promises that nobody tells its successor.
+
+A tier is a kind of segment: memory, an SSD, a device's memory. The content of an SSD outlives the
+process that serves it, so it has a name of its own, ``content_id``: a process that brings a known
+content under the same name *rebases* the segment, and what lies on it is back at another address.
+A master that does not know the content asks the node what it holds (``wants_report``), and gives
+nothing out there until it has been told: on SSD however long that takes, in memory while it rests,
+because what lies in memory nobody was promised for ever.
 """
 
 from __future__ import annotations
@@ -24,8 +31,10 @@ from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from mooncake.errors import Refusal
-from mooncake.store.allocator import Allocator
+from mooncake.store.allocator import ALIGNMENT_BYTES, Allocator
+from mooncake.store.changes import Changes
 from mooncake.store.messages import Mount
+from mooncake.types import Tier
 
 if TYPE_CHECKING:
     from mooncake.store.objects import StoredObject
@@ -40,12 +49,14 @@ class SegmentState(enum.StrEnum):
 
 
 class Segment:
-    """Memory of one node, as the master sees it."""
+    """Memory or an SSD of one node, as the master sees it."""
 
     __slots__ = (
         "address",
         "allocator",
+        "changes",
         "connection",
+        "content_id",
         "descriptor",
         "epoch",
         "gone_at",
@@ -54,14 +65,23 @@ class Segment:
         "host",
         "is_alive",
         "is_confirmed",
+        "is_draining",
         "name",
+        "node",
+        "num_tasks",
+        "polls",
         "rests_until",
         "state",
+        "tier",
+        "wants_report",
         "was_restored",
     )
 
-    def __init__(self, mount: Mount, connection: Hashable, now: float) -> None:
+    def __init__(self, mount: Mount, connection: Hashable, now: float, first_change: int = 1) -> None:
         self.name = mount.segment
+        self.node = mount.node or mount.segment
+        self.tier = mount.tier
+        self.content_id = mount.content_id or mount.epoch
         self.epoch = mount.epoch
         self.host = mount.host
         self.address = mount.address
@@ -81,6 +101,16 @@ class Segment:
         """When a suspected segment is given up."""
         self.holders: dict[int, StoredObject] = {}
         """Offset -> the object that has, or until its release had, that range."""
+        self.changes = Changes(first_change)
+        """What the node has yet to note in its journal."""
+        self.wants_report = False
+        """Its content is not known; the node has been asked."""
+        self.is_draining = False
+        """Nothing new may come here."""
+        self.polls = False
+        """Its node has asked for tasks once, so it can do some."""
+        self.num_tasks = 0
+        """Waiting or under way, with this segment as the target."""
 
     @property
     def is_mounted(self) -> bool:
@@ -88,7 +118,25 @@ class Segment:
 
     def takes_objects(self, now: float) -> bool:
         """Whether space may be given out here."""
-        return self.is_alive and self.is_confirmed and self.rests_until <= now
+        return (
+            self.is_alive
+            and self.is_confirmed
+            and self.rests_until <= now
+            and not self.is_draining
+            and not (self.wants_report and self.tier is Tier.SSD)
+        )
+
+    def rebase(self, mount: Mount, connection: Hashable, now: float) -> None:
+        """Another process serves the same content, at another address."""
+        assert mount.content_id == self.content_id and mount.size_bytes >= self.allocator.size_bytes
+        self.epoch = mount.epoch
+        self.address = mount.address
+        self.descriptor = mount.descriptor
+        self.connection = connection
+        self.heard_at = now
+        self.rests_until = max(self.rests_until, now + mount.rest_s)
+        self.was_restored = self.is_confirmed = self.polls = False
+        self.set_state(SegmentState.ALIVE)
 
     def set_state(self, state: SegmentState) -> None:
         self.state = state
@@ -101,12 +149,15 @@ class Segment:
 class Segments:
     """Every segment that is alive or suspected, by name."""
 
-    def __init__(self, ttl_s: float, heartbeat_s: float) -> None:
+    def __init__(self, ttl_s: float, heartbeat_s: float, first_change: int = 1) -> None:
         self._ttl_s = ttl_s
+        self._first_change = first_change
         self._patience_s = MISSED_BEATS * heartbeat_s
         self.mounted: dict[str, Segment] = {}
         self._by_host: dict[str, dict[str, Segment]] = {}
         """The same segments, by host and name: a put looks at its own host first, and mostly no further."""
+        self._by_node: dict[str, dict[str, Segment]] = {}
+        """The same segments, by node and name."""
         self._look_at: float | None = None
         """No segment changes its state by the passing of time before this instant. Heartbeats only
         put that off, so they leave it alone, and a request of a client pays nothing for a thousand nodes."""
@@ -114,7 +165,10 @@ class Segments:
     def mount(
         self, mount: Mount, connection: Hashable, now: float
     ) -> tuple[Segment, Segment | None] | Refusal:
-        """The segment, and the one it replaces (which the caller must empty), or why not."""
+        """The segment, and the one it replaces (which the caller must empty), or why not.
+
+        A segment that is neither new nor of the same epoch as before was rebased.
+        """
         known = self.mounted.get(mount.segment)
         if known is not None:
             if known.epoch == mount.epoch:
@@ -132,24 +186,41 @@ class Segments:
                     f"segment {mount.segment!r} is served by another process (on {known.host}); "
                     "give each node its own name, or wait until the old one is given up",
                 )
+            if _is_same_content(known, mount):
+                known.rebase(mount, connection, now)
+                self._look_by(now + self._patience_s)
+                return known, None
+        if known is None:
+            known = self._elsewhere(mount)
         if known is not None:
             self.drop(known)
-        segment = Segment(mount, connection, now)
+        segment = Segment(mount, connection, now, self._first_change)
+        segment.wants_report = mount.rest_s > 0 or mount.tier is Tier.SSD
         self._add(segment)
         self._look_by(now + self._patience_s)
         return segment, known
 
     def restore(self, mount: Mount, now: float) -> Segment:
         """A segment that an earlier master knew: suspected until its node mounts it here."""
-        segment = Segment(mount, None, now)
+        segment = Segment(mount, None, now, self._first_change)
         segment.was_restored = True
         self._add(segment)
         self._suspect(segment, now)
         return segment
 
+    def _elsewhere(self, mount: Mount) -> Segment | None:
+        """The same content under a name that its node does not use any more."""
+        if mount.tier is not Tier.SSD:
+            return None
+        for segment in self.mounted.values():
+            if segment.content_id == mount.content_id and not segment.is_alive:
+                return segment
+        return None
+
     def _add(self, segment: Segment) -> None:
         self.mounted[segment.name] = segment
         self._by_host.setdefault(segment.host, {})[segment.name] = segment
+        self._by_node.setdefault(segment.node, {})[segment.name] = segment
 
     def beat(self, name: str, epoch: int, connection: Hashable, now: float) -> Segment | None:
         """A heartbeat; None when the sender must mount again."""
@@ -170,6 +241,10 @@ class Segments:
     def on(self, host: str) -> Iterable[Segment]:
         """The segments of one host."""
         return self._by_host.get(host, {}).values()
+
+    def of(self, node: str) -> Iterable[Segment]:
+        """The segments of one node."""
+        return self._by_node.get(node, {}).values()
 
     def connection_lost(self, connection: Hashable, now: float) -> list[Segment]:
         """Suspect everything that was mounted over ``connection``; returns what is newly suspected."""
@@ -198,10 +273,10 @@ class Segments:
         """The caller must empty it."""
         assert self.mounted.get(segment.name) is segment
         del self.mounted[segment.name]
-        neighbours = self._by_host[segment.host]
-        del neighbours[segment.name]
-        if not neighbours:
-            del self._by_host[segment.host]
+        for index, name in ((self._by_host, segment.host), (self._by_node, segment.node)):
+            del index[name][segment.name]
+            if not index[name]:
+                del index[name]
         segment.set_state(SegmentState.GONE)
 
     def deadline(self) -> float | None:
@@ -221,8 +296,9 @@ class Segments:
         self._look_by(segment.gone_at)
 
     def check(self) -> None:
-        by_host = [segment for segments in self._by_host.values() for segment in segments.values()]
-        assert {id(segment) for segment in by_host} == {id(segment) for segment in self.mounted.values()}
+        for index in (self._by_host, self._by_node):
+            indexed = [segment for segments in index.values() for segment in segments.values()]
+            assert {id(segment) for segment in indexed} == {id(segment) for segment in self.mounted.values()}
         for name, segment in self.mounted.items():
             assert segment.name == name and segment.is_mounted, segment
             assert segment.is_alive == (segment.state is SegmentState.ALIVE)
@@ -232,3 +308,14 @@ class Segments:
 
     def __repr__(self) -> str:
         return f"<Segments {list(self.mounted.values())!r}>"
+
+
+def _is_same_content(known: Segment, mount: Mount) -> bool:
+    """Memory never outlives its process; an SSD that changed its size is taken for another one."""
+    return (
+        mount.tier is Tier.SSD
+        and known.content_id == mount.content_id
+        and known.allocator.size_bytes == mount.size_bytes - mount.size_bytes % ALIGNMENT_BYTES
+        and known.host == mount.host
+        and known.node == (mount.node or mount.segment)
+    )

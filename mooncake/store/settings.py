@@ -56,6 +56,12 @@ class MasterSettings:
     eviction_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05
     "Share of the capacity that such an eviction frees below the watermark."
 
+    poll_s: Seconds = 10.0
+    "Seconds after which a node that waits for tasks is answered that there are none."
+
+    tasks_per_segment: Annotated[int, msgspec.Meta(ge=1)] = 16
+    "Copies that may be under way to one segment of a node at a time."
+
     def __post_init__(self) -> None:
         if self.eviction_ratio >= self.high_watermark:
             raise InvalidArgument("eviction_ratio", self.eviction_ratio, "less than high_watermark")
