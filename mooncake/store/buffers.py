@@ -3,7 +3,7 @@
 Transfer touches only registered memory. Large buffers are registered for the length of one
 operation (cheap: no page is touched or pinned on the transports that need none); small ones are
 copied through a staging region that is registered once, because a copy of a few KiB costs less than
-a registration. Memory that the caller registered, such as a worker's KV pool, needs neither: then
+a registration. Memory that the caller registered, such as a worker's KV pool, is taken as it is; and
 ``start_puts`` and friends take its addresses directly.
 """
 
@@ -84,8 +84,8 @@ class Lent:
         self._register(start, end)
 
     def _register(self, start: int, end: int) -> None:
-        if start < end:
-            self._regions.append(self._memory.engine.register((start, end - start)))
+        if start < end and not self._memory.has(start, end - start):
+            self._regions.append(self._memory.engine.register((start, end - start), is_brief=True))
 
     def stage(self, offset: int, base: int) -> None:
         self._staged = offset
@@ -107,6 +107,8 @@ class LocalMemory:
         self._lock = threading.Lock()
         self._staging: Region | None = None
         self._ranges = Allocator(STAGING_BYTES)
+        self._last: Region | None = None
+        """The caller's own region that was asked about last; the next buffer is mostly in it as well."""
 
     def source(self, buffers: Sequence[Buffer]) -> Lent:
         """The contents of ``buffers``, to be read from ``addresses``."""
@@ -142,11 +144,18 @@ class LocalMemory:
                 self.engine.unregister(self._staging)
                 self._staging = None
 
+    def has(self, address: int, size_bytes: int) -> bool:
+        """Whether the caller has registered that memory already."""
+        last = self._last
+        if last is None or last.is_closed or not 0 <= address - last.address <= last.size_bytes - size_bytes:
+            last = self._last = self.engine.region_of(address, size_bytes)
+        return last is not None
+
     def _lend(self, ranges: Sequence[tuple[int, int]]) -> Lent:
         lent = Lent(self, [size_bytes for _, size_bytes in ranges])
         total_bytes = sum(lent.sizes)
         offset: int | None = None
-        if 0 < total_bytes <= STAGED_BYTES:
+        if 0 < total_bytes <= STAGED_BYTES and not (len(ranges) == 1 and self.has(*ranges[0])):
             with self._lock:
                 if self._staging is None:
                     self._staging = self.engine.allocate(STAGING_BYTES, huge_pages=False, populate=False)

@@ -75,6 +75,8 @@ class TransferEngine(Mover):
         self.num_streams = settings.num_streams or max(1, min(4, (os.cpu_count() or 1) // 2))
         self._host = host_identity()
         self._owned: dict[int, Region] = {}
+        self._brief: dict[int, None] = {}
+        """Keys of those that go as soon as the operation that registered them ends."""
         self._locations: dict[int, str] = {}
         self._transports: dict[str, Transport] = {}
         self._client = HandshakeClient(client_context(settings) if settings.tls else None)
@@ -182,7 +184,7 @@ class TransferEngine(Mover):
             ) from error
         return self._keep(region, location)
 
-    def register(self, buffer: Any, location: str = ANYWHERE) -> Region:
+    def register(self, buffer: Any, location: str = ANYWHERE, *, is_brief: bool = False) -> Region:
         """Make existing memory usable as the local side and reachable by peers over tcp.
 
         ``buffer`` is a contiguous tensor, an array, anything with the buffer protocol or
@@ -210,6 +212,8 @@ class TransferEngine(Mover):
                 )
             region = self.regions.add(address, size, is_writable)
         region.owner = buffer
+        if is_brief:
+            self._brief[region.key] = None
         return self._keep(region, location)
 
     def _keep(self, region: Region, location: str) -> Region:
@@ -304,7 +308,20 @@ class TransferEngine(Mover):
         self.regions.remove(region.key)
         self._owned.pop(region.key, None)
         self._locations.pop(region.key, None)
+        self._brief.pop(region.key, None)
         self._changed()
+
+    def region_of(self, address: int, size_bytes: int) -> Region | None:
+        """The region that has all of the range, so that it need not be registered again.
+
+        Not one that was registered only for a moment (``is_brief``): it may go before you are done.
+        """
+        end = address + size_bytes
+        for key, region in list(self._owned.items()):
+            is_inside = region.address <= address and end <= region.address + region.size_bytes
+            if is_inside and key not in self._brief:
+                return region
+        return None
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """A ``with`` block whose changes of registered memory are published once, at its end."""

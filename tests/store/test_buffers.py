@@ -56,6 +56,22 @@ def test_the_same_buffer_twice_is_one_range(memory: LocalMemory) -> None:
         assert registered(memory) == [STAGED_BYTES]
 
 
+def test_what_the_caller_has_registered_is_taken_as_it_is(memory: LocalMemory) -> None:
+    pool = memory.engine.allocate(2 * STAGED_BYTES, huge_pages=False, populate=False)
+    small, large = (pool.address + 8, 100), (pool.address, 2 * STAGED_BYTES)
+    with memory.source([small]) as lent, memory.target([large]) as other:
+        assert lent.addresses == [small[0]] and other.addresses == [large[0]]
+        assert registered(memory) == [pool.size_bytes]
+    memory.engine.unregister(pool)
+    assert not memory.has(*small)
+
+
+def test_what_another_operation_registered_for_a_moment_is_not_relied_on(memory: LocalMemory) -> None:
+    row = np.zeros(2 * STAGED_BYTES, dtype=np.uint8)
+    with memory.target([row]), memory.target([row]):
+        assert registered(memory) == [row.nbytes, row.nbytes]
+
+
 @pytest.mark.parametrize("size", [5, STAGED_BYTES + 5])
 def test_fresh_bytes_are_filled_before_anyone_sees_them(memory: LocalMemory, size: int) -> None:
     lent, values = memory.fresh([size])
