@@ -3,8 +3,10 @@
 A client opens with ``PREFACE``, so that a port scanner or an HTTP client is told apart from a peer
 of another version. Then both sides send frames::
 
-    u32 body bytes | u32 request id | body (one msgpack array: message name, then its fields)
+    u32 body bytes | u32 request id | u32 checksum | body (one msgpack array: message name, then its fields)
 
+The checksum is the CRC-32 of the body, begun with the request id. TCP's own has 16 bits, and a bit that
+changed in a key on its way would be an answer about another object, with checksums that fit its bytes.
 A reply carries the id of its request, so requests may be pipelined and answered in any order. This
 module opens no socket and knows no message of any room. Sizes are bounded before anything is
 allocated: a length beyond ``MAX_BODY_BYTES`` ends the connection.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import zlib
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -22,9 +25,9 @@ import msgspec
 from mooncake import errors
 from mooncake.errors import InvalidArgument, MooncakeError, ProtocolError
 
-PREFACE = b"mooncake-rpc-1\r\n"
+PREFACE = b"mooncake-rpc-2\r\n"
 MAX_BODY_BYTES = 64 << 20
-HEADER = struct.Struct("<II")
+HEADER = struct.Struct("<III")
 _HEADER_BYTES = HEADER.size
 
 Message: TypeAlias = msgspec.Struct
@@ -51,7 +54,8 @@ def encode(request_id: int, message: Message) -> bytearray:
     body_bytes = len(frame) - _HEADER_BYTES
     if body_bytes > MAX_BODY_BYTES:
         raise InvalidArgument(f"size of {type(message).__name__}", body_bytes, f"at most {MAX_BODY_BYTES}")
-    HEADER.pack_into(frame, 0, body_bytes, request_id)
+    checksum = zlib.crc32(memoryview(frame)[_HEADER_BYTES:], request_id)
+    HEADER.pack_into(frame, 0, body_bytes, request_id, checksum)
     return frame
 
 
@@ -77,7 +81,8 @@ class FrameDecoder:
         """The (request id, body) of each frame that ``data`` completes.
 
         Raises:
-            ProtocolError: the peer speaks another protocol or exceeds the size limit.
+            ProtocolError: the peer speaks another protocol or exceeds the size limit, or the network
+                changed what it said.
         """
         if self._pieces:
             self._pieces.append(data)
@@ -99,7 +104,7 @@ class FrameDecoder:
             missing_bytes = start + _HEADER_BYTES - end
             if missing_bytes > 0:
                 break
-            body_bytes, request_id = HEADER.unpack_from(view, start)
+            body_bytes, request_id, checksum = HEADER.unpack_from(view, start)
             if body_bytes > self._max_body_bytes:
                 raise ProtocolError(
                     f"a frame of {body_bytes} bytes; at most {self._max_body_bytes} are allowed"
@@ -108,7 +113,10 @@ class FrameDecoder:
             missing_bytes = stop - end
             if missing_bytes > 0:
                 break
-            frames.append((request_id, view[start + _HEADER_BYTES : stop]))
+            body = view[start + _HEADER_BYTES : stop]
+            if zlib.crc32(body, request_id) != checksum:
+                raise ProtocolError(f"a frame of {body_bytes} bytes was damaged on its way")
+            frames.append((request_id, body))
             start = stop
         if start < end:
             self._wait(data[start:], missing_bytes)

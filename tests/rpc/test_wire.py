@@ -49,17 +49,34 @@ def test_a_foreign_protocol_is_refused_at_its_first_byte() -> None:
 
 def test_an_oversized_frame_is_refused_before_it_is_buffered() -> None:
     with pytest.raises(ProtocolError, match="bytes"):
-        FrameDecoder(expects_preface=False).feed(HEADER.pack(MAX_BODY_BYTES + 1, 1))
+        FrameDecoder(expects_preface=False).feed(HEADER.pack(MAX_BODY_BYTES + 1, 1, 0))
     with pytest.raises(InvalidArgument, match="size of Ask"):
         encode(1, Ask("x" * (MAX_BODY_BYTES + 1)))
 
 
+@given(at=st.integers(min_value=0), bit=st.integers(0, 7), text=st.text(max_size=50))
+def test_a_bit_that_changed_on_the_way_is_noticed(at: int, bit: int, text: str) -> None:
+    stream, decode = encode(3, Ask(text)) + encode(4, Ask("next")), decoder_for([Ask])
+    stream[at % len(stream)] ^= 1 << bit
+    frames, seen = FrameDecoder(expects_preface=False), []
+    try:
+        for place in range(len(stream)):
+            seen += [
+                (i, decode.decode(body).text) for i, body in frames.feed(bytes(stream[place : place + 1]))
+            ]
+    except ProtocolError:
+        pass
+    assert seen in ([], [(3, text)]), "what came before the bit, and nothing else"
+
+
 def test_messages_are_told_apart_by_their_tag() -> None:
     decode = decoder_for([Ask, Other])
-    assert decode.decode(encode(7, Other(5))[8:]) == Other(5)
-    assert decode.decode(encode(7, Failure("internal_error", "no"))[8:]) == Failure("internal_error", "no")
+    assert decode.decode(encode(7, Other(5))[HEADER.size :]) == Other(5)
+    assert decode.decode(encode(7, Failure("internal_error", "no"))[HEADER.size :]) == Failure(
+        "internal_error", "no"
+    )
     with pytest.raises(msgspec.ValidationError):
-        decoder_for([Ask]).decode(encode(7, Other(5))[8:])
+        decoder_for([Ask]).decode(encode(7, Other(5))[HEADER.size :])
 
 
 def test_a_failure_becomes_the_error_its_code_names() -> None:
