@@ -7,6 +7,9 @@ from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
 from mooncake.store.effects import Note, Received
 
+LAST_LINES = 10
+"""Of a key's story, in the log of an object that turned out to be wrong."""
+
 
 class Removing:
     """Answers Remove and Corrupt."""
@@ -36,7 +39,8 @@ class Removing:
             is_that = stored is not None and stored.object_id == object_id
             if stored is not None and is_that:
                 self._catalog.counts.corrupt_objects += 1
-                self._catalog.notes.append(Note("object_corrupt", {"key": key, "object_id": object_id}))
+                fields = {"key": key, "object_id": object_id, "story": self._catalog.story(key)[-LAST_LINES:]}
+                self._catalog.notes.append(Note("object_corrupt", fields))
                 self._catalog.unlink(stored, "a reader found wrong checksums", now)
             outcomes.append(is_that)
         return m.Outcomes(outcomes)

@@ -1,4 +1,4 @@
-"""A TCP proxy in a thread that can cut connections, break a frame off in its middle, and fall silent."""
+"""A TCP proxy in a thread that cuts connections, breaks frames in their middle, changes bits, is silent."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class Proxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._breaks_after: dict[bool, int | None] = {True: None, False: None}
+        self._flips: dict[bool, tuple[int, int] | None] = {True: None, False: None}
+        self.num_flipped = 0
+        """Bits that were changed."""
         self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._start())
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
@@ -41,6 +44,10 @@ class Proxy:
     def break_frame(self, num_bytes: int, to_peer: bool) -> None:
         """After so many more bytes in one direction, the connection they came on is closed."""
         self._call(lambda: self._breaks_after.__setitem__(to_peer, num_bytes))
+
+    def flip(self, num_bytes: int, bit: int, to_peer: bool) -> None:
+        """After so many more bytes in one direction, one bit of the next byte arrives as the other one."""
+        self._call(lambda: self._flips.__setitem__(to_peer, (num_bytes, bit)))
 
     def silence(self, is_silent: bool) -> None:
         """Nothing is forwarded while silent."""
@@ -79,6 +86,7 @@ class Proxy:
     def _heal(self) -> None:
         self._flows.set()
         self._breaks_after = {True: None, False: None}
+        self._flips = {True: None, False: None}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -118,7 +126,22 @@ class Proxy:
             if left is not None:
                 self._breaks_after[to_peer] = None if left <= len(data) else left - len(data)
             breaks = left is not None and left <= len(data)
+            data = self._flipped(data, to_peer)
             writer.write(data[:left] if breaks else data)
             await writer.drain()
             if breaks:
                 return
+
+    def _flipped(self, data: bytes, to_peer: bool) -> bytes:
+        planned = self._flips[to_peer]
+        if planned is None:
+            return data
+        num_bytes, bit = planned
+        if num_bytes >= len(data):
+            self._flips[to_peer] = (num_bytes - len(data), bit)
+            return data
+        self._flips[to_peer] = None
+        self.num_flipped += 1
+        changed = bytearray(data)
+        changed[num_bytes] ^= 1 << bit
+        return bytes(changed)

@@ -1,0 +1,32 @@
+"""``scripts/integrity``: bits that change in memory and on the wire. Exits 1 if one was read as good."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tests.integrity.flips import KINDS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/integrity", description=__doc__)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"{', '.join(KINDS)}; none: all")
+    parser.add_argument("--flips", type=int, default=1000, help="bits to change, of each kind (default 1000)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is changed when (default 0)")
+    asked = parser.parse_args()
+    num_wrong = 0
+    for kind in asked.kinds or KINDS:
+        if kind not in KINDS:
+            parser.error(f"no kind {kind!r}; there are {', '.join(KINDS)}")
+        began = time.monotonic()
+        outcome = KINDS[kind](asked.flips, asked.seed)
+        print(f"{kind}: {outcome}; {time.monotonic() - began:.0f} s", flush=True)
+        for line in outcome.wrong[:20]:
+            print(f"  WRONG {line}")
+        num_wrong += len(outcome.wrong)
+    return 1 if num_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

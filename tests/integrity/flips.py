@@ -1,0 +1,271 @@
+"""Bits that change in memory and on the wire, one at a time, and what a reader gets then.
+
+Allowed are the right bytes, a miss, and an error; never another value. A flip in a node's memory must also
+be counted by the client and by the master, be in the master's log with the key's story, and leave the key
+free to be put again. Every place of a flip is drawn from a seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from mooncake.cli.ports import free_ports
+from mooncake.errors import MooncakeError
+from mooncake.store import ReadGrant, Store, StoreSettings
+from mooncake.store import messages as m
+from mooncake.transfer import Op, TransferEngine, TransferSettings
+from tests.faults.proxy import Proxy
+from tests.kill.processes import PATIENCE_S, ROOT, Cluster
+
+SIZES = (1, 100, 4096, 60_000, 1_200_000)
+"""The last is more than one chunk."""
+NUM_KEYS = 20
+WIRE_TIMEOUT_S = 1.5
+"""A changed length may leave a peer waiting for bytes that never come: then the call ends with an error."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    num_flips: int = 0
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    """How the reads after a flip ended: ``miss``, ``right``, ``error``."""
+    wrong: list[str] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        ended = ", ".join(f"{number} {what}" for what, number in sorted(self.counts.items()))
+        return f"{self.num_flips} flips; reads after them: {ended}; {len(self.wrong)} wrong"
+
+
+class Objects:
+    """A few objects of all sizes; each has one value."""
+
+    def __init__(self, store: Store, random: Random) -> None:
+        self._store = store
+        self._random = random
+        self.values = {
+            f"k{number}": random.randbytes(SIZES[number % len(SIZES)] + number) for number in range(NUM_KEYS)
+        }
+        self.fill()
+
+    def fill(self) -> None:
+        """Put what is not there."""
+        until = time.monotonic() + PATIENCE_S
+        keys = list(self.values)
+        while (refused := self._store.put_batch(keys, list(self.values.values()))) != [None] * len(keys):
+            assert time.monotonic() < until, refused
+            time.sleep(0.02)
+
+    def any_key(self) -> str:
+        return self._random.choice(list(self.values))
+
+    def judge(self, key: str, value: object, how: str, outcome: Outcome) -> None:
+        if value is None:
+            outcome.counts["miss"] += 1
+        elif value == self.values[key]:
+            outcome.counts["right"] += 1
+        else:
+            outcome.wrong.append(f"flip {outcome.num_flips}: {how} of {key} gave other bytes")
+
+
+# Ways to read
+
+
+def by_get(store: Store, key: str, size_bytes: int) -> bytes | None:
+    return store.get(key)
+
+
+def by_get_into(store: Store, key: str, size_bytes: int) -> bytes | None:
+    buffer = bytearray(size_bytes)
+    return bytes(buffer) if store.get_into(key, buffer) is not None else None
+
+
+def by_view(store: Store, key: str, size_bytes: int) -> bytes | None:
+    with store.view(key) as data:
+        return None if data is None else bytes(data)
+
+
+def by_ranges(store: Store, key: str, size_bytes: int) -> bytes | None:
+    """All of it, in two pieces of each chunk: the checksums are combined."""
+    grant = store.open_reads([key])[0]
+    if grant is None:
+        return None
+    buffer = np.zeros(size_bytes, dtype=np.uint8)
+    with contextlib.ExitStack() as stack:
+        region = store.engine.register(buffer)
+        stack.callback(store.engine.unregister, region)
+        pieces: list[tuple[int, int]] = []
+        for start in range(0, size_bytes, grant.chunk_bytes):
+            end = min(start + grant.chunk_bytes, size_bytes)
+            middle = (start + end) // 2
+            pieces += [(start, middle - start), (middle, end - middle)]
+        offsets = [start for start, _ in pieces]
+        addresses = [region.address + start for start in offsets]
+        good = store.read_ranges([grant], offsets, addresses, [length for _, length in pieces])
+    return buffer.tobytes() if good == [True] else None
+
+
+READERS: tuple[Callable[[Store, str, int], bytes | None], ...] = (by_get, by_get_into, by_view, by_ranges)
+
+
+# In memory
+
+
+def flip_memory(num_flips: int, seed: int = 0) -> Outcome:
+    """A bit of the node's pool changes under an object; here, another process writes there."""
+    outcome, random = Outcome(), Random(seed)
+    with running() as cluster, Store(cluster.master) as store:
+        objects = Objects(store, random)
+        vandal = Vandal(store.engine)
+        while outcome.num_flips < num_flips:
+            key = objects.any_key()
+            grant = store.open_reads([key])[0]
+            assert grant is not None, key
+            vandal.flip(grant, random.randrange(grant.size_bytes * 8))
+            outcome.num_flips += 1
+            reader = READERS[outcome.num_flips % len(READERS)]
+            objects.judge(key, reader(store, key, grant.size_bytes), reader.__name__, outcome)
+            if store.exists([key])[0]:
+                outcome.wrong.append(f"flip {outcome.num_flips}: {key} was not dropped")
+            objects.fill()
+        _check_counted(store, cluster, outcome)
+    return outcome
+
+
+class Vandal:
+    """Somebody who may write to the node's memory."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+        self._region = engine.allocate(4096, huge_pages=False)
+        self._memory = self._region.view()
+
+    def flip(self, grant: ReadGrant, bit: int) -> None:
+        here, there = [self._region.address], [grant.address + bit // 8]
+        assert self._engine.run(Op.READ, grant.segment, here, there, [1]).num_bytes == 1
+        self._memory[0] ^= 1 << bit % 8
+        assert self._engine.run(Op.WRITE, grant.segment, here, there, [1]).num_bytes == 1
+
+
+def _check_counted(store: Store, cluster: Cluster, outcome: Outcome) -> None:
+    """Everyone who should know of every flip does."""
+    num_flips = outcome.num_flips
+    logged = [line for line in (cluster.folder / "log").read_text().splitlines() if "object_corrupt" in line]
+    counts = {
+        "the client counted": store.operations.counts.checksum_mismatches,
+        "the master counted": store.ask(m.Status()).counts["corrupt_objects"],
+        "the master logged": len(logged),
+        "the master logged with the key's story": sum("readable as" in line for line in logged),
+    }
+    outcome.wrong += [f"{who} {n} of {num_flips} flips" for who, n in counts.items() if n != num_flips]
+
+
+# On the wire
+
+
+def flip_wire(num_flips: int, seed: int = 0) -> Outcome:
+    """A bit changes between the client and the node, or between the client and the master."""
+    outcome, random = Outcome(), Random(seed)
+    with running(behind_proxy=True) as cluster, contextlib.ExitStack() as stack:
+        assert cluster.proxy is not None
+        to_master = Proxy(cluster.port)
+        stack.callback(to_master.close)
+        objects = Objects(stack.enter_context(Store(cluster.master)), random)
+        engine = TransferEngine(TransferSettings(transports=("tcp",)))
+        stack.callback(engine.close)
+        settings = StoreSettings(timeout_s=WIRE_TIMEOUT_S)
+        store = stack.enter_context(Store(f"127.0.0.1:{to_master.port}", engine, settings))
+        while outcome.num_flips < num_flips:
+            key = objects.any_key()
+            size_bytes = len(objects.values[key])
+            proxy = random.choice((cluster.proxy, cluster.proxy, cluster.proxy, to_master))
+            near = 64 if proxy is cluster.proxy else 200
+            at = random.randrange(near if random.random() < 0.5 else size_bytes + near)
+            proxy.flip(at, random.randrange(8), to_peer=random.random() < 0.5)
+            before = proxy.num_flipped
+            reader = READERS[random.randrange(len(READERS))]
+            for is_put in (random.random() < 0.5, False):
+                try:
+                    if is_put:
+                        store.remove([key], force=True)
+                        store.put(key, objects.values[key])
+                    objects.judge(key, reader(store, key, size_bytes), reader.__name__, outcome)
+                except MooncakeError:
+                    outcome.counts["error"] += 1
+                if proxy.num_flipped > before:
+                    break
+            proxy.heal()
+            outcome.num_flips += proxy.num_flipped - before
+            if outcome.num_flips % 20 == 0:
+                _look_at_all(objects, outcome)
+        _look_at_all(objects, outcome)
+    return outcome
+
+
+def _look_at_all(objects: Objects, outcome: Outcome) -> None:
+    """What a flip may have put elsewhere than it was meant for is noticed there."""
+    for key, value in zip(objects.values, objects._store.get_batch(list(objects.values)), strict=True):
+        if value is not None and value != objects.values[key]:
+            outcome.wrong.append(f"flip {outcome.num_flips}: later, {key} has other bytes")
+    objects.fill()
+
+
+# Processes
+
+
+class Damaged(Cluster):
+    """A master and one node, with a proxy before the node if asked for."""
+
+    proxy: Proxy | None = None
+
+    def start_node(self, name: str) -> None:
+        if self.proxy is None:
+            super().start_node(name)
+            return
+        told = {
+            "master": self.master,
+            "name": name,
+            "port": self.node_port,
+            "pool_size_bytes": 64 << 20,
+            "huge_pages": False,
+        }
+        command = [sys.executable, "-m", "tests.integrity.node", f"127.0.0.1:{self.proxy.port}"]
+        self.running[name] = subprocess.Popen(
+            [*command, json.dumps(told)], stdout=self.log, stderr=self.log, cwd=ROOT, env=os.environ
+        )
+
+    def put_proxy(self) -> None:
+        self.node_port = free_ports("127.0.0.1", 1, Random())[0]
+        self.proxy = Proxy(self.node_port)
+
+    def close(self) -> None:
+        super().close()
+        if self.proxy is not None:
+            self.proxy.close()
+
+
+@contextlib.contextmanager
+def running(behind_proxy: bool = False) -> Iterator[Damaged]:
+    folder = Path(tempfile.mkdtemp(prefix="integrity-"))
+    with contextlib.closing(Damaged(folder, (), 1)) as cluster:
+        if behind_proxy:
+            cluster.put_proxy()
+        cluster.start()
+        yield cluster
+    shutil.rmtree(folder)
+
+
+KINDS: dict[str, Callable[[int, int], Outcome]] = {"memory": flip_memory, "wire": flip_wire}

@@ -1,0 +1,23 @@
+"""A node that tells clients another address than its own: that of a proxy, told by its first argument.
+
+The other arguments are ``NodeSettings`` as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from mooncake.store import node
+from tests.faults.peer import BehindProxy
+
+
+def main() -> None:
+    BehindProxy.proxy = sys.argv[1]
+    node.TransferEngine = BehindProxy  # type: ignore[attr-defined]
+    asyncio.run(node.serve(node.NodeSettings(**json.loads(sys.argv[2]))))
+
+
+if __name__ == "__main__":
+    main()
