@@ -100,7 +100,16 @@ WORLDLY = {
 
 # Modules that are entered from outside (a console script, ``python -m``, a user's import), so that
 # nobody in the house needs to import them.
-DOORS = {"__main__", "cli", "cli.engine_bench", "engine", "transfer", "store", "sim.__main__"}
+DOORS = {
+    "__main__",
+    "cli",
+    "cli.compat.master",
+    "cli.engine_bench",
+    "engine",
+    "transfer",
+    "store",
+    "sim.__main__",
+}
 
 
 def module_name(path: Path) -> str:

@@ -11,7 +11,7 @@ import errno
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from mooncake.errors import AddressInUse, MooncakeError, Unavailable
@@ -23,10 +23,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # Read once, when torch is loaded. Its threads wait for each other by spinning otherwise: measured 50
     # times slower as soon as another process wants the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
+
+    def run() -> None:
         from mooncake.cli.table import application_for  # here, so that a missing extra can be explained
 
         application_for(words)(args=words, prog_name="mooncake")
+
+    run_program(run)
+
+
+def run_program(run: Callable[[], None]) -> NoReturn:
+    """Run the whole of a program and leave, with one line on what went wrong if something did."""
+    try:
+        run()
     except AddressInUse as error:
         _fail(str(error) if "--" in str(error) else f"{error}: --port", 2)
     except MooncakeError as error:

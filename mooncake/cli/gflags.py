@@ -1,13 +1,14 @@
 """Flags as the existing package's programs take them.
 
-``-f=v``, ``--f=v``, ``--f v``, hyphens or underscores, ``--f`` and ``--nof`` for what is true or false, and
-the flags of its logging library, which are taken and mean nothing here.
+``-f=v``, ``--f=v``, ``--f v``, hyphens or underscores, ``--f`` and ``--nof`` for what is true or false,
+``--flagfile``, ``--fromenv``, and the flags of its logging library, which are taken and mean nothing here.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mooncake.errors import InvalidArgument
@@ -15,14 +16,36 @@ from mooncake.errors import InvalidArgument
 LOGGING = {
     *(
         "alsologtostderr",
+        "alsologtoemail",
         "colorlogtostderr",
+        "colorlogtostdout",
+        "drop_log_memory",
+        "log_backtrace_at",
         "log_dir",
         "log_link",
+        "log_prefix",
+        "log_utc_time",
+        "log_year_in_prefix",
         "logbuflevel",
         "logbufsecs",
+        "logcleansecs",
+        "logemaillevel",
+        "logfile_mode",
+        "logmailer",
         "logtostderr",
+        "logtostdout",
     ),
-    *("max_log_size", "minloglevel", "stderrthreshold", "stop_logging_if_full_disk", "v", "vmodule"),
+    *(
+        "max_log_size",
+        "minloglevel",
+        "stderrthreshold",
+        "stop_logging_if_full_disk",
+        "symbolize_stacktrace",
+        "timestamp_in_logfile_name",
+        "undefok",
+        "v",
+        "vmodule",
+    ),
 }
 _TRUE, _FALSE = ("true", "t", "yes", "y", "1"), ("false", "f", "no", "n", "0")
 
@@ -33,44 +56,89 @@ def parse_flags(arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[s
     Raises:
         InvalidArgument: an unknown flag, a word that is no flag, or a value of another type.
     """
-    values = dict(defaults)
+    booleans = {name for name, default in defaults.items() if isinstance(default, bool)}
+    given = split_flags(arguments, defaults.keys(), booleans)
+    return {**defaults, **{name: _typed(name, text, defaults[name]) for name, text in given.items()}}
+
+
+def split_flags(
+    arguments: Sequence[str],
+    names: Collection[str],
+    booleans: Collection[str],
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """The text of each flag that was given; a later one replaces an earlier one.
+
+    Raises:
+        InvalidArgument: an unknown flag, a word that is no flag, a value that is missing.
+    """
+    given: dict[str, str] = {}
     words = list(arguments)
     while words:
         word = words.pop(0)
         if word == "--":
             break
-        if not word.startswith("-"):
-            raise InvalidArgument(
-                "argument", word, "flags only, such as " + " ".join(f"--{n}" for n in defaults)
-            )
+        if not word.startswith("-") or not word.strip("-"):
+            raise InvalidArgument("argument", word, "flags only; --help lists them")
         name, has_value, text = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
-        if name in LOGGING:
+        if name in LOGGING or (name.startswith("no") and name[2:] in LOGGING):
             if not has_value and words and not words[0].startswith("-"):
                 words.pop(0)
             continue
-        if not has_value and name.startswith("no") and isinstance(defaults.get(name[2:]), bool):
-            values[name[2:]] = False
+        if not has_value and name.startswith("no") and name[2:] in booleans:
+            given[name[2:]] = "false"
             continue
-        if name not in defaults:
-            close = difflib.get_close_matches(name, defaults, 1)
-            raise InvalidArgument("flag", word, f"--{close[0]}?" if close else ", ".join(defaults))
-        if not has_value:
-            if isinstance(defaults[name], bool):
-                text = words.pop(0) if words and words[0].lower() in _TRUE + _FALSE else "true"
-            elif words:
-                text = words.pop(0)
-            else:
+        is_special = environment is not None and name in ("flagfile", "fromenv", "tryfromenv")
+        if name not in names and not is_special:
+            close = difflib.get_close_matches(name, names, 1)
+            raise InvalidArgument("flag", word, f"--{close[0]}?" if close else "what --help lists")
+        if not has_value and name in booleans:
+            text = words.pop(0) if words and words[0].lower() in _TRUE + _FALSE else "true"
+        elif not has_value:
+            if not words:
                 raise InvalidArgument(f"--{name}", "", "a value")
-        values[name] = _typed(name, text, defaults[name])
-    return values
+            text = words.pop(0)
+        if not is_special:
+            given[name] = text
+        elif name == "flagfile":
+            words[:0] = [line for file in text.split(",") for line in _lines(file)]
+        else:
+            assert environment is not None
+            words[:0] = _from(environment, text, must_exist=name == "fromenv")
+    return given
+
+
+def _lines(file: str) -> list[str]:
+    """The flags in a flag file: one a line, ``#`` starts a comment."""
+    try:
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument("--flagfile", file, f"a readable file ({error})") from error
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _from(environment: Mapping[str, str], names: str, must_exist: bool) -> list[str]:
+    found: list[str] = []
+    for name in names.split(","):
+        variable = f"FLAGS_{name}"
+        if variable in environment:
+            found.append(f"--{name}={environment[variable]}")
+        elif must_exist:
+            raise InvalidArgument("--fromenv", name, f"a flag whose {variable} is set in the environment")
+    return found
+
+
+def parse_bool(name: str, text: str) -> bool:
+    """Raises InvalidArgument when ``text`` is neither."""
+    if text.lower() not in _TRUE + _FALSE:
+        raise InvalidArgument(name, text, "true or false")
+    return text.lower() in _TRUE
 
 
 def _typed(name: str, text: str, default: Any) -> Any:
     if isinstance(default, bool):
-        if text.lower() not in _TRUE + _FALSE:
-            raise InvalidArgument(f"--{name}", text, "true or false")
-        return text.lower() in _TRUE
+        return parse_bool(f"--{name}", text)
     try:
         return type(default)(text)
     except ValueError as error:

@@ -1,0 +1,216 @@
+"""``mooncake_master``: our master behind the existing program's flags, defaults and log lines.
+
+Only translates: flags, a flag file and ``--config_path`` become ``MasterSettings``. What a flag can't mean
+here is said once, with the reason, and the program goes on; what is misspelt or out of range ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import mooncake
+from mooncake import config
+from mooncake.cli import run_program
+from mooncake.cli.compat.master_flags import BOOLEANS, FLAGS, USED
+from mooncake.cli.gflags import split_flags
+from mooncake.cli.roles import run_until_stopped
+from mooncake.errors import InvalidArgument
+from mooncake.log import get_logger, setup_logging
+from mooncake.store.settings import MasterSettings
+
+log = get_logger(__name__)
+
+SNAPSHOTS_VARIABLE = "MOONCAKE_SNAPSHOT_LOCAL_PATH"
+HELP = """\
+mooncake_master: keep the store's metadata (mooncake master, with the flags of the existing package).
+
+Example: mooncake_master --rpc_port=50051 --enable_http_metadata_server=true --default_kv_lease_ttl=5s
+
+Flags take one dash or two, underscores or hyphens, and their value after = or a space. Files with flags:
+--flagfile (one a line), --config_path (JSON or YAML with the same names). ADMIN_API_KEY, when set, is the key
+that changes through the HTTP side need.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the flags amount to."""
+
+    settings: MasterSettings
+    metadata: tuple[str, int] | None
+    """Where to serve the HTTP metadata service, too."""
+    reports: bool
+    """Log a summary every so often."""
+    tenants_file: str
+    """YAML with the tenants' quotas; "" for none."""
+    warnings: list[str]
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The console script ``mooncake_master``."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if {"-h", "-help", "--help", "--helpfull", "--helpshort"} & set(words):
+        print(HELP)
+        print("\n".join(_help_lines()))
+        sys.exit(0)
+    if {"-version", "--version"} & set(words):
+        print(f"mooncake_master {mooncake.__version__}")
+        sys.exit(0)
+    run_program(lambda: _run(words))
+
+
+def _run(words: Sequence[str]) -> None:
+    setup_logging(role="master")
+    asked = read(words, os.environ)
+    for warning in asked.warnings:
+        log.warning("flag_without_effect", reason=warning)
+    run_until_stopped(_serve, asked)
+
+
+async def _serve(asked: Asked) -> None:
+    from mooncake.store.server import serve  # late: --help and bad flags should not wait for a web framework
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(serve(asked.settings))
+            if asked.metadata is not None:
+                from mooncake.transfer.metadata.server import MetadataSettings
+                from mooncake.transfer.metadata.server import serve as serve_metadata
+
+                group.create_task(serve_metadata(MetadataSettings(*asked.metadata)))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def read(words: Sequence[str], environment: Mapping[str, str]) -> Asked:
+    """What the command line asks for.
+
+    Raises:
+        InvalidArgument: names the flag, the value and what it takes.
+    """
+    given = split_flags(words, FLAGS.keys(), BOOLEANS, environment)
+    if given.get("config_path"):
+        path = FLAGS["config_path"].kind.value("config_path", given["config_path"])
+        given = {**_file(Path(path)), **given}
+    values = {name: flag.kind.value(name, given.get(name, flag.default)) for name, flag in FLAGS.items()}
+    changed = {name for name in given if values[name] != FLAGS[name].kind.read(FLAGS[name].default)}
+    warnings = [
+        f"--{name}: {FLAGS[name].why_not}" for name in given if name in changed and not FLAGS[name].field
+    ]
+    fields = {flag.field: values[name] for name, flag in FLAGS.items() if flag.field not in ("", USED)}
+    fields["port"] = values["rpc_port"] if "rpc_port" in given and values["rpc_port"] else values["port"]
+    _translate(values, given, environment, fields, warnings)
+    known = {field.name for field in dataclasses.fields(MasterSettings)}
+    fields = {name: value for name, value in fields.items() if value is not None and name in known}
+    settings, _ = config.load(MasterSettings, fields, environment)
+    metadata = None
+    if values["enable_http_metadata_server"]:
+        metadata = values["http_metadata_server_host"], values["http_metadata_server_port"]
+    tenants = values["tenant_quota_connector_uri"] if values["enable_multi_tenants"] else ""
+    return Asked(settings, metadata, values["enable_metric_reporting"], tenants, warnings)
+
+
+def _file(path: Path) -> dict[str, str]:
+    """The flags in a JSON or YAML file, as text; flags on the command line beat them."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(
+            "--config_path", str(path), f"a readable JSON or YAML file ({error})"
+        ) from error
+    try:
+        content = json.loads(text) if path.suffix == ".json" else read_yaml(text)
+    except ValueError as error:
+        raise InvalidArgument("--config_path", str(path), f"well-formed JSON or YAML ({error})") from error
+    if not isinstance(content, dict):
+        raise InvalidArgument("--config_path", str(path), "an object of flags and their values")
+    words = []
+    for name, value in content.items():
+        if isinstance(value, dict | list) or value is None:
+            raise InvalidArgument(f"{name} in {path}", value, "text, a number, true or false")
+        words.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
+    try:
+        return split_flags(words, FLAGS.keys(), BOOLEANS)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{error.field} in {path}", error.value, error.allowed) from error
+
+
+def read_yaml(text: str) -> Any:
+    """Raises ValueError when it is not well-formed."""
+    import yaml  # late: only those who have such a file need it
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _translate(
+    values: Mapping[str, Any],
+    given: Mapping[str, str],
+    environment: Mapping[str, str],
+    fields: dict[str, Any],
+    warnings: list[str],
+) -> None:
+    """What needs more than one flag, or another word."""
+    if "put_start_release_timeout_sec" in given:
+        # Theirs counts from the start of a put, ours from its deadline. Not by default: memory rests as long
+        # after a master was lost, and 10 minutes is long.
+        late_s = values["put_start_release_timeout_sec"] - values["put_start_discard_timeout_sec"]
+        fields["grace_s"] = max(0.0, late_s)
+    if "client_ttl" not in given:
+        fields["segment_ttl_s"] = None  # ours is shorter
+    _translate_log(values, environment, fields, warnings)
+    if values["enable_ha"]:
+        fields["election"] = _election(values)
+    else:
+        fields["cluster_id"] = None
+    if not values["enable_kv_events"]:
+        fields["kv_events_endpoint"] = fields["kv_events_backend"] = None
+    elif not (values["kv_events_bind_endpoint"] and values["kv_events_backend_id"]):
+        fields["kv_events_endpoint"] = None
+        warnings.append("--enable_kv_events: needs --kv_events_bind_endpoint and --kv_events_backend_id")
+    if values["enable_multi_tenants"] and values["tenant_quota_connector_type"] != "file":
+        warnings.append("--tenant_quota_connector_type: quotas are kept in a file or set by HTTP")
+
+
+def _translate_log(
+    values: Mapping[str, Any], environment: Mapping[str, str], fields: dict[str, Any], warnings: list[str]
+) -> None:
+    asking = [name for name in ("enable_oplog", "enable_snapshot", "enable_snapshot_restore") if values[name]]
+    folder = values["snapshot_backup_dir"] or environment.get(SNAPSHOTS_VARIABLE, "")
+    if asking and folder:
+        fields["oplog"] = str(Path(folder) / f"{values['cluster_id']}.oplog")
+    elif asking and not values["enable_ha"]:
+        warnings.append(f"--{asking[0]}: keeps nothing without a folder; name one by --snapshot_backup_dir")
+    elif folder:
+        warnings.append("--snapshot_backup_dir: used only with --enable_snapshot or --enable_oplog")
+
+
+def _election(values: Mapping[str, Any]) -> str:
+    scheme = values["ha_backend_type"]
+    if scheme == "k8s":
+        raise InvalidArgument(
+            "--ha_backend_type", scheme, "etcd or redis (in Kubernetes, too: run one beside)"
+        )
+    servers = values["ha_backend_connstring"] or (values["etcd_endpoints"] if scheme == "etcd" else "")
+    if not servers:
+        flag = "--etcd_endpoints" if scheme == "etcd" else "--ha_backend_connstring"
+        raise InvalidArgument(flag, "", "host:port of the server that elects, as --enable_ha asks for one")
+    hosts = [one.strip().rpartition("://")[2] for one in servers.replace(",", ";").split(";")]
+    return f"{scheme}://" + ";".join(host.rstrip("/") for host in hosts if host)
+
+
+def _help_lines() -> list[str]:
+    lines = []
+    for name, flag in FLAGS.items():
+        effect = f"; no effect: {flag.why_not}" if flag.why_not else ""
+        lines.append(f"  --{name}={flag.default}  ({flag.kind.allowed}{effect})")
+    return lines

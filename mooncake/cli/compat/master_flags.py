@@ -1,0 +1,193 @@
+"""Every flag of the existing ``mooncake_master``: its default, what it takes, and what it means here.
+
+A flag either sets a field of ``MasterSettings`` (``field``), is used by ``master.py`` (``USED``), or has no
+effect here, for the reason given; then the program says so when the flag is given another value than its
+default, because a launcher that asks for something should know that it does not get it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mooncake.cli.compat.kinds import (
+    DURATION,
+    PORT,
+    POSITIVE_DURATION,
+    RATIO,
+    SECONDS,
+    SIZE,
+    TEXT,
+    TRUTH,
+    Kind,
+    choice,
+    number,
+    whole,
+)
+
+USED = "used"
+COUNT = whole(0)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """``default`` as text, as the existing program has it."""
+
+    default: str
+    kind: Kind
+    field: str = ""
+    """Of MasterSettings; USED: ``master.py`` knows; "": no effect."""
+    why_not: str = ""
+
+
+def _without(why: str, **flags: tuple[str, Kind]) -> dict[str, Flag]:
+    return {name: Flag(default, kind, why_not=why) for name, (default, kind) in flags.items()}
+
+
+FLAGS: dict[str, Flag] = {
+    "config_path": Flag("", TEXT, USED),
+    # RPC
+    "rpc_port": Flag("0", PORT, USED),
+    "port": Flag("50051", PORT, USED),
+    "rpc_address": Flag("0.0.0.0", TEXT, "host"),
+    **_without("one loop serves all connections", rpc_thread_num=("0", COUNT), max_threads=("16", COUNT)),
+    **_without("the address to listen on is --rpc_address", rpc_interface=("", TEXT)),
+    **_without("idle connections cost nothing and are kept", rpc_conn_timeout_seconds=("0", COUNT)),
+    **_without("it is always on", rpc_enable_tcp_no_delay=("true", TRUTH)),
+    # HTTP
+    "metrics_port": Flag("9003", PORT, "metrics_port"),
+    "metrics_host": Flag("0.0.0.0", TEXT, "metrics_host"),
+    "enable_metric_reporting": Flag("true", TRUTH, USED),
+    "enable_http_metadata_server": Flag("false", TRUTH, USED),
+    "http_metadata_server_host": Flag("0.0.0.0", TEXT, USED),
+    "http_metadata_server_port": Flag("8080", PORT, USED),
+    **_without(
+        "entries end by themselves when their owners stop renewing them",
+        enable_metadata_cleanup_on_timeout=("false", TRUTH),
+    ),
+    # Leases and eviction
+    "default_kv_lease_ttl": Flag("10000", POSITIVE_DURATION, "lease_s"),
+    "default_kv_soft_pin_ttl": Flag("1800000", DURATION, "soft_pin_s"),
+    "max_kv_soft_pin_ttl": Flag("86400000", DURATION, "max_soft_pin_s"),
+    "allow_evict_soft_pinned_objects": Flag("true", TRUTH, "evicts_soft_pinned"),
+    "eviction_ratio": Flag("0.05", number(0, 1), "eviction_ratio"),
+    "eviction_high_watermark_ratio": Flag("0.9", number(0, 1, is_open=True), "high_watermark"),
+    "client_ttl": Flag("10", SECONDS, "segment_ttl_s"),
+    "put_start_discard_timeout_sec": Flag("30", SECONDS, "put_s"),
+    "put_start_release_timeout_sec": Flag("600", SECONDS, USED),
+    # Placement
+    **_without(
+        "the most free of a few segments is taken, a writer's own and preferred ones first",
+        allocation_strategy=(
+            "random",
+            choice("random", "free_ratio_first", "ssd_free_ratio_first", "cxl", "local_first"),
+        ),
+    ),
+    **_without("there is one allocator", memory_allocator=("offset", choice("offset", "cachelib"))),
+    # SSD
+    **_without(
+        "nodes that have an SSD tier use it, without being told (mooncaked --nvme-path)",
+        enable_offload=("false", TRUTH),
+        offload_on_evict=("false", TRUTH),
+        offload_force_evict=("false", TRUTH),
+        root_fs_dir=("", TEXT),
+        global_file_segment_size=("9223372036854775807", SIZE),
+        enable_disk_eviction=("true", TRUTH),
+        quota_bytes=("0", SIZE),
+    ),
+    "offloading_queue_limit": Flag("50000", COUNT, USED),
+    "offload_cap_ratio": Flag("0.5", RATIO, USED),
+    "promotion_on_hit": Flag("false", TRUTH, USED),
+    "promotion_admission_threshold": Flag("2", whole(1), USED),
+    "promotion_max_per_heartbeat": Flag("1", whole(1), USED),
+    "promotion_queue_limit": Flag("50000", COUNT, USED),
+    # Hot objects
+    "dynamic_replication_mode": Flag("off", choice("off", "observe", "enforce"), USED),
+    "dynamic_replication_admission_qps_threshold": Flag("0.8", number(0), USED),
+    "dynamic_replication_heat_window_seconds": Flag("10", SECONDS, USED),
+    "dynamic_replication_max_memory_replicas": Flag("2", whole(1, 64), USED),
+    # High availability
+    "enable_ha": Flag("false", TRUTH, USED),
+    "ha_backend_type": Flag("etcd", choice("etcd", "redis", "k8s"), USED),
+    "ha_backend_connstring": Flag("", TEXT, USED),
+    "etcd_endpoints": Flag("", TEXT, USED),
+    "cluster_id": Flag("mooncake_cluster", TEXT, "cluster_id"),
+    "enable_oplog": Flag("false", TRUTH, USED),
+    **_without(
+        "standbys follow as records are made",
+        oplog_poll_interval_ms=("1000", COUNT),
+        oplog_batch_max_entries=("1024", COUNT),
+        batch_oplog_retry_timeout_sec=("180", COUNT),
+    ),
+    **_without(
+        "leaders are elected through etcd or Redis, not Kubernetes",
+        pod_name=("", TEXT),
+        pod_namespace=("", TEXT),
+    ),
+    # Snapshots
+    "enable_snapshot": Flag("false", TRUTH, USED),
+    "enable_snapshot_restore": Flag("false", TRUTH, USED),
+    "snapshot_backup_dir": Flag("", TEXT, USED),
+    **_without(
+        "the log is appended to before each answer and compacted when it has grown",
+        snapshot_interval_seconds=("600", COUNT),
+        snapshot_retention_count=("2", COUNT),
+        snapshot_child_timeout_seconds=("300", COUNT),
+    ),
+    **_without(
+        "the log is a file of this host; standbys keep copies",
+        snapshot_object_store_type=("local", choice("local", "s3")),
+        snapshot_catalog_store_type=("embedded", choice("embedded", "redis")),
+        snapshot_catalog_store_connstring=("", TEXT),
+        snapshot_catalog_backend_type=("embedded", choice("embedded", "redis")),
+        snapshot_catalog_backend_connstring=("", TEXT),
+        snapshot_payload_store_type=("local", choice("local", "s3")),
+        snapshot_payload_backend_type=("local", choice("local", "s3")),
+    ),
+    # Jobs
+    **_without(
+        "nodes ask for work when they have room for it, and a task that is late is planned again",
+        max_total_finished_tasks=("10000", COUNT),
+        max_total_pending_tasks=("10000", COUNT),
+        max_total_processing_tasks=("10000", COUNT),
+        pending_task_timeout_sec=("300", COUNT),
+        processing_task_timeout_sec=("300", COUNT),
+        max_retry_attempts=("10", COUNT),
+    ),
+    # Tenants
+    "enable_multi_tenants": Flag("false", TRUTH, USED),
+    "tenant_quota_connector_type": Flag("file", choice("file", "etcd"), USED),
+    "tenant_quota_connector_uri": Flag("", TEXT, USED),
+    # KV events
+    "enable_kv_events": Flag("false", TRUTH, USED),
+    "kv_events_bind_endpoint": Flag("", TEXT, "kv_events_endpoint"),
+    "kv_events_replay_endpoint": Flag("", TEXT, "kv_events_replay_endpoint"),
+    "kv_events_backend_id": Flag("", TEXT, "kv_events_backend"),
+    "kv_events_emit_legacy_compat": Flag("true", TRUTH, "kv_events_legacy"),
+    "kv_events_emit_object_key": Flag("true", TRUTH, "kv_events_object_key"),
+    "kv_events_queue_capacity": Flag("65536", whole(1, 1 << 24), "kv_events_queue"),
+    **_without(
+        "the existing program ignores it, too: an object's key does not tell",
+        kv_events_model_name=("", TEXT),
+        kv_events_tenant_id=("", TEXT),
+        kv_events_additional_salt=("", TEXT),
+        kv_events_lora_name=("", TEXT),
+        kv_events_block_size=("0", COUNT),
+        kv_events_dp_rank=("0", COUNT),
+    ),
+    # Hardware that the master has no segments of
+    **_without(
+        "memory behind CXL is mounted by a node like any other",
+        enable_cxl=("false", TRUTH),
+        cxl_path=("/dev/dax0.0", TEXT),
+        cxl_size=("8589934592", SIZE),
+    ),
+    **_without(
+        "NVMe over Fabrics is a file of the node that attaches it (mooncaked --nvme-path)",
+        nof_eviction_ratio=("0.05", RATIO),
+        nof_eviction_high_watermark_ratio=("0.9", RATIO),
+        nof_heartbeat_interval_sec=("10", COUNT),
+        nof_heartbeat_probe_timeout_ms=("1000", COUNT),
+        nof_heartbeat_failures_threshold=("3", COUNT),
+    ),
+}
+BOOLEANS = frozenset(name for name, flag in FLAGS.items() if flag.kind is TRUTH)
