@@ -1,10 +1,12 @@
-"""How fast the store is for one client: metadata calls, single objects, batches; memcpy beside them.
+"""How fast the store is for one client: metadata calls, single objects, batches; the references beside them.
 
-Run ``python bench/store.py`` (``--json`` for programs, ``--quick`` for a look). Master, node and client
-are three processes on this host; the client has one thread. Checksums are on, as always: a put computes
-them, a get verifies them. The reference is one thread copying the same bytes between the same kinds of
-memory, taking turns with what is measured, because on a shared machine only neighbours in time can be
-compared. Every source is walked through and every key is new, so nothing comes from the processor's cache.
+Run ``python -m bench.store`` (``--json`` for programs, ``--quick`` for a look). Master, node and client are
+three processes on this host; the client has one thread. Checksums are on, as always: a put computes them, a
+get verifies them. One reference is one thread copying the same bytes between the same kinds of memory. With
+``--reference PYTHON``, an interpreter that has the existing package (and ``redis``, if a redis-server is to
+be compared), its master, node and client run as well. All take turns, because on a shared machine only
+neighbours in time can be compared. Every source is walked through and every key is new, so nothing comes
+from the processor's cache.
 
 What it cannot show: a real network, many clients at once, NUMA, latency under load, and first touches: the
 pool is written once before the clock starts, because a long-running node's memory has all been used.
@@ -14,16 +16,20 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -52,6 +58,12 @@ class Row:
     keys_per_s: float
     gb_s: float | None = None
     memcpy_gb_s: float | None = None
+    package_us: float | None = None
+    redis_us: float | None = None
+
+    def faster_than(self, reference_us: float | None) -> float | None:
+        """How many times; None when the reference did not run."""
+        return None if reference_us is None else reference_us / self.p50_us
 
     @property
     def ratio(self) -> float | None:
@@ -77,11 +89,70 @@ def running_store(pool_bytes: int) -> Iterator[str]:
             process.wait(20)
 
 
+class Reference:
+    """The existing package, and Redis if both it and its client are there; see ``store_reference.py``."""
+
+    def __init__(self, python: str) -> None:
+        script = str(Path(__file__).with_name("store_reference.py").absolute())
+        folder = Path(python).absolute().parent
+        port, metrics_port, redis_port = free_ports("127.0.0.1", 3, Random())
+        master = f"127.0.0.1:{port}"
+        # Not in this folder: our package has the same name.
+        self._folder = tempfile.TemporaryDirectory()
+        environment = {**os.environ, "MC_TCP_ENABLE_CONNECTION_POOL": "1", "PYTHONPATH": ""}
+        self._processes: list[subprocess.Popen[str]] = []
+
+        def start(*command: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                cwd=self._folder.name,
+                env=environment,
+            )
+            self._processes.append(process)
+            return process
+
+        start(str(folder / "mooncake_master"), f"--port={port}", f"--metrics_port={metrics_port}")
+        has_redis = shutil.which("redis-server") is not None
+        has_redis &= subprocess.run([python, "-c", "import redis"], capture_output=True).returncode == 0
+        if has_redis:
+            start("redis-server", "--port", str(redis_port), "--save", "", "--bind", "127.0.0.1")
+        self.systems = ["package", "redis"] if has_redis else ["package"]
+        time.sleep(2.0)  # neither says on a pipe when it is ready
+        answer_of(start(python, script, master))
+        self._client = start(python, script, master, str(redis_port if has_redis else 0))
+        answer_of(self._client)
+
+    def time(self, system: str, what: str, size: int, count: int) -> float:
+        assert self._client.stdin is not None
+        self._client.stdin.write(f"{system} {what} {size} {count}\n")
+        self._client.stdin.flush()
+        return float(answer_of(self._client))
+
+    def close(self) -> None:
+        for process in reversed(self._processes):
+            process.kill()
+            process.wait(20)
+        self._folder.cleanup()
+
+
+def answer_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    while line := process.stdout.readline():
+        if line.strip() == "ready" or line[0].isdigit():
+            return line
+    raise SystemExit(f"the reference ended: {process.args!r}")
+
+
 class Bench:
     """One client and the memory it puts from and gets into."""
 
-    def __init__(self, address: str, path: str, num_rounds: int) -> None:
+    def __init__(self, address: str, path: str, num_rounds: int, reference: Reference | None) -> None:
         self.path = path
+        self.reference = reference
         self.num_rounds = num_rounds
         transports = ("shm", "tcp") if path == "shm" else (path,)
         self.engine = TransferEngine(TransferSettings(transports=transports))
@@ -131,6 +202,7 @@ class Bench:
 
     def put_and_get(self, name: str, size: int, count: int) -> list[Row]:
         puts, gets, copies, views = [], [], [], []
+        others: dict[tuple[str, str], list[float]] = {}
         for _ in range(self.num_rounds if size * count < 8 * MIB else max(5, self.num_rounds // 20)):
             keys = self.new_keys(count)
             copies.append(self.memcpy(size, count))
@@ -140,6 +212,10 @@ class Bench:
             gets.append(timed(lambda k=keys, t=target: self.get(k, t)))  # type: ignore[misc]
             if count == 1:
                 views.append(timed(lambda k=keys: self.look(k[0])))  # type: ignore[misc]
+            if self.reference is not None:
+                for system, what in itertools.product(self.reference.systems, ("put", "get")):
+                    seconds = self.reference.time(system, what, size, count)
+                    others.setdefault((system, what), []).append(seconds)
             # The lease of the get protects the objects for a while; many small ones have room for that.
             if self._num_keys % 64 == 0 or size * count >= MIB:
                 self.store.remove(keys, force=True)
@@ -149,7 +225,12 @@ class Bench:
         reference = size * count / statistics.median(copies) / 1e9
         for what, times in (("put", puts), ("get", gets)):
             gb_s = size * count / statistics.median(times) / 1e9
-            rows.append(self.row(f"{what} {name}", times, count, gb_s, reference))
+            row = self.row(f"{what} {name}", times, count, gb_s, reference)
+            row.package_us, row.redis_us = (
+                statistics.median(others[system, what]) * 1e6 if (system, what) in others else None
+                for system in ("package", "redis")
+            )
+            rows.append(row)
         if views and self.path == "shm":
             rows.append(self.row(f"view {name}, unverified", views, 1))
         return rows
@@ -168,8 +249,17 @@ class Bench:
     def exists(self, count: int) -> Row:
         keys = self.new_keys(count)
         self.store.put_batch(keys, self.pieces(self.source, KIB, count))
-        times = [timed(lambda: self.store.exists(keys)) for _ in range(self.num_rounds * 10)]
-        return self.row(f"exists, {count} keys", times, count)
+        others: list[float] = []
+        if self.reference is not None:
+            self.reference.time("package", "put", KIB, count)
+        times = []
+        for _ in range(self.num_rounds * 10):
+            times.append(timed(lambda: self.store.exists(keys)))
+            if self.reference is not None:
+                others.append(self.reference.time("package", "exists", KIB, count))
+        row = self.row(f"exists, {count} keys", times, count)
+        row.package_us = statistics.median(others) * 1e6 if others else None
+        return row
 
     def row(
         self,
@@ -194,9 +284,9 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def measure(path: str, num_rounds: int) -> list[Row]:
+def measure(path: str, num_rounds: int, reference: Reference | None) -> list[Row]:
     with running_store(POOL_BYTES) as address:
-        bench = Bench(address, path, num_rounds)
+        bench = Bench(address, path, num_rounds, reference)
         try:
             bench.wait_until_mounted()
             bench.touch_pool()
@@ -214,26 +304,42 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
     parser.add_argument("--path", choices=("shm", "tcp", "both"), default="both", help="how bytes travel")
+    parser.add_argument("--reference", metavar="PYTHON", help="an interpreter that has the existing package")
     given = parser.parse_args()
     paths = ("shm", "tcp") if given.path == "both" else (given.path,)
-    rows = [row for path in paths for row in measure(path, 40 if given.quick else 200)]
+    reference = Reference(given.reference) if given.reference else None
+    try:
+        rows = [row for path in paths for row in measure(path, 40 if given.quick else 200, reference)]
+    finally:
+        if reference is not None:
+            reference.close()
     if given.json:
         for row in rows:
             print(json.dumps({**asdict(row), "ratio": row.ratio}))
         return
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     print(f"machine: {platform.machine()}, {os.cpu_count()} cores, load {load}")
-    print(f"command: python bench/store.py {' '.join(sys.argv[1:])}")
+    print(f"command: python -m bench.store {' '.join(sys.argv[1:])}")
     heads = f"{'p50 us':>10}{'p99 us':>10}{'keys/s':>12}{'GB/s':>8}{'memcpy':>8}{'ratio':>7}"
+    if reference is not None:
+        heads += f"{'package us':>12}{'faster':>8}{'redis us':>12}{'faster':>8}"
     print(f"{'path':<5}{'what':<28}{heads}")
     for row in rows:
-        bytes_part = ""
-        if row.gb_s is not None and row.memcpy_gb_s is not None and row.ratio is not None:
-            bytes_part = f"{row.gb_s:>8.2f}{row.memcpy_gb_s:>8.2f}{row.ratio:>7.2f}"
-        print(
-            f"{row.path:<5}{row.what:<28}{row.p50_us:>10.1f}{row.p99_us:>10.1f}{row.keys_per_s:>12.0f}{bytes_part}"
-        )
+        print(f"{row.path:<5}{row.what:<28}{line_of(row, reference is not None)}".rstrip())
+    print("faster: how many times the reference's time is ours")
     print("not shown: a real network, many clients, NUMA, latency under load, first touches of memory")
+
+
+def line_of(row: Row, has_reference: bool) -> str:
+    def cell(value: float | None, width: int, digits: int) -> str:
+        return " " * width if value is None else f"{value:>{width}.{digits}f}"
+
+    line = f"{row.p50_us:>10.1f}{row.p99_us:>10.1f}{row.keys_per_s:>12.0f}"
+    line += cell(row.gb_s, 8, 2) + cell(row.memcpy_gb_s, 8, 2) + cell(row.ratio, 7, 2)
+    if has_reference:
+        for reference_us in (row.package_us, row.redis_us):
+            line += cell(reference_us, 12, 1) + cell(row.faster_than(reference_us), 8, 2)
+    return line
 
 
 if __name__ == "__main__":
