@@ -94,7 +94,7 @@ class Region(Buffer):
         """
     @property
     def is_shared(self) -> bool:
-        """Processes of this host and user can map it: a memfd, or device memory with a handle."""
+        """Processes of this host and user can reach it: a memfd, a file, or device memory with a handle."""
     @property
     def is_writable(self) -> bool: ...
     @property
@@ -108,6 +108,11 @@ class Region(Buffer):
         """How a file is read and written: ``io_uring, O_DIRECT``, or what there is instead and why."""
     def flush(self) -> None:
         """Make a file durable; nothing for other kinds. *Unlocked.* OSError when the device refuses."""
+    def provide(self, offset: int, size_bytes: int) -> None:
+        """Make sure that the disk has room for these bytes; nothing for other kinds. *Unlocked.*
+
+        OSError when it has none. A file system that can't promise it does nothing: writing will tell.
+        """
     def view(self) -> memoryview:
         """Its bytes."""
     def read_into(self, buffer: Buffer, offset: int = 0) -> None:
@@ -256,6 +261,18 @@ class FilePeer(Peer):
     def __init__(
         self, local: RegionTable, far: RegionTable, regions: Sequence[tuple[int, int, int]]
     ) -> None: ...
+
+class SharedFilePeer(Peer):
+    """File regions of another process of this host, opened anew by their descriptors."""
+
+class SharedFileTransport:
+    """Shows file regions to processes of the same host and user. One thread."""
+
+    def __init__(self, regions: RegionTable, epoch: int, endpoint: str) -> None: ...
+    def connect(
+        self, endpoint: str, epoch: int, regions: Sequence[tuple[int, int, int]], timeout_s: float
+    ) -> SharedFilePeer | Status: ...
+    def close(self) -> None: ...
 
 class TcpServer:
     """Serves all regions over TCP, on every one of ``hosts``. OSError when an address cannot be had."""

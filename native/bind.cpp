@@ -16,6 +16,7 @@
 #include "crc32c.h"
 #include "cuda_ipc.h"
 #include "file.h"
+#include "shared_file.h"
 #include "shm.h"
 #include "tcp.h"
 
@@ -196,6 +197,20 @@ void bind_regions(nb::module_& m) {
              if (outcome.status != Status::kOk)
                throw std::system_error(outcome.error, std::generic_category(), "flush");
            })
+      .def(
+          "provide",
+          [](Region& self, uint64_t offset, uint64_t size) {
+            Outcome outcome;
+            {
+              Unlocked unlocked;
+              if (!self.medium || !self.contains(self.address + offset, size) || !self.enter()) return;
+              outcome = self.medium->provide(offset, size);
+              self.leave();
+            }
+            if (outcome.status != Status::kOk)
+              throw std::system_error(outcome.error, std::generic_category(), "provide");
+          },
+          "offset"_a, "size_bytes"_a)
       .def("__repr__",
            [](nb::handle self) {
              auto& region = *nb::inst_ptr<Region>(self);
@@ -337,6 +352,21 @@ void bind_file(nb::module_& m) {
              return peer;
            }),
            "local"_a, "far"_a, "regions"_a);
+  nb::class_<SharedFilePeer, Peer>(m, "SharedFilePeer");
+  nb::class_<SharedFileTransport>(m, "SharedFileTransport")
+      .def(nb::new_([](std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::string& endpoint) {
+             auto transport = std::make_shared<SharedFileTransport>(regions, epoch, endpoint);
+             regions->listen(transport);
+             return transport;
+           }),
+           "regions"_a, "epoch"_a, "endpoint"_a)
+      .def(
+          "connect",
+          [](SharedFileTransport& self, const std::string& endpoint, uint64_t epoch,
+             const std::vector<RemoteTuple>& remote,
+             double timeout_s) { return connected<SharedFilePeer>(self, endpoint, epoch, remote, timeout_s); },
+          "endpoint"_a, "epoch"_a, "regions"_a, "timeout_s"_a)
+      .def("close", &SharedFileTransport::close, nb::call_guard<Unlocked>());
 }
 
 void bind_tcp(nb::module_& m) {

@@ -9,11 +9,11 @@
 
 namespace mooncake::cuda {
 
-class CudaPeer final : public SharingPeer {
+class CudaPeer final : public CopyingPeer {
  public:
   CudaPeer(std::shared_ptr<Cuda> cuda, std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote,
            SharingSocketRef socket)
-      : SharingPeer(std::move(local), std::move(remote), std::move(socket)), cuda_(std::move(cuda)) {}
+      : CopyingPeer(std::move(local), std::move(remote), std::move(socket)), cuda_(std::move(cuda)) {}
 
  protected:
   Mapping map(const SharingMessage& message, int descriptor) override;

@@ -61,7 +61,7 @@ Outcome finish(FileIo io) {
 
 }  // namespace
 
-FileMedium::FileMedium(const std::string& path, uint64_t size, Options options) : depth_(options.depth) {
+FileMedium::FileMedium(const std::string& path, uint64_t size, Options options) : options_(options) {
   int flags = (options.is_writable ? O_RDWR : O_RDONLY) | O_CLOEXEC;
   fd_ = ::open(path.c_str(), flags | (options.is_writable && size ? O_CREAT : 0), 0600);
   if (fd_ < 0) fail(errno, "open");
@@ -81,16 +81,36 @@ FileMedium::FileMedium(const std::string& path, uint64_t size, Options options) 
     ::close(fd_);
     throw;
   }
+  open_ways(path);
+}
+
+FileMedium::FileMedium(int descriptor, uint64_t size, Options options)
+    : options_(options), fd_(descriptor), size_(size) {
+  struct stat status{};
+  int error = 0;
+  if (fstat(fd_, &status) != 0) error = errno;
+  else if (S_ISREG(status.st_mode) && static_cast<uint64_t>(status.st_size) < size) error = ENODATA;
+  else if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) error = EINVAL;
+  if (error) {
+    ::close(fd_);
+    fail(error, "open a peer's file");
+  }
+  open_ways("/proc/self/fd/" + std::to_string(fd_));
+}
+
+// The way around the page cache, and the ring.
+void FileMedium::open_ways(const std::string& path) {
+  int flags = (options_.is_writable ? O_RDWR : O_RDONLY) | O_CLOEXEC;
   std::string direct = "page cache as asked";
-  if (options.direct) {
+  if (options_.direct) {
     direct_fd_ = ::open(path.c_str(), flags | O_DIRECT);
     direct = direct_fd_ >= 0 ? "O_DIRECT" : std::string("page cache because O_DIRECT: ") + std::strerror(errno);
     if (direct_fd_ >= 0) memory_alignment_ = memory_alignment_of(direct_fd_, unit_);
   }
   int error = 0;
-  has_ring_ = options.ring && Ring::open(1, false, error);
+  has_ring_ = options_.ring && Ring::open(1, false, error);
   std::string queue = has_ring_ ? "io_uring" : "threads";
-  if (!has_ring_) queue += options.ring ? std::string(" because io_uring: ") + std::strerror(error) : " as asked";
+  if (!has_ring_) queue += options_.ring ? std::string(" because io_uring: ") + std::strerror(error) : " as asked";
   how_ = queue + ", " + direct;
 }
 
@@ -155,6 +175,14 @@ Outcome FileMedium::write(uint64_t offset, const void* from, uint64_t length) {
 Outcome FileMedium::flush() {
   while (fdatasync(fd_) != 0)
     if (errno != EINTR) return {Status::kIoError, errno};
+  return {};
+}
+
+Outcome FileMedium::provide(uint64_t offset, uint64_t length) {
+  while (fallocate(fd_, FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(length)) != 0) {
+    if (errno == EOPNOTSUPP || errno == ENODEV) return {};  // a device has all its room
+    if (errno != EINTR) return {Status::kIoError, errno};
+  }
   return {};
 }
 
@@ -260,7 +288,7 @@ FileMedium::~FileMedium() {
 
 std::shared_ptr<FileMedium::Engine> FileMedium::engine() {
   std::lock_guard lock(engine_mutex_);
-  if (!engine_ && has_ring_) engine_ = Engine::open(depth_);
+  if (!engine_ && has_ring_) engine_ = Engine::open(options_.depth);
   return engine_;
 }
 
@@ -466,6 +494,8 @@ class FileJob {
 
 }  // namespace
 
+Completion carry_files(Job& job, std::vector<RegionRef> files) { return FileJob(job, std::move(files)).carry(); }
+
 Completion FilePeer::execute(Job& job) {
   const auto& slices = job.request.slices;
   std::vector<RegionRef> files(slices.size());
@@ -480,7 +510,7 @@ Completion FilePeer::execute(Job& job) {
     if (!is_allowed) return job.failed(Status::kAccessDenied, static_cast<int64_t>(i));
     files[i] = last;
   }
-  return FileJob(job, std::move(files)).carry();
+  return carry_files(job, std::move(files));
 }
 
 }  // namespace mooncake

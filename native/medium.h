@@ -60,6 +60,9 @@ class Medium {
   // What was written survives a loss of power.
   virtual Outcome flush() { return {}; }
 
+  // Makes sure that there is room for these bytes; where nobody can promise it, writing will tell.
+  virtual Outcome provide(uint64_t /*offset*/, uint64_t /*length*/) { return {}; }
+
   // Memory whose address equals the offset modulo this spares a copy. A power of two, at most 4096.
   virtual uint64_t alignment() const { return 1; }
 

@@ -78,8 +78,9 @@ int SharingSocket::receive(SharingMessage& message, int& descriptor) const {
   return is_sound ? 1 : -1;
 }
 
-SharingPeer::SharingPeer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote, SharingSocketRef socket)
-    : Peer(std::move(local), std::move(remote), 1), socket_(std::move(socket)) {}
+SharingPeer::SharingPeer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote, SharingSocketRef socket,
+                         int max_workers)
+    : Peer(std::move(local), std::move(remote), max_workers), socket_(std::move(socket)) {}
 
 SharingPeer::~SharingPeer() {
   // Ends the connection for the transport's thread too; in a forked child it is not ours to end.
@@ -108,14 +109,14 @@ Status SharingPeer::find(uint64_t key, Clock::time_point deadline, const std::at
   }
 }
 
-Status SharingPeer::may_go_on(const Job& job, bool has_begun) const {
+Status CopyingPeer::may_go_on(const Job& job, bool has_begun) const {
   if (Status stop = job.stop.load(); stop != Status::kOk) return stop;
-  if (lost_) return Status::kPeerLost;
+  if (is_lost()) return Status::kPeerLost;
   return has_begun && job.is_late() ? Status::kTimedOut : Status::kOk;
 }
 
 // Takes slices, and parts of slices, for as long as they lie between the same two regions.
-Status SharingPeer::gather(Job& job, size_t& next, uint64_t& offset, Portion& portion) {
+Status CopyingPeer::gather(Job& job, size_t& next, uint64_t& offset, Portion& portion) {
   uint64_t room = portion_bytes();
   portion.slices.clear();
   bool has_begun = false;  // the regions of this portion are chosen
@@ -149,7 +150,7 @@ Status SharingPeer::gather(Job& job, size_t& next, uint64_t& offset, Portion& po
   return Status::kOk;
 }
 
-Completion SharingPeer::execute(Job& job) {
+Completion CopyingPeer::execute(Job& job) {
   Completion completion;
   Portion portion{job.request};
   for (const Slice& slice : job.request.slices) portion.job_bytes += slice.length;

@@ -2,7 +2,8 @@
 // stands for the relationship. Showing a region's key gets what is needed to map it here; closing the
 // region revokes it and waits until the peers say that they have stopped; a peer that died is seen by the
 // connection's end. One thread per transport reads all connections, in both roles. What is shown, and
-// how it is mapped and copied, is the business of the transports derived from these (shm.h, cuda_ipc.h).
+// how it is mapped and moved, is the business of the transports derived from these (shm.h, cuda_ipc.h,
+// shared_file.h).
 //
 //     client                       owner
 //     Hello{epoch}            ──▶           both check that the other runs as the same user
@@ -53,7 +54,8 @@ using SharingSocketRef = std::shared_ptr<SharingSocket>;
 // A process whose regions are mapped here as they are needed.
 class SharingPeer : public Peer {
  public:
-  SharingPeer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote, SharingSocketRef socket);
+  SharingPeer(std::shared_ptr<RegionTable> local, std::vector<RemoteRegion> remote, SharingSocketRef socket,
+              int max_workers = 1);
   ~SharingPeer() override;
   bool is_lost() const override { return lost_; }
 
@@ -73,6 +75,26 @@ class SharingPeer : public Peer {
     bool locate(uint64_t address, uint64_t length, uint64_t& here) const;
   };
 
+  // The region as it is mapped here, or none and a status. Owns the descriptor (-1: none came).
+  virtual Mapping map(const SharingMessage& message, int descriptor) = 0;
+
+  Status find(uint64_t key, Clock::time_point deadline, const std::atomic<Status>* stop, Mapping& found);
+  void wake() override { answered_.notify_all(); }
+  void release() override { mappings_.clear(); }
+
+ private:
+  const SharingSocketRef socket_;
+  std::atomic<bool> lost_{false};
+  std::unordered_map<uint64_t, Mapping> mappings_;
+  std::condition_variable answered_;
+};
+
+// A peer whose mapped regions are memory, which somebody copies portion by portion.
+class CopyingPeer : public SharingPeer {
+ public:
+  using SharingPeer::SharingPeer;
+
+ protected:
   // What is copied between two looks at stop and deadline: slices between one local region and one
   // mapping, with addresses of this process on both sides. Empty slices lie anywhere.
   struct Portion {
@@ -85,25 +107,15 @@ class SharingPeer : public Peer {
     uint32_t* checksums = nullptr;  // of these slices, each to be continued; null: not asked for
   };
 
-  // The region as it is mapped here, or none and a status. Owns the descriptor (-1: none came).
-  virtual Mapping map(const SharingMessage& message, int descriptor) = 0;
   // Copies a portion, whose regions are open meanwhile.
   virtual Outcome copy(const Portion& portion) = 0;
   virtual uint64_t portion_bytes() const = 0;
 
   Completion execute(Job& job) final;
-  Status find(uint64_t key, Clock::time_point deadline, const std::atomic<Status>* stop, Mapping& found);
-  void wake() override { answered_.notify_all(); }
-  void release() override { mappings_.clear(); }
 
  private:
   Status gather(Job& job, size_t& next, uint64_t& offset, Portion& portion);
   Status may_go_on(const Job& job, bool has_begun) const;
-
-  const SharingSocketRef socket_;
-  std::atomic<bool> lost_{false};
-  std::unordered_map<uint64_t, Mapping> mappings_;
-  std::condition_variable answered_;
 };
 
 class SharingTransport : public RegionListener {

@@ -8,9 +8,9 @@
 
 namespace mooncake {
 
-class ShmPeer final : public SharingPeer {
+class ShmPeer final : public CopyingPeer {
  public:
-  using SharingPeer::SharingPeer;
+  using CopyingPeer::CopyingPeer;
 
   // The mapping behind [address, address + length) of the peer and where it starts here, or null.
   RegionRef view(uint64_t address, uint64_t length, Clock::time_point deadline, uint64_t& here);

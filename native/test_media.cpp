@@ -15,7 +15,7 @@
 #include <thread>
 
 #include "crc32c.h"
-#include "file.h"
+#include "shared_file.h"
 #include "tcp.h"
 #include "testing.h"
 
@@ -388,18 +388,37 @@ void test_files() {
     }
 }
 
-// The path `file` from several threads, until the file or the memory goes.
-void test_file_peer() {
+// The path `file` from several threads, until the file, the memory or the owner goes: within a process, and
+// as another process would, by the descriptor.
+void test_file_peers() {
   constexpr uint64_t kSize = 4 << 20;
-  for (int i = 0; i < rounds / 12 + 1; i++) {
+  for (int i = 0; i < 2 * (rounds / 12 + 1); i++) {
     TemporaryFile file;
-    auto table = std::make_shared<RegionTable>();
+    bool is_shared = i % 2;
+    auto table = std::make_shared<RegionTable>(), far = is_shared ? std::make_shared<RegionTable>() : table;
     std::vector<uint8_t> memory = noise(kSize);
     RegionRef local = table->add(address_of(memory.data()), kSize, true);
     auto medium = std::make_shared<FileMedium>(file.path, kSize, FileMedium::Options{true, true, i % 3 != 2, 8});
-    RegionRef remote = table->add_medium(medium->address(), kSize, true, "file", medium);
-    auto peer = std::make_shared<FilePeer>(table, table, published(*table), 2);
-    table->listen(peer);
+    RegionRef remote = far->add_medium(medium->address(), kSize, true, "file", medium);
+    std::shared_ptr<SharedFileTransport> near_end, far_end;
+    std::shared_ptr<Peer> peer;
+    if (is_shared) {
+      near_end = std::make_shared<SharedFileTransport>(table, 8, "mooncake-test-" + file.path);
+      far_end = std::make_shared<SharedFileTransport>(far, 7, "mooncake-test-far-" + file.path);
+      far->listen(far_end);
+      Status status;
+      peer = near_end->connect(far_end->endpoint(), 7, published(*far), Clock::now() + 5s, status);
+      assert(peer && status == Status::kOk);
+      assert(!near_end->connect(far_end->endpoint(), 9, {}, Clock::now() + 5s, status));
+      std::vector<RemoteRegion> wrong = published(*far);
+      wrong[0].key++;
+      peer->set_remote(wrong);
+      assert(peer->run(request(Op::kRead, {{local->address, remote->address, 9}})).status == Status::kAccessDenied);
+      peer->set_remote(published(*far));
+    } else {
+      peer = std::make_shared<FilePeer>(table, table, published(*table), 2);
+      table->listen(peer);
+    }
     std::atomic<int> num_done{0}, num_summed{0};
     std::vector<std::thread> threads;
     for (uint64_t part = 0; part < 3; part++)
@@ -421,11 +440,15 @@ void test_file_peer() {
     while (num_done < 6 || num_summed < 3) std::this_thread::yield();
     size_t num_ended = 0;
     while (num_ended < 5) num_ended += queue->drain(5, 10).size();
-    table->remove(i % 2 ? local->key : remote->key);
-    if (i % 2) std::fill(memory.begin(), memory.end(), 5);
+    bool owner_goes = is_shared && i % 3 == 0, memory_goes = i / 2 % 2;
+    if (owner_goes) far_end->close();
+    else if (memory_goes) table->remove(local->key);
+    else far->remove(remote->key);
+    if (memory_goes && !owner_goes) std::fill(memory.begin(), memory.end(), 5);
     for (auto& thread : threads) thread.join();
     peer->close();
     table->remove_all();
+    far->remove_all();
   }
 }
 
@@ -442,7 +465,7 @@ int main(int argc, char** argv) {
       {"slow media", test_slow_media},
       {"ending media", test_ending_media},
       {"files", test_files},
-      {"file peer", test_file_peer},
+      {"file peers", test_file_peers},
   };
   run_all(tests, seed);
 }

@@ -51,6 +51,7 @@ CORES = {
     "store.changes",
     "store.effects",
     "store.eviction",
+    "store.framing",
     "store.master",
     "store.membership",
     "store.messages",

@@ -3,23 +3,18 @@
 Few facts suffice: a segment was mounted or went, an object became readable or went, a replica was
 added to it or dropped, it was pinned, a tenant got a quota.
 Promises are not written down (that would cost a record per lookup): a successor assumes the longest
-ones that could exist. Each record is framed with its length and a checksum, so that a master killed
-in the middle of a write leaves a tail that is recognised and dropped; nothing in that tail was ever
-acknowledged. The file is ``oplog.py``'s.
+ones that could exist. How records lie in a file is ``framing.py``'s; the file is ``oplog.py``'s.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import msgspec
 
+from mooncake.store.framing import framed, unframed
 from mooncake.types import Tier
-
-_FRAME = struct.Struct("<II")
 
 
 class SegmentMounted(msgspec.Struct, frozen=True, array_like=True, tag="segment_mounted"):
@@ -105,22 +100,10 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Record)
 
 def encode(records: Iterable[Record]) -> bytes:
     """The records' bytes, to be appended."""
-    parts: list[bytes] = []
-    for record in records:
-        body = _encoder.encode(record)
-        parts += (_FRAME.pack(len(body), zlib.crc32(body)), body)
-    return b"".join(parts)
+    return framed(map(_encoder.encode, records))
 
 
 def decode(content: bytes) -> tuple[list[Record], int]:
     """The records at the start of ``content``, and how many bytes they are; the rest is a torn tail."""
-    records: list[Record] = []
-    view, at = memoryview(content), 0
-    while at + _FRAME.size <= len(content):
-        length, checksum = _FRAME.unpack_from(content, at)
-        body = view[at + _FRAME.size : at + _FRAME.size + length]
-        if len(body) < length or zlib.crc32(body) != checksum:
-            break
-        records.append(_decoder.decode(body))
-        at += _FRAME.size + length
-    return records, at
+    bodies, num_bytes = unframed(content)
+    return [_decoder.decode(body) for body in bodies], num_bytes

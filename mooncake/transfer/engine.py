@@ -39,7 +39,7 @@ from mooncake.transfer.transports import (
     make_transport,
 )
 from mooncake.transfer.transports.cuda import CudaTransport
-from mooncake.transfer.transports.file import flush, open_file
+from mooncake.transfer.transports.file import FileTransport, flush, open_file, provide
 
 _numbers = itertools.count()
 
@@ -266,7 +266,7 @@ class TransferEngine(Mover):
         writable: bool = True,
         direct: bool = True,
     ) -> Region:
-        """A file or block device as a region: peers reach it over tcp, this process over ``file``.
+        """A file or block device as a region: reached over ``file`` on this host, else over tcp.
 
         Without ``size_bytes`` it is as long as it is; with it, a file is created or extended to that
         length. ``direct`` goes around the page cache where that can be. What the machine could not do is
@@ -287,9 +287,23 @@ class TransferEngine(Mover):
             ring=self.settings.file_ring,
             depth=self.settings.file_depth,
         )
+        shown_by = self._transports.get("file")
+        if isinstance(shown_by, FileTransport):
+            shown_by.serve()
         self._owned[region.key] = region
         self._changed()
         return region
+
+    def provide(self, region: Region, offset: int, size_bytes: int) -> None:
+        """Have the disk set room aside for a part of a file region that was opened with holes in it.
+
+        Where no file system can promise that, writing will tell.
+
+        Raises:
+            OutOfSpace: the disk has no room.
+            StorageError: the disk refuses.
+        """
+        provide(region, offset, size_bytes)
 
     def flush(self, region: Region) -> None:
         """What was moved into a file region survives a loss of power when this returns (fdatasync).

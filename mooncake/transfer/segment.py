@@ -25,8 +25,8 @@ with a default does not raise it."""
 ON_ONE_HOST = frozenset({"local", "shm", "file", "cuda"})
 """Schemes that end where the host does."""
 
-IN_ONE_PROCESS = frozenset({"local", "file"})
-"""Schemes that end where the process does: a file is reached from elsewhere through its engine."""
+IN_ONE_PROCESS = frozenset({"local"})
+"""Schemes that end where the process does."""
 
 
 def scheme_of(path: str) -> str:
@@ -48,7 +48,7 @@ class RegionInfo(msgspec.Struct, frozen=True):
     key: int
     "64 random bits; access without it is denied."
     is_shared: bool
-    "Processes on the same host can map it."
+    "Processes on the same host can map it, or open it."
     kind: str = "memory"
     "What holds the bytes: ``memory``, ``file``, ``cuda:<n>``."
     location: str = "*"
@@ -125,7 +125,7 @@ CARRIED = (
     ("shm", ("memory",), True),
     ("cuda", ("cuda",), True),
     ("rdma", ("memory", "cuda"), False),
-    ("file", ("file",), False),
+    ("file", ("file",), True),
     ("local", ("memory",), False),
 )
 """Schemes that carry only some kinds of regions, and whether these must be shared. Others carry all."""

@@ -38,7 +38,7 @@ from tests.contract.peer_process import engine_with, lend
 NO_GPU = why_unavailable()
 GPU = () if NO_GPU else ("cuda",)
 ALL = ("local", "shm", "tcp", "file", "tcp-file", "rdma", "cuda-double", *GPU)
-ACROSS = ("shm", "tcp", "tcp-file", "rdma", "cuda-double", *GPU)
+ACROSS = ("shm", "tcp", "file", "tcp-file", "rdma", "cuda-double", *GPU)
 IN_MEMORY = ("local", "shm")
 "Transports that can show a peer's bytes in place."
 MIB = 1 << 20

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from mooncake.errors import AccessDenied, InvalidArgument, OutOfSpace, StorageError
-from mooncake.transfer import Op, Region, Status, TransferEngine, TransferSettings
+from mooncake.transfer import Op, Region, Status, TransferEngine, TransferSettings, crc32c
 
 MIB = 1 << 20
 
@@ -42,7 +45,7 @@ def test_a_file_is_created_extended_and_kept(engine: TransferEngine, path: Path)
     assert (region.kind, region.size_bytes, region.is_shared, region.is_writable) == (
         "file",
         10_000,
-        False,
+        True,
         True,
     )
     assert path.stat().st_size == 10_000
@@ -231,14 +234,75 @@ def test_unregistering_a_file_during_transfers(engine: TransferEngine, path: Pat
     assert path.read_bytes() == b"mine", "the file was touched after it was unregistered"
 
 
-def test_an_engine_that_is_not_of_this_process(engine: TransferEngine, path: Path) -> None:
-    """The path `file` ends where the process does."""
+def test_an_engine_on_another_host_is_not_reached_by_file(engine: TransferEngine, path: Path) -> None:
     engine.open_file(path, 4096)
     described = engine.describe()
     assert engine.open(described).paths[1] == "file"
     with TransferEngine() as other:
         assert "file" in other.open(described).paths
-    elsewhere = msgspec.structs.replace(
-        described, name="elsewhere", epoch=7, endpoints={**described.endpoints, "file": "1"}
-    )
+    elsewhere = msgspec.structs.replace(described, name="elsewhere", epoch=7, host="elsewhere")
     assert "file" not in engine.open(elsewhere).paths
+
+
+READER = """
+import sys
+from mooncake.transfer import Op, TransferEngine, TransferSettings
+from mooncake.transfer.segment import decode_descriptor
+with TransferEngine(TransferSettings(transports=("shm", "file"))) as engine:
+    segment = engine.open(decode_descriptor(sys.stdin.readline().encode()))
+    here = engine.allocate(1 << 20)
+    there = segment.descriptor.regions[0].address
+    done = engine.run(Op.READ, segment, [here.address], [there], [1 << 20], checksum=True)
+    print(done.status.name, done.checksums, flush=True)
+    here.view()[:5] = b"other"
+    done = engine.run(Op.WRITE, segment, [here.address], [there + 7], [5])
+    print(done.status.name, flush=True)
+    sys.stdin.readline()
+    done = engine.run(Op.READ, segment, [here.address], [there], [1 << 20])
+    print(done.status.name, flush=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("writable", [True, False])
+def test_another_process_opens_the_file_itself(engine: TransferEngine, path: Path, writable: bool) -> None:
+    """Without tcp: it reads what the owner wrote, writes if it may, and is refused once it is taken back."""
+    content = np.random.default_rng(2).bytes(MIB)
+    path.write_bytes(content)
+    region = engine.open_file(path, writable=writable)
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert reader.stdin is not None and reader.stdout is not None
+    try:
+        print(engine.describe().encode().decode(), file=reader.stdin, flush=True)
+        assert reader.stdout.readline() == f"OK [{crc32c(content)}]\n"
+        assert reader.stdout.readline() == ("OK\n" if writable else "ACCESS_DENIED\n")
+        assert path.read_bytes() == (content[:7] + b"other" + content[12:] if writable else content)
+        engine.unregister(region)
+        print("", file=reader.stdin, flush=True)
+        assert reader.stdout.readline() == "ACCESS_DENIED\n"
+    finally:
+        reader.kill()
+        reader.communicate()
+
+
+def test_room_is_set_aside_in_a_file_with_holes(engine: TransferEngine, path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(8 * MIB)
+    region = engine.open_file(path, 8 * MIB)
+    assert path.stat().st_blocks == 0
+    engine.provide(region, MIB, MIB)
+    assert path.stat().st_blocks * 512 == MIB
+    assert path.stat().st_size == 8 * MIB
+
+
+def test_a_full_disk_refuses_room(engine: TransferEngine, path: Path) -> None:
+    class Full:
+        path = "the disk"
+
+        def provide(self, offset: int, size_bytes: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OutOfSpace, match=r"the disk with 4,096 bytes: No space left.* make room"):
+        engine.provide(Full(), 0, 4096)  # type: ignore[arg-type]

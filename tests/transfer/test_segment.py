@@ -39,8 +39,8 @@ def test_paths_in_common() -> None:
     everything = descriptor(shm="x", tcp="t", local="77")
     assert common_schemes(everything, "here", "77", ("local", "shm", "tcp")) == ("local", "shm", "tcp")
     assert common_schemes(everything, "here", "78", ("tcp", "shm", "local")) == ("tcp", "shm")
-    assert common_schemes(descriptor(file="77"), "here", "77", ("file",)) == ("file",)
-    assert common_schemes(descriptor(file="78"), "here", "77", ("file",)) == ()
+    assert common_schemes(descriptor(file="x"), "here", "77", ("file",)) == ("file",)
+    assert common_schemes(descriptor(file="x"), "there", "77", ("file",)) == ()
     assert common_schemes(everything, "there", "77", ("local", "shm", "tcp")) == ("tcp",)
     assert common_schemes(descriptor(tcp="t"), "here", "77", ("shm",)) == ()
 
@@ -72,6 +72,8 @@ def test_slices_in_shared_memory() -> None:
     ]
     found = index.carried("shm", column(*(c[0] for c in cases)), column(*(c[1] for c in cases)))
     assert found.tolist() == [c[2] for c in cases]
-    files = [RegionInfo(1000, 100, 1, True), RegionInfo(2000, 100, 2, False, "file")]
-    assert RegionIndex(files).carried("file", column(1000, 2099), column(1, 1)).tolist() == [False, True]
+    files = [RegionInfo(1000, 100, 1, True), RegionInfo(2000, 100, 2, True, "file")]
+    files.append(RegionInfo(3000, 100, 3, False, "file"))  # of a release that opened files for itself only
+    there = column(1000, 2099, 3000), column(1, 1, 1)
+    assert RegionIndex(files).carried("file", *there).tolist() == [False, True, False]
     assert RegionIndex(files[:1]).carried("file", column(1, 2), column(0, 1)).tolist() == [True, False]

@@ -1,21 +1,32 @@
-"""Files and block devices of this process: io_uring and O_DIRECT between the device and memory.
+"""Files and block devices of this host: io_uring and O_DIRECT between the device and memory.
 
-Thin: ``native/file.h`` moves the bytes. Reaches the file regions of engines in this process and nothing
-else; peers reach them over tcp, through the engine that opened them. Also opens the files and says, in
-words that help, why one could not be opened or made durable.
+Thin: ``native/file.h`` moves the bytes, ``native/shared_file.h`` shows a file to processes of the same host
+and user, which then open it themselves. Processes elsewhere reach it over tcp, through the engine that opened
+it. Nothing is served before the first file is opened. Also opens the files and says, in words that help, why
+one could not be opened, given room or made durable.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 from mooncake import _native
-from mooncake._native import Region, RegionTable
-from mooncake.errors import AccessDenied, InvalidArgument, OutOfSpace, PeerLost, StorageError
+from mooncake._native import Region, RegionTable, Status
+from mooncake.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    InvalidArgument,
+    OutOfSpace,
+    PeerLost,
+    StorageError,
+    Unavailable,
+)
 from mooncake.log import get_logger
 from mooncake.transfer.segment import RegionInfo
 from mooncake.transfer.transports import Carrier, Site
@@ -45,25 +56,90 @@ class FileCarrier:
         self._peer.set_remote(files_only(regions))
 
 
+class SharedFileCarrier:
+    """File regions of another process of this host."""
+
+    def __init__(self, peer: _native.SharedFilePeer) -> None:
+        self._peer = peer
+        self.run = peer.run
+        self.submit = peer.submit
+        self.cancel = peer.cancel
+        self.close = peer.close
+
+    @property
+    def is_lost(self) -> bool:
+        return self._peer.is_lost
+
+    def view(self, address: int, size_bytes: int, timeout_s: float) -> None:
+        return None
+
+    def set_regions(self, regions: Sequence[RegionInfo]) -> None:
+        self._peer.set_remote(files_only(regions))
+
+
 class FileTransport:
     def __init__(self, site: Site) -> None:
         self.regions = site.regions
-        self.endpoint = str(os.getpid())
+        self.endpoint = f"mooncake-{secrets.token_hex(8)}"
         self.is_closed = False
+        self._epoch = site.epoch
+        self._lock = threading.Lock()
+        self._shared: _native.SharedFileTransport | None = None
         _engines[site.epoch] = self
 
+    def serve(self) -> None:
+        """Be ready to show files to others; called before the first one is published.
+
+        Raises:
+            Unavailable: the system gives no socket.
+        """
+        self._start()
+
     def connect(self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float) -> Carrier:
-        peer = _engines.get(epoch)
-        if peer is None or peer.is_closed:
-            raise PeerLost(f"no engine with epoch {epoch:x} in this process; it was closed")
-        return FileCarrier(self.regions, peer, regions)
+        here = _engines.get(epoch)
+        if here is not None and here.is_closed:
+            raise PeerLost(f"the engine with epoch {epoch:x} of this process was closed")
+        if here is not None:
+            return FileCarrier(self.regions, here, regions)
+        peer = self._start().connect(endpoint, epoch, files_only(regions), timeout_s)
+        if isinstance(peer, _native.SharedFilePeer):
+            return SharedFileCarrier(peer)
+        if peer == Status.TIMED_OUT:
+            raise DeadlineExceeded(
+                f"file peer {endpoint} did not answer within {timeout_s:g} s; is it stopped?"
+            )
+        if peer == Status.ACCESS_DENIED:
+            raise AccessDenied(f"file peer {endpoint} runs as another user; use tcp between users")
+        raise PeerLost(f"file peer {endpoint} is gone; open its current descriptor")
 
     def close(self) -> None:
-        self.is_closed = True
+        with self._lock:
+            self.is_closed = True
+            if self._shared is not None:
+                self._shared.close()
+
+    def _start(self) -> _native.SharedFileTransport:
+        with self._lock:
+            if self._shared is None:
+                if self.is_closed:
+                    raise PeerLost("this engine was closed")
+                try:
+                    self._shared = _native.SharedFileTransport(self.regions, self._epoch, self.endpoint)
+                except OSError as error:
+                    raise Unavailable(f"file transport: {error}") from error
+            return self._shared
 
 
 def files_only(regions: Sequence[RegionInfo]) -> list[tuple[int, int, int]]:
     return [(region.address, region.size_bytes, region.key) for region in regions if region.kind == "file"]
+
+
+def provide(region: Region, offset: int, size_bytes: int) -> None:
+    """See ``TransferEngine.provide``."""
+    try:
+        region.provide(offset, size_bytes)
+    except OSError as error:
+        raise _refused(region.path, size_bytes, error) from error
 
 
 def open_file(
