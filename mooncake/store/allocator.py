@@ -12,12 +12,14 @@ that are already touched in use.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
 
 from mooncake.errors import InvalidArgument
 
 ALIGNMENT_BYTES = 64
 """Of offsets and of allocated sizes: a cache line, so that no two objects share one."""
+PAGE_BYTES = 4096
+"""The same on SSD, where O_DIRECT reads and writes whole pages."""
 
 _MANTISSA_BITS = 3
 _SCAN = 16
@@ -33,12 +35,13 @@ def _bin_of(size_bytes: int) -> int:
 
 
 class Allocator:
-    """Gives out ranges of ``[0, size_bytes)``."""
+    """Gives out ranges of ``[0, size_bytes)`` at multiples of ``alignment_bytes``."""
 
-    def __init__(self, size_bytes: int) -> None:
-        if size_bytes < ALIGNMENT_BYTES:
-            raise InvalidArgument("size_bytes", size_bytes, f"at least {ALIGNMENT_BYTES}")
-        self.size_bytes = size_bytes - size_bytes % ALIGNMENT_BYTES
+    def __init__(self, size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
+        if size_bytes < alignment_bytes:
+            raise InvalidArgument("size_bytes", size_bytes, f"at least {alignment_bytes}")
+        self.alignment_bytes = alignment_bytes
+        self.size_bytes = size_bytes - size_bytes % alignment_bytes
         self.allocated_bytes = 0
         self.allocations: dict[int, int] = {}
         """Offset -> size of every range in use."""
@@ -50,6 +53,8 @@ class Allocator:
         """Bin -> offsets of its holes, oldest first."""
         self._filled = 0
         """Bit b is set when bin b holds anything."""
+        self._starts: list[int] | None = None
+        """The holes' offsets in order, while ``take`` needs them; else nobody pays for the order."""
         self._add_hole(0, self.size_bytes)
 
     @property
@@ -63,10 +68,15 @@ class Allocator:
             return 0
         return max(self._holes[offset] for offset in self._bins[self._filled.bit_length() - 1])
 
+    def has_hole(self, size_bytes: int) -> bool:
+        """Whether ``allocate`` would succeed."""
+        return self._find(size_bytes + -size_bytes % self.alignment_bytes) is not None
+
     def allocate(self, size_bytes: int) -> int | None:
         """The offset of a range of at least ``size_bytes``, or None when no hole is large enough."""
         assert size_bytes > 0, size_bytes
-        wanted = size_bytes + -size_bytes % ALIGNMENT_BYTES
+        wanted = size_bytes + -size_bytes % self.alignment_bytes
+        self._starts = None
         offset = self._find(wanted)
         if offset is None:
             return None
@@ -77,24 +87,30 @@ class Allocator:
         self.allocated_bytes += wanted
         return offset
 
-    def adopt(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Take (offset, size) ranges that an earlier allocator of this memory had given out.
+    def take(self, offset: int, size_bytes: int) -> bool:
+        """Take a range that another allocator of this memory gave out; False: it is not free here.
 
-        Only when nothing is allocated yet.
+        Until ``allocate`` is asked again, the holes are kept in order: a master that follows another
+        takes millions of ranges and allocates none.
         """
-        assert not self.allocations, self
-        self._remove_hole(0)
-        at = 0
-        for offset, size_bytes in sorted(ranges):
-            size_bytes += -size_bytes % ALIGNMENT_BYTES
-            assert at <= offset and offset + size_bytes <= self.size_bytes, (at, offset, size_bytes)
-            if at < offset:
-                self._add_hole(at, offset - at)
-            self.allocations[offset] = size_bytes
-            self.allocated_bytes += size_bytes
-            at = offset + size_bytes
-        if at < self.size_bytes:
-            self._add_hole(at, self.size_bytes - at)
+        size_bytes += -size_bytes % self.alignment_bytes
+        if self._starts is None:
+            self._starts = sorted(self._holes)
+        at = bisect.bisect_right(self._starts, offset) - 1
+        if at < 0 or offset % self.alignment_bytes or size_bytes <= 0:
+            return False
+        start = self._starts[at]
+        end = start + self._holes[start]
+        if offset + size_bytes > end:
+            return False
+        self._remove_hole(start)
+        if start < offset:
+            self._add_hole(start, offset - start)
+        if offset + size_bytes < end:
+            self._add_hole(offset + size_bytes, end - offset - size_bytes)
+        self.allocations[offset] = size_bytes
+        self.allocated_bytes += size_bytes
+        return True
 
     def free(self, offset: int) -> int:
         """Take a range back; returns its size."""
@@ -114,7 +130,7 @@ class Allocator:
         at, previous_is_hole = 0, False
         for offset, size_bytes in sorted([*self.allocations.items(), *self._holes.items()]):
             assert offset == at, f"range at {offset}, expected {at}"
-            assert size_bytes > 0 and size_bytes % ALIGNMENT_BYTES == 0, (offset, size_bytes)
+            assert size_bytes > 0 and size_bytes % self.alignment_bytes == 0, (offset, size_bytes)
             is_hole = offset in self._holes
             assert not (is_hole and previous_is_hole), f"two holes in a row at {offset}"
             at, previous_is_hole = offset + size_bytes, is_hole
@@ -124,6 +140,7 @@ class Allocator:
         hung = {offset: number for number, holes in self._bins.items() for offset in holes}
         assert hung == {offset: _bin_of(size) for offset, size in self._holes.items()}
         assert self._filled == sum(1 << number for number in self._bins)
+        assert self._starts is None or self._starts == sorted(self._holes)
 
     def _find(self, wanted: int) -> int | None:
         number = _bin_of(wanted)
@@ -146,6 +163,8 @@ class Allocator:
         number = _bin_of(size_bytes)
         self._bins.setdefault(number, {})[offset] = None
         self._filled |= 1 << number
+        if self._starts is not None:
+            bisect.insort(self._starts, offset)
 
     def _remove_hole(self, offset: int) -> int:
         size_bytes = self._holes.pop(offset)
@@ -156,6 +175,8 @@ class Allocator:
         if not holes:
             del self._bins[number]
             self._filled &= ~(1 << number)
+        if self._starts is not None:
+            del self._starts[bisect.bisect_left(self._starts, offset)]
         return size_bytes
 
     def __repr__(self) -> str:

@@ -1,27 +1,42 @@
 """What a master knows, and the few ways in which it may change: shared by the parts of ``master.py``.
 
-Segments, objects and the order of eviction belong together: an object that becomes unfindable must
-leave all three, and its space may be used again only when every promise about it has run out. That
-is written here once; which requests bring it about, the parts decide.
+Segments, objects and the order of eviction belong together: an object or a replica that becomes
+unfindable must leave all three, and its space may be used again only when every promise about it
+has run out. That is written here once; which requests bring it about, the parts decide.
+
+The space of a replica that is gone *rests*: until the leases that existed then have ended (and, of
+views that are kept open, are not renewed any more), until nobody can still be writing it, and until
+no task reads it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 import itertools
 from collections import deque
-from typing import Any
-
-import msgspec
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
 
 from mooncake.store.effects import Note, Reply
 from mooncake.store.eviction import Eviction
-from mooncake.store.objects import Objects, State, StoredObject
-from mooncake.store.records import ObjectGone, ObjectReadable, Record, SegmentGone, SegmentMounted
+from mooncake.store.messages import Mount
+from mooncake.store.objects import Extent, Objects, State, StoredObject
+from mooncake.store.records import (
+    ObjectGone,
+    ObjectPinned,
+    ObjectReadable,
+    Record,
+    ReplicaAdded,
+    ReplicaGone,
+    SegmentGone,
+    SegmentMounted,
+)
 from mooncake.store.segments import Segment, Segments
 from mooncake.store.settings import MasterSettings
-from mooncake.types import ObjectKey
+from mooncake.store.tenants import Tenants
+from mooncake.types import ObjectKey, Tier
 
 STORY_LINES = 100_000
 
@@ -37,9 +52,35 @@ class Counts:
     expired_puts: int = 0
     evicted_objects: int = 0
     evicted_bytes: int = 0
+    evicted_replicas: int = 0
     removed_objects: int = 0
     corrupt_objects: int = 0
+    corrupt_replicas: int = 0
     lost_objects: int = 0
+
+
+class Clock(Protocol):
+    """A part with deadlines of its own."""
+
+    def deadline(self) -> float | None: ...
+
+    def expire(self, now: float) -> None: ...
+
+
+class Watcher(Protocol):
+    """A part that follows what happens to objects. None of these is called for what a master applies."""
+
+    def readable(self, stored: StoredObject, now: float) -> None:
+        """Put-end: ``stored.policy`` says what its writer wanted."""
+
+    def cold_hit(self, stored: StoredObject, now: float) -> None:
+        """A lookup found it, but not in memory or faster."""
+
+    def gone(self, stored: StoredObject, now: float) -> None:
+        """It was readable and is no more, with all its replicas."""
+
+    def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        """That replica is none any more (or was given up before it was complete); the object has others."""
 
 
 class Catalog:
@@ -49,16 +90,21 @@ class Catalog:
         self.settings = settings
         self.segments = Segments(settings.segment_ttl_s, settings.heartbeat_s, first_object_id)
         self.objects = Objects(first_object_id - 1)
-        self.eviction = Eviction()
+        self.eviction = Eviction(settings.eviction_policy)
+        self.tenants = Tenants()
         self.counts = Counts()
+        self.clocks: list[Clock] = []
+        self.watchers: list[Watcher] = []
+        self.on_complete: list[Callable[[StoredObject, Extent, float], None]] = []
+        """Called when a further replica of a readable object has become complete."""
         self.notes: list[Note] = []
         """What operators should know of the event that is being handled."""
         self.replies: list[Reply] = []
         """Answers that had to wait and are ready now. A part that parks a request answers None first."""
         self.records: list[Record] = []
         """What must be written down before that event is answered."""
-        self._timers: list[tuple[float, int, StoredObject]] = []
-        """(instant, tie-breaker, object): a writer's deadline, or the release of unlinked space."""
+        self._timers: list[tuple[float, int, StoredObject, Extent | None]] = []
+        """(instant, tie-breaker, object, its extent): a deadline for writing, or the release of space."""
         self._order = itertools.count()
         self._stories: deque[tuple[float, ObjectKey, str, tuple[object, ...]]] = deque(maxlen=STORY_LINES)
         """(instant, key, format, its arguments): put together only when somebody asks."""
@@ -67,88 +113,331 @@ class Catalog:
 
     @property
     def capacity_bytes(self) -> int:
-        """Of the segments that are alive."""
-        return sum(s.allocator.size_bytes for s in self.segments.mounted.values() if s.is_alive)
+        """Of the memory that is alive."""
+        return sum(segment.allocator.size_bytes for segment in self.alive(Tier.MEMORY))
 
     @property
     def allocated_bytes(self) -> int:
-        """Of the segments that are alive."""
-        return sum(s.allocator.allocated_bytes for s in self.segments.mounted.values() if s.is_alive)
+        """Of the memory that is alive."""
+        return sum(segment.allocator.allocated_bytes for segment in self.alive(Tier.MEMORY))
 
-    def unlink(self, stored: StoredObject, reason: str, now: float) -> int:
+    def alive(self, tier: Tier) -> list[Segment]:
+        return [s for s in self.segments.mounted.values() if s.is_alive and s.tier is tier]
+
+    def make_room(
+        self, segment: Segment, size_bytes: int, now: float, spare: StoredObject | None = None
+    ) -> bool:
+        """Evict on exactly this segment, but not ``spare``, until so many bytes fit in one piece."""
+        if segment.allocator.has_hole(size_bytes):
+            return True
+        if size_bytes > segment.allocator.size_bytes:
+            return False
+        # A hole need not open where the oldest objects are, but neither may one that finds none
+        # flush the whole segment.
+        budget_bytes = max(8 * size_bytes, segment.allocator.size_bytes // 16)
+        with contextlib.closing(self.victims([segment], now, spare)) as victims:
+            for victim, extent in victims:
+                budget_bytes -= self.evict(victim, extent, "no space on its segment", now)
+                if segment.allocator.has_hole(size_bytes):
+                    return True
+                if budget_bytes < 0:
+                    break
+        return False
+
+    def victims(
+        self, segments: list[Segment], now: float, spare: StoredObject | None = None
+    ) -> Generator[tuple[StoredObject, Extent], None, None]:
+        """What to evict from these segments of one tier, the first to go first."""
+        is_ssd = bool(segments) and segments[0].tier is Tier.SSD
+        return self.eviction.victims(segments, now, spare, whole=is_ssd or self.settings.evict_undemoted)
+
+    def evict(self, stored: StoredObject, extent: Extent, reason: str, now: float) -> int:
+        """Take a victim, and with it its group, from the extent's tier, or altogether where there is no
+        other replica. Returns the bytes that were released at once: all, for nobody leases a victim."""
+        members = [stored] if stored.joint is None else list(stored.joint.members.values())
+        return sum(self._evict(member, extent, reason, now) for member in members)
+
+    def _evict(self, stored: StoredObject, extent: Extent, reason: str, now: float) -> int:
+        tier = extent.segment.tier
+        leaving = stored.complete(tier)
+        staying = [e for e in stored.complete() if e.segment.tier is not tier]
+        if not leaving:
+            return 0
+        if extent in leaving and len(leaving) > stored.policy.num_replicas:
+            leaving, staying = [extent], stored.extents  # more than its writer asked for
+        is_promised = tier is Tier.SSD and stored.policy.is_durable
+        if not staying or is_promised:
+            self.counts.evicted_objects += 1
+            self.counts.evicted_bytes += stored.size_bytes
+            return self.unlink(stored, f"evicted: {reason}", now)
+        self.counts.evicted_replicas += len(leaving)
+        return sum(self.drop_extent(stored, one, f"evicted: {reason}", now) for one in leaving)
+
+    # Objects
+
+    def begin(
+        self,
+        key: ObjectKey,
+        put_id: int,
+        size_bytes: int,
+        chunk_bytes: int,
+        extents: list[Extent],
+        write_until: float,
+    ) -> StoredObject:
+        """Put-start: ``extents`` have been allocated for it."""
+        stored = self.objects.begin(key, put_id, size_bytes, chunk_bytes, extents, write_until)
+        for extent in extents:
+            extent.held_until = write_until + self.settings.grace_s
+            self.tenants.charge(stored, extent)
+        self._wake(write_until, stored, None)
+        return stored
+
+    def show(self, stored: StoredObject, checksums: bytes, now: float) -> None:
+        """Put-end: readable from now on, in the place of what was readable under the key."""
+        old = self.objects.readable.get(stored.key)
+        if old is not None:
+            # The record of the new one says it too, so that no torn log has neither.
+            self.unlink(old, "replaced by a newer put", now, is_recorded=False)
+        self.objects.finish(stored, checksums, now)
+        for extent in stored.extents:
+            extent.held_until = 0.0  # its writer has nothing under way any more
+        self.tenants.shown(stored)
+        self.eviction.add(stored, now)
+        self.records.append(record_of(stored))
+        for watcher in self.watchers:
+            watcher.readable(stored, now)
+
+    def adopt(self, record: ObjectReadable, extents: list[Extent], now: float) -> StoredObject:
+        """An object that another master knew; its extents have been taken."""
+        stored = self.objects.adopt(record, extents, now)
+        for extent in extents:
+            self.tenants.charge(stored, extent)
+        self.tenants.shown(stored)
+        self.eviction.add(stored, now)
+        return stored
+
+    def unlink(self, stored: StoredObject, reason: str, now: float, *, is_recorded: bool = True) -> int:
         """Make the object unfindable now, and release its space as soon as every promise is over.
 
         Returns the bytes that were released at once.
         """
-        if stored.state is State.WRITING:
-            stored.release_at = stored.write_until + self.settings.grace_s
-            self.objects.unlink(stored)
-        else:
-            stored.release_at = stored.lease_until
-            self.records.append(ObjectGone(stored.key, stored.object_id))
-            self.objects.unlink(stored)
+        was_readable, leased_until = stored.is_readable, stored.leased_until
+        extents, stored.extents = stored.extents, []
+        for extent in extents:
+            self.eviction.left(stored, extent)
+        self.objects.unlink(stored)
+        if was_readable:
+            self.tenants.hidden(stored)
             self.eviction.unlinked(stored)
+            if is_recorded:
+                self.records.append(ObjectGone(stored.key, stored.object_id))
         self.tell(now, stored.key, "#{} unlinked: {}", stored.object_id, reason)
-        if stored.release_at <= now:
-            return self.release(stored)
-        self.wake_for(stored, stored.release_at)
+        released_bytes = sum(self._rest(stored, extent, leased_until, now) for extent in extents)
+        if was_readable:
+            self._may_free_its_parent(stored, now)
+            for watcher in self.watchers:
+                watcher.gone(stored, now)
+        return released_bytes
+
+    # Replicas
+
+    def add_extent(self, stored: StoredObject, segment: Segment, now: float, until: float) -> Extent | None:
+        """Room on ``segment`` for one more replica, being written until ``until``; None: there is none.
+
+        When it is not complete by then, it is dropped.
+        """
+        assert stored.is_readable, stored
+        if stored.on(segment) is not None or not segment.takes_objects(now):
+            return None
+        if not self.make_room(segment, stored.size_bytes, now, spare=stored):
+            return None
+        if stored.state is State.UNLINKED:
+            return None  # with its group, for its own copy
+        offset = segment.allocator.allocate(stored.size_bytes)
+        assert offset is not None, segment
+        extent = Extent(segment, offset)
+        extent.write_until = until
+        extent.held_until = until + self.settings.grace_s
+        stored.extents.append(extent)
+        segment.holders[offset] = stored
+        self.tenants.charge(stored, extent)
+        stored.refresh()
+        self._wake(until, stored, extent)
+        return extent
+
+    def complete_extent(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        """It is written: readers may have it from now on."""
+        assert stored.is_readable and extent in stored.extents and not extent.is_complete, (stored, extent)
+        extent.is_complete = True
+        extent.held_until = 0.0
+        stored.refresh()
+        self.eviction.changed(stored, now)
+        self.records.append(ReplicaAdded(stored.key, stored.object_id, extent.segment.name, extent.offset))
+        self.tell(now, stored.key, "#{} readable on {} too", stored.object_id, extent.segment.name)
+        for completed in self.on_complete:
+            completed(stored, extent, now)
+
+    def adopt_extent(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        """A replica that another master knew; its space has been taken."""
+        assert stored.on(extent.segment) is None and extent.is_complete, (stored, extent)
+        stored.extents.append(extent)
+        extent.segment.holders[extent.offset] = stored
+        self.tenants.charge(stored, extent)
+        stored.refresh()
+        self.eviction.changed(stored, now)
+
+    def drop_extent(self, stored: StoredObject, extent: Extent, reason: str, now: float) -> int:
+        """That replica goes, and the object with its last complete one.
+
+        Returns the bytes that were released at once.
+        """
+        assert extent in stored.extents, (stored, extent)
+        is_readable = stored.is_readable
+        left = [e for e in stored.extents if e is not extent and e.is_complete is is_readable]
+        if not left:
+            return self.unlink(stored, reason, now)
+        self._cut(stored, extent, now)
+        if extent.is_complete:
+            self.records.append(ReplicaGone(stored.key, stored.object_id, extent.segment.name))
+        name = extent.segment.name
+        self.tell(now, stored.key, "#{} left {}: {}", stored.object_id, name, reason)
+        leased_until = stored.leased_until if extent.is_complete else 0.0
+        released_bytes = self._rest(stored, extent, leased_until, now)
+        if is_readable:
+            for watcher in self.watchers:
+                watcher.extent_gone(stored, extent, now)
+        return released_bytes
+
+    def hold(self, extent: Extent, until: float) -> None:
+        """A task reads this replica: its space is not used again before, and it is no victim."""
+        extent.held_until = max(extent.held_until, until)
+
+    def pin(self, stored: StoredObject, *, is_hard: bool, soft_until: float, now: float) -> None:
+        """Pin or unpin it; ``soft_until`` 0: not softly."""
+        if stored.is_hard_pinned is not is_hard:
+            self.records.append(ObjectPinned(stored.key, stored.object_id, is_hard))
+        stored.is_hard_pinned = is_hard
+        stored.soft_pin_until = soft_until
+        if stored.joint is not None:
+            stored.joint.repin()
+        self.eviction.repinned(stored, now)
+
+    def renew(self, stored: StoredObject, lease_until: float) -> None:
+        """A reader keeps what it has, which may be a replica that is gone."""
+        stored.lease_until = lease_until
+        if stored.joint is not None:
+            stored.joint.lease_until = lease_until
+        for extent in stored.resting:
+            extent.release_at = max(extent.release_at, lease_until)
+
+    def _cut(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        """Take ``extent`` out of an object that has others."""
+        stored.extents.remove(extent)
+        self.eviction.left(stored, extent)
+        if stored.is_readable:
+            stored.refresh()
+            if extent.is_complete:
+                self.eviction.changed(stored, now)
+                self._may_free_its_parent(stored, now)
+
+    def _may_free_its_parent(self, stored: StoredObject, now: float) -> None:
+        parent = self.objects.readable.get(self.eviction.parent_of(stored))
+        if parent is not None:
+            self.eviction.changed(parent, now)
+
+    def _rest(self, stored: StoredObject, extent: Extent, leased_until: float, now: float) -> int:
+        """Release the space of what was a replica, now or when the last promise about it is over."""
+        self.tenants.discharge(stored, extent)
+        if not extent.segment.is_mounted:
+            return 0
+        extent.release_at = max(extent.held_until, leased_until)
+        extent.is_resting = True
+        stored.resting.append(extent)
+        if extent.release_at <= now:
+            return self._release(stored, extent)
+        self._wake(extent.release_at, stored, extent)
         return 0
 
-    def release(self, stored: StoredObject) -> int:
-        assert stored.state is State.UNLINKED, stored
-        released_bytes = 0
-        for extent in stored.extents:
-            if extent.segment.is_mounted:
-                released_bytes += extent.segment.allocator.free(extent.offset)
-                del extent.segment.holders[extent.offset]
-        stored.extents = []
-        return released_bytes
+    def _release(self, stored: StoredObject, extent: Extent) -> int:
+        stored.resting.remove(extent)
+        del extent.segment.holders[extent.offset]
+        return extent.segment.allocator.free(extent.offset)
+
+    def follow(self, segment: Segment, mount: Mount) -> None:
+        """Another process serves the same content: replicas are reached otherwise."""
+        self.segments.follow(segment, mount)
+        for stored in segment.holders.values():
+            if stored.is_readable:
+                stored.refresh()
 
     def empty(self, segment: Segment, reason: str, now: float) -> None:
         """Forget what lay on a segment that is gone."""
+        assert not segment.is_mounted, segment
         self.records.append(SegmentGone(segment.name, segment.epoch))
         num_lost = 0
         for stored in list(segment.holders.values()):
-            others = [extent for extent in stored.extents if extent.segment is not segment]
-            if stored.state is not State.UNLINKED and not others:
-                num_lost += stored.state is State.READABLE
-                self.unlink(stored, f"{segment.name}: {reason}", now)
-            stored.extents = others
-            if stored.stored is not None and others:
-                stored.stored = msgspec.structs.replace(stored.stored, replicas=stored.replicas())
+            stored.resting = [extent for extent in stored.resting if extent.segment is not segment]
+            extent = stored.on(segment)
+            if extent is None:
+                continue
+            was_readable = stored.is_readable
+            # SegmentGone says it all, so no record of each.
+            num_records = len(self.records)
+            self.drop_extent(stored, extent, f"{segment.name}: {reason}", now)
+            num_lost += was_readable and not stored.is_readable
+            if stored.is_readable:
+                del self.records[num_records:]
         segment.holders.clear()
+        self.eviction.forget(segment)
         self.counts.lost_objects += num_lost
         self.note("segment_gone", segment, reason=reason, num_lost=num_lost)
 
     # Time
 
-    def wake_for(self, stored: StoredObject, instant: float) -> None:
-        """``expire`` looks at ``stored`` at ``instant``."""
-        heapq.heappush(self._timers, (instant, next(self._order), stored))
+    def _wake(self, instant: float, stored: StoredObject, extent: Extent | None) -> None:
+        heapq.heappush(self._timers, (instant, next(self._order), stored, extent))
 
     def deadline(self) -> float | None:
-        segments = self.segments.deadline()
-        if not self._timers:
-            return segments
-        return self._timers[0][0] if segments is None else min(segments, self._timers[0][0])
+        soonest = self.segments.deadline()
+        if self._timers and (soonest is None or self._timers[0][0] < soonest):
+            soonest = self._timers[0][0]
+        for clock in self.clocks:
+            instant = clock.deadline()
+            if instant is not None and (soonest is None or instant < soonest):
+                soonest = instant
+        return soonest
 
     def expire(self, now: float) -> None:
         """Do what has become due: give up writers that are late, space that rests, nodes that are silent."""
         while self._timers and self._timers[0][0] <= now:
-            _, _, stored = heapq.heappop(self._timers)
+            _, _, stored, extent = heapq.heappop(self._timers)
+            self._timer(stored, extent, now)
+        deadline = self.segments.deadline()
+        if deadline is not None and now >= deadline:
+            silent, gone = self.segments.expire(now)
+            for segment in silent:
+                self.note("segment_suspected", segment, reason="no heartbeat")
+            for segment in gone:
+                self.empty(segment, "given up", now)
+        for clock in self.clocks:
+            instant = clock.deadline()
+            if instant is not None and instant <= now:
+                clock.expire(now)
+
+    def _timer(self, stored: StoredObject, extent: Extent | None, now: float) -> None:
+        if extent is None:
             if stored.state is State.WRITING:
                 self.counts.expired_puts += 1
                 self.unlink(stored, "the writer missed its deadline", now)
-            elif stored.state is State.UNLINKED and stored.release_at <= now:
-                self.release(stored)
-        deadline = self.segments.deadline()
-        if deadline is None or now < deadline:
-            return
-        silent, gone = self.segments.expire(now)
-        for segment in silent:
-            self.note("segment_suspected", segment, reason="no heartbeat")
-        for segment in gone:
-            self.empty(segment, "given up", now)
+        elif not extent.segment.is_mounted:
+            pass
+        elif extent.is_resting:
+            if extent.release_at > now:  # renewed meanwhile
+                self._wake(extent.release_at, stored, extent)
+            elif extent in stored.resting:
+                self._release(stored, extent)
+        elif not extent.is_complete and stored.is_readable:
+            self.drop_extent(stored, extent, "not written in time", now)
 
     # Telling
 
@@ -165,18 +454,33 @@ class Catalog:
         self.segments.check()
         self.objects.check()
         self.eviction.check(self.objects.readable)
-        waiting = {id(stored) for _, _, stored in self._timers}
+        self.tenants.check([*self.objects.readable.values(), *self.objects.writing.values()])
+        timed = {(id(stored), id(extent)) for _, _, stored, extent in self._timers}
         for segment in self.segments.mounted.values():
             for offset, stored in segment.holders.items():
-                assert any(e.segment is segment and e.offset == offset for e in stored.extents), stored
-                assert stored.state is State.READABLE or id(stored) in waiting, f"{stored} leaks"
+                extents = [e for e in (*stored.extents, *stored.resting) if e.segment is segment]
+                here = [extent for extent in extents if extent.offset == offset]
+                assert len(here) == 1, stored
+                assert here[0].is_resting is (here[0] in stored.resting), stored
+                if stored.state is State.WRITING:
+                    assert (id(stored), id(None)) in timed, f"{stored} is written for ever"
+                elif here[0].is_resting or not here[0].is_complete:
+                    assert (id(stored), id(here[0])) in timed, f"{stored} leaks"
 
 
 def record_of(stored: StoredObject) -> ObjectReadable:
     assert stored.stored is not None
-    places = [(extent.segment.name, extent.offset) for extent in stored.extents]
     return ObjectReadable(
-        stored.key, stored.object_id, stored.size_bytes, stored.chunk_bytes, stored.stored.checksums, places
+        stored.key,
+        stored.object_id,
+        stored.size_bytes,
+        stored.chunk_bytes,
+        stored.stored.checksums,
+        [(extent.segment.name, extent.offset) for extent in stored.complete()],
+        stored.is_hard_pinned,
+        stored.group,
+        stored.parent,
+        stored.data_type,
     )
 
 

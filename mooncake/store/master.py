@@ -24,20 +24,20 @@ import msgspec
 from mooncake.machine import Wake
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
+from mooncake.store.applying import Applying
 from mooncake.store.asking import Asking
 from mooncake.store.catalog import Catalog, Counts, record_of, record_of_segment
 from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
 from mooncake.store.eviction import Eviction
 from mooncake.store.mounting import Mounting
-from mooncake.store.objects import Extent, Objects
+from mooncake.store.objects import Objects
 from mooncake.store.reading import Reading
-from mooncake.store.records import ObjectGone, ObjectReadable, Record, SegmentGone, SegmentMounted
+from mooncake.store.records import Record
 from mooncake.store.removing import Removing
 from mooncake.store.segments import Segments
 from mooncake.store.settings import MasterSettings
 from mooncake.store.space import Space
 from mooncake.store.writing import Writing
-from mooncake.types import ObjectKey
 
 DEFAULTS = MasterSettings()
 
@@ -56,6 +56,7 @@ class Master:
         reading, writing = Reading(self.catalog), Writing(self.catalog, space)
         removing, mounting = Removing(self.catalog), Mounting(self.catalog)
         asking = Asking(self.catalog)
+        self._applying = Applying(self.catalog)
         self._answers: dict[type, Callable[[Any, Received, float], msgspec.Struct | None]] = {
             m.Lookup: reading.lookup,
             m.Exists: reading.exists,
@@ -145,48 +146,28 @@ class Master:
 
     # What an earlier master knew
 
-    def restore(self, records: Iterable[Record], now: float) -> None:
-        """Begin with what ``records`` say; call before anything else.
+    def apply(self, record: Record, now: float) -> None:
+        """Enter what another master wrote down. Only before this one answers anything."""
+        self._applying.apply(record, now)
 
-        Objects are hidden until their nodes mount again, then all there. Nothing is known of promises,
-        so every object is taken to be leased, and every segment rests.
+    def settle(self, now: float) -> None:
+        """From now on this master answers: what it knows by ``apply`` is under promises it does not know.
+
+        Objects are hidden until their nodes mount here, then all there. Every object is taken to be
+        leased, and every segment rests.
         """
-        segments: dict[str, SegmentMounted] = {}
-        readable: dict[ObjectKey, ObjectReadable] = {}
-        for record in records:
-            if isinstance(record, SegmentMounted):
-                segments[record.segment] = record
-            elif isinstance(record, ObjectReadable):
-                readable[record.key] = record
-            elif isinstance(record, ObjectGone):
-                readable.pop(record.key, None)
-            elif isinstance(record, SegmentGone):
-                segments.pop(record.segment, None)
-                gone = [key for key, one in readable.items() if one.places[0][0] == record.segment]
-                for key in gone:
-                    del readable[key]
-        by_segment: dict[str, list[ObjectReadable]] = {}
-        for one in readable.values():
-            by_segment.setdefault(one.places[0][0], []).append(one)
-        for name, mounted in segments.items():
-            self._restore_segment(mounted, by_segment.get(name, []), now)
+        self._applying.settle(now)
 
-    def _restore_segment(self, mounted: SegmentMounted, objects: list[ObjectReadable], now: float) -> None:
-        mount = m.Mount(**msgspec.structs.asdict(mounted), rest_s=self.catalog.settings.rest_s)
-        segment = self.catalog.segments.restore(mount, now)
-        segment.allocator.adopt((one.places[0][1], one.size_bytes) for one in objects)
-        lease_until = now + self.catalog.settings.lease_s
-        for one in objects:
-            extents = [Extent(segment, one.places[0][1])]
-            stored = self.catalog.objects.adopt(
-                one.key, one.object_id, one.size_bytes, one.chunk_bytes, one.checksums, extents, lease_until
-            )
-            self.catalog.eviction.add(stored)
-            self.catalog.tell(now, one.key, "restored as #{} on {}", one.object_id, segment.name)
+    def restore(self, records: Iterable[Record], now: float) -> None:
+        """Begin with what ``records`` say; call before anything else."""
+        for record in records:
+            self.apply(record, now)
+        self.settle(now)
 
     def snapshot(self) -> list[Record]:
         """The shortest records from which ``restore`` makes this state."""
         records: list[Record] = [record_of_segment(one) for one in self.catalog.segments.mounted.values()]
+        records += self.catalog.tenants.records()
         records += [record_of(stored) for stored in self.catalog.objects.readable.values()]
         return records
 

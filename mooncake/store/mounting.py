@@ -6,11 +6,12 @@ import msgspec
 
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
-from mooncake.store.allocator import ALIGNMENT_BYTES
+from mooncake.store.allocator import ALIGNMENT_BYTES, PAGE_BYTES
 from mooncake.store.catalog import Catalog, record_of_segment
 from mooncake.store.effects import Note, Received
 from mooncake.store.objects import State
 from mooncake.store.segments import Segment
+from mooncake.types import Tier
 
 MAX_REST_S = 3600.0
 
@@ -76,8 +77,9 @@ class Mounting:
 def _check_mount(message: m.Mount) -> Refusal | None:
     if not 0 < len(message.segment.encode()) <= m.MAX_KEY_BYTES:
         return Refusal("invalid_name", f"a segment's name has 1 to {m.MAX_KEY_BYTES} bytes")
-    if message.size_bytes < ALIGNMENT_BYTES:
-        return Refusal("invalid_size", f"{message.size_bytes} bytes; at least {ALIGNMENT_BYTES}")
+    least_bytes = PAGE_BYTES if message.tier is Tier.SSD else ALIGNMENT_BYTES
+    if message.size_bytes < least_bytes:
+        return Refusal("invalid_size", f"{message.size_bytes} bytes; at least {least_bytes}")
     if not 0 <= message.rest_s <= MAX_REST_S:
         return Refusal("invalid_rest", f"{message.rest_s} s; 0 to {MAX_REST_S:.0f}")
     return None

@@ -1,4 +1,4 @@
-"""An object's life: put-start, put-end, lease, remove. Knows no space and no time of its own.
+"""An object's life: put-start, put-end, lease, pin, remove. Knows no space and no time of its own.
 
 ::
 
@@ -8,20 +8,32 @@
 An object is immutable and visible whole or not at all. What can be read and what is being written
 are two tables, so that a lookup is one dictionary access and a half-written object can't be found
 by mistake. An unlinked object is in neither; its space may still be waiting for the last reader or
-writer (``master.py``).
+writer (``catalog.py``).
+
+An object has one ``Extent`` per replica. While it is readable, extents may come (a copy, a demotion
+to SSD: being written, then complete) and go; the complete ones stand first, the fastest tier in
+front, so that the common object, one complete replica in memory, is recognised by one flag.
 
 One number, ``lease_until``, is the lease *and* the age: it is when the last lookup's lease ends, so
-the order of eviction is the order of lease ends, and a lookup costs one assignment.
+the order of eviction is the order of lease ends, and a lookup costs one assignment. Objects of one
+group share theirs (``Group``).
 """
 
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 from mooncake.errors import Refusal
-from mooncake.store.messages import MAX_CHUNKS, MAX_KEY_BYTES, Replica, Stored
+from mooncake.store.messages import MAX_CHUNKS, MAX_KEY_BYTES, PutPolicy, Replica, Stored
+from mooncake.store.records import ObjectReadable
 from mooncake.store.segments import Segment
-from mooncake.types import ObjectKey
+from mooncake.types import ObjectKey, Tier
+
+SPEED = {Tier.DEVICE: 0, Tier.MEMORY: 1, Tier.SSD: 2}
+"""Of tiers, the fastest first."""
+
+DEFAULT_POLICY = PutPolicy()
 
 
 class State(enum.IntEnum):
@@ -33,25 +45,89 @@ class State(enum.IntEnum):
 class Extent:
     """One replica's space: ``offset`` in ``segment``."""
 
-    __slots__ = ("offset", "segment")
+    __slots__ = (
+        "held_until",
+        "is_complete",
+        "is_resting",
+        "offset",
+        "place",
+        "release_at",
+        "segment",
+        "write_until",
+    )
 
-    def __init__(self, segment: Segment, offset: int) -> None:
+    def __init__(self, segment: Segment, offset: int, is_complete: bool = False) -> None:
         self.segment = segment
         self.offset = offset
+        self.is_complete = is_complete
+        self.write_until = 0.0
+        """When a replica that is being written is given up."""
+        self.held_until = 0.0
+        """The space is not used again before, whatever becomes of the object: someone may still write
+        it, or read it for a task."""
+        self.is_resting = False
+        """No replica any more; the space waits for ``release_at``."""
+        self.release_at = 0.0
+        self.place: Any = None
+        """Its entry in the order of eviction."""
+
+    def __repr__(self) -> str:
+        how = "resting" if self.is_resting else "complete" if self.is_complete else "being written"
+        return f"<Extent {self.segment.name}+{self.offset} {how}>"
+
+
+class Group:
+    """Objects that are evicted together: one that is leased or pinned protects all."""
+
+    __slots__ = ("lease_until", "members", "name", "num_hard_pinned", "soft_pin_until")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lease_until = 0.0
+        self.soft_pin_until = 0.0
+        """The latest of its members'; one that leaves does not shorten it."""
+        self.num_hard_pinned = 0
+        self.members: dict[ObjectKey, StoredObject] = {}
+
+    def join(self, stored: StoredObject) -> None:
+        self.members[stored.key] = stored
+        self.num_hard_pinned += stored.is_hard_pinned
+        self.soft_pin_until = max(self.soft_pin_until, stored.soft_pin_until)
+        stored.joint = self
+
+    def leave(self, stored: StoredObject) -> None:
+        del self.members[stored.key]
+        self.num_hard_pinned -= stored.is_hard_pinned
+        stored.joint = None
+
+    def repin(self) -> None:
+        """A member's pins have changed."""
+        self.num_hard_pinned = sum(member.is_hard_pinned for member in self.members.values())
+        self.soft_pin_until = max(member.soft_pin_until for member in self.members.values())
 
 
 class StoredObject:
     """One version of one key. Never changes hands: a new put of the key is a new object."""
 
     __slots__ = (
+        "account",
         "chunk_bytes",
+        "data_type",
         "extents",
+        "group",
+        "is_hard_pinned",
+        "is_plain",
+        "joint",
         "key",
         "lease_until",
+        "num_uses",
         "object_id",
+        "parent",
+        "policy",
         "put_id",
-        "release_at",
+        "resting",
         "size_bytes",
+        "soft_pin_until",
         "state",
         "stored",
         "write_until",
@@ -68,18 +144,37 @@ class StoredObject:
         write_until: float,
     ) -> None:
         self.key = key
+        """With its tenant (``scoped``)."""
         self.object_id = object_id
         self.put_id = put_id
         self.size_bytes = size_bytes
         self.chunk_bytes = chunk_bytes
         self.extents = extents
+        self.resting: list[Extent] = []
+        """Of replicas that are gone, space that is not released yet."""
         self.write_until = write_until
         self.lease_until = 0.0
-        self.release_at = 0.0
-        """When the space of an unlinked object may be used again."""
+        self.num_uses = 0
+        """Lookups that found it."""
+        self.soft_pin_until = 0.0
+        """Until then evicted only when nothing else can be."""
+        self.is_hard_pinned = False
+        """Never evicted."""
+        self.policy = DEFAULT_POLICY
+        self.data_type = 0
+        self.parent: ObjectKey = ""
+        """The key of the block before it in its prefix, with the tenant; "": none."""
+        self.group = ""
+        """The name of its group, with the tenant; "": none."""
+        self.joint: Group | None = None
+        """That group, while the object is readable."""
+        self.account: Any = None
+        """Of the tenant whose it is (``tenants.py``)."""
+        self.is_plain = False
+        """One complete replica in memory and no group: what a lookup finds nearly always."""
         self.state = State.WRITING
         self.stored: Stored | None = None
-        """What a lookup answers; set by put-end, so that lookups build nothing."""
+        """What a lookup answers; kept up to date here, so that lookups build nothing."""
 
     @property
     def is_readable(self) -> bool:
@@ -88,25 +183,92 @@ class StoredObject:
     @property
     def is_visible(self) -> bool:
         """Some node that is alive has it."""
-        return any(extent.segment.is_alive for extent in self.extents)
+        is_written = self.state is State.READABLE
+        return any(e.segment.is_alive and e.is_complete is is_written for e in self.extents)
 
     @property
     def num_chunks(self) -> int:
         return -(-self.size_bytes // self.chunk_bytes)
 
+    @property
+    def leased_until(self) -> float:
+        """When the last reader's promise ends, those of its group included."""
+        if self.joint is None:
+            return self.lease_until
+        return max(self.lease_until, self.joint.lease_until)
+
+    @property
+    def pinned_until(self) -> float:
+        return self.soft_pin_until if self.joint is None else self.joint.soft_pin_until
+
+    @property
+    def may_be_evicted(self) -> bool:
+        return not (self.is_hard_pinned if self.joint is None else self.joint.num_hard_pinned)
+
+    def complete(self, tier: Tier | None = None) -> list[Extent]:
+        """The replicas that can be read, or could if their node were alive."""
+        return [e for e in self.extents if e.is_complete and (tier is None or e.segment.tier is tier)]
+
+    def on(self, segment: Segment) -> Extent | None:
+        """Its replica there."""
+        return next((extent for extent in self.extents if extent.segment is segment), None)
+
     def replicas(self) -> list[Replica]:
-        return [
-            Replica(extent.segment.name, extent.segment.epoch, extent.segment.address + extent.offset)
-            for extent in self.extents
-        ]
+        """Of an object that is being written all, of a readable one the complete ones."""
+        extents = self.extents if self.state is State.WRITING else self.complete()
+        return [replica_of(extent) for extent in extents]
+
+    def refresh(self) -> None:
+        """Extents of a readable object have come, gone or moved: bring what is derived up to date."""
+        self.extents.sort(key=_order)
+        first = self.extents[0]
+        assert self.stored is not None and first.is_complete, self
+        self.stored = Stored(
+            self.object_id, self.size_bytes, self.chunk_bytes, self.stored.checksums, self.replicas()
+        )
+        is_alone = len(self.extents) == 1 or not self.extents[1].is_complete
+        self.is_plain = is_alone and first.segment.tier is Tier.MEMORY and not self.group
 
     def become_readable(self, checksums: bytes, lease_until: float) -> None:
         self.state = State.READABLE
         self.lease_until = lease_until
-        self.stored = Stored(self.object_id, self.size_bytes, self.chunk_bytes, checksums, self.replicas())
+        for extent in self.extents:
+            extent.is_complete = True
+        self.stored = Stored(self.object_id, self.size_bytes, self.chunk_bytes, checksums, [])
+        self.refresh()
 
     def __repr__(self) -> str:
         return f"<StoredObject {self.key!r} #{self.object_id} {self.state.name} {self.size_bytes} bytes>"
+
+
+def _order(extent: Extent) -> tuple[bool, int]:
+    return not extent.is_complete, SPEED[extent.segment.tier]
+
+
+def replica_of(extent: Extent) -> Replica:
+    segment = extent.segment
+    return Replica(segment.name, segment.epoch, segment.address + extent.offset, segment.tier)
+
+
+def scoped(tenant: str, name: str) -> str:
+    """``name`` (a key, a group) as the master knows it. NUL can't be in a user's."""
+    return name if tenant in ("", "default") else f"{tenant}\0{name}"
+
+
+def scoped_all(tenant: str, keys: list[ObjectKey]) -> list[ObjectKey]:
+    """``scoped`` of many; the default tenant pays only for the look at what it must not say."""
+    if tenant not in ("", "default"):
+        return [f"{tenant}\0{key}" for key in keys]
+    if "\0" in "".join(keys):
+        # Such a key can't be stored, and would name another tenant's.
+        return ["" if "\0" in key else key for key in keys]
+    return keys
+
+
+def split_scoped(name: str) -> tuple[str, str]:
+    """(tenant, the name that it uses) of a scoped name; the default tenant is ""."""
+    tenant, nul, rest = name.partition("\0")
+    return (tenant, rest) if nul else ("", name)
 
 
 def check_put(key: ObjectKey, size_bytes: int, chunk_bytes: int) -> Refusal | None:
@@ -127,6 +289,8 @@ class Objects:
     def __init__(self, last_id: int) -> None:
         self.readable: dict[ObjectKey, StoredObject] = {}
         self.writing: dict[ObjectKey, StoredObject] = {}
+        self.groups: dict[str, Group] = {}
+        """Of readable objects, by scoped name."""
         self._last_id = last_id
 
     def begin(
@@ -138,50 +302,62 @@ class Objects:
         extents: list[Extent],
         write_until: float,
     ) -> StoredObject:
-        """Put-start: ``extents`` are reserved for ``key`` until ``write_until``."""
-        assert key not in self.writing and key not in self.readable, key
+        """Put-start: ``extents`` are reserved for ``key`` until ``write_until``.
+
+        A readable object of that key stays until put-end takes its place.
+        """
+        assert key not in self.writing, key
         self._last_id += 1
         stored = StoredObject(key, self._last_id, put_id, size_bytes, chunk_bytes, extents, write_until)
         self.writing[key] = stored
         for extent in extents:
             extent.segment.holders[extent.offset] = stored
+            extent.write_until = write_until
         return stored
 
-    def finish(self, key: ObjectKey, object_id: int, checksums: bytes, now: float) -> bool | Refusal:
-        """Put-end. False when that very object is readable already (the request came twice)."""
+    def find_writing(
+        self, key: ObjectKey, object_id: int, checksums: bytes, now: float
+    ) -> StoredObject | Refusal | None:
+        """The reservation that put-end may finish; None when that very object is readable already (the
+        request came twice)."""
         stored = self.writing.get(key)
         if stored is None or stored.object_id != object_id:
             done = self.readable.get(key)
             if done is not None and done.object_id == object_id:
-                return False
+                return None
             return Refusal("expired", "the reservation is gone: its deadline passed or its node was lost")
         if now >= stored.write_until:
             return Refusal("expired", "the deadline for writing has passed")
         if len(checksums) != 4 * stored.num_chunks:
             return Refusal("invalid_checksums", f"{len(checksums)} bytes for {stored.num_chunks} chunks")
-        del self.writing[key]
-        self.readable[key] = stored
-        stored.become_readable(checksums, now)
-        return True
+        return stored
 
-    def adopt(
-        self,
-        key: ObjectKey,
-        object_id: int,
-        size_bytes: int,
-        chunk_bytes: int,
-        checksums: bytes,
-        extents: list[Extent],
-        lease_until: float,
-    ) -> StoredObject:
-        """A readable object that an earlier master knew."""
-        assert key not in self.readable, key
-        stored = StoredObject(key, object_id, 0, size_bytes, chunk_bytes, extents, 0.0)
-        stored.become_readable(checksums, lease_until)
-        self.readable[key] = stored
+    def finish(self, stored: StoredObject, checksums: bytes, now: float) -> None:
+        """Put-end. The caller has unlinked what was readable under the key."""
+        assert self.writing.get(stored.key) is stored and stored.key not in self.readable, stored
+        del self.writing[stored.key]
+        self._show(stored, checksums, now)
+
+    def adopt(self, record: ObjectReadable, extents: list[Extent], lease_until: float) -> StoredObject:
+        """A readable object that another master knew."""
+        assert record.key not in self.readable, record.key
+        stored = StoredObject(
+            record.key, record.object_id, 0, record.size_bytes, record.chunk_bytes, extents, 0.0
+        )
+        stored.is_hard_pinned = record.is_hard_pinned
+        stored.group, stored.parent = record.group, record.parent
+        stored.data_type = record.data_type
+        self._last_id = max(self._last_id, record.object_id)
         for extent in extents:
             extent.segment.holders[extent.offset] = stored
+        self._show(stored, record.checksums, lease_until)
         return stored
+
+    def _show(self, stored: StoredObject, checksums: bytes, lease_until: float) -> None:
+        stored.become_readable(checksums, lease_until)
+        self.readable[stored.key] = stored
+        if stored.group:
+            self.groups.setdefault(stored.group, Group(stored.group)).join(stored)
 
     def unlink(self, stored: StoredObject) -> None:
         """Take the object out of its table; its space stays taken until it is released."""
@@ -189,18 +365,35 @@ class Objects:
         assert table.get(stored.key) is stored, stored
         del table[stored.key]
         stored.state = State.UNLINKED
+        if stored.joint is not None:
+            stored.joint.leave(stored)
+            if not self.groups[stored.group].members:
+                del self.groups[stored.group]
 
     def check(self) -> None:
-        """Assert that tables, states and segments agree."""
-        assert not self.readable.keys() & self.writing.keys()
+        """Assert that tables, states, groups and segments agree."""
         for table, state in ((self.readable, State.READABLE), (self.writing, State.WRITING)):
             for key, stored in table.items():
                 assert stored.key == key and stored.state is state, stored
                 assert (stored.stored is not None) == (state is State.READABLE), stored
                 assert stored.extents, stored
+                assert len({extent.segment.name for extent in stored.extents}) == len(stored.extents), stored
                 for extent in stored.extents:
-                    assert extent.segment.is_mounted, stored
+                    assert extent.segment.is_mounted and not extent.is_resting, stored
                     assert extent.segment.holders[extent.offset] is stored, stored
+        for stored in self.readable.values():
+            assert stored.extents[0].is_complete, stored
+            assert stored.stored is not None and stored.stored.replicas == stored.replicas(), stored
+            assert stored.extents == sorted(stored.extents, key=_order), stored
+            assert bool(stored.group) == (stored.joint is not None), stored
+            is_plain = [e.segment.tier for e in stored.complete()] == [Tier.MEMORY] and not stored.group
+            assert stored.is_plain == is_plain, stored
+        for name, group in self.groups.items():
+            assert group.members and group.name == name, name
+            assert group.num_hard_pinned == sum(one.is_hard_pinned for one in group.members.values()), name
+            assert all(one.soft_pin_until <= group.soft_pin_until for one in group.members.values()), name
+            for key, member in group.members.items():
+                assert self.readable[key] is member and member.joint is group, (name, key)
 
     def __repr__(self) -> str:
         return f"<Objects {len(self.readable)} readable, {len(self.writing)} being written>"

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from mooncake.store.segments import Segment, Segments
+from mooncake.types import Tier
 
 Order: TypeAlias = list[tuple[int, int, Segment]]
 """A heap of (minus the free bytes, tie-breaker, segment)."""
@@ -37,7 +38,7 @@ class Placement:
         order: Order = [
             (-segment.allocator.free_bytes, number, segment)
             for number, segment in enumerate(segments)
-            if segment.takes_objects(self._now) and segment.name not in self._avoid
+            if self._covers(segment)
         ]
         heapq.heapify(order)
         return order
@@ -47,6 +48,11 @@ class Placement:
         """No object larger than this can ever be placed on these segments."""
         every = (*self._local, *self._remote)
         return max((segment.allocator.size_bytes for _, _, segment in every), default=0)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Those that this put-start may use."""
+        return [segment for _, _, segment in (*self._local, *self._remote)]
 
     def allocate(self, size_bytes: int) -> tuple[Segment, int] | None:
         """A segment and an offset in it, or None when no segment has a hole that large."""
@@ -61,9 +67,9 @@ class Placement:
                 heapq.heapify(near)
                 return
 
-    def covers(self, segment: Segment) -> bool:
-        """Whether this put-start may use ``segment``."""
-        return segment.takes_objects(self._now) and segment.name not in self._avoid
+    def _covers(self, segment: Segment) -> bool:
+        is_memory = segment.tier is Tier.MEMORY
+        return is_memory and segment.takes_objects(self._now) and segment.name not in self._avoid
 
 
 def _allocate_in(near: Order, size_bytes: int) -> tuple[Segment, int] | None:

@@ -7,7 +7,8 @@ import msgspec
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
 from mooncake.store.effects import Received
-from mooncake.store.objects import StoredObject
+from mooncake.store.objects import StoredObject, scoped_all
+from mooncake.types import Tier
 
 
 class Reading:
@@ -21,45 +22,65 @@ class Reading:
         lease_until = now + self._catalog.settings.lease_s
         found: list[m.Stored | None] = []
         num_hits = 0
-        for key in message.keys:
+        for key in scoped_all(message.tenant, message.keys):
             stored = readable.get(key)
-            if stored is None or not (stored.extents[0].segment.is_alive or stored.is_visible):
+            if stored is None:
                 found.append(None)
                 continue
-            stored.lease_until = lease_until
-            num_hits += 1
-            found.append(stored.stored if len(stored.extents) == 1 else _visible_part(stored))
+            if not stored.is_plain:
+                found.append(self._found(stored, lease_until, now))
+                num_hits += found[-1] is not None
+            elif stored.extents[0].segment.is_alive:
+                stored.lease_until = lease_until
+                stored.num_uses += 1
+                num_hits += 1
+                found.append(stored.stored)
+            else:
+                found.append(None)
         self._catalog.counts.lookups += len(found)
         self._catalog.counts.lookup_hits += num_hits
         return m.Found(self._catalog.settings.lease_s, found)
+
+    def _found(self, stored: StoredObject, lease_until: float, now: float) -> m.Stored | None:
+        """The replicas whose nodes are alive."""
+        assert stored.stored is not None
+        extents = stored.complete()
+        alive = [extent.segment.is_alive for extent in extents]
+        if True not in alive:
+            return None
+        stored.lease_until = lease_until
+        stored.num_uses += 1
+        if stored.joint is not None:
+            stored.joint.lease_until = lease_until
+        found = stored.stored
+        if not all(alive):
+            replicas = [r for r, is_alive in zip(found.replicas, alive, strict=True) if is_alive]
+            found = msgspec.structs.replace(found, replicas=replicas)
+        if found.replicas[0].tier is Tier.SSD:
+            for watcher in self._catalog.watchers:
+                watcher.cold_hit(stored, now)
+        return found
 
     def exists(self, message: m.Exists, _: Received, now: float) -> m.Flags:
         readable = self._catalog.objects.readable
         lease_until = now + self._catalog.settings.lease_s
         flags = bytearray(len(message.keys))
-        for index, key in enumerate(message.keys):
+        for index, key in enumerate(scoped_all(message.tenant, message.keys)):
             stored = readable.get(key)
             if stored is not None and (stored.extents[0].segment.is_alive or stored.is_visible):
                 stored.lease_until = lease_until
+                if stored.joint is not None:
+                    stored.joint.lease_until = lease_until
                 flags[index] = 1
         return m.Flags(self._catalog.settings.lease_s, bytes(flags))
 
     def renew(self, message: m.Renew, _: Received, now: float) -> m.Flags:
         lease_until = now + self._catalog.settings.lease_s
-        flags = bytearray(len(message.keys))
-        for index, (key, object_id) in enumerate(zip(message.keys, message.object_ids, strict=False)):
+        keys = scoped_all(message.tenant, message.keys)
+        flags = bytearray(len(keys))
+        for index, (key, object_id) in enumerate(zip(keys, message.object_ids, strict=False)):
             stored = self._catalog.objects.readable.get(key)
             if stored is not None and stored.object_id == object_id and stored.is_visible:
-                stored.lease_until = lease_until
+                self._catalog.renew(stored, lease_until)
                 flags[index] = 1
         return m.Flags(self._catalog.settings.lease_s, bytes(flags))
-
-
-def _visible_part(stored: StoredObject) -> m.Stored | None:
-    assert stored.stored is not None
-    replicas = [
-        replica
-        for replica, extent in zip(stored.stored.replicas, stored.extents, strict=True)
-        if extent.segment.is_alive
-    ]
-    return msgspec.structs.replace(stored.stored, replicas=replicas)

@@ -31,7 +31,7 @@ from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from mooncake.errors import Refusal
-from mooncake.store.allocator import ALIGNMENT_BYTES, Allocator
+from mooncake.store.allocator import ALIGNMENT_BYTES, PAGE_BYTES, Allocator
 from mooncake.store.changes import Changes
 from mooncake.store.messages import Mount
 from mooncake.types import Tier
@@ -66,6 +66,7 @@ class Segment:
         "is_alive",
         "is_confirmed",
         "is_draining",
+        "joined_at",
         "name",
         "node",
         "num_tasks",
@@ -86,9 +87,15 @@ class Segment:
         self.host = mount.host
         self.address = mount.address
         self.descriptor = mount.descriptor
-        self.allocator = Allocator(mount.size_bytes)
+        self.tier = mount.tier
+        self.content_id = mount.content_id or mount.epoch
+        self.node = mount.node or mount.segment
+        alignment_bytes = PAGE_BYTES if mount.tier is Tier.SSD else ALIGNMENT_BYTES
+        self.allocator = Allocator(mount.size_bytes, alignment_bytes)
         self.connection: Hashable = connection
         self.heard_at = now
+        self.joined_at = now
+        """When it was mounted first; it is not flooded at once (``placement.py``)."""
         self.rests_until = now + mount.rest_s
         self.state = SegmentState.ALIVE
         self.is_alive = True
@@ -217,6 +224,16 @@ class Segments:
                 return segment
         return None
 
+    def follow(self, segment: Segment, mount: Mount) -> None:
+        """Elsewhere another process was seen to serve the same content, at another address."""
+        segment.epoch, segment.address, segment.descriptor = mount.epoch, mount.address, mount.descriptor
+
+    def settle(self, rest_s: float, now: float) -> None:
+        """This master takes over: nodes have from now on to come, and old promises run from now on."""
+        for segment in self.mounted.values():
+            segment.rests_until = max(segment.rests_until, now + rest_s)
+            self._suspect(segment, now)
+
     def _add(self, segment: Segment) -> None:
         self.mounted[segment.name] = segment
         self._by_host.setdefault(segment.host, {})[segment.name] = segment
@@ -312,10 +329,11 @@ class Segments:
 
 def _is_same_content(known: Segment, mount: Mount) -> bool:
     """Memory never outlives its process; an SSD that changed its size is taken for another one."""
+    kept = known.allocator
     return (
         mount.tier is Tier.SSD
         and known.content_id == mount.content_id
-        and known.allocator.size_bytes == mount.size_bytes - mount.size_bytes % ALIGNMENT_BYTES
+        and kept.size_bytes == mount.size_bytes - mount.size_bytes % kept.alignment_bytes
         and known.host == mount.host
         and known.node == (mount.node or mount.segment)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -61,6 +61,18 @@ class MasterSettings:
 
     tasks_per_segment: Annotated[int, msgspec.Meta(ge=1)] = 16
     "Copies that may be under way to one segment of a node at a time."
+
+    eviction_policy: Literal["lru", "lfu", "chain"] = "lru"
+    "Who leaves first: `lru`, `lfu` (fewest lookups), or `chain` (lru, but no block before those after it)."
+
+    evict_undemoted: bool = True
+    "Whether objects without a copy on SSD may be evicted from memory, as a last resort."
+
+    strict_tenants: bool = False
+    "Whether only tenants that have a quota may put."
+
+    max_pin_s: Seconds = 3600.0
+    "Seconds that a soft pin may last; longer ones are cut to that."
 
     def __post_init__(self) -> None:
         if self.eviction_ratio >= self.high_watermark:

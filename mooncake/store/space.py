@@ -6,9 +6,10 @@ import contextlib
 
 from mooncake.errors import Refusal
 from mooncake.store.catalog import Catalog
-from mooncake.store.objects import Extent, StoredObject
+from mooncake.store.objects import Extent
 from mooncake.store.placement import Placement
 from mooncake.store.segments import Segment
+from mooncake.types import Tier
 
 WATCH_SHARE = 0.005
 """Of the capacity; the watermark is overshot by no more than this."""
@@ -43,11 +44,10 @@ class Space:
         budget_bytes = max(
             8 * size_bytes, int(self._catalog.settings.eviction_ratio * self._catalog.capacity_bytes)
         )
-        victims = self._catalog.eviction.victims(now, lambda v: placement.covers(v.extents[0].segment))
-        with contextlib.closing(victims):
-            for victim in victims:
+        with contextlib.closing(self._catalog.victims(placement.segments, now)) as victims:
+            for victim, extent in victims:
                 segments = [extent.segment for extent in victim.extents]
-                budget_bytes -= self._evict(victim, "no space for a put", now)
+                budget_bytes -= self._catalog.evict(victim, extent, "no space for a put", now)
                 for segment in segments:
                     placement.freed(segment)
                 place = placement.allocate(size_bytes)
@@ -57,7 +57,7 @@ class Space:
 
     def _no_segment(self, size_bytes: int, now: float) -> Refusal:
         """Why no segment may be tried at all."""
-        alive = [segment for segment in self._catalog.segments.mounted.values() if segment.is_alive]
+        alive = self._catalog.alive(Tier.MEMORY)
         if not alive:
             return Refusal("no_space", "no segment is mounted; is a node running?")
         largest_bytes = max(segment.allocator.size_bytes for segment in alive)
@@ -80,15 +80,9 @@ class Space:
         target_bytes = (
             self._catalog.settings.high_watermark - self._catalog.settings.eviction_ratio
         ) * capacity_bytes
-        victims = self._catalog.eviction.victims(now, lambda victim: victim.extents[0].segment.is_alive)
-        with contextlib.closing(victims):
-            for victim in victims:
-                allocated_bytes -= self._evict(victim, "watermark", now)
+        alive = self._catalog.alive(Tier.MEMORY)
+        with contextlib.closing(self._catalog.victims(alive, now)) as victims:
+            for victim, extent in victims:
+                allocated_bytes -= self._catalog.evict(victim, extent, "watermark", now)
                 if allocated_bytes <= target_bytes:
                     break
-
-    def _evict(self, victim: StoredObject, reason: str, now: float) -> int:
-        """The space that was won: nobody leases a victim, so all of it and at once."""
-        self._catalog.counts.evicted_objects += 1
-        self._catalog.counts.evicted_bytes += victim.size_bytes
-        return self._catalog.unlink(victim, f"evicted: {reason}", now)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
-from mooncake.store.catalog import Catalog, record_of
+from mooncake.store.catalog import Catalog
 from mooncake.store.effects import Received
-from mooncake.store.objects import check_put
+from mooncake.store.objects import StoredObject, check_put
 from mooncake.store.placement import Placement
 from mooncake.store.space import Space
 from mooncake.types import ObjectKey
@@ -65,8 +65,7 @@ class Writing:
         if isinstance(room, Refusal):
             return room
         write_until = now + self._catalog.settings.put_s
-        stored = self._catalog.objects.begin(key, put_id, size_bytes, chunk_bytes, [room], write_until)
-        self._catalog.wake_for(stored, write_until)
+        stored = self._catalog.begin(key, put_id, size_bytes, chunk_bytes, [room], write_until)
         self._catalog.tell(now, key, "put started as #{} on {}", stored.object_id, room.segment.name)
         return m.Reserved(stored.object_id, stored.replicas())
 
@@ -77,15 +76,14 @@ class Writing:
         for key, object_id, checksums in zip(
             message.keys, message.object_ids, message.checksums, strict=True
         ):
-            outcome = self._catalog.objects.finish(key, object_id, checksums, now)
+            stored = self._catalog.objects.find_writing(key, object_id, checksums, now)
+            outcome = stored if isinstance(stored, Refusal) else stored is not None
             outcomes.append(outcome)
-            if outcome is True:
+            if isinstance(stored, StoredObject):
                 self._catalog.counts.puts += 1
-                stored = self._catalog.objects.readable[key]
-                self._catalog.eviction.add(stored)
-                self._catalog.records.append(record_of(stored))
+                self._catalog.show(stored, checksums, now)
                 self._catalog.tell(now, key, "readable as #{}", object_id)
-            elif outcome is not False:
+            elif stored is not None:
                 self._catalog.tell(now, key, "put of #{} refused at its end: {}", object_id, outcome)
         return m.Outcomes(outcomes)
 

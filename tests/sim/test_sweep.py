@@ -10,7 +10,7 @@ import pytest
 from mooncake.sim.checkers import Violation
 from mooncake.sim.faults import Faults
 from mooncake.sim.store_run import StoreRun
-from mooncake.store import catalog, master, messages, objects, operations, records, segments, writing
+from mooncake.store import catalog, master, objects, operations, records, segments, writing
 
 CALM = Faults()
 ROUGH = Faults(
@@ -111,19 +111,19 @@ def forgets_to_write_some_objects_down(patch: pytest.MonkeyPatch) -> None:
     def broken(stored: objects.StoredObject) -> object:
         return record_of(stored) if stored.object_id % 7 else records.ObjectGone(stored.key, 0)
 
-    for module in (writing, master):
+    for module in (catalog, master):
         patch.setattr(module, "record_of", broken)
 
 
 def lets_restored_memory_do_without_rest(patch: pytest.MonkeyPatch) -> None:
-    restore = segments.Segments.restore
+    settle = segments.Segments.settle
 
-    def broken(self: segments.Segments, mount: messages.Mount, now: float) -> segments.Segment:
-        segment = restore(self, mount, now)
-        segment.rests_until, segment.was_restored = now, False
-        return segment
+    def broken(self: segments.Segments, rest_s: float, now: float) -> None:
+        settle(self, rest_s, now)
+        for segment in self.mounted.values():
+            segment.rests_until, segment.was_restored = now, False
 
-    patch.setattr(segments.Segments, "restore", broken)
+    patch.setattr(segments.Segments, "settle", broken)
 
 
 def never_asks_twice(patch: pytest.MonkeyPatch) -> None:

@@ -63,21 +63,40 @@ def test_a_fitting_hole_is_found_behind_many_that_do_not_fit() -> None:
     allocator.check()
 
 
-def test_ranges_of_an_earlier_allocator_are_taken_over() -> None:
-    old = Allocator(64 * KIB)
+@pytest.mark.parametrize("alignment_bytes", [64, 4096])
+def test_ranges_of_another_allocator_are_taken_over(alignment_bytes: int) -> None:
+    old = Allocator(256 * KIB, alignment_bytes)
     offsets = [old.allocate(size) for size in (100, 5000, 64, 7000, 1)]
     for offset in offsets[1::2]:
         assert offset is not None
         old.free(offset)
-    allocator = Allocator(64 * KIB)
-    allocator.adopt([(offset, size - 3) for offset, size in old.allocations.items()])
-    allocator.check()
+    allocator = Allocator(256 * KIB, alignment_bytes)
+    for offset, size in reversed(old.allocations.items()):
+        assert allocator.take(offset, size - 3)
+        allocator.check()
     assert allocator.allocations == old.allocations
     assert allocator.largest_free_bytes == old.largest_free_bytes
-    full = Allocator(KIB)
-    full.adopt([(0, KIB)])
+    full = Allocator(4 * KIB, alignment_bytes)
+    assert full.take(0, 4 * KIB) and full.allocate(1) is None and not full.has_hole(1)
+    full.free(0)
     full.check()
-    assert full.allocate(1) is None
+
+
+def test_what_is_not_free_cannot_be_taken() -> None:
+    allocator = Allocator(4 * KIB)
+    assert allocator.take(1024, 1000)
+    for offset, size in ((1024, 1), (960, 65), (1984, 64), (0, 4097), (4096, 1), (100, 1), (-64, 1)):
+        assert not allocator.take(offset, size), (offset, size)
+    assert allocator.take(960, 64) and allocator.take(2048, 2048)
+    assert [allocator.allocate(size) for size in (960, 1)] == [0, None]
+    allocator.check()
+
+
+def test_pages_are_aligned_to_pages() -> None:
+    allocator = Allocator(20_000, 4096)
+    assert allocator.size_bytes == 16384
+    assert [allocator.allocate(size) for size in (1, 4097, 1, 1)] == [0, 4096, 12288, None]
+    allocator.check()
 
 
 def test_a_segment_must_hold_something() -> None:
@@ -94,6 +113,15 @@ def test_any_sequence_keeps_the_invariants(seed: int, num_steps: int) -> None:
     for _ in range(num_steps):
         if held and random.random() < 0.45:
             allocator.free(held.pop(random.randrange(len(held))))
+        elif random.random() < 0.2:
+            place, size = 64 * random.randrange(1024), random.randint(1, 5000)
+            is_free = all(
+                at + length <= place or at >= place + size for at, length in allocator.allocations.items()
+            )
+            is_taken = allocator.take(place, size)
+            assert is_taken is (is_free and place + size <= allocator.size_bytes)
+            if is_taken:
+                held.append(place)
         else:
             size = random.choice((1, 64, 100, 1000, 4096, random.randint(1, 20000)))
             offset = allocator.allocate(size)

@@ -1,0 +1,134 @@
+"""What another master wrote down, entered into this one: after a restart, or while following a leader.
+
+A record changes tables, allocators and orders just as the event did that caused it, but makes no
+promise, asks nobody and is not written down again. Promises are not in the records, so the space of
+what goes is free at once; ``settle``, called when this master begins to answer, makes up for it:
+every object is taken to be leased, and every segment rests.
+
+Records may come again (a snapshot that overlaps the log): the second time they change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from mooncake.store import messages as m
+from mooncake.store.catalog import Catalog
+from mooncake.store.objects import Extent, StoredObject
+from mooncake.store.records import (
+    ObjectGone,
+    ObjectPinned,
+    ObjectReadable,
+    QuotaSet,
+    Record,
+    ReplicaAdded,
+    ReplicaGone,
+    SegmentGone,
+    SegmentMounted,
+)
+from mooncake.types import ObjectKey
+
+
+class Applying:
+    """Enters records."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._how: dict[type, Callable[[Any, float], None]] = {
+            SegmentMounted: self._segment_mounted,
+            SegmentGone: self._segment_gone,
+            ObjectReadable: self._object_readable,
+            ObjectGone: self._object_gone,
+            ReplicaAdded: self._replica_added,
+            ReplicaGone: self._replica_gone,
+            ObjectPinned: self._object_pinned,
+            QuotaSet: self._quota_set,
+        }
+
+    def apply(self, record: Record, now: float) -> None:
+        watchers, self._catalog.watchers = self._catalog.watchers, []
+        self._how[type(record)](record, now)
+        self._catalog.watchers = watchers
+        self._catalog.records = []
+        self._catalog.notes = []
+
+    def settle(self, now: float) -> None:
+        settings = self._catalog.settings
+        self._catalog.segments.settle(settings.rest_s, now)
+        lease_until = now + settings.lease_s
+        for stored in self._catalog.objects.readable.values():
+            stored.lease_until = lease_until
+
+    def _segment_mounted(self, record: SegmentMounted, now: float) -> None:
+        mount = m.Mount(**msgspec.structs.asdict(record), rest_s=self._catalog.settings.rest_s)
+        known = self._catalog.segments.mounted.get(record.segment)
+        if known is not None and known.content_id == (mount.content_id or mount.epoch):
+            self._catalog.follow(known, mount)
+            return
+        if known is not None:
+            self._catalog.segments.drop(known)
+            self._catalog.empty(known, "another process took its name", now)
+        self._catalog.segments.restore(mount, now)
+
+    def _segment_gone(self, record: SegmentGone, now: float) -> None:
+        segment = self._catalog.segments.find(record.segment, record.epoch)
+        if segment is not None:
+            self._catalog.segments.drop(segment)
+            self._catalog.empty(segment, "gone", now)
+
+    def _object_readable(self, record: ObjectReadable, now: float) -> None:
+        known = self._catalog.objects.readable.get(record.key)
+        if known is not None and known.object_id == record.object_id:
+            return
+        if known is not None:
+            self._catalog.unlink(known, "replaced by a newer put", now)
+        extents = [self._taken(name, offset, record.size_bytes) for name, offset in record.places]
+        taken = [extent for extent in extents if extent is not None]
+        if taken:
+            self._catalog.adopt(record, taken, now)
+            where = ", ".join(extent.segment.name for extent in taken)
+            self._catalog.tell(now, record.key, "restored as #{} on {}", record.object_id, where)
+
+    def _object_gone(self, record: ObjectGone, now: float) -> None:
+        stored = self._find(record.key, record.object_id)
+        if stored is not None:
+            self._catalog.unlink(stored, "gone", now)
+
+    def _replica_added(self, record: ReplicaAdded, now: float) -> None:
+        stored = self._find(record.key, record.object_id)
+        segment = self._catalog.segments.mounted.get(record.segment)
+        if stored is None or segment is None or stored.on(segment) is not None:
+            return
+        extent = self._taken(record.segment, record.offset, stored.size_bytes)
+        if extent is not None:
+            self._catalog.adopt_extent(stored, extent, now)
+
+    def _replica_gone(self, record: ReplicaGone, now: float) -> None:
+        stored = self._find(record.key, record.object_id)
+        segment = self._catalog.segments.mounted.get(record.segment)
+        extent = None if stored is None or segment is None else stored.on(segment)
+        if stored is not None and extent is not None:
+            self._catalog.drop_extent(stored, extent, "gone", now)
+
+    def _object_pinned(self, record: ObjectPinned, now: float) -> None:
+        stored = self._find(record.key, record.object_id)
+        if stored is not None:
+            self._catalog.pin(stored, is_hard=record.is_hard_pinned, soft_until=0.0, now=now)
+
+    def _quota_set(self, record: QuotaSet, now: float) -> None:
+        readable = self._catalog.objects.readable.values()
+        self._catalog.tenants.set_quota(record.tenant, record.size_bytes, readable)
+
+    def _find(self, key: ObjectKey, object_id: int) -> StoredObject | None:
+        stored = self._catalog.objects.readable.get(key)
+        return stored if stored is not None and stored.object_id == object_id else None
+
+    def _taken(self, name: str, offset: int, size_bytes: int) -> Extent | None:
+        """That space, or None where the segment is gone or something else has it."""
+        segment = self._catalog.segments.mounted.get(name)
+        if segment is None or not segment.allocator.take(offset, size_bytes):
+            return None
+        return Extent(segment, offset, is_complete=True)
