@@ -11,4 +11,17 @@ transfer moves the bytes. ``docs/journey.md`` follows one request through all of
 Importing this package imports nothing heavy.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """``from mooncake import MooncakeDistributedStore, ReplicateConfig``, as some programs write it."""
+    if name not in ("BufferPool", "MooncakeDistributedStore", "ReplicateConfig"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import mooncake.store
+
+    return getattr(mooncake.store, name)

@@ -115,7 +115,13 @@ class Membership:
         self._backoff_s = FIRST_BACKOFF_S
         self._heartbeat_s = 1.0
         self._is_beat_open = False
+        self._is_confirmed = False
         self._lines: list[str] = []
+
+    @property
+    def is_usable(self) -> bool:
+        """The master knows the segment and has heard of it since: it gives space out on it."""
+        return self.phase is Phase.MOUNTED and self._is_confirmed
 
     @property
     def rest_s(self) -> float:
@@ -176,11 +182,13 @@ class Membership:
         if isinstance(message, m.Beat) and self.phase is Phase.MOUNTED:
             self._is_beat_open = False
             self._wake_at = now + self._heartbeat_s
+            self._is_confirmed = message.is_known
             if not message.is_known:
                 return [Note("master_forgot_us", {"segment": self._mount.segment}), *self._send_mount(now)]
         return []
 
     def _send_mount(self, now: float) -> list[Effect]:
+        self._is_confirmed = False
         self._enter(Phase.MOUNTING, now, ANSWER_S)
         return [Send(self._mount)]
 

@@ -38,7 +38,6 @@ from mooncake.store.membership import (
     Membership,
     Note,
     Opened,
-    Phase,
     Send,
 )
 from mooncake.transfer import TransferEngine, TransferSettings
@@ -99,7 +98,7 @@ class Node:
         )
         self.engine = TransferEngine(transfer)
         self.mounted = asyncio.Event()
-        """Set while the master knows this node."""
+        """Set while the master knows this node and gives out its space."""
         self._left = asyncio.Event()
         self._link: AsyncClient | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -145,7 +144,7 @@ class Node:
     def _post(self, event: Event) -> None:
         assert self._driver is not None
         self._driver.post(event)
-        is_mounted = self._membership.phase is Phase.MOUNTED
+        is_mounted = self._membership.is_usable
         IS_MOUNTED.set(is_mounted)
         if is_mounted:
             self.mounted.set()

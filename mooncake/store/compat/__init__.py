@@ -1,0 +1,24 @@
+"""The surface of the existing package's ``mooncake.store``, on this store.
+
+Programs written for that package keep their calls and their numbers. Where it answers with a bare number,
+the reason is logged here (logger ``mooncake.store``); where it crashed, blocked or went on in silence,
+this one answers. ``docs/store.md`` lists what differs. ``store.py`` puts the class together, ``life.py``
+is what every call goes through, ``codes.py`` the one table of numbers.
+"""
+
+from __future__ import annotations
+
+_VALUES = (
+    *("Descriptor", "DiskDescriptor", "MemoryDescriptor", "ObjectDataType", "QueryTaskResponse"),
+    *("ReplicaDescriptor", "ReplicaStatus", "ReplicateConfig", "SoftPinAction", "TaskStatus", "TaskType"),
+    *("UNKNOWN", "KVCACHE", "TENSOR", "WEIGHT", "SAMPLE", "ACTIVATION", "GRADIENT", "OPTIMIZER_STATE"),
+    *("METADATA", "GENERAL", "UNDEFINED", "INITIALIZED", "PROCESSING", "COMPLETE", "REMOVED", "FAILED"),
+    *("REPLICA_COPY", "REPLICA_MOVE", "PENDING", "SUCCESS"),
+)
+
+OWNERS = {
+    "BufferHandle": "mooncake.store.compat.buffers",
+    "MooncakeDistributedStore": "mooncake.store.compat.store",
+    **dict.fromkeys(_VALUES, "mooncake.store.compat.values"),
+}
+"""Which module each name of the existing package's ``mooncake.store`` comes from."""

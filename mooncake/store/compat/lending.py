@@ -1,0 +1,65 @@
+"""A program's memory for the length of one call: registered already, or registered for so long.
+
+Pointers that were never registered work, as programs expect, and so do device pointers where there is a
+CUDA driver. A pointer to nothing is refused before anybody follows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from mooncake.errors import InvalidArgument
+from mooncake.store.compat.arguments import Span, is_span
+from mooncake.store.compat.session import Session
+from mooncake.transfer.memory import is_mapped
+
+
+def is_memory(session: Session, span: Span) -> bool:
+    """The program may move these bytes: registered, mapped, or reachable as a device's."""
+    if not is_span(span):
+        return False
+    address, size_bytes = span
+    if not size_bytes:
+        return True
+    columns = np.array([address], dtype=np.uint64), np.array([size_bytes], dtype=np.uint64)
+    if session.registered.uncovered(*columns) is None or is_mapped(address, size_bytes):
+        return True
+    try:
+        session.engine.unregister(session.engine.register(span))
+    except InvalidArgument:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def lent(session: Session, spans: Sequence[Span]) -> Iterator[None]:
+    """In the block, transfer may use ``spans``.
+
+    Raises:
+        InvalidArgument: some of it is no memory of this process.
+    """
+    addresses = np.array([address for address, _ in spans], dtype=np.uint64)
+    sizes = np.array([size_bytes for _, size_bytes in spans], dtype=np.uint64)
+    missing = session.registered.uncovered(addresses, sizes)
+    if missing is None:
+        yield
+        return
+    host: list[int] = []
+    device: list[int] = []
+    for at in np.flatnonzero(missing).tolist():
+        (host if is_mapped(*spans[at]) else device).append(at)
+    regions = [session.engine.register(spans[at]) for at in device]
+    try:
+        if host:
+            session.borrowed.begin(addresses[host], sizes[host])
+        try:
+            yield
+        finally:
+            if host:
+                session.borrowed.end()
+    finally:
+        for region in regions:
+            session.engine.unregister(region)

@@ -1,0 +1,117 @@
+"""The life of a ``MooncakeDistributedStore``: nothing, then a session with a master, then nothing again.
+
+Every call goes through ``_do``, which is why none of them raises or crashes, before ``setup``, after
+``close``, while another thread closes, in a forked child, or without a master: it becomes a number.
+
+For the modules beside this one (tensors, sessions, ...), what to build on::
+
+    self._store                          the client of ``mooncake.store``, or None
+    self._do(what, act, failed)          act(store), or failed(code) when it cannot be
+    self._put(what, keys, parts, config) one code per key; parts: per key, a list of (address, size)
+    self._get_into(what, keys, parts)    sizes or codes per key
+    self.put_parts, get_buffer, ...      the public calls, which are all in the same object
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
+from mooncake.log import get_logger
+from mooncake.store.client import Store
+from mooncake.store.compat.codes import Code, code_of_error
+from mooncake.store.compat.config import Words
+from mooncake.store.compat.session import Session, open_session
+
+log = get_logger("mooncake.store")
+
+ResultT = TypeVar("ResultT")
+
+
+class Life:
+    """Knows when there is a store to talk to, and turns what goes wrong into numbers."""
+
+    def __init__(self) -> None:
+        self._life_lock = threading.Lock()
+        self._session: Session | None = None
+        self._finalizer: weakref.finalize[..., Life] | None = None
+
+    @property
+    def _store(self) -> Store | None:
+        session = self._session
+        return None if session is None else session.store
+
+    # Beginning and end ------------------------------------------------------------------------------
+
+    def _begin(self, words: Callable[[], Words]) -> int:
+        """Open a session with what ``words`` says; 0, or a code with the reason in the log."""
+        with self._life_lock:
+            if self._session is not None and self._session.is_usable:
+                log.error("setup: this store is set up already; close() it first")
+                return int(Code.INVALID_PARAMS)
+            try:
+                self._session = open_session(words().checked())
+            except InvalidArgument as error:
+                log.error(f"setup: {error}")
+                return int(Code.INVALID_PARAMS)
+            except MooncakeError as error:
+                log.error(f"setup: {error}")
+                return -1 if isinstance(error, Unavailable) else code_of_error(error)
+            self._finalizer = weakref.finalize(self, self._session.close)
+            return int(Code.OK)
+
+    def close(self) -> int:
+        """0, however often and whenever it is called. Calls under way end first, or fail."""
+        with self._life_lock:
+            session, self._session = self._session, None
+            if self._finalizer is not None:
+                self._finalizer.detach()
+                self._finalizer = None
+        if session is not None:
+            session.close()
+        return 0
+
+    def health_check(self) -> int:
+        """0: well; 1: not set up, or closed; 2: the master does not answer."""
+        session = self._session
+        if session is None or not session.enter():
+            return 1
+        try:
+            return 0 if session.has_master() else 2
+        finally:
+            session.leave()
+
+    def get_hostname(self) -> str:
+        """``host:port``, the name of the segment that this process contributes; empty before ``setup``."""
+        session = self._session
+        return session.hostname if session is not None else ""
+
+    # Every call ---------------------------------------------------------------------------------------
+
+    def _do(self, what: str, act: Callable[[Store], ResultT], failed: Callable[[int], ResultT]) -> ResultT:
+        """``act`` with the store, or ``failed`` with the number of what is wrong, which the log explains."""
+        return self._in_session(what, lambda session: act(session.store), failed)
+
+    def _in_session(
+        self, what: str, act: Callable[[Session], ResultT], failed: Callable[[int], ResultT]
+    ) -> ResultT:
+        session = self._session
+        if session is None or not session.enter():
+            log.error(f"{what}: this store is not set up; call setup() and see that it returns 0")
+            return failed(int(Code.INVALID_PARAMS))
+        try:
+            if session.is_cut_off and not session.has_master():
+                return failed(int(Code.RPC_FAIL))
+            return act(session)
+        except Unavailable as error:
+            session.is_cut_off = True
+            log.error(f"{what}: {error}")
+            return failed(int(Code.RPC_FAIL))
+        except MooncakeError as error:
+            log.error(f"{what}: {error}")
+            return failed(code_of_error(error))
+        finally:
+            session.leave()

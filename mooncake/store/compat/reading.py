@@ -1,0 +1,199 @@
+"""The calls that read objects and ask about them.
+
+A miss, and anything else that goes wrong with one key, is that key's number (or empty bytes, or None);
+the others of the batch are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mooncake.store.compat.arguments import (
+    Span,
+    check_key,
+    check_keys,
+    is_good_key,
+    numbers,
+    rows,
+    total_bytes,
+)
+from mooncake.store.compat.batches import cut, pick
+from mooncake.store.compat.buffers import BufferHandle
+from mooncake.store.compat.codes import Code
+from mooncake.store.compat.lending import is_memory, lent
+from mooncake.store.compat.memory_calls import MemoryCalls
+from mooncake.store.compat.session import Session
+from mooncake.store.operations import ReadGrant
+
+INVALID = int(Code.INVALID_PARAMS)
+MISS = int(Code.OBJECT_NOT_FOUND)
+
+
+class ReadCalls(MemoryCalls):
+    # To bytes -----------------------------------------------------------------------------------------
+
+    def get(self, key: str, /) -> bytes:
+        """The object; empty for a miss and for anything that goes wrong."""
+        check_key("get", key)
+        return self._get("get", [key])[0]
+
+    def get_batch(self, keys: Sequence[str], /) -> list[bytes]:
+        """As ``get`` of each; one empty value for no keys at all."""
+        keys = check_keys("get_batch", keys)
+        return self._get("get_batch", keys) if keys else [b""]
+
+    def get_buffer(self, key: str, /) -> BufferHandle | None:
+        """The object in memory of its own, or None."""
+        check_key("get_buffer", key)
+        return self._get_buffers("get_buffer", [key])[0]
+
+    def batch_get_buffer(self, keys: Sequence[str], /) -> list[BufferHandle | None]:
+        """As ``get_buffer`` of each."""
+        return self._get_buffers("batch_get_buffer", check_keys("batch_get_buffer", keys))
+
+    # To pointers ----------------------------------------------------------------------------------------
+
+    def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
+        """Bytes read; -704 for a miss, -600 when the buffer is too small."""
+        return self._get_pointers("get_into", [key], [[buffer_ptr]], [[size]])[0]
+
+    def batch_get_into(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        """As ``get_into`` of each."""
+        what = "batch_get_into"
+        pointers = [[pointer] for pointer in numbers(what, "buffer_ptrs", buffer_ptrs)]
+        return self._get_pointers(what, keys, pointers, [[size] for size in numbers(what, "sizes", sizes)])
+
+    def batch_get_into_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        prefer_alloc_in_same_node: bool = False,
+    ) -> list[int]:
+        """Bytes read for each; an object fills its buffers in order. -600 when it is larger than they are."""
+        return self._get_pointers("batch_get_into_multi_buffers", keys, all_buffer_ptrs, all_sizes)
+
+    # Asking ---------------------------------------------------------------------------------------------
+
+    def get_size(self, key: str, /) -> int:
+        """The object's size; -704 for a miss."""
+        check_key("get_size", key)
+
+        def ask(session: Session) -> int:
+            found = session.store.open_reads([key])[0] if is_good_key(key) else None
+            return MISS if found is None else found.size_bytes
+
+        return self._in_session("get_size", ask, int)
+
+    def is_exist(self, key: str, /) -> int:
+        """1 or 0; negative when nobody knows. A key that exists is leased, so that a get finds it."""
+        check_key("is_exist", key)
+        return self._exist("is_exist", [key])[0]
+
+    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+        """As ``is_exist`` of each."""
+        return self._exist("batch_is_exist", check_keys("batch_is_exist", keys))
+
+    def _exist(self, what: str, keys: list[str]) -> list[int]:
+        def ask(session: Session) -> list[int]:
+            at = [i for i, key in enumerate(keys) if is_good_key(key)]
+            flags = [0] * len(keys)
+            for i, flag in zip(at, session.store.exists(pick(keys, at)), strict=True):
+                flags[i] = int(flag)
+            return flags
+
+        return self._in_session(what, ask, lambda code: [code] * len(keys))
+
+    # What they come down to -----------------------------------------------------------------------------
+
+    def _get(self, what: str, keys: list[str]) -> list[bytes]:
+        def get(session: Session) -> list[bytes]:
+            values = [b""] * len(keys)
+            at = [i for i, key in enumerate(keys) if is_good_key(key)]
+            for i, value in zip(at, session.store.get_batch(pick(keys, at)), strict=True):
+                values[i] = value or b""
+            return values
+
+        return self._in_session(what, get, lambda _: [b""] * len(keys))
+
+    def _get_buffers(self, what: str, keys: list[str]) -> list[BufferHandle | None]:
+        def get(session: Session) -> list[BufferHandle | None]:
+            grants = _open(session, keys)
+            handles = [None if grant is None else BufferHandle(grant.size_bytes) for grant in grants]
+            parts = [[] if handle is None else [(handle.ptr(), handle.size())] for handle in handles]
+            codes = _read(session, grants, parts)
+            return [handle if code >= 0 else None for handle, code in zip(handles, codes, strict=True)]
+
+        return self._in_session(what, get, lambda _: [None] * len(keys))
+
+    def _get_pointers(self, what: str, keys: Any, pointers: Any, sizes: Any) -> list[int]:
+        keys = check_keys(what, keys)
+        addresses, lengths = rows(what, "buffer_ptrs", pointers), rows(what, "sizes", sizes)
+        if not len(keys) == len(addresses) == len(lengths):
+            return [INVALID] * len(keys)
+        if any(len(row) != len(other) for row, other in zip(addresses, lengths, strict=True)):
+            return [INVALID] * len(keys)
+        parts = [list(zip(row, other, strict=True)) for row, other in zip(addresses, lengths, strict=True)]
+        return self._get_into(what, keys, parts)
+
+    def _get_into(self, what: str, keys: list[str], parts: Sequence[Sequence[Span]]) -> list[int]:
+        """Sizes or codes per key; ``parts``: per key the places to fill, in order."""
+
+        def get(session: Session) -> list[int]:
+            codes: list[int] = []
+            for at in cut([total_bytes(spans) for spans in parts]):
+                codes += _read(session, _open(session, pick(keys, at)), pick(parts, at))
+            return codes
+
+        return self._in_session(what, get, lambda code: [code] * len(keys))
+
+
+def _open(session: Session, keys: list[str]) -> list[ReadGrant | None]:
+    """Grants, None for a miss and for a key that cannot be."""
+    at = [i for i, key in enumerate(keys) if is_good_key(key)]
+    grants: list[ReadGrant | None] = [None] * len(keys)
+    for i, grant in zip(at, session.store.open_reads(pick(keys, at)), strict=True):
+        grants[i] = grant
+    return grants
+
+
+def _read(session: Session, grants: Sequence[ReadGrant | None], parts: Sequence[Sequence[Span]]) -> list[int]:
+    """Sizes or codes."""
+    codes = [MISS] * len(grants)
+    wanted: dict[int, tuple[ReadGrant, list[Span]]] = {}
+    for at, (grant, spans) in enumerate(zip(grants, parts, strict=True)):
+        if grant is None:
+            continue
+        if total_bytes(spans) < grant.size_bytes or not all(is_memory(session, span) for span in spans):
+            codes[at] = INVALID
+        else:
+            wanted[at] = grant, _filled(spans, grant.size_bytes)
+    with lent(session, [span for _, spans in wanted.values() for span in spans]):
+        for num_slices in dict.fromkeys(len(spans) for _, spans in wanted.values()):
+            alike = {at: row for at, row in wanted.items() if len(row[1]) == num_slices}
+            columns = np.array([spans for _, spans in alike.values()], dtype=np.uint64)
+            addresses, lengths = columns[:, :, 0], columns[:, :, 1]
+            offsets = np.cumsum(lengths, axis=1) - lengths
+            are_good = session.store.read_ranges(
+                [grant for grant, _ in alike.values()], offsets.ravel(), addresses.ravel(), lengths.ravel()
+            )
+            for (at, (grant, _)), is_good in zip(alike.items(), are_good, strict=True):
+                if is_good:
+                    codes[at] = grant.size_bytes
+    return codes
+
+
+def _filled(spans: Sequence[Span], size_bytes: int) -> list[Span]:
+    """What of ``spans`` an object of this size fills."""
+    filled: list[Span] = []
+    for address, room in spans:
+        taken = min(room, size_bytes)
+        if taken:
+            filled.append((address, taken))
+            size_bytes -= taken
+    return filled

@@ -1,0 +1,245 @@
+"""The plain values of the existing package: enumerations, what a writer may ask for, what a reader is told.
+
+Types are checked where a value is set, as the existing package's bindings do it, and an attribute that
+does not exist is an ``AttributeError``, because programs probe for attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from typing import Any
+
+
+class _Enum(IntEnum):
+    """Prints as the existing package's do; equal to its number."""
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+class ObjectDataType(_Enum):
+    """What kind of data an object is; for statistics."""
+
+    UNKNOWN = 0
+    KVCACHE = 1
+    TENSOR = 2
+    WEIGHT = 3
+    SAMPLE = 4
+    ACTIVATION = 5
+    GRADIENT = 6
+    OPTIMIZER_STATE = 7
+    METADATA = 8
+    GENERAL = 9
+
+
+class SoftPinAction(_Enum):
+    """What a write does to the soft pin of its key."""
+
+    PRESERVE = 0
+    ENABLE = 1
+    DISABLE = 2
+
+
+class ReplicaStatus(_Enum):
+    UNDEFINED = 0
+    INITIALIZED = 1
+    PROCESSING = 2
+    COMPLETE = 3
+    REMOVED = 4
+    FAILED = 5
+
+
+class TaskType(_Enum):
+    REPLICA_COPY = 0
+    REPLICA_MOVE = 1
+
+
+class TaskStatus(_Enum):
+    PENDING = 0
+    PROCESSING = 1
+    FAILED = 2
+    SUCCESS = 3
+
+
+_Check = Callable[[Any], Any]
+
+
+def _exactly(kind: type) -> _Check:
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise TypeError(f"expected {kind.__name__}, not {type(value).__name__}")
+        return value
+
+    return check
+
+
+def _optional(check: _Check) -> _Check:
+    return lambda value: None if value is None else check(value)
+
+
+def _list_of(kind: type) -> _Check:
+    def check(value: Any) -> Any:
+        if isinstance(value, str) or not hasattr(value, "__iter__"):
+            raise TypeError(f"expected a list of {kind.__name__}, not {type(value).__name__}")
+        values = list(value)
+        for item in values:
+            _exactly(kind)(item)
+        return values
+
+    return check
+
+
+_FIELDS: dict[str, tuple[Callable[[], Any], _Check]] = {
+    "replica_num": (lambda: 1, _exactly(int)),
+    "nof_replica_num": (lambda: 0, _exactly(int)),
+    "dfs_replica_num": (lambda: 0, _exactly(int)),
+    "soft_pin_action": (lambda: SoftPinAction.PRESERVE, SoftPinAction),
+    "soft_pin_ttl_ms": (lambda: None, _optional(_exactly(int))),
+    "with_hard_pin": (lambda: False, _exactly(bool)),
+    "preferred_segments": (list, _list_of(str)),
+    "preferred_segment": (str, _exactly(str)),
+    "preferred_nof_segments": (list, _list_of(str)),
+    "prefer_alloc_in_same_node": (lambda: False, _exactly(bool)),
+    "data_type": (lambda: ObjectDataType.UNKNOWN, ObjectDataType),
+    "group_ids": (lambda: None, _optional(_list_of(str))),
+    "session_ids": (lambda: None, _optional(_list_of(str))),
+}
+
+
+class ReplicateConfig:
+    """What a writer wants for its objects. Set what differs from the defaults; there are no arguments.
+
+    ``with_soft_pin`` (up to version 0.3.11) and ``session_ids`` (newer programs) are taken as well.
+    """
+
+    __slots__ = tuple(_FIELDS)
+
+    def __init__(self) -> None:
+        for name, (default, _) in _FIELDS.items():
+            object.__setattr__(self, name, default())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIELDS:
+            try:
+                value = _FIELDS[name][1](value)
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"ReplicateConfig.{name}: {error}") from None
+        object.__setattr__(self, name, value)
+
+    @property
+    def with_soft_pin(self) -> bool:
+        """The soft pin as it was before it had a lifetime."""
+        action: SoftPinAction = object.__getattribute__(self, "soft_pin_action")
+        return action is SoftPinAction.ENABLE
+
+    @with_soft_pin.setter
+    def with_soft_pin(self, value: bool) -> None:
+        self.__setattr__("soft_pin_action", SoftPinAction.ENABLE if value else SoftPinAction.PRESERVE)
+
+    def __getattr__(self, name: str) -> Any:  # only for what is not there; the type checker sees the fields
+        raise AttributeError(f"'ReplicateConfig' object has no attribute {name!r}")
+
+    def _items(self) -> Iterator[str]:
+        for name in _FIELDS:
+            value = getattr(self, name)
+            yield f"{name}: {value if isinstance(value, _Enum) else repr(value)}"
+
+    def __str__(self) -> str:
+        return f"ReplicateConfig: {{ {', '.join(self._items())} }}"
+
+
+class Descriptor:
+    """Where a replica's bytes lie, as transfer names it."""
+
+    __slots__ = ("buffer_address", "size", "transport_endpoint")
+
+    def __init__(self, size: int = 0, buffer_address: int = 0, transport_endpoint: str = "") -> None:
+        self.size = size
+        self.buffer_address = buffer_address
+        self.transport_endpoint = transport_endpoint
+
+    def __repr__(self) -> str:
+        return f"<Descriptor size={self.size} at {self.buffer_address:#x} of {self.transport_endpoint!r}>"
+
+
+class MemoryDescriptor:
+    __slots__ = ("buffer_descriptor",)
+
+    def __init__(self, buffer_descriptor: Descriptor) -> None:
+        self.buffer_descriptor = buffer_descriptor
+
+
+class DiskDescriptor:
+    """``file_path`` names the segment: its objects share one file, in which only the node finds them."""
+
+    __slots__ = ("file_path", "object_size")
+
+    def __init__(self, file_path: str, object_size: int) -> None:
+        self.file_path = file_path
+        self.object_size = object_size
+
+
+class ReplicaDescriptor:
+    """One copy of an object. ``get_..._descriptor`` of the kind that it is not is a RuntimeError."""
+
+    __slots__ = ("_place", "status")
+
+    def __init__(self, status: ReplicaStatus, place: MemoryDescriptor | DiskDescriptor) -> None:
+        self.status = status
+        self._place = place
+
+    def is_memory_replica(self) -> bool:
+        return isinstance(self._place, MemoryDescriptor)
+
+    def is_disk_replica(self) -> bool:
+        """On a file system that all clients share; there is no such tier here."""
+        return False
+
+    def is_local_disk_replica(self) -> bool:
+        """On the SSD of one node."""
+        return isinstance(self._place, DiskDescriptor)
+
+    def get_memory_descriptor(self) -> MemoryDescriptor:
+        if not isinstance(self._place, MemoryDescriptor):
+            raise RuntimeError("this replica is not in memory; ask is_memory_replica() first")
+        return self._place
+
+    def get_disk_descriptor(self) -> DiskDescriptor:
+        if not isinstance(self._place, DiskDescriptor):
+            raise RuntimeError("this replica is not on disk; ask is_local_disk_replica() first")
+        return self._place
+
+
+class QueryTaskResponse:
+    """How far a copy or move task is."""
+
+    __slots__ = (
+        "assigned_client",
+        "created_at_ms_epoch",
+        "id",
+        "last_updated_at_ms_epoch",
+        "message",
+        "status",
+        "type",
+    )
+
+    def __init__(self) -> None:
+        self.id = (0, 0)
+        self.type = TaskType.REPLICA_COPY
+        self.status = TaskStatus.PENDING
+        self.created_at_ms_epoch = 0
+        self.last_updated_at_ms_epoch = 0
+        self.assigned_client = (0, 0)
+        self.message = ""
+
+    def __repr__(self) -> str:
+        return f"<QueryTaskResponse {self.id} {self.type} {self.status} {self.message!r}>"
+
+
+UNKNOWN, KVCACHE, TENSOR, WEIGHT, SAMPLE, *_rest = ObjectDataType
+ACTIVATION, GRADIENT, OPTIMIZER_STATE, METADATA, GENERAL = _rest
+UNDEFINED, INITIALIZED, _, COMPLETE, REMOVED, _ = ReplicaStatus
+REPLICA_COPY, REPLICA_MOVE = TaskType
+PENDING, PROCESSING, FAILED, SUCCESS = TaskStatus
+"""Members are names of the module, too; of two with one name, the task's is meant, as it always was."""

@@ -1,0 +1,298 @@
+"""The calls that store objects: from bytes, from pointers, whole or in parts, new or in another's place.
+
+All of them come down to ``_put``: per key the places where its bytes lie, one number per key in return.
+An object that exists stays as it is and counts as stored. Batches are cut, so that a call's deadline
+does not depend on how much it carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mooncake.errors import Refusal
+from mooncake.store.client import Store
+from mooncake.store.compat.arguments import (
+    Span,
+    check_key,
+    check_keys,
+    is_good_key,
+    numbers,
+    rows,
+    span_of_value,
+    total_bytes,
+)
+from mooncake.store.compat.batches import cut, on_good, pick
+from mooncake.store.compat.codes import Code, code_of
+from mooncake.store.compat.lending import is_memory, lent
+from mooncake.store.compat.memory_calls import MemoryCalls
+from mooncake.store.compat.policy import Asked, asked_of
+from mooncake.store.compat.session import Session
+from mooncake.store.compat.values import ReplicateConfig
+from mooncake.store.operations import PutGrant
+
+INVALID = int(Code.INVALID_PARAMS)
+MAX_ATTEMPTS = 3
+"""How often an object in parts looks for another segment after a node could not be reached."""
+
+_DEFAULT = ReplicateConfig()
+
+
+class WriteCalls(MemoryCalls):
+    # From bytes ---------------------------------------------------------------------------------------
+
+    def put(self, key: str, value: Any, config: ReplicateConfig = _DEFAULT) -> int:
+        """0, also when the key exists and keeps its value; -200: no space; -600: empty or too large."""
+        return self._put_values("put", [key], [[value]], config)[0]
+
+    def put_parts(self, key: str, *parts: Any, config: ReplicateConfig = _DEFAULT) -> int:
+        """As ``put`` of all parts in a row; 0 and nothing stored when there are none."""
+        for part in parts:
+            _check_part(part)
+        if not any(memoryview(part).nbytes for part in parts):
+            return self._nothing("put_parts", key)
+        return self._put_values("put_parts", [key], [parts], config)[0]
+
+    def put_batch(
+        self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig = _DEFAULT
+    ) -> int:
+        """As ``put`` of each; the first number that is not 0."""
+        return _first(self._put_values("put_batch", keys, [[value] for value in values], config))
+
+    def upsert(self, key: str, value: Any, config: ReplicateConfig = _DEFAULT) -> int:
+        """As ``put``, in the place of what is there."""
+        return self._put_values("upsert", [key], [[value]], config, replace=True)[0]
+
+    def upsert_parts(self, key: str, *parts: Any, config: ReplicateConfig = _DEFAULT) -> int:
+        """As ``put_parts``, in the place of what is there."""
+        for part in parts:
+            _check_part(part)
+        if not any(memoryview(part).nbytes for part in parts):
+            return self._nothing("upsert_parts", key)
+        return self._put_values("upsert_parts", [key], [parts], config, replace=True)[0]
+
+    def upsert_batch(
+        self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig = _DEFAULT
+    ) -> int:
+        """As ``put_batch``, in the place of what is there."""
+        parts = [[value] for value in values]
+        return _first(self._put_values("upsert_batch", keys, parts, config, replace=True))
+
+    # From pointers ------------------------------------------------------------------------------------
+
+    def put_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = _DEFAULT) -> int:
+        """As ``put`` of the ``size`` bytes at ``buffer_ptr``, which are not copied here."""
+        return self._put_pointers("put_from", [key], [[buffer_ptr]], [[size]], config)[0]
+
+    def put_from_with_metadata(
+        self,
+        key: str,
+        buffer_ptr: int,
+        metadata_buffer_ptr: int,
+        size: int,
+        metadata_size: int,
+        config: ReplicateConfig = _DEFAULT,
+    ) -> int:
+        """One object: the metadata, then the data."""
+        what = "put_from_with_metadata"
+        pointers, sizes = [metadata_buffer_ptr, buffer_ptr], [metadata_size, size]
+        return self._put_pointers(what, [key], [pointers], [sizes], config)[0]
+
+    def batch_put_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig = _DEFAULT,
+    ) -> list[int]:
+        """0 or a negative number for each."""
+        what = "batch_put_from"
+        pointers = [[pointer] for pointer in numbers(what, "buffer_ptrs", buffer_ptrs)]
+        return self._put_pointers(
+            what, keys, pointers, [[size] for size in numbers(what, "sizes", sizes)], config
+        )
+
+    def batch_put_from_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        config: ReplicateConfig = _DEFAULT,
+    ) -> list[int]:
+        """0 or a negative number for each; an object is its buffers in a row. [] before ``setup``."""
+        what = "batch_put_from_multi_buffers"
+        if self._store is None:
+            return []
+        return self._put_pointers(what, keys, all_buffer_ptrs, all_sizes, config)
+
+    def upsert_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = _DEFAULT) -> int:
+        """As ``put_from``, in the place of what is there."""
+        return self._put_pointers("upsert_from", [key], [[buffer_ptr]], [[size]], config, replace=True)[0]
+
+    def batch_upsert_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig = _DEFAULT,
+    ) -> list[int]:
+        """As ``batch_put_from``, in the place of what is there."""
+        what = "batch_upsert_from"
+        pointers = [[pointer] for pointer in numbers(what, "buffer_ptrs", buffer_ptrs)]
+        lengths = [[size] for size in numbers(what, "sizes", sizes)]
+        return self._put_pointers(what, keys, pointers, lengths, config, replace=True)
+
+    # What they come down to -----------------------------------------------------------------------------
+
+    def _nothing(self, what: str, key: str) -> int:
+        """Stores nothing, where there is a store."""
+        check_key(what, key)
+        return self._do(what, lambda _: 0, int)
+
+    def _put_values(
+        self,
+        what: str,
+        keys: Any,
+        values: Sequence[Sequence[Any]],
+        config: ReplicateConfig,
+        replace: bool = False,
+    ) -> list[int]:
+        """Bytes-like values, which go through the local buffer, so none may be larger."""
+        keys = check_keys(what, keys)
+        kept, parts = [], []
+        for row in values:
+            spans = []
+            for value in row:
+                span, keep = span_of_value(what, value)
+                spans.append(span)
+                kept.append(keep)
+            parts.append(spans)
+
+        def put(session: Session) -> list[int]:
+            def put_those(at: list[int]) -> list[int]:
+                return self._put_in(session, pick(keys, at), pick(parts, at), asked.at(at), replace)
+
+            asked = asked_of(config, len(keys))
+            limit = session.words.local_buffer_size
+            fits = [total_bytes(spans) <= limit for spans in parts]
+            return on_good(fits, put_those)
+
+        if len(keys) != len(parts):
+            return [INVALID] * max(1, len(keys))
+        return self._in_session(what, put, lambda code: [code] * len(keys))
+
+    def _put_pointers(
+        self, what: str, keys: Any, pointers: Any, sizes: Any, config: ReplicateConfig, replace: bool = False
+    ) -> list[int]:
+        keys = check_keys(what, keys)
+        addresses, lengths = rows(what, "buffer_ptrs", pointers), rows(what, "sizes", sizes)
+        if not len(keys) == len(addresses) == len(lengths):
+            return [INVALID] * len(keys)
+        fits = [len(row) == len(other) for row, other in zip(addresses, lengths, strict=True)]
+        parts = [list(zip(row, other, strict=False)) for row, other in zip(addresses, lengths, strict=True)]
+
+        def put(session: Session) -> list[int]:
+            def put_those(at: list[int]) -> list[int]:
+                return self._put_in(session, pick(keys, at), pick(parts, at), asked.at(at), replace)
+
+            asked = asked_of(config, len(keys))
+            good = [
+                fit and all(is_memory(session, span) for span in spans)
+                for fit, spans in zip(fits, parts, strict=True)
+            ]
+            return on_good(good, put_those)
+
+        return self._in_session(what, put, lambda code: [code] * len(keys))
+
+    def _put(
+        self,
+        what: str,
+        keys: Sequence[str],
+        parts: Sequence[Sequence[Span]],
+        config: ReplicateConfig,
+        replace: bool = False,
+    ) -> list[int]:
+        """One code per key; ``parts``: per key the places of its bytes, which the caller vouches for."""
+        return self._in_session(
+            what,
+            lambda session: self._put_in(session, keys, parts, asked_of(config, len(keys)), replace),
+            lambda code: [code] * len(keys),
+        )
+
+    def _put_in(
+        self,
+        session: Session,
+        keys: Sequence[str],
+        parts: Sequence[Sequence[Span]],
+        asked: Asked,
+        replace: bool,
+    ) -> list[int]:
+        spans = [[span for span in row if span[1]] for row in parts]
+        good = [is_good_key(key) and bool(row) for key, row in zip(keys, spans, strict=True)]
+
+        def put(at: list[int]) -> list[int]:
+            codes: list[int] = []
+            for part in cut([total_bytes(spans[i]) for i in at]):
+                chosen = [at[i] for i in part]
+                codes += _put_some(
+                    session, pick(keys, chosen), pick(spans, chosen), asked.at(chosen), replace
+                )
+            return codes
+
+        return on_good(good, put)
+
+
+def _put_some(
+    session: Session, keys: list[str], parts: list[list[Span]], asked: Asked, replace: bool
+) -> list[int]:
+    if all(len(spans) == 1 for spans in parts):
+        outcomes = session.store.put_batch(keys, [spans[0] for spans in parts])
+        return [code_of(outcome) for outcome in outcomes]
+    with lent(session, [span for spans in parts for span in spans]):
+        outcomes = [None] * len(keys)
+        wanted = list(range(len(keys)))
+        for _ in range(MAX_ATTEMPTS):
+            found = _write(session.store, session, pick(keys, wanted), pick(parts, wanted), asked, replace)
+            for at, outcome in zip(wanted, found, strict=True):
+                outcomes[at] = outcome
+            wanted = [at for at in wanted if (lost := outcomes[at]) is not None and lost.code == "peer_lost"]
+            if not wanted:
+                break
+    return [code_of(outcome) for outcome in outcomes]
+
+
+def _write(
+    store: Store, session: Session, keys: list[str], parts: list[list[Span]], asked: Asked, replace: bool
+) -> list[Refusal | None]:
+    """Objects whose bytes lie in several places, each written where it belongs."""
+    sizes = [total_bytes(spans) for spans in parts]
+    chunk_bytes = [min(store.settings.chunk_bytes, size_bytes) for size_bytes in sizes]
+    started = store.start_puts(keys, sizes, chunk_bytes)
+    outcomes = [grant if isinstance(grant, Refusal) else None for grant in started]
+    held = [(at, grant) for at, grant in enumerate(started) if isinstance(grant, PutGrant)]
+    for num_slices in dict.fromkeys(len(parts[at]) for at, _ in held):
+        alike = [(at, grant) for at, grant in held if len(parts[at]) == num_slices]
+        spans = np.array([parts[at] for at, _ in alike], dtype=np.uint64)
+        ends = np.cumsum(spans[:, :, 1], axis=1)
+        offsets = ends - spans[:, :, 1]
+        store.write_ranges(
+            [grant for _, grant in alike], offsets.ravel(), spans[:, :, 0].ravel(), spans[:, :, 1].ravel()
+        )
+    for (at, _), outcome in zip(held, store.end_puts([grant for _, grant in held]), strict=True):
+        outcomes[at] = outcome
+    return outcomes
+
+
+def _check_part(part: Any) -> None:
+    try:
+        view = memoryview(part)
+    except TypeError:
+        raise RuntimeError("parts must be 1-D bytes-like") from None
+    if view.ndim != 1:
+        raise RuntimeError("parts must be 1-D bytes-like")
+
+
+def _first(codes: Sequence[int]) -> int:
+    return next((code for code in codes if code), 0)

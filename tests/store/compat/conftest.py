@@ -1,0 +1,23 @@
+"""One master for a module, and a store that contributes memory to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mooncake.store.compat.store import MooncakeDistributedStore
+from tests.store.compat.servers import RunningMaster, a_store
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[RunningMaster]:
+    running = RunningMaster()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def store(master: RunningMaster) -> Iterator[MooncakeDistributedStore]:
+    with a_store(master) as store:
+        yield store
