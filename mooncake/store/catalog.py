@@ -97,6 +97,10 @@ class Catalog:
         self.watchers: list[Watcher] = []
         self.on_complete: list[Callable[[StoredObject, Extent, float], None]] = []
         """Called when a further replica of a readable object has become complete."""
+        self.on_left: list[Callable[[StoredObject, Extent, float], None]] = []
+        """Called when a replica of a readable object is none any more, however that came."""
+        self.recent: deque[list[ObjectKey]] = deque(maxlen=256)
+        """The keys of the last lookups, a list each; ``hot.py`` looks at them now and then."""
         self.notes: list[Note] = []
         """What operators should know of the event that is being handled."""
         self.replies: list[Reply] = []
@@ -234,6 +238,7 @@ class Catalog:
         self.tell(now, stored.key, "#{} unlinked: {}", stored.object_id, reason)
         released_bytes = sum(self._rest(stored, extent, leased_until, now) for extent in extents)
         if was_readable:
+            self._left(stored, extents, now)
             self._may_free_its_parent(stored, now)
             for watcher in self.watchers:
                 watcher.gone(stored, now)
@@ -304,6 +309,7 @@ class Catalog:
         leased_until = stored.leased_until if extent.is_complete else 0.0
         released_bytes = self._rest(stored, extent, leased_until, now)
         if is_readable:
+            self._left(stored, [extent], now)
             for watcher in self.watchers:
                 watcher.extent_gone(stored, extent, now)
         return released_bytes
@@ -329,6 +335,11 @@ class Catalog:
             stored.joint.lease_until = lease_until
         for extent in stored.resting:
             extent.release_at = max(extent.release_at, lease_until)
+
+    def _left(self, stored: StoredObject, extents: list[Extent], now: float) -> None:
+        for left in self.on_left:
+            for extent in extents:
+                left(stored, extent, now)
 
     def _cut(self, stored: StoredObject, extent: Extent, now: float) -> None:
         """Take ``extent`` out of an object that has others."""

@@ -29,14 +29,18 @@ from mooncake.store.asking import Asking
 from mooncake.store.catalog import Catalog, Counts, record_of, record_of_segment
 from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
 from mooncake.store.eviction import Eviction
+from mooncake.store.hot import Hot
 from mooncake.store.mounting import Mounting
 from mooncake.store.objects import Objects
 from mooncake.store.reading import Reading
 from mooncake.store.records import Record
 from mooncake.store.removing import Removing
+from mooncake.store.replication import Replication
 from mooncake.store.segments import Segments
 from mooncake.store.settings import MasterSettings
 from mooncake.store.space import Space
+from mooncake.store.tasks import Tasks
+from mooncake.store.tiers import Tiers
 from mooncake.store.writing import Writing
 
 DEFAULTS = MasterSettings()
@@ -54,7 +58,16 @@ class Master:
         self.catalog = Catalog(settings, first_object_id)
         space = Space(self.catalog)
         reading, writing = Reading(self.catalog), Writing(self.catalog, space)
-        removing, mounting = Removing(self.catalog), Mounting(self.catalog)
+        self.tasks = Tasks(self.catalog)
+        self.tiers = Tiers(self.catalog, self.tasks)
+        self.replication = Replication(self.catalog, self.tasks)
+        self.hot = Hot(self.catalog, self.tasks)
+        self.catalog.watchers += [self.tasks, self.tiers]
+        # Tasks last: what the others plan in a step leaves in the same one.
+        self.catalog.clocks += [self.tiers, self.replication, self.hot, self.tasks]
+        self.catalog.on_complete.append(self.tiers.completed)
+        self.catalog.on_left.append(self.tasks.extent_left)
+        removing, mounting = Removing(self.catalog), Mounting(self.catalog, self.tasks)
         asking = Asking(self.catalog)
         self._applying = Applying(self.catalog)
         self._answers: dict[type, Callable[[Any, Received, float], msgspec.Struct | None]] = {
@@ -68,11 +81,16 @@ class Master:
             m.Corrupt: removing.corrupt,
             m.Describe: mounting.describe,
             m.Mount: mounting.mount,
+            m.Report: mounting.report,
+            m.Poll: self.tasks.poll,
             m.Heartbeat: mounting.heartbeat,
             m.Unmount: mounting.unmount,
             m.Status: asking.status,
             m.ListKeys: asking.list_keys,
             m.Story: asking.tell,
+            m.CopyObject: self.replication.copy,
+            m.Drain: self.replication.drain,
+            m.AskJob: self.replication.ask,
         }
 
     # The contract of a machine
@@ -104,6 +122,8 @@ class Master:
 
     def check(self) -> None:
         self.catalog.check()
+        for part in (self.tasks, self.tiers, self.replication, self.hot):
+            part.check()
 
     def story(self, key: str) -> list[str]:
         return self.catalog.story(key)

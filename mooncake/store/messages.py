@@ -472,6 +472,8 @@ class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
     segments: list[str]
     targets: list[str]
     max_concurrency: int = 4
+    unmount_after_s: float | None = None
+    """Unmount the segments when they are empty, and no later than this; None: they stay mounted."""
 
 
 class AskJob(msgspec.Struct, frozen=True, array_like=True, tag="ask_job"):

@@ -1,26 +1,35 @@
-"""The master's part for nodes: segments come, stay and go."""
+"""The master's part for nodes: segments come, stay and go, and what lies there is told.
+
+What a report says of content that this master does not know is believed: that is how an index comes
+back that was lost with its master. Of two contents of one key the newer has the larger object id. Of
+content that it knows, the master is the authority, and the report brings the node up to date.
+"""
 
 from __future__ import annotations
 
-import msgspec
-
 from mooncake.errors import Refusal
+from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.allocator import ALIGNMENT_BYTES, PAGE_BYTES
 from mooncake.store.catalog import Catalog, record_of_segment
 from mooncake.store.effects import Note, Received
-from mooncake.store.objects import State
+from mooncake.store.objects import Extent, State, StoredObject, check_put, split_scoped
+from mooncake.store.records import ObjectReadable, ReplicaAdded
 from mooncake.store.segments import Segment
+from mooncake.store.tasks import Tasks, entry_of
 from mooncake.types import Tier
 
 MAX_REST_S = 3600.0
+BETWEEN_REPORTS_S = 5.0
+"""How long the next part of a report may take, until memory is given out without it."""
 
 
 class Mounting:
-    """Answers Mount, Heartbeat, Unmount and Describe."""
+    """Answers Mount, Report, Heartbeat, Unmount and Describe."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
         self._catalog = catalog
+        self._tasks = tasks
 
     def mount(self, message: m.Mount, event: Received, now: float) -> m.Mounted:
         settings = self._catalog.settings
@@ -35,10 +44,9 @@ class Mounting:
         segment, replaced = outcome
         is_back = segment is before
         if replaced is not None:
-            is_renamed = replaced.name != segment.name
-            why = (
-                f"its content came back as {segment.name}" if is_renamed else "another process took its name"
-            )
+            why = "another process took its name"
+            if replaced.name != segment.name:
+                why = f"its content came back as {segment.name}"
             self._catalog.empty(replaced, why, now)
         if is_back and segment.epoch != epoch:
             self._rebased(segment, now)
@@ -52,10 +60,89 @@ class Mounting:
 
     def _rebased(self, segment: Segment, now: float) -> None:
         """Another process serves the content: what lies there is readable at other addresses."""
+        self._tasks.lost(segment, f"the process that served {segment.name} is gone", now)
         for stored in segment.holders.values():
-            if stored.stored is not None:
-                stored.stored = msgspec.structs.replace(stored.stored, replicas=stored.replicas())
+            if stored.is_readable:
+                stored.refresh()
                 self._catalog.tell(now, stored.key, "#{} is back on {}", stored.object_id, segment.name)
+
+    def report(self, message: m.Report, _: Received, now: float) -> m.Reported | Failure:
+        segment = self._catalog.segments.find(message.segment, message.epoch)
+        if segment is None:
+            return Failure("not_found", f"segment {message.segment!r} is not mounted; mount it first")
+        settings = self._catalog.settings
+        is_known = not segment.wants_report
+        if not is_known:
+            # Whatever was there may have been promised; and a report that goes on keeps its space.
+            is_first = message.entries and not segment.reported
+            rest_s = settings.rest_s if is_first else 0.0 if message.is_last else BETWEEN_REPORTS_S
+            segment.rests_until = max(segment.rests_until, now + rest_s)
+        unwanted = []
+        for entry in message.entries:
+            is_wanted = self._knows(segment, entry) if is_known else self._adopt(segment, entry, now)
+            if is_wanted:
+                segment.reported[entry.object_id] = None
+            else:
+                unwanted.append(entry.object_id)
+        if message.is_last:
+            self._end_report(segment, now)
+        return m.Reported(unwanted)
+
+    def _knows(self, segment: Segment, entry: m.Entry) -> bool:
+        """Whether that is there indeed, or is just being written by a task."""
+        stored = self._catalog.objects.readable.get(entry.key)
+        extent = None if stored is None or stored.object_id != entry.object_id else stored.on(segment)
+        return extent is not None and extent.offset == entry.offset
+
+    def _adopt(self, segment: Segment, entry: m.Entry, now: float) -> bool:
+        """Believe the node that its segment holds this."""
+        if not _is_sound(entry):
+            return False
+        stored = self._catalog.objects.readable.get(entry.key)
+        if stored is not None and stored.object_id == entry.object_id:
+            if stored.on(segment) is not None or not _is_same(stored, entry):
+                return self._knows(segment, entry)
+            if not segment.allocator.take(entry.offset, entry.size_bytes):
+                return False
+            self._catalog.adopt_extent(stored, Extent(segment, entry.offset, is_complete=True), now)
+            added = ReplicaAdded(stored.key, stored.object_id, segment.name, entry.offset)
+            self._catalog.records.append(added)
+            self._catalog.tell(now, stored.key, "#{} is on {} too, says its node", *_what(entry, segment))
+            return True
+        if stored is not None and stored.object_id > entry.object_id:
+            return False
+        if not segment.allocator.take(entry.offset, entry.size_bytes):
+            return False
+        if stored is not None:
+            self._catalog.unlink(stored, f"#{entry.object_id} is newer and on {segment.name}", now)
+        record = ObjectReadable(
+            entry.key,
+            entry.object_id,
+            entry.size_bytes,
+            entry.chunk_bytes,
+            entry.checksums,
+            [(segment.name, entry.offset)],
+            entry.is_hard_pinned,
+            entry.group,
+            entry.parent,
+        )
+        adopted = self._catalog.adopt(record, [Extent(segment, entry.offset, is_complete=True)], now)
+        # A reader of the last master may have it.
+        adopted.lease_until = now + self._catalog.settings.lease_s
+        self._catalog.records.append(record)
+        self._catalog.tell(now, entry.key, "#{} is on {}, says its node", *_what(entry, segment))
+        return True
+
+    def _end_report(self, segment: Segment, now: float) -> None:
+        """What the node does not know of comes to its journal."""
+        for stored in segment.holders.values():
+            extent = stored.on(segment) if stored.is_readable else None
+            if extent is not None and extent.is_complete and stored.object_id not in segment.reported:
+                self._tasks.note(segment, entry_of(stored, extent.offset), now)
+        if segment.wants_report:
+            self._catalog.note("segment_reported", segment, num_objects=len(segment.reported))
+        segment.wants_report = False
+        segment.reported = {}
 
     def heartbeat(self, message: m.Heartbeat, event: Received, now: float) -> m.Beat:
         segment = self._catalog.segments.beat(message.segment, message.epoch, event.connection, now)
@@ -72,6 +159,23 @@ class Mounting:
         found = [self._catalog.segments.find(name, epoch) for name, epoch in message.segments]
         descriptors = [None if segment is None else segment.descriptor for segment in found]
         return m.Described(descriptors, ["" if segment is None else segment.host for segment in found])
+
+
+def _what(entry: m.Entry, segment: Segment) -> tuple[int, str]:
+    return entry.object_id, segment.name
+
+
+def _is_sound(entry: m.Entry) -> bool:
+    """Whether there can be such an object."""
+    _, name = split_scoped(entry.key)
+    is_put = check_put(name, entry.size_bytes, entry.chunk_bytes) is None
+    return is_put and len(entry.checksums) == 4 * -(-entry.size_bytes // entry.chunk_bytes)
+
+
+def _is_same(stored: StoredObject, entry: m.Entry) -> bool:
+    assert stored.stored is not None
+    shape = stored.size_bytes, stored.chunk_bytes, stored.stored.checksums
+    return shape == (entry.size_bytes, entry.chunk_bytes, entry.checksums)
 
 
 def _check_mount(message: m.Mount) -> Refusal | None:

@@ -22,7 +22,9 @@ class Reading:
         lease_until = now + self._catalog.settings.lease_s
         found: list[m.Stored | None] = []
         num_hits = 0
-        for key in scoped_all(message.tenant, message.keys):
+        keys = scoped_all(message.tenant, message.keys)
+        self._catalog.recent.append(keys)
+        for key in keys:
             stored = readable.get(key)
             if stored is None:
                 found.append(None)

@@ -71,6 +71,7 @@ class Segment:
         "node",
         "num_tasks",
         "polls",
+        "reported",
         "rests_until",
         "state",
         "tier",
@@ -87,9 +88,6 @@ class Segment:
         self.host = mount.host
         self.address = mount.address
         self.descriptor = mount.descriptor
-        self.tier = mount.tier
-        self.content_id = mount.content_id or mount.epoch
-        self.node = mount.node or mount.segment
         alignment_bytes = PAGE_BYTES if mount.tier is Tier.SSD else ALIGNMENT_BYTES
         self.allocator = Allocator(mount.size_bytes, alignment_bytes)
         self.connection: Hashable = connection
@@ -112,6 +110,8 @@ class Segment:
         """What the node has yet to note in its journal."""
         self.wants_report = False
         """Its content is not known; the node has been asked."""
+        self.reported: dict[int, None] = {}
+        """The ids of the objects in a report that has begun."""
         self.is_draining = False
         """Nothing new may come here."""
         self.polls = False

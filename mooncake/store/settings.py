@@ -56,6 +56,18 @@ class MasterSettings:
     eviction_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05
     "Share of the capacity that such an eviction frees below the watermark."
 
+    demote_watermark: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    "Share of a node's memory that objects without a copy on its SSD may take; 0 copies each at once."
+
+    promote_after_hits: Annotated[int, msgspec.Meta(ge=0)] = 2
+    "Lookups that find an object only on SSD, lately, until it is copied to memory again; 0: it never is."
+
+    hot_uses_per_s: Annotated[float, msgspec.Meta(ge=0)] = 100.0
+    "Lookups of one object in a second from which on it gets more replicas; 0: it never does."
+
+    max_hot_replicas: Annotated[int, msgspec.Meta(ge=1)] = 3
+    "Replicas in memory that an object may have because it is hot."
+
     poll_s: Seconds = 10.0
     "Seconds after which a node that waits for tasks is answered that there are none."
 

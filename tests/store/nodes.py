@@ -1,0 +1,136 @@
+"""Nodes that do what tasks say, for tests of the master's cores. They move no byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from mooncake.errors import Refusal
+from mooncake.store import messages as m
+from mooncake.store.effects import Keep, Note, Received, Reply
+from mooncake.store.settings import MasterSettings
+from mooncake.types import Tier
+from tests.store.conftest import Voice
+
+SSD_BYTES = 1 << 20
+
+
+class Nodes(Voice):
+    """A voice that also hears answers that come later."""
+
+    def __init__(self, settings: MasterSettings) -> None:
+        super().__init__(settings)
+        self.late: dict[str, list[Any]] = {}
+        """Replies to what was posted, by origin."""
+
+    def post(self, message: msgspec.Struct, connection: str, origin: str) -> None:
+        """Say something that need not be answered at once."""
+        self._take(self.master.handle(Received(origin, connection, message), self.now))
+        self.master.check()
+
+    def say(self, message: msgspec.Struct, connection: str = "client") -> Any:
+        self.post(message, connection, "origin")
+        (reply,) = self.late.pop("origin")
+        return reply
+
+    def _take(self, effects: list[Any]) -> None:
+        for effect in effects:
+            if isinstance(effect, Keep):
+                self.records += effect.records
+            elif isinstance(effect, Reply):
+                self.late.setdefault(effect.origin, []).append(effect.message)
+            else:
+                assert isinstance(effect, Note)
+                self.notes.append(effect)
+
+
+class Place:
+    """One segment of a node."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        name: str,
+        size_bytes: int = 65536,
+        *,
+        tier: Tier = Tier.MEMORY,
+        epoch: int = 7,
+        content_id: int = 0,
+        node: str = "",
+        host: str = "",
+        rest_s: float = 0.0,
+        entries: list[m.Entry] | None = None,
+        polls: bool = True,
+    ) -> None:
+        self.nodes, self.name, self.epoch = nodes, name, epoch
+        self.connection = f"node {name} {epoch}"
+        self.node = node or name.split("/")[0]
+        self.seen = 0
+        self.held: dict[int, m.Entry] = {entry.object_id: entry for entry in entries or []}
+        mount = m.Mount(
+            name, epoch, host or self.node, 1 << 30, size_bytes, b"", rest_s, tier, content_id, self.node
+        )
+        self.mounted: m.Mounted = nodes.say(mount, self.connection)
+        if self.mounted.refusal is None:
+            if self.mounted.wants_report:
+                self.report()
+            self.beat()
+            if polls:
+                self.poll()
+
+    def beat(self) -> None:
+        assert self.nodes.say(m.Heartbeat(self.name, self.epoch), self.connection).is_known
+
+    def report(self) -> m.Reported:
+        report = m.Report(self.name, self.epoch, list(self.held.values()), True)
+        reported = self.nodes.say(report, self.connection)
+        assert isinstance(reported, m.Reported)
+        for object_id in reported.unwanted:
+            del self.held[object_id]
+        return reported
+
+    def poll(self, *done: m.TaskDone, max_tasks: int = 16) -> list[m.Task]:
+        """Ask; the tasks that come at once. What the journal missed is reported."""
+        poll = m.Poll(self.name, self.epoch, list(done), self.seen, max_tasks)
+        self.nodes.post(poll, self.connection, self.name)
+        self.nodes.wait(0.0)
+        return self.answered()
+
+    def answered(self) -> list[m.Task]:
+        """The tasks in the answers to Polls so far."""
+        tasks: list[m.Task] = []
+        for polled in self.nodes.late.pop(self.name, []):
+            assert isinstance(polled, m.Polled) and polled.is_known
+            if not polled.first:
+                continue
+            has_missed = polled.first > self.seen + 1
+            for change in polled.changes:
+                if isinstance(change, m.Entry):
+                    self.held[change.object_id] = change
+                else:
+                    self.held.pop(change, None)
+            self.seen = polled.first + len(polled.changes) - 1
+            tasks += polled.tasks
+            if has_missed:
+                self.report()
+                tasks += self.poll()
+        return tasks
+
+    def work(self, *tasks: m.Task) -> list[m.Task]:
+        """Do these tasks, or those that a Poll brings, and say so; what comes next."""
+        todo = list(tasks) or self.poll()
+        for task in todo:
+            self.held[task.entry.object_id] = task.entry
+        return self.poll(*(m.TaskDone(task.task_id, None) for task in todo))
+
+    def fail(self, task: m.Task, code: str, reason: str = "it did") -> list[m.Task]:
+        return self.poll(m.TaskDone(task.task_id, Refusal(code, reason)))
+
+
+def with_ssd(
+    nodes: Nodes, name: str = "a", memory_bytes: int = 65536, ssd_bytes: int = SSD_BYTES
+) -> tuple[Place, Place]:
+    """A node with memory and an SSD."""
+    memory = Place(nodes, name, memory_bytes)
+    return memory, Place(nodes, f"{name}/ssd", ssd_bytes, tier=Tier.SSD, content_id=99)
