@@ -70,6 +70,7 @@ CORES = {
     "store.space",
     "store.tasks",
     "store.tiers",
+    "store.tally",
     "store.tenants",
     "store.writing",
     "conductor.conductor",

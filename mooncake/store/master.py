@@ -39,6 +39,7 @@ from mooncake.store.replication import Replication
 from mooncake.store.segments import Segments
 from mooncake.store.settings import MasterSettings
 from mooncake.store.space import Space
+from mooncake.store.tally import Tally
 from mooncake.store.tasks import Tasks
 from mooncake.store.tiers import Tiers
 from mooncake.store.writing import Writing
@@ -56,6 +57,7 @@ class Master:
     def __init__(self, settings: MasterSettings = DEFAULTS, first_object_id: int = 1) -> None:
         self.settings = settings
         self.catalog = Catalog(settings, first_object_id)
+        self.tally = Tally()
         space = Space(self.catalog)
         reading, writing = Reading(self.catalog), Writing(self.catalog, space)
         self.tasks = Tasks(self.catalog)
@@ -162,7 +164,10 @@ class Master:
         answer = self._answers.get(type(message))
         if answer is None:
             return Failure("unsupported", f"this master does not answer {type(message).__name__}")
-        return answer(message, event, now)
+        reply = answer(message, event, now)
+        if reply is not None:
+            self.tally.add(message, reply)
+        return reply
 
     # What an earlier master knew
 

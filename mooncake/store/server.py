@@ -82,6 +82,14 @@ class MasterServer:
         """Who leads: a master that has no others always does."""
         return Leadership(True, "serving", f"{self.settings.host}:{self.port}", 0)
 
+    @property
+    def num_clients(self) -> int:
+        return len(self._rpc.connections)
+
+    @property
+    def replication(self) -> dict[str, float]:
+        return {}
+
     async def ask(self, message: msgspec.Struct) -> msgspec.Struct:
         """What a client that sent ``message`` would be answered; from this process, for its HTTP side."""
         own = _OwnCall()

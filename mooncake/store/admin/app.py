@@ -9,8 +9,9 @@ from starlette.exceptions import HTTPException
 
 import mooncake
 from mooncake import metrics
-from mooncake.store.admin import changing, looking
-from mooncake.store.admin.answers import Refused, json
+from mooncake.store import messages as m
+from mooncake.store.admin import changing, exported, looking
+from mooncake.store.admin.answers import Refused, good, json
 from mooncake.store.admin.desk import Desk
 
 
@@ -73,7 +74,14 @@ def make_app(desk: Desk) -> FastAPI:
 
     @app.get("/metrics")
     async def page() -> Response:
-        return Response(metrics.page(), media_type=metrics.CONTENT_TYPE)
+        status = good(await desk.ask(m.Status()))
+        quotas = await desk.ask(m.AskQuotas())
+        existing = exported.page(desk, status, quotas.quotas if isinstance(quotas, m.Quotas) else [])
+        return Response(metrics.page() + existing.encode(), media_type=metrics.CONTENT_TYPE)
+
+    @app.get("/metrics/summary")
+    async def summary() -> Response:
+        return PlainTextResponse(exported.summary(desk, good(await desk.ask(m.Status()))) + "\n")
 
     app.include_router(looking.router(desk))
     app.include_router(changing.router(desk))

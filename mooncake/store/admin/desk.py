@@ -32,6 +32,16 @@ class Desk(Protocol):
     @property
     def leadership(self) -> Leadership: ...
 
+    @property
+    def num_clients(self) -> int:
+        """Connections that are open."""
+        ...
+
+    @property
+    def replication(self) -> dict[str, float]:
+        """Gauges of the log and its standbys, by the existing master's names. Others are 0."""
+        ...
+
     async def ask(self, message: msgspec.Struct) -> Any:
         """The core's reply, or a ``Failure``."""
         ...

@@ -1,0 +1,119 @@
+"""Counts requests by the existing master's names for them, and what became of them.
+
+A request with one key counts as the plain request of its name, one with more as the batch. A miss of a
+lookup is a failure there, as it is in the existing program; a key that exists is none of ``exist_key``.
+Which of that program's counters mean something else here, ``docs/metrics.md`` says.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from mooncake.errors import Refusal
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+
+SIZE_BOUNDS = (4096, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30)
+"""Bytes, of the histogram of objects' sizes."""
+
+
+class Tally:
+    """``counts`` by ``<name>_<what>``; ``num_by_size`` per bucket, the last for what is larger."""
+
+    def __init__(self) -> None:
+        self.counts: defaultdict[str, int] = defaultdict(int)
+        self.num_by_size = [0] * (len(SIZE_BOUNDS) + 1)
+        self.put_bytes = 0
+        self._names: dict[type, Callable[[Any, Any], None]] = {
+            m.Exists: lambda asked, _: self._batch("exist_key", len(asked.keys), 0),
+            m.Lookup: self._lookup,
+            m.PutStart: self._put_start,
+            m.PutEnd: self._put_end,
+            m.PutAbort: lambda _, said: self._batch("put_revoke", *_undone(said)),
+            m.Describe: lambda asked, said: self._batch(
+                "batch_query_ip", len(asked.segments), said.descriptors.count(None), is_batch=True
+            ),
+            m.DropReplicas: lambda _, said: self._batch("batch_replica_clear", *_undone(said), is_batch=True),
+            m.Remove: lambda _, said: self._each("remove", *_undone(said)),
+            m.RemoveMatching: lambda asked, _: self._one(
+                "remove_by_regex" if asked.pattern else "remove_all", True
+            ),
+            m.Mount: self._mount,
+            m.Unmount: lambda _, said: self._one("unmount_segment", said.is_known),
+            m.Heartbeat: lambda _, said: self._one("ping", said.is_known),
+            m.Poll: self._poll,
+            m.ListKeys: lambda *_: self._one("get_replica_list_by_regex", True),
+            m.CopyObject: lambda asked, said: self._one(
+                "create_move_task" if asked.source else "create_copy_task", isinstance(said, m.Job)
+            ),
+            m.AskJob: lambda _, said: self._one("query_task", isinstance(said, m.Job)),
+        }
+
+    def add(self, asked: msgspec.Struct, said: msgspec.Struct) -> None:
+        """``asked`` was answered by ``said``."""
+        count = self._names.get(type(asked))
+        if count is not None and not isinstance(said, Failure):
+            count(asked, said)
+
+    def _one(self, name: str, is_done: bool) -> None:
+        self.counts[f"{name}_requests"] += 1
+        if not is_done:
+            self.counts[f"{name}_failures"] += 1
+
+    def _each(self, name: str, num_items: int, num_failed: int) -> None:
+        self.counts[f"{name}_requests"] += num_items
+        self.counts[f"{name}_failures"] += num_failed
+
+    def _batch(self, name: str, num_items: int, num_failed: int, is_batch: bool = False) -> None:
+        if num_items == 1 and not is_batch:
+            self._one(name, not num_failed)
+            return
+        name, counts = name if is_batch else f"batch_{name}", self.counts
+        counts[f"{name}_requests"] += 1
+        counts[f"{name}_items"] += num_items
+        if num_failed:
+            counts[f"{name}_failed_items"] += num_failed
+            counts[f"{name}_failures" if num_failed == num_items else f"{name}_partial_successes"] += 1
+
+    def _lookup(self, asked: m.Lookup, said: m.Found) -> None:
+        sizes = [one.size_bytes for one in said.objects if one is not None]
+        self.counts["hit_nums"] += len(sizes)
+        self.counts["hit_bytes"] += sum(sizes)
+        self._batch("get_replica_list", len(asked.keys), len(asked.keys) - len(sizes))
+
+    def _put_start(self, asked: m.PutStart, said: m.PutStarted) -> None:
+        self._batch("put_start", len(asked.keys), len(said.refusals))
+        for refusal in said.refusals.values():
+            self.counts["put_start_alloc_failures"] += refusal.code == "no_space"
+        wanted = asked.policy.num_replicas
+        for size_bytes, reserved in zip(asked.sizes, said.reserved, strict=False):
+            if reserved is None:
+                continue
+            if len(reserved.replicas) < wanted:
+                self.counts["put_start_partial_allocations"] += 1
+            self.num_by_size[bisect.bisect_left(SIZE_BOUNDS, size_bytes)] += 1
+            self.put_bytes += size_bytes
+
+    def _put_end(self, asked: m.PutEnd, said: m.Outcomes) -> None:
+        num_refused = sum(isinstance(outcome, Refusal) for outcome in said.outcomes)
+        self._batch("put_end", len(asked.keys), num_refused)
+
+    def _mount(self, _: m.Mount, said: m.Mounted) -> None:
+        self._one("mount_segment", said.refusal is None)
+        if said.num_objects:
+            self._one("remount_segment", True)
+
+    def _poll(self, asked: m.Poll, said: m.Polled) -> None:
+        self._one("fetch_tasks", said.is_known)
+        for done in asked.done:
+            self._one("update_task", done.refusal is None)
+
+
+def _undone(said: m.Outcomes) -> tuple[int, int]:
+    """How many there were, and of how many nothing was done."""
+    return len(said.outcomes), len(said.outcomes) - said.outcomes.count(True)
