@@ -12,6 +12,9 @@ from mooncake.marks import AlsoFrom, Port, Secret
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
+ELECTIONS = ("etcd", "redis", "file")
+"""Where masters may elect a leader."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MasterSettings:
@@ -34,6 +37,24 @@ class MasterSettings:
 
     oplog: str = ""
     "File that keeps the metadata over a restart of the master; empty keeps it in memory only."
+
+    election: str = ""
+    "`etcd://host:port[;host:port]`, `redis://host:port` or `file:///path` that elects; empty: leads alone."
+
+    cluster_id: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")] = "mooncake_cluster"
+    "Names the masters that stand for each other, where several clusters elect through one server."
+
+    advertise: str = ""
+    "`host:port` at which clients, nodes and standbys reach this master; empty takes `host` and the port."
+
+    election_lease_s: Annotated[float, msgspec.Meta(ge=0.2, le=60)] = 2.0
+    "Seconds that a leader leads without renewing; a standby takes over when so much time has passed."
+
+    standby_ack_s: Seconds = 1.0
+    "Seconds that an answer waits for a standby; one that takes longer is struck off before it is given."
+
+    orphan_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0
+    "Seconds without the leader and its standbys until another begins with what nodes report; 0: never."
 
     lease_s: Seconds = 10.0
     "Seconds that a lookup protects an object from removal, eviction and reuse of its space."
@@ -87,6 +108,10 @@ class MasterSettings:
     "Seconds that a soft pin may last; longer ones are cut to that."
 
     def __post_init__(self) -> None:
+        scheme, found, rest = self.election.partition("://")
+        if self.election and not (found and rest and scheme in ELECTIONS):
+            allowed = "etcd://host:port[;host:port], redis://host:port, file:///path, or nothing"
+            raise InvalidArgument("election", self.election, allowed)
         if self.eviction_ratio >= self.high_watermark:
             raise InvalidArgument("eviction_ratio", self.eviction_ratio, "less than high_watermark")
 
