@@ -50,6 +50,10 @@ CORES = {
     "store.asking",
     "store.catalog",
     "store.changes",
+    "store.compat.parallelism",
+    "store.compat.partition",
+    "store.compat.ranges",
+    "store.compat.tensorwire",
     "store.effects",
     "store.eviction",
     "store.framing",
@@ -206,9 +210,12 @@ def test_only_transports_open_the_cellar() -> None:
 
 
 def test_only_inference_knows_torch() -> None:
+    """The drop-in store's tensor calls load it by name when they are called, and one module does that."""
     for module in MODULES:
         if "torch" in foreign_imports_of(module) or "transformers" in foreign_imports_of(module):
             assert room(module) in {"inference", "connectors"}, module
+        if re.search(r"import_module\(\"torch\W", MODULES[module].read_text()):
+            assert module == "store.compat.tensor_memory", module
 
 
 def test_nobody_is_imported_by_nobody() -> None:

@@ -18,6 +18,11 @@ _VALUES = (
 
 OWNERS = {
     "BufferHandle": "mooncake.store.compat.buffers",
+    **dict.fromkeys(("ParallelAxis", "ReadTarget", "TensorParallelism"), "mooncake.store.compat.parallelism"),
+    **dict.fromkeys(
+        ("_serialize_tensor", "_deserialize_tensor", "_tensor_metadata_size"),
+        "mooncake.store.compat.tensors",
+    ),
     "MooncakeDistributedStore": "mooncake.store.compat.store",
     **dict.fromkeys(_VALUES, "mooncake.store.compat.values"),
 }

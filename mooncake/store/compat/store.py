@@ -7,11 +7,11 @@ from typing import Any
 
 from mooncake.store.compat.config import Words, words_of
 from mooncake.store.compat.parallel import ParallelCalls
+from mooncake.store.compat.safetensors import SafetensorCalls
 from mooncake.store.compat.sessions import SessionCalls
-from mooncake.store.compat.tensors import TensorCalls
 
 
-class MooncakeDistributedStore(TensorCalls, ParallelCalls, SessionCalls):
+class MooncakeDistributedStore(ParallelCalls, SafetensorCalls, SessionCalls):
     """A client of the store, with the calls and the numbers of the existing package.
 
     ``setup`` first; before it, and after ``close``, every call answers that there is nothing. New programs
