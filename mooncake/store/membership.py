@@ -3,9 +3,10 @@
 ::
 
     WAITING ──back-off over──▶ CONNECTING ──opened──▶ MOUNTING ──Mounted──▶ MOUNTED ⟲ heartbeats
-       ▲                           │                     │                    │
+       ▲                           │                     │  └▶ REPORTING ──▶──┤
        └──────────── refused, closed, or no answer in time (Disconnect) ──────┘
 
+A master that does not know what the segment holds is told, before the first heartbeat (REPORTING).
 The memory and its epoch outlive every connection: a master that knows them gets its objects back,
 one that doesn't is told by ``rest_s`` how long an earlier master's promises may still be in use.
 This class opens no socket; ``node.py`` does what it says, and so does the simulator.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
@@ -22,6 +24,8 @@ import msgspec
 
 from mooncake.machine import Wake
 from mooncake.store import messages as m
+from mooncake.store.errands import reports
+from mooncake.types import Tier
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
@@ -33,6 +37,7 @@ class Phase(enum.StrEnum):
     WAITING = "waiting"
     CONNECTING = "connecting"
     MOUNTING = "mounting"
+    REPORTING = "reporting"
     MOUNTED = "mounted"
     LEAVING = "leaving"
     LEFT = "left"
@@ -86,16 +91,30 @@ class Note:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Drop:
+    """Effect: the master will not have these objects; the segment does not hold them any more."""
+
+    object_ids: list[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Left:
     """Effect: the master knows (or can't be told) that the memory goes away."""
 
 
 Event = Opened | Closed | Answered | Leave
-Effect = Connect | Disconnect | Send | Note | Left
+Effect = Connect | Disconnect | Send | Note | Drop | Left
+
+
+def _nothing() -> Iterable[m.Entry]:
+    return ()
 
 
 class Membership:
-    """A machine. Deliver a first ``Wake()`` to start it."""
+    """A machine. Deliver a first ``Wake()`` to start it.
+
+    ``held`` says what the segment holds, when a master asks.
+    """
 
     def __init__(
         self,
@@ -106,9 +125,18 @@ class Membership:
         size_bytes: int,
         descriptor: bytes,
         random: Random,
+        *,
+        tier: Tier = Tier.MEMORY,
+        content_id: int = 0,
+        node: str = "",
+        held: Callable[[], Iterable[m.Entry]] = _nothing,
     ) -> None:
-        self._mount = m.Mount(segment, epoch, host, address, size_bytes, descriptor, rest_s=0.0)
+        place = (segment, epoch, host, address, size_bytes, descriptor)
+        self._mount = m.Mount(*place, rest_s=0.0, tier=tier, content_id=content_id, node=node)
         self._random = random
+        self._held = held
+        self._reports: list[m.Report] = []
+        """Still to be sent, the next one last."""
         self.phase = Phase.WAITING
         self._wake_at: float | None = 0.0
         """When the present phase needs attention."""
@@ -174,17 +202,30 @@ class Membership:
             rest_s = max(message.rest_s, self._mount.rest_s)
             self._mount = msgspec.structs.replace(self._mount, rest_s=rest_s)
             self._backoff_s = FIRST_BACKOFF_S
-            self._is_beat_open = False
-            # The first heartbeat at once: before it, the master gives no space out.
-            self._enter(Phase.MOUNTED, now, 0.0)
             fields = {"segment": self._mount.segment, "num_objects": message.num_objects}
-            return [Note("mounted", fields)]
+            if message.wants_report:
+                self._reports = reports(self._mount.segment, self._mount.epoch, self._held())[::-1]
+                return [Note("mounted", fields), *self._report(now)]
+            return [Note("mounted", fields), *self._settle(now)]
+        if isinstance(message, m.Reported) and self.phase is Phase.REPORTING:
+            dropped = [Drop(message.unwanted)] if message.unwanted else []
+            return [*dropped, *(self._report(now) if self._reports else self._settle(now))]
         if isinstance(message, m.Beat) and self.phase is Phase.MOUNTED:
             self._is_beat_open = False
             self._wake_at = now + self._heartbeat_s
             self._is_confirmed = message.is_known
             if not message.is_known:
                 return [Note("master_forgot_us", {"segment": self._mount.segment}), *self._send_mount(now)]
+        return []
+
+    def _report(self, now: float) -> list[Effect]:
+        self._enter(Phase.REPORTING, now, ANSWER_S)
+        return [Send(self._reports.pop())]
+
+    def _settle(self, now: float) -> list[Effect]:
+        """The first heartbeat at once: before it, the master gives no space out."""
+        self._is_beat_open = False
+        self._enter(Phase.MOUNTED, now, 0.0)
         return []
 
     def _send_mount(self, now: float) -> list[Effect]:
@@ -205,7 +246,7 @@ class Membership:
         return [Note("master_lost" if was is Phase.MOUNTED else "mount_failed", fields)]
 
     def _leave(self, now: float) -> list[Effect]:
-        if self.phase not in (Phase.MOUNTED, Phase.MOUNTING):
+        if self.phase not in (Phase.MOUNTED, Phase.MOUNTING, Phase.REPORTING):
             return self._left(now)
         self._enter(Phase.LEAVING, now, ANSWER_S)
         return [Send(m.Unmount(self._mount.segment, self._mount.epoch))]

@@ -1,46 +1,29 @@
-"""The node daemon (``mooncaked``): owns this host's memory pool and keeps it mounted with the master.
+"""The node daemon (``mooncaked``): owns this host's memory, SSD and device pools and lends them to the store.
 
-The pool is shared memory that transfer serves from native threads, so this process does next to
-nothing per object: clients read and write it without it, those on this host by mapping it. When and
-how to mount, ``membership.py`` decides; here are only the connection and the memory.
+Memory is shared memory that transfer serves from native threads, so this process does next to nothing
+per object: clients read and write it without it, those on this host by mapping it, and they open the file
+of the SSD themselves. Each pool is a segment with a life of its own (``lent.py``); here is what they share:
+the transfer engine and the directory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Coroutine
-from random import Random
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 from prometheus_client import Gauge
 
 from mooncake.config import Port, Size
-from mooncake.driver import Driver
-from mooncake.errors import MooncakeError, PeerLost
+from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
-from mooncake.machine import Wake
 from mooncake.metrics import registry, serve_metrics
-from mooncake.rpc import AsyncClient
-from mooncake.store import messages as m
-from mooncake.store.membership import (
-    ANSWER_S,
-    Answered,
-    Closed,
-    Connect,
-    Disconnect,
-    Effect,
-    Event,
-    Leave,
-    Left,
-    Membership,
-    Note,
-    Opened,
-    Send,
-)
-from mooncake.transfer import TransferEngine, TransferSettings
+from mooncake.store.disk import Disk
+from mooncake.store.lent import Lent, Offer
+from mooncake.transfer import Region, TransferEngine, TransferSettings
+from mooncake.types import Tier
 
 log = get_logger(__name__)
 
@@ -48,12 +31,18 @@ PUBLISHED_FOR_S = 6.0
 """How long a descriptor stays in the metadata service after its node has fallen silent."""
 
 POOL_BYTES = Gauge("mooncake_store_pool_bytes", "Memory that this node lends to the store", registry=registry)
+TIER_BYTES = Gauge(
+    "mooncake_store_tier_bytes", "What this node lends to the store, by tier", ["tier"], registry=registry
+)
 IS_MOUNTED = Gauge("mooncake_store_mounted", "1 while the master knows this node", registry=registry)
+
+
+MIN_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeSettings:
-    """Lend this host's memory to the store."""
+    """Lend this host's memory and SSD to the store."""
 
     master: str = "127.0.0.1:50051"
     "`host:port` of the store's master."
@@ -70,11 +59,29 @@ class NodeSettings:
     port: Port = 0
     "TCP port of the transfer engine; 0 takes a free one."
 
-    pool_size_bytes: Annotated[int, Size, Meta(ge=4096)] = 2 << 30
-    "Memory that this node lends to the store."
+    pool_size_bytes: Annotated[int, Size, Meta(ge=0)] = 2 << 30
+    "Memory that this node lends to the store; 0: none."
 
     huge_pages: bool = True
     "Ask for huge pages, and do without where there are none."
+
+    ssd_path: str = ""
+    "Directory on an SSD that this node lends to the store, created if it is not there; empty: none."
+
+    ssd_size_bytes: Annotated[int, Size, Meta(ge=0)] = 0
+    "How much of it; may grow from one start to the next, not shrink."
+
+    ssd_flush: bool = True
+    "Announce a copy on SSD only when it would survive a loss of power, not only the end of the process."
+
+    hbm_size_bytes: Annotated[int, Size, Meta(ge=0)] = 0
+    "Device memory that this node lends to the store; 0: none."
+
+    hbm_device: str = "cuda:0"
+    "The device whose memory it is."
+
+    log_blocks: bool = False
+    "Log every block that comes to a tier or is copied to another (`block_write`, `block_read`)."
 
     metadata: str = ""
     "URL of a metadata service (`http://`, `etcd://`, `redis://`) where others find this node by its name."
@@ -82,123 +89,148 @@ class NodeSettings:
     metrics_port: Port = 0
     "Port of `/metrics`; 0 takes a free one."
 
+    def __post_init__(self) -> None:
+        if bool(self.ssd_path) != bool(self.ssd_size_bytes):
+            raise InvalidArgument("ssd_size_bytes", self.ssd_size_bytes, "more than 0 with ssd_path, else 0")
+        for field in ("pool_size_bytes", "ssd_size_bytes", "hbm_size_bytes"):
+            if 0 < getattr(self, field) < MIN_BYTES:
+                raise InvalidArgument(field, getattr(self, field), f"0, or at least {MIN_BYTES}")
+
 
 class Node:
-    """One pool of memory, mounted with one master."""
+    """The segments of one process, mounted with one master.
 
-    def __init__(self, settings: NodeSettings) -> None:
+    Args:
+        settings: see ``NodeSettings``.
+        engine: lends its memory, instead of one of the node's own, and stays open when the node is closed.
+    """
+
+    def __init__(self, settings: NodeSettings, engine: TransferEngine | None = None) -> None:
         self.settings = settings
-        transfer = TransferSettings(
-            name=settings.name,
-            listen_host=settings.host,
-            advertise_host=settings.advertise_host,
-            tcp_port=settings.port,
-            metadata=settings.metadata,
-            metadata_ttl_s=PUBLISHED_FOR_S,
+        self._owns_engine = engine is None
+        self.engine = engine or TransferEngine(
+            TransferSettings(
+                name=settings.name,
+                listen_host=settings.host,
+                advertise_host=settings.advertise_host,
+                tcp_port=settings.port,
+                metadata=settings.metadata,
+                metadata_ttl_s=PUBLISHED_FOR_S,
+            )
         )
-        self.engine = TransferEngine(transfer)
+        self.name = settings.name or self.engine.name
+        """Of the node and of its memory; its other segments are ``<name>/ssd`` and ``<name>/hbm``."""
+        self.lent: dict[str, Lent] = {}
+        """By name of the segment."""
         self.mounted = asyncio.Event()
-        """Set while the master knows this node and gives out its space."""
-        self._left = asyncio.Event()
-        self._link: AsyncClient | None = None
-        self._tasks: dict[asyncio.Task[None], None] = {}
-        self._driver: Driver[Event, Effect] | None = None
+        """Set while the master knows every segment and gives out its space."""
+        self._disk: Disk | None = None
+        self._regions: list[Region] = []
 
     async def start(self) -> None:
-        """Get the memory and begin to mount it; ``mounted`` says when the master has it.
+        """Get what is lent and begin to mount it; ``mounted`` says when the master has it.
 
         Raises:
-            OutOfMemory: the machine does not have the memory.
+            OutOfMemory: the machine, or the device, does not have the memory.
+            InvalidArgument: the directory or the device is not what it should be; see ``Disk``.
+            Unavailable: there is no way to device memory here.
+            OutOfSpace, StorageError: the disk refuses.
         """
-        size_bytes = self.settings.pool_size_bytes
-        pool = await asyncio.to_thread(
-            self.engine.allocate, size_bytes, huge_pages=self.settings.huge_pages, populate=True
-        )
-        POOL_BYTES.set(size_bytes)
-        descriptor = self.engine.describe()
-        membership = Membership(
-            segment=descriptor.name,
-            epoch=descriptor.epoch,
-            host=descriptor.host,
-            address=pool.address,
-            size_bytes=size_bytes,
-            descriptor=descriptor.encode(),
-            random=Random(descriptor.epoch),
-        )
-        self._membership = membership
-        self._driver = Driver(membership, self._perform)
-        self._driver.post(Wake())
-        if self.settings.metadata:
+        settings = self.settings
+        offers: list[Offer] = []
+        if settings.pool_size_bytes:
+            region = await asyncio.to_thread(self._allocate_pool)
+            offers.append(Offer(self.name, region))
+        if settings.hbm_size_bytes:
+            region = await asyncio.to_thread(self._allocate_hbm)
+            offers.append(Offer(f"{self.name}/hbm", region, Tier.DEVICE))
+        if settings.ssd_path:
+            disk = await asyncio.to_thread(self._open_disk)
+            name = f"{self.name}/ssd"
+            offers.append(Offer(name, disk.region, Tier.SSD, disk, is_flushed=settings.ssd_flush))
+        for offer in offers:  # when all of them are registered, so that every descriptor tells of all
+            self._lend(offer)
+        if settings.metadata and self._owns_engine:
             await asyncio.to_thread(self.engine.publish, is_patient=True)
 
-    async def close(self) -> None:
-        """Tell the master that the memory goes away, and let it go."""
-        if self._driver is not None:
-            self._post(Leave())
-            await self._left.wait()
-            self._driver.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.to_thread(self.engine.close)
+    def lend(self, region: Region, name: str, tier: Tier = Tier.MEMORY) -> Lent:
+        """Mount a further region of the engine as a segment.
 
-    def _post(self, event: Event) -> None:
-        assert self._driver is not None
-        self._driver.post(event)
-        is_mounted = self._membership.is_usable
+        Raises:
+            InvalidArgument: the name is taken.
+        """
+        if name in self.lent:
+            raise InvalidArgument("name", name, "a name that no other segment of this node has")
+        return self._lend(Offer(name, region, tier))
+
+    async def take_back(self, name: str, grace_s: float = 0.0) -> None:
+        """Unmount a segment; when it returns, nobody who was promised its bytes is using them any more.
+
+        Args:
+            grace_s: how long those may go on who found something there just before.
+        """
+        lent = self.lent.get(name)
+        if lent is None:
+            raise InvalidArgument("name", name, "the name of a segment of this node")
+        await lent.close()
+        self.lent.pop(name, None)
+        self._changed()
+        await asyncio.sleep(grace_s)
+
+    async def close(self) -> None:
+        """Tell the master that all of it goes away, and let it go."""
+        await asyncio.gather(*(lent.close() for lent in self.lent.values()))
+        self.lent.clear()
+        if self._disk is not None:
+            self._disk.close()
+        if self._owns_engine:
+            await asyncio.to_thread(self.engine.close)
+        else:
+            for region in self._regions:
+                await asyncio.to_thread(self.engine.unregister, region)
+
+    def _allocate_pool(self) -> Region:
+        settings = self.settings
+        region = self.engine.allocate(settings.pool_size_bytes, huge_pages=settings.huge_pages)
+        self._regions.append(region)
+        return region
+
+    def _allocate_hbm(self) -> Region:
+        region = self.engine.allocate(self.settings.hbm_size_bytes, device=self.settings.hbm_device)
+        self._regions.append(region)
+        return region
+
+    def _open_disk(self) -> Disk:
+        path = Path(self.settings.ssd_path).expanduser()
+        self._disk = Disk(self.engine, path, self.settings.ssd_size_bytes)
+        self._regions.append(self._disk.region)
+        return self._disk
+
+    def _lend(self, offer: Offer) -> Lent:
+        offer = dataclasses.replace(offer, is_loud=self.settings.log_blocks)
+        lent = Lent(offer, self.engine, self.settings.master, self.name, self._own, self._changed)
+        self.lent[offer.name] = lent
+        self._changed()
+        lent.start()
+        return lent
+
+    def _own(self, segment: str) -> Region | None:
+        lent = self.lent.get(segment)
+        return None if lent is None else lent.offer.region
+
+    def _changed(self) -> None:
+        is_mounted = bool(self.lent) and all(lent.is_usable for lent in self.lent.values())
         IS_MOUNTED.set(is_mounted)
+        for tier in Tier:
+            offers = [lent.offer for lent in self.lent.values() if lent.offer.tier is tier]
+            num_bytes = sum(offer.region.size_bytes for offer in offers)
+            TIER_BYTES.labels(str(tier)).set(num_bytes)
+            if tier is Tier.MEMORY:
+                POOL_BYTES.set(num_bytes)
         if is_mounted:
             self.mounted.set()
         else:
             self.mounted.clear()
-
-    def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Connect):
-            self._link = AsyncClient(self.settings.master, m.REPLIES, "the master")
-            self._spawn(self._connect(self._link))
-        elif isinstance(effect, Disconnect):
-            link, self._link = self._link, None
-            if link is not None:
-                self._spawn(link.close())
-        elif isinstance(effect, Send):
-            assert self._link is not None
-            self._spawn(self._send(self._link, effect.message))
-        elif isinstance(effect, Note):
-            report = log.info if effect.event == "mounted" else log.warning
-            report(effect.event, master=self.settings.master, **effect.fields)
-        else:
-            assert isinstance(effect, Left)
-            self._left.set()
-
-    async def _connect(self, link: AsyncClient) -> None:
-        """Connect, and report the loss of the connection when it comes."""
-        try:
-            await link.connect(ANSWER_S)
-        except MooncakeError as error:
-            self._report(link, Closed(str(error)))
-            return
-        self._report(link, Opened())
-        await link.lost.wait()
-        self._report(link, Closed("connection lost"))
-
-    async def _send(self, link: AsyncClient, message: msgspec.Struct) -> None:
-        try:
-            reply = await link.call(message, ANSWER_S)
-        except PeerLost:
-            return  # whoever watches the connection reports it
-        except MooncakeError as error:
-            self._report(link, Closed(str(error)))
-        else:
-            self._report(link, Answered(reply))
-
-    def _report(self, link: AsyncClient, event: Event) -> None:
-        """What an earlier connection still has to say is of no interest."""
-        if link is self._link:
-            self._post(event)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
 
 
 async def serve(settings: NodeSettings) -> None:
@@ -206,17 +238,18 @@ async def serve(settings: NodeSettings) -> None:
 
     Raises:
         AddressInUse: a port is taken.
-        OutOfMemory: the machine does not have the memory.
+        MooncakeError: see ``Node.start``.
     """
     metrics, metrics_port = serve_metrics(settings.host, settings.metrics_port)
     node = Node(settings)
     try:
         await node.start()
-        log.info("pool_allocated", pool_bytes=settings.pool_size_bytes, engine=repr(node.engine))
+        tiers = {f"{lent.offer.tier}_bytes": lent.offer.region.size_bytes for lent in node.lent.values()}
+        log.info("pool_allocated", **tiers, engine=repr(node.engine))
         await node.mounted.wait()
         descriptor = node.engine.describe()
         address, metrics_address = descriptor.endpoints["tcp"], f"{settings.host}:{metrics_port}"
-        log.info("ready", role="node", address=address, segment=descriptor.name, metrics=metrics_address)
+        log.info("ready", role="node", address=address, segment=node.name, metrics=metrics_address)
         await asyncio.Event().wait()
     finally:
         await node.close()

@@ -14,6 +14,7 @@ from mooncake.store.membership import (
     Closed,
     Connect,
     Disconnect,
+    Drop,
     Effect,
     Event,
     Leave,
@@ -24,6 +25,7 @@ from mooncake.store.membership import (
     Phase,
     Send,
 )
+from mooncake.types import Tier
 
 MOUNT = m.Mount("a", 7, "h", 4096, 1 << 20, b"descriptor", 0.0)
 BEAT = m.Heartbeat("a", 7)
@@ -130,6 +132,43 @@ def test_a_refused_mount_is_tried_again(member: Member) -> None:
     effects = member.tell(Answered(m.Mounted(Refusal("name_taken", "another process"), 0, 1.0, 0.0)))
     assert effects[0] == Disconnect()
     assert isinstance(effects[1], Note) and "name_taken" in effects[1].fields["reason"]
+    assert member.wake() == [Connect()]
+
+
+def test_a_master_that_asks_is_told_before_the_first_heartbeat() -> None:
+    member = Member()
+    held = [m.Entry(f"k{i}", i, 10, 10, b"crc!", 4096 * i) for i in range(m.MAX_KEYS + 1)]
+    about = {"tier": Tier.SSD, "content_id": 5, "node": "n"}
+    member.core = Membership(
+        "a",
+        7,
+        "h",
+        4096,
+        1 << 20,
+        b"descriptor",
+        Random(0),
+        held=lambda: held,
+        **about,  # type: ignore[arg-type]
+    )
+    member.wake()
+    mount = m.Mount("a", 7, "h", 4096, 1 << 20, b"descriptor", 0.0, Tier.SSD, 5, "n")
+    assert member.tell(Opened()) == [Send(mount)]
+    told = member.tell(Answered(m.Mounted(None, 0, 1.0, 35.0, wants_report=True)))
+    assert told[1] == Send(m.Report("a", 7, held[:-1], is_last=False))
+    assert member.tell(Answered(m.Reported([3, 4]))) == [
+        Drop([3, 4]),
+        Send(m.Report("a", 7, held[-1:], is_last=True)),
+    ]
+    assert member.core.phase is Phase.REPORTING
+    assert member.tell(Answered(m.Reported([]))) == []
+    assert member.wake() == [Send(BEAT)]
+
+
+def test_a_report_that_is_not_answered_is_a_loss(member: Member) -> None:
+    member.wake()
+    member.tell(Opened())
+    member.tell(Answered(m.Mounted(None, 0, 1.0, 35.0, wants_report=True)))
+    assert member.wake()[0] == Disconnect() and member.core.phase is Phase.WAITING
     assert member.wake() == [Connect()]
 
 

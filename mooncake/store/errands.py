@@ -1,0 +1,244 @@
+"""What a node does for the master on one segment: ask for tasks, run a few at a time, tell what came of them.
+
+::
+
+    master ◀── Poll{done, seen, max_tasks} ───  parked there until there is something to do
+           ─── Polled{changes, tasks} ───────▶  changes: into the journal, before any task begins
+                                                tasks: Run ... Ended, then the next Poll says so
+
+One Poll is parked as a rule; what ends meanwhile goes with a second one, whose arrival makes the master
+answer the first. Deadlines of tasks count from before the Poll was sent that they came with. What ended
+after the connection was lost is not told to the next one: there the same number may mean another task.
+This class opens no socket and touches no byte; the shell does what it says, and so does the simulator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from mooncake.errors import Refusal
+from mooncake.machine import Wake
+from mooncake.store import messages as m
+
+MAX_TASKS = 4
+"""Under way at once on one segment."""
+PATIENCE_S = 30.0
+"""After which a Poll that was not answered is given up, and asked again."""
+PAUSE_S = 1.0
+"""Before a Poll is sent again that failed."""
+MAX_POLLS = 2
+MAX_REPORT_BYTES = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Began:
+    """The master knows the segment (again)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parted:
+    """The connection is gone, or the master does not know the segment."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answered:
+    number: int
+    reply: m.Polled
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failed:
+    """A Poll was not answered, or not with what it asked for."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """A task is over; ``life`` as in its Run."""
+
+    task_id: int
+    life: int
+    refusal: Refusal | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ask:
+    """Effect: send this; Answered or Failed follows, unless the connection is lost."""
+
+    number: int
+    message: m.Poll
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """Effect: enter this in the journal."""
+
+    changes: list[m.Entry | int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """Effect: run this, writing nothing after ``deadline``; Ended follows in any case."""
+
+    task: m.Task
+    deadline: float
+    life: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tell:
+    """Effect: changes were lost; report all that the segment holds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Remount:
+    """Effect: the master does not know the segment."""
+
+
+Event = Began | Parted | Answered | Failed | Ended
+Effect = Ask | Change | Run | Tell | Remount
+
+
+class Errands:
+    """A machine for one segment; begins with ``Began``."""
+
+    def __init__(self, segment: str, epoch: int, max_tasks: int = MAX_TASKS) -> None:
+        self._segment = segment
+        self._epoch = epoch
+        self._max_tasks = max_tasks
+        self.is_mounted = False
+        self.seen = 0
+        """The last change that was noted."""
+        self._life = 0
+        """Of the connection: what was given out in an earlier one is not told in this."""
+        self._number = 0
+        self._polls: dict[int, tuple[float, list[m.TaskDone]]] = {}
+        """Number -> (when it was sent, what it tells)."""
+        self._running: dict[tuple[int, int], float] = {}
+        """(life, task id) -> deadline."""
+        self._done: list[m.TaskDone] = []
+        self._wake_at: float | None = None
+        self._lines: list[str] = []
+
+    def handle(self, event: Event | Wake, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if isinstance(event, Began):
+            self._part()
+            self.is_mounted = True
+        elif isinstance(event, Parted):
+            self._part()
+        elif isinstance(event, Answered):
+            effects = self._answered(event, now)
+        elif isinstance(event, Failed):
+            self._failed(event.number, now)
+        elif isinstance(event, Ended):
+            self._ended(event, now)
+        elif self._wake_at is not None and self._wake_at <= now:
+            self._wake_at = None
+        return effects + self._poll(now)
+
+    def deadline(self) -> float | None:
+        return self._wake_at
+
+    def check(self) -> None:
+        assert len(self._polls) <= MAX_POLLS
+        assert self.is_mounted or not (self._polls or self._done)
+        assert self._wake_at is None or not self._polls
+        if self.is_mounted and not self._polls and self._wake_at is None:
+            assert len(self._running) >= self._max_tasks, "nobody is asked for work"
+
+    def story(self, key: str) -> list[str]:
+        """The last tasks about ``key``, or all of them when it is the segment's name."""
+        return [line for line in self._lines if key == self._segment or repr(key) in line]
+
+    def _part(self) -> None:
+        self.is_mounted = False
+        self._life += 1
+        self._polls.clear()
+        self._done.clear()
+        self._wake_at = None
+
+    def _answered(self, event: Answered, now: float) -> list[Effect]:
+        poll = self._polls.pop(event.number, None)
+        if poll is None:
+            return []
+        reply = event.reply
+        if not reply.is_known:
+            self._part()
+            return [Remount()]
+        effects: list[Effect] = []
+        fresh = reply.changes[max(0, self.seen + 1 - reply.first) :]
+        if fresh:
+            effects.append(Change(list(fresh)))
+        if reply.first > self.seen + 1:
+            effects.append(Tell())
+        self.seen = max(self.seen, reply.first + len(reply.changes) - 1)
+        for task in reply.tasks:
+            deadline = poll[0] + task.deadline_s
+            if deadline <= now:
+                self._done.append(m.TaskDone(task.task_id, Refusal("expired", "it came after its deadline")))
+            else:
+                self._running[self._life, task.task_id] = deadline
+                self._tell(now, task.entry.key, f"task {task.task_id}: copy from {task.source.segment}")
+                effects.append(Run(task, deadline, self._life))
+        return effects
+
+    def _failed(self, number: int, now: float) -> None:
+        poll = self._polls.pop(number, None)
+        if poll is not None:
+            self._done = poll[1] + self._done
+            if not self._polls:
+                self._wake_at = now + PAUSE_S
+
+    def _ended(self, event: Ended, now: float) -> None:
+        self._running.pop((event.life, event.task_id), None)
+        self._tell(now, "", f"task {event.task_id}: {event.refusal or 'done'}")
+        if event.life == self._life and self.is_mounted:
+            self._done.append(m.TaskDone(event.task_id, event.refusal))
+
+    def _poll(self, now: float) -> list[Effect]:
+        num_idle = self._max_tasks - len(self._running)
+        may_ask = self.is_mounted and self._wake_at is None
+        if self._polls:
+            may_ask = may_ask and bool(self._done) and len(self._polls) < MAX_POLLS
+        elif not self._done:
+            may_ask = may_ask and num_idle > 0
+        if not may_ask:
+            return []
+        self._number += 1
+        done, self._done = self._done, []
+        self._polls[self._number] = now, done
+        message = m.Poll(self._segment, self._epoch, done, self.seen, max(0, num_idle))
+        return [Ask(self._number, message)]
+
+    def _tell(self, now: float, key: str, what: str) -> None:
+        self._lines.append(f"{now:.6f} {what} {repr(key) if key else ''}".rstrip())
+        del self._lines[:-100]
+
+    def __repr__(self) -> str:
+        return f"<Errands of {self._segment!r}: {len(self._running)} running, {len(self._done)} to tell>"
+
+
+def reports(segment: str, epoch: int, entries: Iterable[m.Entry]) -> list[m.Report]:
+    """What a segment holds, in messages of bounded size; one at least."""
+    parts: list[list[m.Entry]] = [[]]
+    num_bytes = 0
+    for entry in entries:
+        size_bytes = len(entry.key) + len(entry.checksums) + len(entry.group) + len(entry.parent) + 64
+        if parts[-1] and (num_bytes + size_bytes > MAX_REPORT_BYTES or len(parts[-1]) == m.MAX_KEYS):
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(entry)
+        num_bytes += size_bytes
+    return [m.Report(segment, epoch, part, part is parts[-1]) for part in parts]
+
+
+def changed(held: dict[int, m.Entry], changes: Iterable[m.Entry | int]) -> None:
+    """Enter ``changes`` in the journal of a segment whose content ends with the process."""
+    for change in changes:
+        if isinstance(change, int):
+            held.pop(change, None)
+        else:
+            held[change.object_id] = change

@@ -1,0 +1,289 @@
+"""One segment that a node lends: kept mounted with the master, its tasks done, its journal kept.
+
+``membership.py`` and ``errands.py`` decide; here are the connection to the master that both share, the
+journal (in memory for memory, ``disk.py`` for an SSD), and the log of what came and went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
+from random import Random
+from typing import Any
+
+import msgspec
+
+from mooncake.driver import Driver
+from mooncake.errors import MooncakeError, PeerLost, Refusal
+from mooncake.log import get_logger
+from mooncake.machine import Wake
+from mooncake.rpc import AsyncClient
+from mooncake.store import errands as e
+from mooncake.store import membership as ms
+from mooncake.store import messages as m
+from mooncake.store.disk import Disk
+from mooncake.store.porter import Porter, Target, Together
+from mooncake.transfer import Region, TransferEngine
+from mooncake.types import Tier
+
+log = get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offer:
+    """What is lent, and how."""
+
+    name: str
+    """Of the segment."""
+    region: Region
+    tier: Tier = Tier.MEMORY
+    disk: Disk | None = None
+    """Of an SSD: where its index is."""
+    is_flushed: bool = False
+    """A copy on SSD is durable before it is announced."""
+    is_loud: bool = False
+    """Every block that comes or is read is logged, not only in a debug log."""
+
+
+class Lent:
+    """A mounted segment, from ``start`` until ``close``.
+
+    ``own`` finds the region of a segment of the same node; ``on_change`` hears that it was mounted or lost.
+    """
+
+    def __init__(
+        self,
+        offer: Offer,
+        engine: TransferEngine,
+        master: str,
+        node: str,
+        own: Callable[[str], Region | None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.offer = offer
+        self._engine = engine
+        self._master = master
+        self._on_change = on_change
+        descriptor = engine.describe()
+        self._membership = ms.Membership(
+            segment=offer.name,
+            epoch=descriptor.epoch,
+            host=descriptor.host,
+            address=offer.region.address,
+            size_bytes=offer.region.size_bytes,
+            descriptor=descriptor.encode(),
+            random=Random(f"{descriptor.epoch} {offer.name}"),
+            tier=offer.tier,
+            content_id=descriptor.epoch if offer.disk is None else offer.disk.content_id,
+            node=node,
+            held=self.entries,
+        )
+        self._errands = e.Errands(offer.name, descriptor.epoch)
+        self._porter = Porter(engine, own, self._describe)
+        flush = Together(offer.disk.flush) if offer.disk is not None and offer.is_flushed else None
+        self._target = Target(offer.region, offer.tier, offer.disk, flush)
+        self._held: dict[int, m.Entry] = {}
+        """The journal of memory."""
+        self._left = asyncio.Event()
+        self._link: AsyncClient | None = None
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._driver = Driver(self._membership, self._perform)
+        self._errand_driver = Driver(self._errands, self._perform_errand)
+
+    @property
+    def is_mounted(self) -> bool:
+        return self._membership.phase is ms.Phase.MOUNTED
+
+    @property
+    def is_usable(self) -> bool:
+        """And the master gives space out on it."""
+        return self._membership.is_usable
+
+    def entries(self) -> Iterable[m.Entry]:
+        """What the segment holds, as far as this node knows."""
+        held = self._held if self.offer.disk is None else self.offer.disk.index.entries
+        return list(held.values())
+
+    def start(self) -> None:
+        self._driver.post(Wake())
+
+    async def close(self) -> None:
+        """Tell the master that the segment goes away; afterwards no task touches it."""
+        self._post(ms.Leave())
+        await self._left.wait()
+        self._driver.close()
+        self._errand_driver.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Membership
+
+    def _post(self, event: ms.Event) -> None:
+        self._driver.post(event)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Tasks come only while the master knows the segment."""
+        if self.is_mounted and not self._errands.is_mounted:
+            self._errand_driver.post(e.Began())
+        elif self._errands.is_mounted and not self.is_mounted:
+            self._errand_driver.post(e.Parted())
+        self._on_change()
+
+    def _perform(self, effect: ms.Effect) -> None:
+        if isinstance(effect, ms.Connect):
+            self._link = AsyncClient(self._master, m.REPLIES, "the master")
+            self._spawn(self._connect(self._link))
+        elif isinstance(effect, ms.Disconnect):
+            link, self._link = self._link, None
+            if link is not None:
+                self._spawn(link.close())
+            self._follow()
+        elif isinstance(effect, ms.Send):
+            assert self._link is not None
+            self._spawn(self._send(self._link, effect.message))
+        elif isinstance(effect, ms.Note):
+            report = log.info if effect.event == "mounted" else log.warning
+            report(effect.event, master=self._master, **effect.fields)
+        elif isinstance(effect, ms.Drop):
+            self._drop(effect.object_ids)
+        else:
+            assert isinstance(effect, ms.Left)
+            self._left.set()
+
+    async def _connect(self, link: AsyncClient) -> None:
+        """Connect, and report the loss of the connection when it comes."""
+        try:
+            await link.connect(ms.ANSWER_S)
+        except MooncakeError as error:
+            self._report(link, ms.Closed(str(error)))
+            return
+        self._report(link, ms.Opened())
+        await link.lost.wait()
+        self._report(link, ms.Closed("connection lost"))
+
+    async def _send(self, link: AsyncClient, message: msgspec.Struct) -> None:
+        try:
+            reply = await link.call(message, ms.ANSWER_S)
+        except PeerLost:
+            return  # whoever watches the connection reports it
+        except MooncakeError as error:
+            self._report(link, ms.Closed(str(error)))
+        else:
+            self._report(link, ms.Answered(reply))
+
+    def _report(self, link: AsyncClient, event: ms.Event) -> None:
+        """What an earlier connection still has to say is of no interest."""
+        if link is self._link:
+            self._post(event)
+
+    # Errands
+
+    def _perform_errand(self, effect: e.Effect) -> None:
+        if isinstance(effect, e.Ask):
+            assert self._link is not None
+            self._spawn(self._ask(self._link, effect))
+        elif isinstance(effect, e.Change):
+            self._enter(effect.changes)
+        elif isinstance(effect, e.Run):
+            self._spawn(self._run(effect))
+        elif isinstance(effect, e.Tell):
+            assert self._link is not None
+            self._spawn(self._tell_all(self._link))
+        else:
+            assert isinstance(effect, e.Remount)
+            self._post(ms.Answered(m.Beat(is_known=False)))
+
+    async def _ask(self, link: AsyncClient, ask: e.Ask) -> None:
+        try:
+            reply = await link.call(ask.message, e.PATIENCE_S)
+        except PeerLost:
+            return
+        except MooncakeError as error:
+            log.debug("poll_failed", segment=self.offer.name, reason=str(error))
+            self._errand_driver.post(e.Failed(ask.number))
+        else:
+            self._errand_driver.post(e.Answered(ask.number, reply))
+
+    async def _run(self, run: e.Run) -> None:
+        refusal: Refusal | None = Refusal("cancelled", "the node stopped")
+        try:
+            refusal = await self._porter.carry(run.task, self._target, run.deadline)
+        finally:
+            self._errand_driver.post(e.Ended(run.task.task_id, run.life, refusal))
+        entry, source = run.task.entry, run.task.source
+        if refusal is not None:
+            self._log_block("block_read", entry, source.tier, source.segment, refused=refusal.code)
+            log.warning("task_failed", segment=self.offer.name, key=entry.key, reason=str(refusal))
+            return
+        self._log_block("block_read", entry, source.tier, source.segment)
+        if self.offer.disk is not None:  # of memory the master tells, as of everything that comes there
+            self._log_block("block_write", entry, self.offer.tier, self.offer.name)
+
+    async def _tell_all(self, link: AsyncClient) -> None:
+        """The master's changes ran ahead of what it keeps for us."""
+        parts = e.reports(self.offer.name, self._engine.epoch, self.entries())
+        log.warning("journal_lost_changes", segment=self.offer.name)
+        for part in parts:
+            try:
+                reply = await link.call(part, ms.ANSWER_S)
+            except MooncakeError as error:
+                log.warning("report_failed", segment=self.offer.name, reason=str(error))
+                return
+            self._drop(reply.unwanted)
+
+    async def _describe(self, segment: str, epoch: int) -> bytes | None:
+        if self._link is None:
+            return None
+        reply = await self._link.call(m.Describe([(segment, epoch)]), ms.ANSWER_S)
+        descriptor: bytes | None = reply.descriptors[0]
+        return descriptor
+
+    # The journal
+
+    def _enter(self, changes: list[m.Entry | int]) -> None:
+        disk = self.offer.disk
+        if disk is None:
+            e.changed(self._held, changes)
+            for change in changes:
+                if isinstance(change, m.Entry):
+                    self._log_block("block_write", change, self.offer.tier, self.offer.name)
+            return
+        for change in changes:
+            if isinstance(change, int):
+                self._drop([change])
+                continue
+            known = disk.index.entries.get(change.object_id)
+            if known is not None and known.offset == change.offset:  # a pin; bytes only come by tasks
+                self._note_down(partial(disk.hold, change))
+
+    def _drop(self, object_ids: list[int]) -> None:
+        disk = self.offer.disk
+        if disk is None:
+            e.changed(self._held, object_ids)
+        else:
+            self._note_down(partial(disk.drop, object_ids))
+
+    def _note_down(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except MooncakeError as error:
+            log.error("index_not_written", segment=self.offer.name, reason=str(error))
+
+    def _log_block(self, event: str, entry: m.Entry, tier: Tier, segment: str, **more: Any) -> None:
+        tenant, _, key = entry.key.rpartition("\0")
+        fields = {"tenant": tenant} if tenant else {}
+        report = log.info if self.offer.is_loud else log.debug
+        report(event, key=key, bytes=entry.size_bytes, tier=str(tier), node=segment, **fields, **more)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+
+    def __repr__(self) -> str:
+        return f"<Lent {self.offer.name!r} [{self._membership.phase}] {self._errands!r}>"

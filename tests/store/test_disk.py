@@ -1,0 +1,198 @@
+"""The directory of an SSD segment: what survives, and what is refused with which words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mooncake.errors import InvalidArgument, OutOfSpace
+from mooncake.store.disk import Disk
+from mooncake.store.messages import Entry
+from mooncake.transfer import Op, Region, Status, TransferEngine, TransferSettings
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def engine() -> Iterator[TransferEngine]:
+    with TransferEngine(TransferSettings(transports=("file",))) as engine:
+        yield engine
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "below" / "ssd"
+
+
+def entry(object_id: int, offset: int = 0, size_bytes: int = 4096) -> Entry:
+    return Entry(f"k{object_id}", object_id, size_bytes, size_bytes, b"crc!", offset)
+
+
+def test_bytes_and_entries_survive(engine: TransferEngine, path: Path) -> None:
+    disk = Disk(engine, path, 8 * MIB)
+    data = np.random.default_rng(1).integers(0, 256, MIB, dtype=np.uint8)
+    here = engine.register(data)
+    disk.provide(2 * MIB, MIB)
+    there = disk.region.address + 2 * MIB
+    own = engine.open(engine.describe())
+    assert engine.run(Op.WRITE, own, [here.address], [there], [MIB]).status == Status.OK
+    disk.hold(entry(1, 2 * MIB, MIB))
+    disk.hold(entry(2))
+    disk.drop([2])
+    disk.flush()
+    content_id = disk.content_id
+    disk.close()
+    engine.unregister(disk.region)
+    again = Disk(engine, path, 8 * MIB)
+    assert again.content_id == content_id
+    assert list(again.index.entries.values()) == [entry(1, 2 * MIB, MIB)]
+    expected = data.copy()
+    data[:] = 0
+    own = engine.open(engine.describe())
+    there = again.region.address + 2 * MIB
+    assert engine.run(Op.READ, own, [here.address], [there], [MIB]).status == Status.OK
+    assert (data == expected).all()
+    again.close()
+
+
+def test_room_is_taken_as_it_is_needed(engine: TransferEngine, path: Path) -> None:
+    disk = Disk(engine, path, 3 << 30)
+    file = path / "mooncake.data"
+    assert file.stat().st_size == 3 << 30 and file.stat().st_blocks == 0
+    disk.provide((1 << 30) + 4096, 4096)
+    assert file.stat().st_blocks * 512 >= 1 << 30
+    disk.close()
+
+
+def test_a_directory_in_use_is_refused(engine: TransferEngine, path: Path) -> None:
+    disk = Disk(engine, path, MIB)
+    with pytest.raises(InvalidArgument, match="no other process uses"):
+        Disk(engine, path, MIB)
+    disk.close()
+    Disk(engine, path, MIB).close()
+
+
+def test_a_larger_capacity_is_other_content(engine: TransferEngine, path: Path) -> None:
+    """The entries stay; a master that knew the segment asks for them because of the new id."""
+    disk = Disk(engine, path, MIB)
+    disk.hold(entry(1))
+    disk.close()
+    larger = Disk(engine, path, 2 * MIB + 1)
+    assert larger.size_bytes == 2 * MIB and larger.content_id != disk.content_id
+    assert list(larger.index.entries) == [1]
+    larger.close()
+    with pytest.raises(InvalidArgument, match="ssd_size is 1048576; allowed: at least 2097152"):
+        Disk(engine, path, MIB)
+
+
+def test_what_is_no_directory_for_us(engine: TransferEngine, path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"a file")
+    with pytest.raises(InvalidArgument, match=r"ssd_path .*allowed: a directory"):
+        Disk(engine, path, MIB)
+    with pytest.raises(InvalidArgument, match=r"ssd_path .*allowed: a directory"):
+        Disk(engine, path / "below", MIB)
+    with pytest.raises(InvalidArgument, match="may write to"):
+        Disk(engine, Path("/proc/nothing"), MIB)
+
+
+def test_damaged_and_strange_headers(engine: TransferEngine, path: Path) -> None:
+    disk = Disk(engine, path, MIB)
+    disk.hold(entry(1))
+    disk.close()
+    header = path / "mooncake.ssd"
+    sound = header.read_bytes()
+    for place in (0, len(sound) - 1):
+        damaged = bytearray(sound)
+        damaged[place] ^= 1
+        header.write_bytes(damaged)
+        with pytest.raises(InvalidArgument, match=r"header .* is whole"):
+            Disk(engine, path, MIB)
+    header.unlink()
+    with pytest.raises(InvalidArgument, match="with its header"):
+        Disk(engine, path, MIB)
+    header.write_bytes(sound)
+    os.truncate(path / "mooncake.data", 100)
+    with pytest.raises(InvalidArgument, match="cut short"):
+        Disk(engine, path, MIB)
+
+
+def test_another_version_is_told(engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("mooncake.store.disk.VERSION", 7)
+        Disk(engine, path, MIB).close()
+    with pytest.raises(InvalidArgument, match="version 1, not 7"):
+        Disk(engine, path, MIB)
+
+
+def test_a_torn_index_loses_its_tail_only(engine: TransferEngine, path: Path) -> None:
+    disk = Disk(engine, path, MIB)
+    disk.hold(entry(1))
+    disk.hold(entry(2, 4096))
+    disk.close()
+    index = path / "mooncake.index"
+    os.truncate(index, index.stat().st_size - 1)
+    again = Disk(engine, path, MIB)
+    assert list(again.index.entries) == [1]
+    again.hold(entry(3, 8192))
+    again.close()
+    assert list(Disk(engine, path, MIB).index.entries) == [1, 3]
+
+
+def test_compaction_takes_the_place_of_the_log(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.store.index.MIN_COMPACTION_BYTES", 4096)
+    disk = Disk(engine, path, MIB)
+    for number in range(1000):
+        disk.hold(entry(number, number % 3 * 4096))
+    assert (path / "mooncake.index").stat().st_size < 5000
+    disk.hold(entry(5000, 4 * 4096))
+    disk.close()
+    assert list(Disk(engine, path, MIB).index.entries) == [997, 998, 999, 5000]
+
+
+def test_what_can_not_be_written_down_is_not_held(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full in the middle of a record: what was there stays, what comes later is not lost."""
+    disk = Disk(engine, path, MIB)
+    disk.hold(entry(1))
+    write = os.write
+
+    def full(file: int, content: memoryview) -> int:
+        if len(content) < 20:
+            raise OSError(28, "No space left on device")
+        return write(file, content[:10])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OutOfSpace, match="make room"):
+            disk.hold(entry(2, 4096))
+    assert list(disk.index.entries) == [1]
+    disk.hold(entry(3, 8192))
+    disk.close()
+    assert list(Disk(engine, path, MIB).index.entries) == [1, 3]
+
+
+def test_a_nearly_full_disk_gives_what_it_has(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(engine, path, 3 << 30)
+    asked: list[tuple[int, int]] = []
+
+    def provide(region: Region, offset: int, size_bytes: int) -> None:
+        asked.append((offset, size_bytes))
+        if size_bytes > MIB:
+            raise OutOfSpace("no room")
+
+    monkeypatch.setattr(engine, "provide", provide)
+    disk.provide(5 * MIB, MIB)
+    assert asked == [(0, 1 << 30), (5 * MIB, MIB)]
+    with pytest.raises(OutOfSpace):
+        disk.provide(5 * MIB, 2 * MIB)
+    disk.close()

@@ -1,0 +1,252 @@
+"""Tasks and journals of a real node with all its tiers, for a master that says what the test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from mooncake.errors import InvalidArgument, OutOfSpace
+from mooncake.store import messages as m
+from mooncake.store.node import Node, NodeSettings
+from mooncake.transfer import Op, Region, Status
+from mooncake.types import Tier
+from tests.store.scripted_master import ScriptedMaster, entry_of
+
+MIB = 1 << 20
+SIZE = 3 * MIB + 777
+
+
+@pytest.fixture
+async def master() -> AsyncIterator[ScriptedMaster]:
+    master = ScriptedMaster()
+    yield master
+    await master.close()
+
+
+@contextlib.asynccontextmanager
+async def node_of(address: str, path: Path | None, name: str = "n") -> AsyncIterator[Node]:
+    settings = NodeSettings(
+        master=address,
+        name=name,
+        pool_size_bytes=16 * MIB,
+        huge_pages=False,
+        ssd_path=str(path or ""),
+        ssd_size_bytes=16 * MIB if path is not None else 0,
+        log_blocks=True,
+    )
+    node = Node(settings)
+    try:
+        await node.start()
+        yield node
+    finally:
+        await node.close()
+
+
+def content(size: int = SIZE, seed: int = 1) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+def place(mount: m.Mount, offset: int) -> m.Replica:
+    return m.Replica(mount.segment, mount.epoch, mount.address + offset, mount.tier)
+
+
+def memory_of(node: Node) -> Region:
+    return node.lent["n"].offer.region
+
+
+async def test_a_node_mounts_every_tier(master: ScriptedMaster, tmp_path: Path) -> None:
+    async with node_of(await master.start(), tmp_path) as node:
+        await node.mounted.wait()
+        memory, ssd = master.mounts["n"], master.mounts["n/ssd"]
+        assert (memory.tier, memory.node, memory.content_id) == (Tier.MEMORY, "n", memory.epoch)
+        assert (ssd.tier, ssd.node, ssd.epoch) == (Tier.SSD, "n", memory.epoch)
+        assert ssd.content_id not in (0, ssd.epoch) and ssd.size_bytes == 16 * MIB
+    assert sorted(master.unmounted) == ["n", "n/ssd"]
+
+
+async def test_down_to_ssd_and_up_again(
+    master: ScriptedMaster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    data = content()
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        ssd = await master.until_polled("n/ssd")
+        memory_of(node).view()[4096 : 4096 + SIZE] = data
+        down = entry_of(data, 8192)
+        assert (await master.run("n/ssd", down, place(memory, 4096))).refusal is None
+        assert list(node.lent["n/ssd"].entries()) == [down]
+        up = entry_of(data, 8 * MIB)
+        assert (await master.run("n", up, place(ssd, 8192))).refusal is None
+        assert bytes(memory_of(node).view()[8 * MIB : 8 * MIB + SIZE]) == data
+        await master.change("n", [up])
+        assert list(node.lent["n"].entries()) == [up]
+    events = [record.getMessage() for record in caplog.records]
+    assert events.count("block_write") == 2 and events.count("block_read") == 2
+    fields = next(r.__dict__["fields"] for r in caplog.records if r.getMessage() == "block_write")
+    assert fields == {"key": "k", "bytes": SIZE, "tier": "ssd", "node": "n/ssd"}
+
+
+async def test_what_is_on_ssd_is_reported_after_a_restart(master: ScriptedMaster, tmp_path: Path) -> None:
+    address, data = await master.start(), content()
+    async with node_of(address, tmp_path) as node:
+        memory = await master.until_polled("n")
+        memory_of(node).view()[:SIZE] = data
+        entries = [entry_of(data, 4 * MIB * i, object_id=i) for i in range(3)]
+        for entry in entries:
+            assert (await master.run("n/ssd", entry, place(memory, 0))).refusal is None
+        await master.change("n/ssd", [1])
+        content_id = master.mounts["n/ssd"].content_id
+    master.asks["n/ssd"], master.unwanted = True, [2]
+    master.parked.clear()
+    async with node_of(address, tmp_path) as node:
+        ssd = await master.until_polled("n/ssd")
+        assert ssd.content_id == content_id and ssd.epoch != memory.epoch
+        assert master.reports["n/ssd"] == [entries[0], entries[2]]
+        assert list(node.lent["n/ssd"].entries()) == [entries[0]], "the master did not want the other"
+        await master.until_polled("n")
+        assert (await master.run("n", entry_of(data, 0), place(ssd, 0))).refusal is None
+        assert bytes(memory_of(node).view()[:SIZE]) == data
+
+
+async def test_a_copy_from_another_node(master: ScriptedMaster, tmp_path: Path) -> None:
+    address, data = await master.start(), content()
+    async with node_of(address, tmp_path / "n") as node, node_of(address, tmp_path / "o", "o") as other:
+        memory = await master.until_polled("n")
+        await master.until_polled("o")
+        memory_of(node).view()[:SIZE] = data
+        assert (await master.run("o", entry_of(data, 4096), place(memory, 0))).refusal is None
+        assert bytes(other.lent["o"].offer.region.view()[4096 : 4096 + SIZE]) == data
+        assert (await master.run("o/ssd", entry_of(data, 0), place(memory, 0))).refusal is None
+        ssd = await master.until_polled("o/ssd")
+        assert (await master.run("n/ssd", entry_of(data, 4096), place(ssd, 0))).refusal is None
+        assert (await master.run("n", entry_of(data, 4 * MIB), place(ssd, 0))).refusal is None
+        assert bytes(memory_of(node).view()[4 * MIB : 4 * MIB + SIZE]) == data
+
+
+async def test_wrong_bytes_are_not_copied(master: ScriptedMaster, tmp_path: Path) -> None:
+    """Neither from memory nor from SSD; the index does not have what was not whole."""
+    data = content()
+    async with node_of(await master.start(), tmp_path) as node:
+        memory, ssd = await master.until_polled("n"), await master.until_polled("n/ssd")
+        memory_of(node).view()[:SIZE] = data
+        entry = entry_of(data, 0)
+        assert (await master.run("n/ssd", entry, place(memory, 0))).refusal is None
+        with (tmp_path / "mooncake.data").open("r+b") as file:
+            file.seek(2 * MIB)
+            file.write(bytes([data[2 * MIB] ^ 1]))
+        for segment, source in (("n", place(ssd, 0)), ("n/ssd", place(memory, 1))):
+            done = await master.run(segment, msgspec.structs.replace(entry, offset=8 * MIB), source)
+            assert done.refusal is not None and done.refusal.code == "corrupt"
+        assert list(node.lent["n/ssd"].entries()) == [entry]
+
+
+async def test_what_is_written_over_is_not_there_any_more(master: ScriptedMaster, tmp_path: Path) -> None:
+    """Even when the copy that was to take its place fails."""
+    data = content()
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        memory_of(node).view()[:SIZE] = data
+        assert (await master.run("n/ssd", entry_of(data, 0), place(memory, 0))).refusal is None
+        other = entry_of(data, MIB, object_id=2)
+        done = await master.run("n/ssd", other, place(memory, 1))
+        assert done.refusal is not None and list(node.lent["n/ssd"].entries()) == []
+
+
+async def test_sources_and_places_that_are_not_there(master: ScriptedMaster, tmp_path: Path) -> None:
+    async with node_of(await master.start(), tmp_path):
+        memory = await master.until_polled("n")
+        entry = entry_of(content(), 0)
+        gone = await master.run("n", entry, m.Replica("gone", 5, 4096))
+        assert gone.refusal is not None and gone.refusal.code == "peer_lost"
+        late = await master.run("n", entry, place(memory, 8 * MIB), deadline_s=0.0)
+        assert late.refusal is not None and late.refusal.code == "expired"
+        beyond = await master.run("n", entry_of(content(), 15 * MIB), place(memory, 0))
+        assert beyond.refusal is not None and beyond.refusal.code == "invalid_size"
+
+
+async def test_a_full_disk_refuses_a_task_and_keeps_what_it_has(
+    master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = content()
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        memory_of(node).view()[:SIZE] = data
+        first = entry_of(data, 0)
+        assert (await master.run("n/ssd", first, place(memory, 0))).refusal is None
+        disk = node.lent["n/ssd"].offer.disk
+        assert disk is not None
+
+        def full(offset: int, size_bytes: int) -> None:
+            raise OutOfSpace("no room")
+
+        monkeypatch.setattr(disk, "provide", full)
+        done = await master.run("n/ssd", entry_of(data, 8 * MIB, 2), place(memory, 0))
+        assert done.refusal is not None and done.refusal.code == "out_of_space"
+        assert list(node.lent["n/ssd"].entries()) == [first]
+
+
+async def test_lost_changes_make_a_report(master: ScriptedMaster, tmp_path: Path) -> None:
+    async with node_of(await master.start(), tmp_path) as node:
+        await master.until_polled("n")
+        entries = [entry_of(b"x", 4096 * i, i) for i in range(3)]
+        await master.change("n", [entries[0], entries[1]])
+        master.unwanted = [0]
+        await master.change("n", [entries[2]], skip=5)
+        await master.until_reported("n")
+        assert master.reports["n"] == entries
+        async with asyncio.timeout(10):
+            while [entry.object_id for entry in node.lent["n"].entries()] != [1, 2]:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+async def test_segments_come_and_go_at_run_time(master: ScriptedMaster) -> None:
+    async with node_of(await master.start(), None) as node:
+        region = node.engine.allocate(MIB)
+        node.lend(region, "extra")
+        await master.until_polled("extra")
+        assert master.mounts["extra"].node == "n"
+        with pytest.raises(InvalidArgument, match="no other segment"):
+            node.lend(region, "extra")
+        await node.take_back("extra", grace_s=0.01)
+        assert master.unmounted == ["extra"] and list(node.lent) == ["n"]
+        with pytest.raises(InvalidArgument, match="name of a segment"):
+            await node.take_back("extra")
+
+
+async def test_an_engine_can_be_shared(master: ScriptedMaster, tmp_path: Path) -> None:
+    """It stays open when the node is closed, without what the node lent."""
+    address = await master.start()
+    async with node_of(address, None) as host:
+        settings = NodeSettings(
+            master=address, name="guest", pool_size_bytes=0, ssd_path=str(tmp_path), ssd_size_bytes=MIB
+        )
+        node = Node(settings, engine=host.engine)
+        await node.start()
+        await master.until_polled("guest/ssd")
+        await node.close()
+        mine = host.engine.open(host.engine.describe())
+        region = memory_of(host)
+        assert len(mine.descriptor.regions) == 1
+        done = host.engine.run(Op.READ, mine, [region.address], [region.address + 4096], [4096])
+        assert done.status == Status.OK
+
+
+async def test_what_a_node_is_told_must_fit(master: ScriptedMaster, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="ssd_size_bytes is 0"):
+        NodeSettings(ssd_path="/somewhere")
+    with pytest.raises(InvalidArgument, match="pool_size_bytes is 7"):
+        NodeSettings(pool_size_bytes=7)
+    file = tmp_path / "file"
+    file.touch()
+    node = Node(NodeSettings(pool_size_bytes=0, ssd_path=str(file), ssd_size_bytes=MIB))
+    with pytest.raises(InvalidArgument, match="a directory"):
+        await node.start()
+    await node.close()
