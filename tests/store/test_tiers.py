@@ -26,7 +26,8 @@ def where(nodes: Nodes, key: str) -> list[str]:
 def work(nodes: Nodes, *places: Place) -> int:
     """Until there is nothing to do any more; how many tasks there were."""
     count = 0
-    while todo := [(place, place.poll()) for place in places]:
+    while True:
+        todo = [(place, place.poll()) for place in places]
         if not any(tasks for _, tasks in todo):
             return count
         for place, tasks in todo:
