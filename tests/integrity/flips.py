@@ -235,7 +235,12 @@ def _look_at_all(objects: Objects, outcome: Outcome) -> None:
 class Damaged(Cluster):
     """A master and one node, with a proxy if asked for. No heartbeat is missed on a busy machine."""
 
-    master_flags: ClassVar = {"--lease-s": "0.5", "--put-s": "1", "--grace-s": "0.2", "--heartbeat-s": "5"}
+    master_flags: ClassVar[dict[str, str]] = {
+        "--lease-s": "0.5",
+        "--put-s": "1",
+        "--grace-s": "0.2",
+        "--heartbeat-s": "5",
+    }
 
     proxy: Proxy | None = None
 

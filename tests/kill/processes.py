@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 from random import Random
-from typing import IO
+from typing import IO, ClassVar
 
 from mooncake.cli.ports import free_ports
 
@@ -68,7 +68,7 @@ class Client:
 class Cluster:
     """Everything that runs, in one folder. Killed at the end whatever happened."""
 
-    master_flags = MASTER_FLAGS
+    master_flags: ClassVar[dict[str, str]] = MASTER_FLAGS
 
     def __init__(self, folder: Path, kinds: tuple[str, ...], num_nodes: int) -> None:
         self.folder = folder
