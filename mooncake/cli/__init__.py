@@ -11,7 +11,7 @@ import errno
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from mooncake.errors import AddressInUse, MooncakeError, Unavailable
@@ -52,9 +52,20 @@ def run_program(run: Callable[[], None]) -> NoReturn:
     sys.exit(0)
 
 
-def node_main() -> NoReturn:
-    """The console script ``mooncaked``: the node daemon."""
-    main(["node", *sys.argv[1:]])
+def daemon_main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The console script ``mooncaked``: a whole store, or (as it was called before there were) its node."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    main([daemon_role(words, os.environ), *words])
+
+
+def daemon_role(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """``node`` when a master is named and nothing that only the whole store knows, else ``daemon``."""
+    names = {word.partition("=")[0] for word in words}
+    if any(name.startswith(("--capacity-", "--nvme-path", "--transfer-port", "--oplog")) for name in names):
+        return "daemon"
+    of_nodes = {"--master", "--config", "--pool-size", "--ssd-path", "--ssd-size"}
+    variables = {"MOONCAKE_CONFIG", "MOONCAKE_NODE_MASTER"}
+    return "node" if of_nodes & names or variables & environment.keys() else "daemon"
 
 
 def _fail(message: str, status: int) -> NoReturn:

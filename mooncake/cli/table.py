@@ -76,8 +76,14 @@ COMMANDS = (
     Command(
         "node",
         "mooncake.store.node",
-        "Lend this host's memory to the store (also called mooncaked).",
+        "Lend this host's memory and SSD to the store.",
         "mooncake node --master 127.0.0.1:50051 --pool-size 64GiB",
+    ),
+    Command(
+        "daemon",
+        "mooncake.store.daemon",
+        "Run a whole store in one process: master, memory, SSD (also called mooncaked).",
+        "mooncake daemon --port 50051 --capacity-dram 256 --capacity-nvme 2000 --nvme-path /mnt/nvme",
     ),
     Command(
         "master",

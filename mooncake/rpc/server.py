@@ -23,7 +23,16 @@ import msgspec
 
 from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, ProtocolError
 from mooncake.log import get_logger
-from mooncake.rpc.wire import MAX_BODY_BYTES, Failure, FrameDecoder, Message, decoder_for, encode
+from mooncake.rpc.splice import Splices
+from mooncake.rpc.wire import (
+    MAX_BODY_BYTES,
+    PREFACE,
+    Failure,
+    FrameDecoder,
+    Message,
+    decoder_for,
+    encode,
+)
 
 log = get_logger(__name__)
 
@@ -85,6 +94,7 @@ class Connection(asyncio.Protocol):
         self._is_write_blocked = False
         self._is_read_paused = False
         self._num_taken = 0
+        self._is_new = True
         self._looked_at: tuple[int, bool] | None = None
         self._overdue_at = math.inf
         self.peer = "unknown"
@@ -117,6 +127,11 @@ class Connection(asyncio.Protocol):
             self._server.on_lost(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_new:
+            self._is_new = False
+            if self._server.other is not None and data[:1] != PREFACE[:1]:
+                self._hand_on(self._server.other, data)
+                return
         # Answers given while this chunk is worked off leave in one write.
         self._out = []
         try:
@@ -130,6 +145,13 @@ class Connection(asyncio.Protocol):
             if out and self._transport is not None:
                 self._transport.write(out[0] if len(out) == 1 else b"".join(out))
             self._server.stay_awake()
+
+    def _hand_on(self, other: Splices, first: bytes) -> None:
+        """The client speaks another protocol; from now on its connection is none of ours."""
+        assert self._transport is not None
+        transport, self._transport = self._transport, None
+        self._server.connections.pop(self, None)
+        other.add(transport, first)
 
     def pause_writing(self) -> None:
         self._is_write_blocked = True
@@ -250,13 +272,16 @@ class RpcServer:
         *,
         limits: Limits | None = None,
         tls: ssl.SSLContext | None = None,
+        other: str = "",
     ) -> None:
+        """``other``: Unix socket of the server for clients that open with another protocol."""
         self.handlers = dict(handlers)
         self.decoder = decoder_for(self.handlers)
         self.on_lost = on_lost
         self.connections: dict[Connection, None] = {}
         self.limits = limits or Limits()
         self._tls = tls
+        self.other = Splices(other) if other else None
         self._look: asyncio.TimerHandle | None = None
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -321,6 +346,8 @@ class RpcServer:
             self._server.close()
         for connection in list(self.connections):
             connection.close()
+        if self.other is not None:
+            self.other.close()
         if self._server is not None:
             await self._server.wait_closed()
             self._server = None

@@ -7,10 +7,11 @@ that is what makes the core's answers consistent without a lock, and fast.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import secrets
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 
 import msgspec
@@ -40,7 +41,8 @@ log = get_logger(__name__)
 class MasterServer:
     """Serves one ``Master`` to clients and nodes."""
 
-    def __init__(self, settings: MasterSettings) -> None:
+    def __init__(self, settings: MasterSettings, other: str = "") -> None:
+        """``other``: Unix socket of the server for clients that open with another protocol."""
         self.settings = settings
         # Random, so that a client of an earlier master can't mean an object of this one.
         self.master = Master(settings, first_object_id=secrets.randbits(42) << 20)
@@ -48,7 +50,7 @@ class MasterServer:
         self._oplog = Oplog(Path(settings.oplog)) if settings.oplog else None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises when this master must not go on."""
-        self._rpc = RpcServer(dict.fromkeys(m.REQUESTS, self._received), self._connection_lost)
+        self._rpc = RpcServer(dict.fromkeys(m.REQUESTS, self._received), self._connection_lost, other=other)
         self._metrics = _Metrics(self.master)
         self._is_serving = False
 
@@ -153,7 +155,18 @@ class _OwnCall:
 
 
 async def serve(settings: MasterSettings) -> None:
-    """Run a master until cancelled.
+    """Run a master until cancelled; raises as ``running`` does."""
+    async with running(settings) as server:
+        await server.failed
+
+
+@contextlib.asynccontextmanager
+async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[MasterServer]:
+    """A master that serves clients, nodes and HTTP; its ``failed`` raises when it must not go on.
+
+    Args:
+        settings: see ``MasterSettings``.
+        other: Unix socket of the server for clients that open with another protocol.
 
     Raises:
         AddressInUse: a port is taken.
@@ -162,7 +175,7 @@ async def serve(settings: MasterSettings) -> None:
     """
     # Millions of long-lived objects and no cycles: full collections would only cost pauses.
     gc.set_threshold(100_000, 50, 1_000_000)
-    server = MasterServer(settings)
+    server = MasterServer(settings, other)
     metrics_host = settings.metrics_host or settings.host
     web = WebServer(make_app(server), listen(metrics_host, settings.metrics_port))
     try:
@@ -171,7 +184,7 @@ async def serve(settings: MasterSettings) -> None:
         address, metrics_address = f"{settings.host}:{port}", f"{metrics_host}:{web.port}"
         log.info("ready", role="master", address=address, metrics=metrics_address)
         log.info(f"Master service started on port {port}")  # the words that existing launchers wait for
-        await server.failed
+        yield server
     finally:
         await web.close()
         await server.close()

@@ -1,0 +1,200 @@
+"""``mooncaked``: a whole store in one process, or this host's part of one.
+
+A master (unless ``--master`` names another), a node with what it lends, and the status service for gRPC, all
+on one loop and behind one port: clients of the store and gRPC clients are told apart by how they open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from mooncake.config import AlsoFrom, Port, Secret
+from mooncake.errors import InvalidArgument
+from mooncake.log import get_logger
+from mooncake.rpc import AsyncClient
+from mooncake.store import messages as m
+from mooncake.store.node import MIN_BYTES, Node, NodeSettings
+from mooncake.store.server import running
+from mooncake.store.settings import MasterSettings
+
+log = get_logger(__name__)
+
+Gigabytes = Annotated[float, Meta(ge=0, le=1e9)]
+ANSWER_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DaemonSettings:
+    """Run a whole store in one process: its master, this host's memory and SSD, and a status service."""
+
+    host: str = "127.0.0.1"
+    "Address to listen on; other hosts need one they can reach."
+
+    port: Port = 50051
+    "Port for clients of the store and of gRPC; 0 takes a free one."
+
+    master: str = ""
+    "`host:port` of a master elsewhere, of whose store this is a part; empty: the master is here."
+
+    capacity_hbm: Gigabytes = 0.0
+    "Device memory to lend, in GB (10^9 bytes); 0: none."
+
+    capacity_dram: Gigabytes = 2.0
+    "Memory to lend, in GB."
+
+    capacity_nvme: Gigabytes = 0.0
+    "SSD to lend, in GB; needs `nvme_path`."
+
+    nvme_path: str = ""
+    "Directory on that SSD, created if it is not there."
+
+    name: str = ""
+    "Name of this node's segment; empty takes `<host name>-<process id>-<number>`."
+
+    advertise_host: str = ""
+    "Address that clients are told; empty takes `host`, or the default route's if that is a wildcard."
+
+    transfer_port: Port = 0
+    "TCP port of the transfer engine; 0 takes a free one."
+
+    huge_pages: bool = True
+    "Ask for huge pages, and do without where there are none."
+
+    hbm_device: str = "cuda:0"
+    "The device whose memory is lent."
+
+    log_blocks: bool = True
+    "Log every block that comes to a tier or is copied to another (`block_write`, `block_read`)."
+
+    metadata: str = ""
+    "URL of a metadata service (`http://`, `etcd://`, `redis://`) where others find this node by its name."
+
+    oplog: str = ""
+    "File that keeps the master's metadata; empty: `master.oplog` beside the SSD tier, if there is one."
+
+    metrics_port: Port = 0
+    "Port of the master's `/metrics` and admin calls; 0 takes a free one."
+
+    admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
+    "What admin calls that change something must send as X-API-Key; empty lets everybody."
+
+    def __post_init__(self) -> None:
+        if bool(self.nvme_path) != bool(self.capacity_nvme):
+            allowed = "more than 0 with nvme_path, and 0 without"
+            raise InvalidArgument("capacity_nvme", self.capacity_nvme, allowed)
+        capacities = ("capacity_hbm", "capacity_dram", "capacity_nvme")
+        if not any(getattr(self, field) for field in capacities):
+            raise InvalidArgument("capacity_dram", self.capacity_dram, "more than 0, or one of the others")
+        for field in capacities:
+            if 0 < getattr(self, field) < MIN_BYTES / 1e9:
+                raise InvalidArgument(field, getattr(self, field), f"0, or at least {MIN_BYTES / 1e9:g} GB")
+
+    def of_node(self, master: str) -> NodeSettings:
+        return NodeSettings(
+            master=master,
+            name=self.name,
+            host=self.host,
+            advertise_host=self.advertise_host,
+            port=self.transfer_port,
+            pool_size_bytes=_bytes_of(self.capacity_dram),
+            huge_pages=self.huge_pages,
+            ssd_path=self.nvme_path,
+            ssd_size_bytes=_bytes_of(self.capacity_nvme),
+            hbm_size_bytes=_bytes_of(self.capacity_hbm),
+            hbm_device=self.hbm_device,
+            log_blocks=self.log_blocks,
+            metadata=self.metadata,
+        )
+
+    def of_master(self) -> MasterSettings:
+        beside = str(Path(self.nvme_path).expanduser() / "master.oplog") if self.nvme_path else ""
+        return MasterSettings(
+            host=self.host,
+            port=self.port,
+            metrics_port=self.metrics_port,
+            admin_api_key=self.admin_api_key,
+            oplog=self.oplog or beside,
+        )
+
+
+def _bytes_of(gigabytes: float) -> int:
+    """Whole pages of it."""
+    return int(gigabytes * 1e9) // MIN_BYTES * MIN_BYTES
+
+
+async def serve(settings: DaemonSettings) -> None:
+    """Run until cancelled.
+
+    Raises:
+        AddressInUse: a port is taken.
+        MooncakeError: what is lent is not there, the oplog can't be used.
+    """
+    async with AsyncExitStack() as stack:
+        if settings.master:
+            client = AsyncClient(settings.master, m.REPLIES, "the master")
+            stack.push_async_callback(client.close)
+            failed: Awaitable[Any] = asyncio.get_running_loop().create_future()
+            master = settings.master
+
+            async def ask(message: msgspec.Struct) -> Any:
+                return await client.call(message, ANSWER_S)
+
+            address = await stack.enter_async_context(
+                _status_service(ask, f"{settings.host}:{settings.port}")
+            )
+        else:
+            if settings.nvme_path:
+                _make_folder(settings.nvme_path)
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncaked-"))
+            socket = f"{folder}/grpc"
+            server = await stack.enter_async_context(running(settings.of_master(), other=socket))
+            await stack.enter_async_context(_status_service(server.ask, f"unix:{socket}"))
+            failed, master = server.failed, f"{_reachable(settings.host)}:{server.port}"
+            address = f"{settings.host}:{server.port}"
+        node = Node(settings.of_node(master))
+        stack.push_async_callback(node.close)
+        await node.start()
+        await node.mounted.wait()
+        log.info("ready", role="daemon", address=address, master=master, segment=node.name)
+        await failed
+
+
+def _make_folder(path: str) -> None:
+    try:
+        Path(path).expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument("nvme_path", path, f"a directory that can be written ({error})") from error
+
+
+def _reachable(host: str) -> str:
+    """Where this process reaches its own master."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+@asynccontextmanager
+async def _status_service(
+    ask: Callable[[msgspec.Struct], Awaitable[Any]], address: str
+) -> AsyncIterator[str]:
+    """The gRPC side, where grpcio is installed; yields where it is."""
+    try:
+        from mooncake.store.status_service import StatusService  # late: an extra
+    except ModuleNotFoundError as error:
+        missing = f"{error.name} is not installed; `pip install 'mooncake-serving[grpc]'` brings it"
+        log.warning("grpc_off", reason=missing)
+        yield ""
+        return
+    service = StatusService(ask)
+    try:
+        port = service.start(address)
+        yield address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+    finally:
+        await service.close()

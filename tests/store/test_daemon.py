@@ -1,0 +1,152 @@
+"""A whole store in one process: clients of the store and of gRPC on one port, old flags, bad ones."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake.cli import daemon_role
+from mooncake.errors import InvalidArgument
+from mooncake.store import Store
+from mooncake.store.daemon import DaemonSettings
+
+grpc = pytest.importorskip("grpc", reason="grpcio is not installed (extra grpc)")
+
+pytestmark = pytest.mark.processes
+
+
+@contextmanager
+def daemon(*flags: str) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
+    """Its address, its master's address."""
+    words = [sys.executable, "-m", "mooncake", "daemon", "--port", "0", "--no-huge-pages", *flags]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        seen = ""
+        for line in process.stderr:
+            seen += line
+            found = re.search(r"ready role=daemon address=(\S+) master=(\S+)", line)
+            if found:
+                yield found[1], found[2], process
+                break
+        else:
+            pytest.fail(f"it did not start: {seen}")
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def pool_status(address: str, service: str = "mooncake.MooncakeStoreService") -> Any:
+    from mooncake.store.status_service import make_pool, message_class
+
+    answer = message_class(make_pool(), service.rpartition(".")[0], "PoolStatus")
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary(
+            f"/{service}/GetPoolStatus",
+            request_serializer=lambda nothing: nothing,
+            response_deserializer=answer.FromString,
+        )
+        return call(b"", timeout=20)
+
+
+def test_one_process_is_a_whole_store(tmp_path: Path) -> None:
+    flags = ["--capacity-dram", "0.064", "--capacity-nvme", "0.128", "--nvme-path", str(tmp_path / "ssd")]
+    with daemon(*flags, "--name", "here") as (address, master, process), Store(address) as store:
+        assert master == address
+        assert store.put("key", b"value") is None
+        assert store.get("key") == b"value"
+        for service in ("mooncake.MooncakeStoreService", "MooncakeStoreService"):
+            status = pool_status(address, service)
+            assert status.num_objects == 1
+        tiers = {tier.tier: tier for tier in status.tiers}
+        assert tiers["memory"].capacity_bytes == 64_000_000 // 4096 * 4096
+        assert tiers["ssd"].capacity_bytes == 128_000_000 // 4096 * 4096
+        assert tiers["device"].capacity_bytes == 0
+        assert [node.node for node in status.nodes] == ["here"]
+        assert {segment.segment for segment in status.nodes[0].segments} == {"here", "here/ssd"}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    with daemon(*flags, "--name", "here") as (address, _, _), Store(address) as store:
+        assert (tmp_path / "ssd" / "master.oplog").exists()
+
+
+def test_reflection_finds_the_service(tmp_path: Path) -> None:
+    from google.protobuf.descriptor_pool import DescriptorPool
+    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+        ProtoReflectionDescriptorDatabase,
+    )
+
+    with daemon("--capacity-dram", "0.01") as (address, _, _), grpc.insecure_channel(address) as channel:
+        found = ProtoReflectionDescriptorDatabase(channel)
+        assert "mooncake.MooncakeStoreService" in found.get_services()
+        service = DescriptorPool(found).FindServiceByName("mooncake.MooncakeStoreService")
+        method = service.methods_by_name["GetPoolStatus"]
+        assert not method.input_type.fields
+        assert [field.name for field in method.output_type.fields][-2:] == ["tiers", "nodes"]
+
+
+def test_a_daemon_joins_the_store_of_another() -> None:
+    with (
+        daemon("--capacity-dram", "0.01", "--name", "a") as (first, _, _),
+        daemon("--capacity-dram", "0.01", "--name", "b", "--master", first) as (second, master, _),
+    ):
+        assert master == first != second
+        assert {node.node for node in pool_status(second).nodes} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("words", "role"),
+    [
+        ("", "daemon"),
+        ("--port 50051 --capacity-hbm 0 --capacity-dram 256", "daemon"),
+        ("--master a:1 --capacity-dram=256", "daemon"),
+        ("--nvme-path=/d --capacity-nvme 1", "daemon"),
+        ("--master a:1", "node"),
+        ("--master=a:1 --port 7", "node"),
+        ("--pool-size 64GiB", "node"),
+        ("--config f.toml", "node"),
+    ],
+)
+def test_old_flags_mean_what_they_meant(words: str, role: str) -> None:
+    assert daemon_role(words.split(), {}) == role
+
+
+def test_the_environment_of_a_node_is_heard() -> None:
+    assert daemon_role([], {"MOONCAKE_NODE_MASTER": "a:1"}) == "node"
+    assert daemon_role(["--capacity-dram=1"], {"MOONCAKE_NODE_MASTER": "a:1"}) == "daemon"
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--capacity-dram 0", "capacity_dram"),
+        ("--capacity-dram -1", "capacity_dram"),
+        ("--capacity-dram lots", "capacity_dram"),
+        ("--capacity-dram 0.000001", "at least"),
+        ("--capacity-nvme 1", "nvme_path"),
+        ("--nvme-path /tmp", "capacity_nvme"),
+        ("--nvme-path /proc/nothing --capacity-nvme 1", "nvme_path"),
+        ("--port 70000", "port"),
+        ("--capasity-dram 1", "--capacity-dram"),
+        ("--capacity-dram 0.01 --host 203.0.113.9", "--host"),
+    ],
+)
+def test_what_is_wrong_is_one_line(flags: str, why: str) -> None:
+    words = [sys.executable, "-m", "mooncake", "daemon", *flags.split()]
+    words += [] if "--port" in flags else ["--port", "0"]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2, found.stderr
+    assert why in found.stderr and "Traceback" not in found.stderr
+
+
+def test_half_an_ssd_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="capacity_nvme"):
+        DaemonSettings(nvme_path="/d")
