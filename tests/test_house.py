@@ -23,6 +23,7 @@ FLOORS: list[set[str]] = [
     {"cli"},
     {"gateway", "sim"},
     {"conductor", "inference"},
+    {"async_store", "buffer_pool", "mooncake_config"},
     {"store", "engine"},
     {"transfer"},
     {"rpc"},
@@ -115,6 +116,7 @@ WORLDLY = {
 # Modules that are entered from outside (a console script, ``python -m``, a user's import), so that
 # nobody in the house needs to import them.
 DOORS = {
+    *("async_store", "buffer_pool", "mooncake_config"),
     "__main__",
     "cli",
     "cli.compat.master",

@@ -16,7 +16,15 @@ _VALUES = (
     *("REPLICA_COPY", "REPLICA_MOVE", "PENDING", "SUCCESS"),
 )
 
+_POOLS = (
+    *("BufferLease", "BufferLeaseView", "BufferPool"),
+    *("RegisteredBufferLease", "RegisteredBufferLeaseView", "RegisteredBufferPool"),
+)
+_HOST = ("MooncakeHostMemAllocator", "bind_to_numa_node", "get_alloc_func_addr", "get_free_func_addr")
+
 OWNERS = {
+    **dict.fromkeys(_POOLS, "mooncake.store.compat.pool"),
+    **dict.fromkeys(_HOST, "mooncake.store.compat.host"),
     "BufferHandle": "mooncake.store.compat.buffers",
     **dict.fromkeys(("ParallelAxis", "ReadTarget", "TensorParallelism"), "mooncake.store.compat.parallelism"),
     **dict.fromkeys(

@@ -24,7 +24,9 @@ from mooncake.log import get_logger
 from mooncake.store.client import Store
 from mooncake.store.compat.codes import Code, code_of_error
 from mooncake.store.compat.config import Words
-from mooncake.store.compat.session import Session, open_session
+from mooncake.store.compat.opening import open_session
+from mooncake.store.compat.pool import LocalBuffer
+from mooncake.store.compat.session import Session
 
 log = get_logger("mooncake.store")
 
@@ -88,6 +90,11 @@ class Life:
         """``host:port``, the name of the segment that this process contributes; empty before ``setup``."""
         session = self._session
         return session.hostname if session is not None else ""
+
+    def _local_buffer(self) -> LocalBuffer | None:
+        """Registered memory of the size that ``setup`` was told, for pools of buffers."""
+        session = self._session
+        return None if session is None else session.local
 
     # Every call ---------------------------------------------------------------------------------------
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from mooncake.store.compat.arguments import (
     Span,
     check_key,
@@ -23,8 +21,10 @@ from mooncake.store.compat.arguments import (
 from mooncake.store.compat.batches import cut, pick
 from mooncake.store.compat.buffers import BufferHandle
 from mooncake.store.compat.codes import Code
-from mooncake.store.compat.lending import is_memory, lent
+from mooncake.store.compat.lending import is_memory
 from mooncake.store.compat.memory_calls import MemoryCalls
+from mooncake.store.compat.partial import open_reads, read_parts
+from mooncake.store.compat.ranges import Part
 from mooncake.store.compat.session import Session
 from mooncake.store.operations import ReadGrant
 
@@ -78,6 +78,51 @@ class ReadCalls(MemoryCalls):
         """Bytes read for each; an object fills its buffers in order. -600 when it is larger than they are."""
         return self._get_pointers("batch_get_into_multi_buffers", keys, all_buffer_ptrs, all_sizes)
 
+    def get_into_ranges(
+        self,
+        buffer_ptrs: Sequence[int],
+        all_keys: Sequence[Sequence[str]],
+        all_dst_offsets: Sequence[Sequence[Sequence[int]]],
+        all_src_offsets: Sequence[Sequence[Sequence[int]]],
+        all_sizes: Sequence[Sequence[Sequence[int]]],
+    ) -> list[list[list[int]]]:
+        """Fragments of objects ``all_keys[i][j]`` to ``buffer_ptrs[i]``: of each the bytes read, or a code.
+
+        -704 for a miss, -600 for a fragment that does not lie in its object, or lists of unequal lengths.
+        """
+        what = "get_into_ranges"
+        pointers = numbers(what, "buffer_ptrs", buffer_ptrs)
+        keys = [check_keys(what, row) for row in all_keys]
+        columns = [
+            [rows(what, name, row) for row in values]
+            for name, values in (
+                ("all_dst_offsets", all_dst_offsets),
+                ("all_src_offsets", all_src_offsets),
+                ("all_sizes", all_sizes),
+            )
+        ]
+        shape = [[len(sizes) for sizes in row] for row in columns[2]]
+        bad = [[[INVALID] * num for num in row] for row in shape]
+        if len(pointers) != len(keys) or [len(row) for row in keys] != [len(row) for row in shape]:
+            return bad
+        if any([[len(sizes) for sizes in row] for row in column] != shape for column in columns):
+            return bad
+
+        def get(session: Session) -> list[list[list[int]]]:
+            places = [(i, j) for i, row in enumerate(keys) for j in range(len(row))]
+            grants = open_reads(session, [keys[i][j] for i, j in places])
+            fragments = [
+                [
+                    (source, pointers[i] + target, size)
+                    for target, source, size in zip(*(column[i][j] for column in columns), strict=True)
+                ]
+                for i, j in places
+            ]
+            found = iter(_read_fragments(session, grants, fragments))
+            return [[next(found) for _ in row] for row in keys]
+
+        return self._in_session(what, get, lambda code: [[[code] * num for num in row] for row in shape])
+
     # Asking ---------------------------------------------------------------------------------------------
 
     def get_size(self, key: str, /) -> int:
@@ -123,7 +168,7 @@ class ReadCalls(MemoryCalls):
 
     def _get_buffers(self, what: str, keys: list[str]) -> list[BufferHandle | None]:
         def get(session: Session) -> list[BufferHandle | None]:
-            grants = _open(session, keys)
+            grants = open_reads(session, keys)
             handles = [None if grant is None else BufferHandle(grant.size_bytes) for grant in grants]
             parts = [[] if handle is None else [(handle.ptr(), handle.size())] for handle in handles]
             codes = _read(session, grants, parts)
@@ -147,25 +192,16 @@ class ReadCalls(MemoryCalls):
         def get(session: Session) -> list[int]:
             codes: list[int] = []
             for at in cut([total_bytes(spans) for spans in parts]):
-                codes += _read(session, _open(session, pick(keys, at)), pick(parts, at))
+                codes += _read(session, open_reads(session, pick(keys, at)), pick(parts, at))
             return codes
 
         return self._in_session(what, get, lambda code: [code] * len(keys))
 
 
-def _open(session: Session, keys: list[str]) -> list[ReadGrant | None]:
-    """Grants, None for a miss and for a key that cannot be."""
-    at = [i for i, key in enumerate(keys) if is_good_key(key)]
-    grants: list[ReadGrant | None] = [None] * len(keys)
-    for i, grant in zip(at, session.store.open_reads(pick(keys, at)), strict=True):
-        grants[i] = grant
-    return grants
-
-
 def _read(session: Session, grants: Sequence[ReadGrant | None], parts: Sequence[Sequence[Span]]) -> list[int]:
     """Sizes or codes."""
     codes = [MISS] * len(grants)
-    wanted: dict[int, tuple[ReadGrant, list[Span]]] = {}
+    wanted: dict[int, tuple[ReadGrant, list[Part]]] = {}
     for at, (grant, spans) in enumerate(zip(grants, parts, strict=True)):
         if grant is None:
             continue
@@ -173,27 +209,45 @@ def _read(session: Session, grants: Sequence[ReadGrant | None], parts: Sequence[
             codes[at] = INVALID
         else:
             wanted[at] = grant, _filled(spans, grant.size_bytes)
-    with lent(session, [span for _, spans in wanted.values() for span in spans]):
-        for num_slices in dict.fromkeys(len(spans) for _, spans in wanted.values()):
-            alike = {at: row for at, row in wanted.items() if len(row[1]) == num_slices}
-            columns = np.array([spans for _, spans in alike.values()], dtype=np.uint64)
-            addresses, lengths = columns[:, :, 0], columns[:, :, 1]
-            offsets = np.cumsum(lengths, axis=1) - lengths
-            are_good = session.store.read_ranges(
-                [grant for grant, _ in alike.values()], offsets.ravel(), addresses.ravel(), lengths.ravel()
-            )
-            for (at, (grant, _)), is_good in zip(alike.items(), are_good, strict=True):
-                if is_good:
-                    codes[at] = grant.size_bytes
+    are_good = read_parts(
+        session, [grant for grant, _ in wanted.values()], [row for _, row in wanted.values()]
+    )
+    for (at, (grant, _)), is_good in zip(wanted.items(), are_good, strict=True):
+        if is_good:
+            codes[at] = grant.size_bytes
     return codes
 
 
-def _filled(spans: Sequence[Span], size_bytes: int) -> list[Span]:
+def _filled(spans: Sequence[Span], size_bytes: int) -> list[Part]:
     """What of ``spans`` an object of this size fills."""
-    filled: list[Span] = []
+    filled: list[Part] = []
+    offset = 0
     for address, room in spans:
-        taken = min(room, size_bytes)
+        taken = min(room, size_bytes - offset)
         if taken:
-            filled.append((address, taken))
-            size_bytes -= taken
+            filled.append((offset, address, taken))
+            offset += taken
     return filled
+
+
+def _read_fragments(
+    session: Session, grants: Sequence[ReadGrant | None], fragments: Sequence[Sequence[Part]]
+) -> list[list[int]]:
+    """Per object, sizes or codes of its fragments."""
+    codes: list[list[int]] = []
+    wanted: list[tuple[int, ReadGrant, list[Part]]] = []
+    for at, (grant, row) in enumerate(zip(grants, fragments, strict=True)):
+        codes.append([MISS if grant is None else INVALID] * len(row))
+        if grant is None:
+            continue
+        good = [
+            offset >= 0 and offset + size <= grant.size_bytes and is_memory(session, (address, size))
+            for offset, address, size in row
+        ]
+        codes[at] = [size if is_good else INVALID for (_, _, size), is_good in zip(row, good, strict=True)]
+        wanted.append((at, grant, [part for part, is_good in zip(row, good, strict=True) if is_good]))
+    are_good = read_parts(session, [grant for _, grant, _ in wanted], [parts for _, _, parts in wanted])
+    for (at, _, _), is_good in zip(wanted, are_good, strict=True):
+        if not is_good:
+            codes[at] = [MISS if code >= 0 else code for code in codes[at]]
+    return codes

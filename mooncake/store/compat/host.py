@@ -1,0 +1,95 @@
+"""What the existing package's module offers about this host's memory: allocators, a NUMA node to run on."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from mooncake.log import get_logger
+
+log = get_logger("mooncake.store")
+
+NODES = Path("/sys/devices/system/node")
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_PREFERRED = 1
+
+
+_lock = threading.Lock()
+_maps: dict[int, mmap.mmap] = {}
+"""By address: what is allocated and not freed."""
+
+
+class MooncakeHostMemAllocator:
+    """Shared memory by address. It outlives this object: what is not freed stays until the process ends."""
+
+    def alloc(self, size: int, /) -> int:
+        """The address of ``size`` zero bytes; 0 when there are none."""
+        if size <= 0:
+            return 0
+        try:
+            memory = os.memfd_create("mooncake-host", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(memory, size)
+                mapped = mmap.mmap(memory, size)
+            finally:
+                os.close(memory)
+        except (OSError, OverflowError, ValueError) as error:
+            log.error(f"alloc: {size} bytes: {error}")
+            return 0
+        address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
+        with _lock:
+            _maps[address] = mapped
+        return address
+
+    def free(self, ptr: int, /) -> int:
+        """0; -1 when ``alloc`` did not return it, or it is free already."""
+        with _lock:
+            mapped = _maps.pop(ptr, None)
+        if mapped is None:
+            return -1
+        mapped.close()
+        return 0
+
+
+def get_alloc_func_addr() -> int:
+    """Of a C function ``alloc(size, ...)``, for programs that plug it in somewhere: the system's."""
+    return _address("malloc")
+
+
+def get_free_func_addr() -> int:
+    """Of a C function ``free(pointer, ...)`` that goes with it."""
+    return _address("free")
+
+
+def _address(name: str) -> int:
+    return int(ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0)
+
+
+def bind_to_numa_node(node: int) -> None:
+    """Run this thread on the cores of a NUMA node and take memory from it first; warns if it is not here."""
+    try:
+        cores = _cores((NODES / f"node{node:d}" / "cpulist").read_text())
+        os.sched_setaffinity(0, cores)
+    except (OSError, ValueError) as error:
+        log.warning(f"bind_to_numa_node: node {node} is not here ({error})")
+        return
+    call = _SET_MEMPOLICY.get(platform.machine())
+    mask = (ctypes.c_ulong * (node // 64 + 1))()
+    mask[node // 64] = 1 << (node % 64)
+    if call is not None and ctypes.CDLL(None).syscall(call, _PREFERRED, mask, len(mask) * 64 + 1):
+        log.warning(f"bind_to_numa_node: memory of node {node} is not preferred: the kernel refuses")
+
+
+def _cores(text: str) -> set[int]:
+    """Of ``0-3,8``."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores

@@ -1,0 +1,161 @@
+"""How a session comes about: words to an engine, a name, a greeting of the master, segments.
+
+Nothing is left behind when one of these fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from mooncake.config import load
+from mooncake.errors import AddressInUse, InvalidArgument
+from mooncake.log import get_logger
+from mooncake.store import messages as m
+from mooncake.store.compat.config import MIN_SEGMENT_BYTES, DropinSettings, Words, read_environment
+from mooncake.store.compat.exits import close_at_exit
+from mooncake.store.compat.session import Session
+from mooncake.store.node import NodeSettings
+from mooncake.transfer import TransferEngine, TransferSettings
+from mooncake.transfer.compat import InnerTransferEngine
+from mooncake.transfer.compat.choice import choose, split_host
+from mooncake.transfer.compat.codes import Refused
+from mooncake.transfer.compat.environment import read_environment as read_engine_environment
+from mooncake.transfer.compat.machine import available_schemes, rdma_devices, resolves
+
+log = get_logger("mooncake.store")
+
+MAX_FOLDERS = 256
+_SSD_SHARE = 0.9
+"""Of a file system's size, at most so much is lent."""
+
+
+def open_session(words: Words) -> Session:
+    """A session whose master answers and, if there is one, knows the segment.
+
+    Raises:
+        MooncakeError: it cannot be; the message says why.
+    """
+    settings = read_environment()
+    session = _named(words, settings)
+    try:
+        _greet(session)
+        _mount(session)
+    except BaseException:
+        session.close()
+        raise
+    close_at_exit(session)
+    return session
+
+
+def _named(words: Words, settings: DropinSettings) -> Session:
+    """A session with its engine, listening at the port of its name unless the program brought one."""
+    host, fixed = split_host(words.local_hostname)
+    shown = f"[{host}]" if ":" in host else host
+    every = range(settings.min_port, settings.max_port + 1)
+    ports = [fixed] if fixed else random.SystemRandom().sample(every, min(settings.setup_retries, len(every)))
+    if words.engine is not None:
+        if not isinstance(words.engine, InnerTransferEngine):
+            raise InvalidArgument(
+                "engine", type(words.engine).__name__, "what TransferEngine.get_engine() returned"
+            )
+        return Session(words, settings, words.engine.engine, f"{shown}:{ports[0]}", owns_engine=False)
+    base = _engine_settings(words)
+    for port in ports:
+        name = f"{shown}:{port}"
+        with contextlib.suppress(AddressInUse):
+            engine = TransferEngine(replace(base, name=name, tcp_port=port))
+            return Session(words, settings, engine, name, owns_engine=True)
+    where = f"port {fixed}" if fixed else f"{len(ports)} ports from {every[0]} to {every[-1]}, all"
+    raise InvalidArgument("local_hostname", words.local_hostname, f"a port that is free; {where} in use")
+
+
+def _engine_settings(words: Words) -> TransferSettings:
+    """Of an engine whose peers are found through the master."""
+    knobs = read_engine_environment()
+    try:
+        choice = choose(
+            *(words.local_hostname, words.metadata_server, words.protocol, words.rdma_devices, knobs),
+            *(available_schemes(), rdma_devices(), resolves),
+        )
+    except Refused as error:
+        raise InvalidArgument("rdma_devices", words.rdma_devices, str(error)) from error
+    if choice.warning:
+        log.warning(f"setup: {choice.warning}")
+    flags = {field: value for field, value in choice.flags.items() if not field.startswith("metadata")}
+    settings, _ = load(TransferSettings, flags, os.environ)
+    return replace(settings, metadata="")
+
+
+def _greet(session: Session) -> None:
+    """Wait for the master, for a while; see that the name is free."""
+    patient = session.client(session.settings.setup_timeout_s)
+    try:
+        status: m.MasterStatus = patient.ask(m.Status())
+    finally:
+        patient.close()
+    name = session.hostname
+    if any(segment.segment == name and segment.state == "alive" for segment in status.segments):
+        raise InvalidArgument(
+            "local_hostname", session.words.local_hostname, f"free; segment {name!r} is another process's"
+        )
+
+
+def _mount(session: Session) -> None:
+    words, settings = session.words, session.settings
+    has_ssd = words.enable_ssd_offload or settings.ssd_offload
+    if not words.global_segment_size and not has_ssd:
+        return
+    nothing = NodeSettings(
+        master=words.master_server_addr,
+        name=session.hostname,
+        huge_pages=settings.huge_pages,
+        pool_size_bytes=words.global_segment_size and max(words.global_segment_size, MIN_SEGMENT_BYTES),
+    )
+    if not has_ssd:
+        session.node(nothing)
+        return
+    root = Path(words.ssd_offload_path or settings.ssd_path)
+    refusal: InvalidArgument | None = None
+    for folder in _free_folders(root):
+        size_bytes = min(settings.ssd_size_bytes, int(shutil.disk_usage(root).total * _SSD_SHARE))
+        try:
+            session.node(replace(nothing, ssd_path=str(folder), ssd_size_bytes=size_bytes))
+            return
+        except InvalidArgument as error:
+            refusal = error  # another process may just have taken it
+    raise refusal or InvalidArgument("ssd_offload_path", str(root), f"fewer than {MAX_FOLDERS} processes")
+
+
+def _free_folders(root: Path) -> Iterator[Path]:
+    """Of an SSD that several processes share: a folder for each, the same again after a restart."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument(
+            "ssd_offload_path", str(root), f"a directory that can be written ({error.strerror})"
+        ) from error
+    for number in range(MAX_FOLDERS):
+        folder = root / f"client-{number}"
+        if not _is_locked(folder / "mooncake.lock"):
+            yield folder
+
+
+def _is_locked(file: Path) -> bool:
+    try:
+        opened = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False  # not there yet; or whoever opens it will say what is wrong
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(opened)
+    return False

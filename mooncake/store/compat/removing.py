@@ -1,0 +1,32 @@
+"""The calls that remove objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mooncake.store.compat.arguments import check_key, check_keys, is_good_key
+from mooncake.store.compat.batches import pick
+from mooncake.store.compat.codes import Code, code_of
+from mooncake.store.compat.life import Life
+from mooncake.store.compat.session import Session
+
+
+class RemoveCalls(Life):
+    def remove(self, key: str, force: bool = False) -> int:
+        """0; -704 when there is none, -706 when a reader may hold it, unless ``force``."""
+        check_key("remove", key)
+        return self._remove("remove", [key], force)[0]
+
+    def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
+        """As ``remove`` of each."""
+        return self._remove("batch_remove", check_keys("batch_remove", keys), force)
+
+    def _remove(self, what: str, keys: list[str], force: bool) -> list[int]:
+        def remove(session: Session) -> list[int]:
+            at = [i for i, key in enumerate(keys) if is_good_key(key)]
+            codes = [int(Code.OBJECT_NOT_FOUND)] * len(keys)
+            for i, outcome in zip(at, session.store.remove(pick(keys, at), force), strict=True):
+                codes[i] = code_of(outcome)
+            return codes
+
+        return self._in_session(what, remove, lambda code: [code] * len(keys))

@@ -1,0 +1,181 @@
+"""The calls that lend more memory to the store, and take it back.
+
+A segment is named by two numbers joined by a hyphen, as programs expect of an id; its name with the master
+is this process's with the id behind it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mooncake.errors import AccessDenied, InvalidArgument, MooncakeError, StorageError
+from mooncake.log import get_logger
+from mooncake.store.compat.arguments import number
+from mooncake.store.compat.config import MIN_SEGMENT_BYTES
+from mooncake.store.compat.life import Life
+from mooncake.store.compat.session import Session
+from mooncake.transfer import Region
+
+log = get_logger("mooncake.store")
+
+NOT_DONE = -1
+"""What every failure of these calls is."""
+
+
+@dataclass
+class Segment:
+    """A segment of this process beside the one of ``setup``."""
+
+    session: Session
+    name: str
+    region: Region
+
+
+class SegmentCalls(Life):
+    def __init__(self) -> None:
+        super().__init__()
+        self._segments_lock = threading.Lock()
+        self._segments: dict[str, Segment] = {}
+        """By id."""
+
+    def mount_segment(
+        self, path: str, size: int, offset: int = 0, protocol: str = "tcp", location: str = ""
+    ) -> dict[str, Any]:
+        """Lend part of a file or of shared memory; ``{"ret": 0, "segment_ids": [id]}``, or -1 and none."""
+        what = "mount_segment"
+        size, offset = number(what, "size", size), number(what, "offset", offset)
+        if not isinstance(path, str):
+            raise TypeError(f"{what}(): path must be str, not {type(path).__name__}")
+
+        def mount(session: Session) -> str:
+            return self._mount(session, lambda: _map(session, path, size, offset))
+
+        return self._mounted(what, mount)
+
+    def allocate_and_mount_segment(
+        self, size: int, protocol: str = "tcp", location: str = ""
+    ) -> dict[str, Any]:
+        """Lend so much new memory; as ``mount_segment``, and how much it is."""
+        what = "allocate_and_mount_segment"
+        size = number(what, "size", size)
+
+        def mount(session: Session) -> str:
+            if size < MIN_SEGMENT_BYTES:
+                raise InvalidArgument("size", size, f"{MIN_SEGMENT_BYTES} bytes or more")
+            return self._mount(
+                session, lambda: session.engine.allocate(size, huge_pages=session.settings.huge_pages)
+            )
+
+        outcome = self._mounted(what, mount)
+        return {**outcome, "allocated_size": 0 if outcome["ret"] else size}
+
+    def unmount_segment(self, segment_ids: Sequence[str], grace_period_seconds: int = 0) -> int:
+        """0; -1 when one of them is unknown. With a grace period it is emptied first, and goes after it."""
+        return self._unmount("unmount_segment", segment_ids, grace_period_seconds)
+
+    def unmount_and_free_segment(self, segment_ids: Sequence[str], grace_period_seconds: int = 0) -> int:
+        """As ``unmount_segment``; the memory goes with it in either case."""
+        return self._unmount("unmount_and_free_segment", segment_ids, grace_period_seconds)
+
+    def unmount_local_disk_segment(self, grace_period_seconds: int = 0) -> int:
+        """Take the SSD tier of ``setup`` back; what it holds is there after a restart. -1 without one."""
+
+        def unmount(session: Session) -> int:
+            session.node().take_back(f"{session.hostname}/ssd", float(grace_period_seconds))
+            return 0
+
+        return self._in_session("unmount_local_disk_segment", unmount, lambda _: NOT_DONE)
+
+    # What they come down to -----------------------------------------------------------------------------
+
+    def _mounted(self, what: str, mount: Callable[[Session], str]) -> dict[str, Any]:
+        def done(session: Session) -> dict[str, Any]:
+            return {"ret": 0, "segment_ids": [mount(session)]}
+
+        return self._in_session(what, done, lambda _: {"ret": NOT_DONE, "segment_ids": []})
+
+    def _mount(self, session: Session, allocate: Callable[[], Region]) -> str:
+        segment_id = f"{secrets.randbits(64)}-{secrets.randbits(64)}"
+        name = f"{session.hostname}/{segment_id}"
+        region = allocate()
+        try:
+            session.node().lend(region, name)
+        except MooncakeError:
+            session.engine.unregister(region)
+            raise
+        with self._segments_lock:
+            self._segments[segment_id] = Segment(session, name, region)
+        return segment_id
+
+    def _unmount(self, what: str, segment_ids: Sequence[str], grace_s: float) -> int:
+        if isinstance(segment_ids, str):
+            raise TypeError(f"{what}(): segment_ids must be a list of str")
+
+        def unmount(session: Session) -> int:
+            with self._segments_lock:
+                found = [self._segments.get(segment_id) for segment_id in segment_ids]
+                if any(segment is None or segment.session is not session for segment in found):
+                    raise InvalidArgument("segment_ids", list(segment_ids), "ids of this store's segments")
+                for segment_id in segment_ids:
+                    self._segments.pop(segment_id, None)
+            for segment in found:
+                if segment is not None:
+                    _give_up(segment, grace_s)
+            return 0
+
+        return self._in_session(what, unmount, lambda _: NOT_DONE)
+
+
+def _give_up(segment: Segment, grace_s: float) -> None:
+    session = segment.session
+    if grace_s <= 0:
+        _release(segment)
+        return
+    later = threading.Timer(grace_s, _release, [segment])
+    later.daemon = True
+    later.start()
+    session.at_close.append(later.cancel)
+
+
+def _release(segment: Segment) -> None:
+    session = segment.session
+    if session.enter():
+        try:
+            session.node().take_back(segment.name)
+            session.engine.unregister(segment.region)
+        except MooncakeError as error:
+            log.error(f"unmount {segment.name}: {error}")
+        finally:
+            session.leave()
+
+
+def _map(session: Session, path: str, size: int, offset: int) -> Region:
+    """Part of a file as memory, which other processes may have mapped, too."""
+    if size < MIN_SEGMENT_BYTES or offset < 0 or offset % mmap.ALLOCATIONGRANULARITY:
+        raise InvalidArgument(
+            "size and offset", (size, offset), f"{MIN_SEGMENT_BYTES} or more, and a multiple of a page"
+        )
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise AccessDenied(f"mount {path!r}: {error.strerror}") from error
+    except OSError as error:
+        raise InvalidArgument("path", path, f"a file that can be opened ({error.strerror})") from error
+    try:
+        room = os.fstat(file).st_size
+        if offset + size > room:
+            raise InvalidArgument("size", size, f"at most {room - offset}, what {path} has from {offset} on")
+        mapped = mmap.mmap(file, size, offset=offset)
+    except OSError as error:
+        raise StorageError(f"mount {path!r}: {error.strerror}") from error
+    finally:
+        os.close(file)
+    return session.engine.register(np.frombuffer(mapped, np.uint8))

@@ -1,0 +1,81 @@
+"""More memory for the store, from files and from nowhere, and back again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mooncake.store import MooncakeDistributedStore
+from tests.store.compat.servers import RunningMaster, a_store
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def alone() -> MooncakeDistributedStore:
+    return MooncakeDistributedStore()
+
+
+def test_memory_comes_and_goes() -> None:
+    master = RunningMaster()
+    with a_store(master, segment_bytes=0) as store:
+        assert store.put("k", b"v") == -200, "there is no memory at all"
+        outcome = store.allocate_and_mount_segment(MIB)
+        assert (outcome["ret"], outcome["allocated_size"]) == (0, MIB)
+        (segment_id,) = outcome["segment_ids"]
+        first, second = map(int, segment_id.split("-"))
+        assert 0 <= first < 1 << 64 and 0 <= second < 1 << 64
+        assert store.put("k", b"v") == 0 and store.get("k") == b"v"
+        assert store.unmount_and_free_segment([segment_id]) == 0
+        assert store.unmount_segment([segment_id]) == -1, "it is gone"
+        assert (store.is_exist("k"), store.put("k", b"v")) == (0, -200)
+    master.close()
+
+
+def test_a_file_becomes_a_segment(tmp_path: Path) -> None:
+    master = RunningMaster()
+    file = tmp_path / "segment"
+    file.write_bytes(bytes(2 * MIB))
+    with a_store(master, segment_bytes=0) as store:
+        outcome = store.mount_segment(str(file), MIB, MIB)
+        assert outcome["ret"] == 0
+        value = os.urandom(100_000)
+        assert store.put("k", value) == 0 and store.get("k") == value
+        assert value in file.read_bytes()[MIB:]
+        assert store.unmount_segment(outcome["segment_ids"]) == 0
+    master.close()
+
+
+def test_a_segment_with_a_grace_period_is_read_meanwhile(master: RunningMaster) -> None:
+    with a_store(master, segment_bytes=0) as store:
+        outcome = store.allocate_and_mount_segment(MIB)
+        assert store.unmount_segment(outcome["segment_ids"], 60) == 0
+        assert store.unmount_segment(outcome["segment_ids"], 60) == -1
+
+
+def test_what_cannot_be_mounted_is_said(
+    store: MooncakeDistributedStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nothing = {"ret": -1, "segment_ids": []}
+    short = tmp_path / "short"
+    short.write_bytes(bytes(4096))
+    assert store.mount_segment(str(tmp_path / "none"), MIB) == nothing
+    assert store.mount_segment(str(tmp_path), MIB) == nothing
+    assert store.mount_segment(str(short), MIB) == nothing
+    assert store.mount_segment(str(short), 0) == nothing
+    assert store.mount_segment(str(short), 4096, 1) == nothing
+    for size in (0, -1, 1 << 60):
+        assert store.allocate_and_mount_segment(size) == {**nothing, "allocated_size": 0}
+    assert "none" in caplog.text and "at most 4096" in caplog.text
+    assert store.unmount_segment(["1-2"]) == -1
+    assert store.unmount_local_disk_segment() == -1
+
+
+def test_before_setup(alone: MooncakeDistributedStore) -> None:
+    nothing = {"ret": -1, "segment_ids": []}
+    assert alone.mount_segment("/x", MIB) == nothing
+    assert alone.allocate_and_mount_segment(MIB) == {**nothing, "allocated_size": 0}
+    assert alone.unmount_segment(["1-2"]) == alone.unmount_and_free_segment(["1-2"]) == -1
+    assert alone.unmount_local_disk_segment() == -1
