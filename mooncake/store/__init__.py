@@ -35,6 +35,7 @@ __all__ = [
 _OWNERS = {
     "AsyncStore": "mooncake.store.client",
     "PutGrant": "mooncake.store.operations",
+    "PutPolicy": "mooncake.store.messages",
     "ReadGrant": "mooncake.store.operations",
     "Refusal": "mooncake.errors",
     "Store": "mooncake.store.client",

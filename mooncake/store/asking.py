@@ -8,10 +8,11 @@ import itertools
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
 from mooncake.store.effects import Received
+from mooncake.store.objects import StoredObject, scoped, scoped_all, split_scoped
 
 
 class Asking:
-    """Answers Status, ListKeys and Story."""
+    """Answers Status, ListKeys, Story and Inspect."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -46,12 +47,48 @@ class Asking:
         )
 
     def list_keys(self, message: m.ListKeys, _: Received, now: float) -> m.Keys:
+        start = scoped(message.tenant, message.prefix)
         matching = (
-            key
+            split_scoped(key)[1]
             for key, stored in self._catalog.objects.readable.items()
-            if key.startswith(message.prefix) and stored.is_visible
+            if key.startswith(start) and stored.is_visible and ("\0" in key) is ("\0" in start)
         )
         return m.Keys(list(itertools.islice(matching, max(0, message.limit))))
 
     def tell(self, message: m.Story, _: Received, now: float) -> m.Told:
-        return m.Told(self._catalog.story(message.key))
+        return m.Told(self._catalog.story(scoped_all(message.tenant, [message.key])[0]))
+
+    def inspect(self, message: m.Inspect, _: Received, now: float) -> m.Inspected:
+        objects = self._catalog.objects
+        found = (
+            objects.readable.get(key) or objects.writing.get(key)
+            for key in scoped_all(message.tenant, message.keys)
+        )
+        return m.Inspected([None if stored is None else _status(stored, now) for stored in found])
+
+
+def _status(stored: StoredObject, now: float) -> m.ObjectStatus:
+    replicas = [
+        m.ReplicaStatus(
+            segment=extent.segment.name,
+            host=extent.segment.host,
+            tier=extent.segment.tier,
+            address=extent.segment.address + extent.offset,
+            is_complete=extent.is_complete,
+            is_alive=extent.segment.is_alive,
+        )
+        for extent in stored.extents
+    ]
+    return m.ObjectStatus(
+        object_id=stored.object_id,
+        size_bytes=stored.size_bytes,
+        chunk_bytes=stored.chunk_bytes,
+        num_uses=stored.num_uses,
+        leased_s=max(0.0, stored.leased_until - now),
+        pinned_s=None if stored.is_hard_pinned else max(0.0, stored.soft_pin_until - now),
+        group=split_scoped(stored.group)[1],
+        parent=split_scoped(stored.parent)[1],
+        data_type=stored.data_type,
+        is_writing=not stored.is_readable,
+        replicas=replicas,
+    )

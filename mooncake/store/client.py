@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 from prometheus_client import Histogram
@@ -30,6 +31,7 @@ from mooncake.metrics import registry
 from mooncake.rpc import AsyncClient, BlockingClient
 from mooncake.store import messages as m
 from mooncake.store.buffers import Buffer, LocalMemory
+from mooncake.store.objects import DEFAULT_POLICY
 from mooncake.store.operations import (
     Answer,
     Ask,
@@ -43,6 +45,7 @@ from mooncake.store.operations import (
     ReadGrant,
     Slices,
 )
+from mooncake.store.steering import Steering
 from mooncake.store.views import AsyncView, LeaseKeeper, View
 from mooncake.transfer import (
     Completion,
@@ -80,6 +83,15 @@ class StoreSettings:
     chunk_bytes: Annotated[int, Size, Meta(ge=4096)] = 1 << 20
     "Bytes covered by one checksum of a plain put."
 
+    tenant: str = "default"
+    "Name space of all keys of this client, and whose quota its objects count for."
+
+    verify_local: bool = True
+    "Whether reads from memory on this host are checked too; reads from elsewhere or from SSD always are."
+
+
+_UNCHECKED = np.zeros(0, dtype=np.uint32)
+
 
 class _Faces:
     """What both faces share: the engine, the operations, the deadline."""
@@ -89,8 +101,13 @@ class _Faces:
         self.engine = engine if engine is not None else TransferEngine(TransferSettings())
         self._owns_engine = engine is None
         self.operations = Operations(
-            self.engine.describe().host, crc32c_combine, random.SystemRandom().getrandbits(62)
+            self.engine.describe().host,
+            crc32c_combine,
+            random.SystemRandom().getrandbits(62),
+            settings.tenant,
+            settings.verify_local,
         )
+        self._steering = Steering(self.operations)
         self._memory = LocalMemory(self.engine)
         _counted.add(self.operations)
 
@@ -112,7 +129,8 @@ class _Faces:
 
     def _moved(self, t: Slices, completion: Completion) -> Moved:
         if completion.status == Status.OK:
-            return Moved(completion.checksums, "", clock.monotonic())
+            checksums = completion.checksums if t.is_checked else _UNCHECKED
+            return Moved(checksums, "", clock.monotonic())
         if completion.status == Status.PEER_LOST:
             self.engine.forget(t.handle)  # else the engine remembers for ever that this path is dead
         return Moved(None, completion.status.name.lower(), clock.monotonic())
@@ -140,17 +158,58 @@ class Store(_Faces):
 
     # Whole objects
 
-    def put(self, key: ObjectKey, data: Buffer) -> Refusal | None:
-        """Store ``data``. None: stored, or the key existed already (its value stays as it is)."""
-        return self.put_batch([key], [data])[0]
+    def put(
+        self,
+        key: ObjectKey,
+        data: Buffer,
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        *,
+        group: str = "",
+        parent: ObjectKey = "",
+        replace: bool = False,
+    ) -> Refusal | None:
+        """Store ``data``. None: stored, or the key existed already (its value stays as it is).
 
-    def put_batch(self, keys: Sequence[ObjectKey], buffers: Sequence[Buffer]) -> list[Refusal | None]:
-        """Store many objects; results in the order of ``keys``."""
+        ``policy``: replicas, pins, durability. ``group``: evicted together with that group's other
+        objects. ``parent``: the key of the block before this one in its prefix. ``replace``: put a new
+        value in the place of one that is there.
+        """
+        return self.put_batch(
+            [key],
+            [data],
+            policy,
+            groups=[group] if group else (),
+            parents=[parent] if parent else (),
+            replace=replace,
+        )[0]
+
+    def put_batch(
+        self,
+        keys: Sequence[ObjectKey],
+        buffers: Sequence[Buffer],
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        *,
+        groups: Sequence[str] = (),
+        parents: Sequence[ObjectKey] = (),
+        replace: bool = False,
+    ) -> list[Refusal | None]:
+        """Store many objects; results in the order of ``keys``. ``groups``, ``parents``: one per key."""
         _check_pairs(keys, buffers, "buffers")
+        _check_names(keys, groups, parents)
         with PUT_SECONDS.time(), self._memory.source(buffers) as lent:
             chunk_bytes = self.settings.chunk_bytes
             return self._run(
-                self.operations.put(keys, lent.addresses, lent.sizes, chunk_bytes, self._deadline())
+                self.operations.put(
+                    keys,
+                    lent.addresses,
+                    lent.sizes,
+                    chunk_bytes,
+                    self._deadline(),
+                    policy,
+                    groups,
+                    parents,
+                    replace,
+                )
             )
 
     def get(self, key: ObjectKey) -> bytes | None:
@@ -183,17 +242,17 @@ class Store(_Faces):
         with GET_SECONDS.time(), self._memory.target(buffers) as lent:
             return self._run(self.operations.get_into(keys, lent.addresses, lent.sizes, self._deadline()))
 
-    def view(self, key: ObjectKey, verify: bool = True) -> View:
+    def view(self, key: ObjectKey, verify: bool | None = None) -> View:
         """``with store.view(key) as data:`` gives a read-only memoryview, or None for a miss.
 
         On the host of the object's node nothing is copied, and the lease is kept alive while the
         view is open; elsewhere the object is fetched. ``verify=False`` leaves the checksums out,
-        which makes the time independent of the size.
+        which makes the time independent of the size; by default ``StoreSettings.verify_local`` says.
 
         Raises (when the block ends):
             Unavailable: the lease could not be kept; what was read may be wrong.
         """
-        return View(self, key, verify)
+        return View(self, key, self.settings.verify_local if verify is None else verify)
 
     # Metadata
 
@@ -205,6 +264,85 @@ class Store(_Faces):
         """True: removed; False: there was none; a Refusal: leased, and not ``force``."""
         return self._run(self.operations.remove(keys, force, self._deadline()))
 
+    def inspect(self, keys: Sequence[ObjectKey]) -> list[m.ObjectStatus | None]:
+        """All about objects: replicas, pins, leases. Grants no lease and counts as no use."""
+        return self._run(self.operations.inspect(keys, self._deadline()))
+
+    def remove_matching(self, pattern: str, force: bool = False) -> int:
+        """Remove this tenant's objects whose key the regular expression is found in; how many.
+
+        Leased ones are left unless ``force``.
+        """
+        return self._run(self._steering.remove_matching(pattern, force, self._deadline()))
+
+    def remove_all(self, force: bool = False) -> int:
+        """Remove this tenant's objects; how many. Leased ones are left unless ``force``."""
+        return self.remove_matching("", force)
+
+    def pin(self, keys: Sequence[ObjectKey], ttl_s: float | None) -> list[bool]:
+        """Keep objects from eviction: softly for ``ttl_s``, or with None until unpinned or removed.
+
+        False: there is none.
+        """
+        return _flags(self._run(self.operations.pin(keys, ttl_s, self._deadline())))
+
+    def unpin(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Let objects be evicted again."""
+        return self.pin(keys, 0.0)
+
+    def drop_replicas(self, keys: Sequence[ObjectKey], segment: str = "") -> list[bool | Refusal]:
+        """Drop the replicas on ``segment`` ("": all in memory), the last one too."""
+        return self._run(self.operations.drop_replicas(keys, segment, self._deadline()))
+
+    def verify(self, keys: Sequence[ObjectKey]) -> list[bool | None]:
+        """Read every replica and check it; wrong ones are dropped.
+
+        True: all are right; False: one was wrong or could not be read; None: a miss.
+        """
+        results: list[bool | None] = []
+        for key in keys:
+            grant = self.open_reads([key])[0]
+            if grant is None:
+                results.append(None)
+                continue
+            lent, values = self._memory.fresh([grant.size_bytes])
+            with lent:
+                results += self._run(self.operations.verify([grant], lent.addresses, self._deadline()))
+            del values  # not before: it is their memory
+        return results
+
+    # Jobs and quotas
+
+    def copy(self, key: ObjectKey, targets: Sequence[str]) -> m.JobStatus | Refusal:
+        """Begin to make a further replica on each of ``targets``."""
+        return self._run(self._steering.copy(key, targets, "", self._deadline()))
+
+    def move(self, key: ObjectKey, source: str, target: str) -> m.JobStatus | Refusal:
+        """Begin to copy the object to ``target``; its replica on ``source`` goes when that is done."""
+        return self._run(self._steering.copy(key, [target], source, self._deadline()))
+
+    def drain(
+        self, segments: Sequence[str], targets: Sequence[str] = (), max_concurrency: int = 4
+    ) -> m.JobStatus | Refusal:
+        """Begin to move all that is on ``segments``, to ``targets`` or anywhere; nothing new goes there."""
+        return self._run(self._steering.drain(segments, targets, max_concurrency, self._deadline()))
+
+    def job(self, job_id: int) -> m.JobStatus | None:
+        """How far is it?"""
+        return self._run(self._steering.job(job_id, self._deadline()))
+
+    def cancel(self, job_id: int) -> bool:
+        """Stop a job; False: there is none."""
+        return self._run(self._steering.cancel(job_id, self._deadline()))
+
+    def set_quota(self, tenant: str, size_bytes: int | None) -> Refusal | None:
+        """How much memory a tenant may use; None: as much as there is."""
+        return self._run(self._steering.set_quota(tenant, size_bytes, self._deadline()))
+
+    def quotas(self) -> list[m.QuotaStatus]:
+        """What tenants may use and do use."""
+        return self._run(self._steering.quotas(self._deadline()))
+
     def ask(self, message: msgspec.Struct) -> Any:
         """Any message of ``messages.py``, for status, listing and stories."""
         return self._run(self.operations.ask(message, self._deadline()))
@@ -212,11 +350,24 @@ class Store(_Faces):
     # Parts of objects. Local addresses must lie in memory registered with ``engine``.
 
     def start_puts(
-        self, keys: Sequence[ObjectKey], sizes: Sequence[int], chunk_bytes: Sequence[int] | int
+        self,
+        keys: Sequence[ObjectKey],
+        sizes: Sequence[int],
+        chunk_bytes: Sequence[int] | int,
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        *,
+        groups: Sequence[str] = (),
+        parents: Sequence[ObjectKey] = (),
+        replace: bool = False,
     ) -> list[PutGrant | Refusal | None]:
         """Reserve space; None: the object exists or another writer is at it. See ``Operations``."""
+        _check_names(keys, groups, parents)
         chunks = [chunk_bytes] * len(keys) if isinstance(chunk_bytes, int) else chunk_bytes
-        return self._run(self.operations.start_puts(keys, sizes, chunks, self._deadline()))
+        return self._run(
+            self.operations.start_puts(
+                keys, sizes, chunks, self._deadline(), (), policy, groups, parents, replace
+            )
+        )
 
     def write_ranges(
         self,
@@ -307,19 +458,27 @@ class Store(_Faces):
 
     def _move(self, effect: Move) -> list[Moved]:
         op = Op.WRITE if effect.is_write else Op.READ
-        timeout_s = effect.deadline - clock.monotonic()
+        timeout_s = _timeout_s(effect)
         if timeout_s <= 0:
             return _too_late(effect)
         if len(effect.transfers) == 1:
             t = effect.transfers[0]
             done = self.engine.run(
-                op, t.handle, t.local, t.remote, t.lengths, timeout_s=timeout_s, checksum=True
+                op, t.handle, t.local, t.remote, t.lengths, timeout_s=timeout_s, checksum=t.is_checked
             )
             return [self._moved(t, done)]
         queue = self.engine.new_queue()
         for token, t in enumerate(effect.transfers):
             self.engine.submit(
-                queue, token, op, t.handle, t.local, t.remote, t.lengths, checksum=True, timeout_s=timeout_s
+                queue,
+                token,
+                op,
+                t.handle,
+                t.local,
+                t.remote,
+                t.lengths,
+                checksum=t.is_checked,
+                timeout_s=timeout_s,
             )
         # Each ends by its own deadline, and until it has ended its memory is in use.
         ended: dict[int, Completion] = {}
@@ -341,15 +500,52 @@ class AsyncStore(_Faces):
         self._rpc = AsyncClient(master, m.REPLIES, "the master")
         super().__init__(master, engine, settings)
 
-    async def put(self, key: ObjectKey, data: Buffer) -> Refusal | None:
-        return (await self.put_batch([key], [data]))[0]
+    async def put(
+        self,
+        key: ObjectKey,
+        data: Buffer,
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        *,
+        group: str = "",
+        parent: ObjectKey = "",
+        replace: bool = False,
+    ) -> Refusal | None:
+        done = await self.put_batch(
+            [key],
+            [data],
+            policy,
+            groups=[group] if group else (),
+            parents=[parent] if parent else (),
+            replace=replace,
+        )
+        return done[0]
 
-    async def put_batch(self, keys: Sequence[ObjectKey], buffers: Sequence[Buffer]) -> list[Refusal | None]:
+    async def put_batch(
+        self,
+        keys: Sequence[ObjectKey],
+        buffers: Sequence[Buffer],
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        *,
+        groups: Sequence[str] = (),
+        parents: Sequence[ObjectKey] = (),
+        replace: bool = False,
+    ) -> list[Refusal | None]:
         _check_pairs(keys, buffers, "buffers")
+        _check_names(keys, groups, parents)
         with PUT_SECONDS.time(), self._memory.source(buffers) as lent:
             chunk_bytes = self.settings.chunk_bytes
             return await self._run(
-                self.operations.put(keys, lent.addresses, lent.sizes, chunk_bytes, self._deadline())
+                self.operations.put(
+                    keys,
+                    lent.addresses,
+                    lent.sizes,
+                    chunk_bytes,
+                    self._deadline(),
+                    policy,
+                    groups,
+                    parents,
+                    replace,
+                )
             )
 
     async def get(self, key: ObjectKey) -> bytes | None:
@@ -376,9 +572,9 @@ class AsyncStore(_Faces):
                 self.operations.get_into(keys, lent.addresses, lent.sizes, self._deadline())
             )
 
-    def view(self, key: ObjectKey, verify: bool = True) -> AsyncView:
+    def view(self, key: ObjectKey, verify: bool | None = None) -> AsyncView:
         """``async with store.view(key) as data:``, else as ``Store.view``."""
-        return AsyncView(self, key, verify)
+        return AsyncView(self, key, self.settings.verify_local if verify is None else verify)
 
     async def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return await self._run(self.operations.exists(keys, self._deadline()))
@@ -386,14 +582,83 @@ class AsyncStore(_Faces):
     async def remove(self, keys: Sequence[ObjectKey], force: bool = False) -> list[bool | Refusal]:
         return await self._run(self.operations.remove(keys, force, self._deadline()))
 
+    async def inspect(self, keys: Sequence[ObjectKey]) -> list[m.ObjectStatus | None]:
+        return await self._run(self.operations.inspect(keys, self._deadline()))
+
+    async def remove_matching(self, pattern: str, force: bool = False) -> int:
+        return await self._run(self._steering.remove_matching(pattern, force, self._deadline()))
+
+    async def remove_all(self, force: bool = False) -> int:
+        return await self.remove_matching("", force)
+
+    async def pin(self, keys: Sequence[ObjectKey], ttl_s: float | None) -> list[bool]:
+        return _flags(await self._run(self.operations.pin(keys, ttl_s, self._deadline())))
+
+    async def unpin(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return await self.pin(keys, 0.0)
+
+    async def drop_replicas(self, keys: Sequence[ObjectKey], segment: str = "") -> list[bool | Refusal]:
+        return await self._run(self.operations.drop_replicas(keys, segment, self._deadline()))
+
+    async def verify(self, keys: Sequence[ObjectKey]) -> list[bool | None]:
+        results: list[bool | None] = []
+        for key in keys:
+            grant = (await self.open_reads([key]))[0]
+            if grant is None:
+                results.append(None)
+                continue
+            lent, values = self._memory.fresh([grant.size_bytes])
+            with lent:
+                results += await self._run(self.operations.verify([grant], lent.addresses, self._deadline()))
+            del values  # not before: it is their memory
+        return results
+
+    # Jobs and quotas
+
+    async def copy(self, key: ObjectKey, targets: Sequence[str]) -> m.JobStatus | Refusal:
+        return await self._run(self._steering.copy(key, targets, "", self._deadline()))
+
+    async def move(self, key: ObjectKey, source: str, target: str) -> m.JobStatus | Refusal:
+        return await self._run(self._steering.copy(key, [target], source, self._deadline()))
+
+    async def drain(
+        self, segments: Sequence[str], targets: Sequence[str] = (), max_concurrency: int = 4
+    ) -> m.JobStatus | Refusal:
+        return await self._run(self._steering.drain(segments, targets, max_concurrency, self._deadline()))
+
+    async def job(self, job_id: int) -> m.JobStatus | None:
+        return await self._run(self._steering.job(job_id, self._deadline()))
+
+    async def cancel(self, job_id: int) -> bool:
+        return await self._run(self._steering.cancel(job_id, self._deadline()))
+
+    async def set_quota(self, tenant: str, size_bytes: int | None) -> Refusal | None:
+        return await self._run(self._steering.set_quota(tenant, size_bytes, self._deadline()))
+
+    async def quotas(self) -> list[m.QuotaStatus]:
+        return await self._run(self._steering.quotas(self._deadline()))
+
     async def ask(self, message: msgspec.Struct) -> Any:
         return await self._run(self.operations.ask(message, self._deadline()))
 
     async def start_puts(
-        self, keys: Sequence[ObjectKey], sizes: Sequence[int], chunk_bytes: Sequence[int] | int
+        self,
+        keys: Sequence[ObjectKey],
+        sizes: Sequence[int],
+        chunk_bytes: Sequence[int] | int,
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        *,
+        groups: Sequence[str] = (),
+        parents: Sequence[ObjectKey] = (),
+        replace: bool = False,
     ) -> list[PutGrant | Refusal | None]:
+        _check_names(keys, groups, parents)
         chunks = [chunk_bytes] * len(keys) if isinstance(chunk_bytes, int) else chunk_bytes
-        return await self._run(self.operations.start_puts(keys, sizes, chunks, self._deadline()))
+        return await self._run(
+            self.operations.start_puts(
+                keys, sizes, chunks, self._deadline(), (), policy, groups, parents, replace
+            )
+        )
 
     async def write_ranges(
         self,
@@ -461,7 +726,7 @@ class AsyncStore(_Faces):
             return Answer(reply, None, asked_at, clock.monotonic())
         if isinstance(effect, Move):
             op = Op.WRITE if effect.is_write else Op.READ
-            timeout_s = effect.deadline - clock.monotonic()
+            timeout_s = _timeout_s(effect)
             if timeout_s <= 0:
                 return _too_late(effect)
             return list(await asyncio.gather(*(self._transfer(op, t, timeout_s) for t in effect.transfers)))
@@ -472,9 +737,14 @@ class AsyncStore(_Faces):
 
     async def _transfer(self, op: Op, t: Slices, timeout_s: float) -> Moved:
         completion = await self.engine.transfer(
-            op, t.handle, t.local, t.remote, t.lengths, timeout_s=timeout_s, checksum=True
+            op, t.handle, t.local, t.remote, t.lengths, timeout_s=timeout_s, checksum=t.is_checked
         )
         return self._moved(t, completion)
+
+
+def _timeout_s(effect: Move) -> float:
+    left_s = effect.deadline - clock.monotonic()
+    return left_s / 2 if effect.has_others else left_s
 
 
 def _too_late(effect: Move) -> list[Moved]:
@@ -489,6 +759,16 @@ def _in_order(
         value if is_good else None for value, is_good in zip(values, arrived, strict=True)
     )
     return [None if grant is None else next(good) for grant in grants]
+
+
+def _flags(outcomes: Sequence[bool | Refusal]) -> list[bool]:
+    return [outcome is True for outcome in outcomes]
+
+
+def _check_names(keys: Sequence[ObjectKey], groups: Sequence[str], parents: Sequence[ObjectKey]) -> None:
+    for name, others in (("groups", groups), ("parents", parents)):
+        if others:
+            _check_pairs(keys, others, name)
 
 
 def _check_pairs(keys: Sequence[ObjectKey], others: Sequence[Any], name: str) -> None:

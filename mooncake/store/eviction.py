@@ -26,7 +26,7 @@ import heapq
 from collections.abc import Generator, Iterable
 from typing import Literal, TypeAlias
 
-from mooncake.store.objects import SPEED, Extent, StoredObject
+from mooncake.store.objects import Extent, StoredObject
 from mooncake.store.segments import Segment
 from mooncake.types import ObjectKey
 
@@ -195,7 +195,11 @@ class Eviction:
                     if self._policy != "lfu" and queue.order is not Order.PINNED:
                         heapq.heappop(heads)  # so is everything behind it
                         continue
-                elif stored is not spare and extent.held_until <= now and not self._is_blocked(entry, queue):
+                elif self._children and self.is_blocked(stored, extent):
+                    heapq.heappop(queue.entries)  # until a descendant leaves
+                    extent.place = None
+                    continue
+                elif stored is not spare and extent.held_until <= now:
                     self._age = entry[0] if self._policy == "lfu" else 0.0
                     self._news = []
                     yield stored, extent
@@ -231,15 +235,13 @@ class Eviction:
     def _rank(self, stored: StoredObject) -> float:
         return self._age + stored.num_uses if self._policy == "lfu" else stored.leased_until
 
-    def _is_blocked(self, entry: Entry, queue: Queue) -> bool:
-        """Whether descendants keep it; then it has no entry until one of them leaves."""
-        stored, extent = entry[4], entry[5]
+    def is_blocked(self, stored: StoredObject, extent: Extent) -> bool:
+        """Whether descendants keep it there."""
+        stays_readable = stored.has_slower(extent)
         for child in self._children.get(stored.key, {}).values():
             if child is stored or (child.joint is not None and child.joint is stored.joint):
                 continue
-            if queue.order is not Order.SPARE or child.complete(extent.segment.tier):
-                heapq.heappop(queue.entries)
-                extent.place = None
+            if not stays_readable or child.complete(extent.segment.tier):
                 return True
         return False
 
@@ -260,7 +262,7 @@ class Eviction:
         if not stored.may_be_evicted:
             return
         rank, pinned_until = self._rank(stored), stored.pinned_until
-        order = Order.SPARE if has_slower(stored, extent) else Order.SOLE
+        order = Order.SPARE if stored.has_slower(extent) else Order.SOLE
         if pinned_until > now:
             rank, order = pinned_until, Order.PINNED
         queues = self._queues.get(extent.segment)
@@ -297,13 +299,7 @@ class Eviction:
                 elif entry is None:
                     assert self._children.get(stored.key), f"{stored} can never be evicted"
                 elif entry is not Order.PINNED:
-                    assert (entry is Order.SPARE) == has_slower(stored, extent), (stored, extent)
+                    assert (entry is Order.SPARE) == stored.has_slower(extent), (stored, extent)
         if self._policy == "chain":
             children = {s.object_id for s in readable.values() if s.parent}
             assert children == {number for known in self._children.values() for number in known}
-
-
-def has_slower(stored: StoredObject, extent: Extent) -> bool:
-    """Whether the object can still be read when it leaves that tier."""
-    speed = SPEED[extent.segment.tier]
-    return any(e.is_complete and SPEED[e.segment.tier] > speed for e in stored.extents)

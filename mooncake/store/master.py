@@ -32,6 +32,8 @@ from mooncake.store.eviction import Eviction
 from mooncake.store.hot import Hot
 from mooncake.store.mounting import Mounting
 from mooncake.store.objects import Objects
+from mooncake.store.pinning import Pinning
+from mooncake.store.quotas import QuotaKeeping
 from mooncake.store.reading import Reading
 from mooncake.store.records import Record
 from mooncake.store.removing import Removing
@@ -70,7 +72,7 @@ class Master:
         self.catalog.on_complete.append(self.tiers.completed)
         self.catalog.on_left.append(self.tasks.extent_left)
         removing, mounting = Removing(self.catalog), Mounting(self.catalog, self.tasks)
-        asking = Asking(self.catalog)
+        asking, pinning, quotas = Asking(self.catalog), Pinning(self.catalog), QuotaKeeping(self.catalog)
         self._applying = Applying(self.catalog)
         self._answers: dict[type, Callable[[Any, Received, float], msgspec.Struct | None]] = {
             m.Lookup: reading.lookup,
@@ -80,7 +82,10 @@ class Master:
             m.PutEnd: writing.put_end,
             m.PutAbort: writing.put_abort,
             m.Remove: removing.remove,
+            m.RemoveMatching: removing.remove_matching,
+            m.DropReplicas: removing.drop_replicas,
             m.Corrupt: removing.corrupt,
+            m.Pin: pinning.pin,
             m.Describe: mounting.describe,
             m.Mount: mounting.mount,
             m.Report: mounting.report,
@@ -93,6 +98,9 @@ class Master:
             m.CopyObject: self.replication.copy,
             m.Drain: self.replication.drain,
             m.AskJob: self.replication.ask,
+            m.Inspect: asking.inspect,
+            m.SetQuota: quotas.set_quota,
+            m.AskQuotas: quotas.ask,
         }
 
     # The contract of a machine

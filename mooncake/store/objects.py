@@ -209,6 +209,11 @@ class StoredObject:
         """The replicas that can be read, or could if their node were alive."""
         return [e for e in self.extents if e.is_complete and (tier is None or e.segment.tier is tier)]
 
+    def has_slower(self, extent: Extent) -> bool:
+        """Whether it can still be read when it leaves the tier of ``extent`` for a slower one."""
+        speed = SPEED[extent.segment.tier]
+        return any(e.is_complete and SPEED[e.segment.tier] > speed for e in self.extents)
+
     def on(self, segment: Segment) -> Extent | None:
         """Its replica there."""
         return next((extent for extent in self.extents if extent.segment is segment), None)

@@ -24,9 +24,18 @@ import numpy.typing as npt
 
 from mooncake.errors import DeadlineExceeded, InvalidArgument, MooncakeError, PeerLost, Refusal
 from mooncake.store import messages as m
-from mooncake.types import ObjectKey
+from mooncake.store.columns import (
+    Addresses,
+    Columns,
+    check_bounds,
+    check_whole_chunks,
+    columns_of,
+    distinct,
+    whole,
+)
+from mooncake.store.objects import DEFAULT_POLICY, SPEED
+from mooncake.types import ObjectKey, Tier
 
-Addresses: TypeAlias = npt.NDArray[np.uint64]
 Checksums: TypeAlias = npt.NDArray[np.uint32]
 
 DEFAULT_CHUNK_BYTES = 1 << 20
@@ -71,6 +80,8 @@ class Slices:
     local: Addresses
     remote: Addresses
     lengths: Addresses
+    is_checked: bool = True
+    """Checksums are wanted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,11 +95,15 @@ class Move:
     is_write: bool
     transfers: list[Slices]
     deadline: float
+    has_others: bool = False
+    """There is somewhere else to read from: better fail after half of the time than have none left."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moved:
-    """``checksums``: CRC32C of every slice, or None when the transfer failed. ``reason``: why."""
+    """``checksums``: CRC32C of every slice, or None when the transfer failed. ``reason``: why.
+
+    Of slices that were not to be checked an empty array."""
 
     checksums: Checksums | None
     reason: str
@@ -108,27 +123,86 @@ Operation: TypeAlias = Generator[Effect, Any, ResultT]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class Target:
+    """One replica of an object that is being put."""
+
+    segment: Any
+    """Transfer's handle, or None when it can't be opened."""
+    address: int
+    """Of the object's first byte, absolute in the peer."""
+    replica: m.Replica
+    size_bytes: int
+    chunk_bytes: int
+    checksums: Checksums
+    """CRC32C per chunk."""
+    is_written: npt.NDArray[np.bool_]
+    """Which chunks are complete; set together with ``checksums``."""
+    failure: Refusal | None = None
+    """Why this replica can't be written any more."""
+    pieces: dict[int, list[tuple[int, int, int]]] = dataclasses.field(default_factory=dict)
+    """Chunk -> (offset in it, length, CRC32C) of parts of a chunk that isn't complete yet."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class PutGrant:
-    """Space in a segment, to be written before ``expires_at`` (this process's monotonic clock)."""
+    """Space in one or more segments, to be written before ``expires_at`` (this process's monotonic clock).
+
+    Who writes by itself instead of with ``write_ranges`` sees the first target that can be written,
+    fills in its ``checksums`` and ``is_written``, and so gives up the others.
+    """
 
     key: ObjectKey
     size_bytes: int
     chunk_bytes: int
-    segment: Any
-    """Transfer's handle."""
-    address: int
-    """Of the object's first byte, absolute in the peer."""
-    checksums: Checksums
-    """CRC32C per chunk; filled by ``write_ranges``, or by whoever else writes a whole chunk."""
-    is_written: npt.NDArray[np.bool_]
-    """Which chunks are complete; set together with ``checksums``."""
     expires_at: float
     object_id: int
-    replica: m.Replica
+    targets: list[Target]
     failure: Refusal | None = None
     """Why this put can't succeed any more."""
-    pieces: dict[int, list[tuple[int, int, int]]] = dataclasses.field(default_factory=dict)
-    """Chunk -> (offset in it, length, CRC32C) of parts of a chunk that isn't complete yet."""
+
+    @property
+    def lead(self) -> Target:
+        """The first target that can be written."""
+        return next((target for target in self.targets if target.failure is None), self.targets[0])
+
+    @property
+    def segment(self) -> Any:
+        return self.lead.segment
+
+    @property
+    def address(self) -> int:
+        return self.lead.address
+
+    @property
+    def replica(self) -> m.Replica:
+        return self.lead.replica
+
+    @property
+    def checksums(self) -> Checksums:
+        return self.lead.checksums
+
+    @property
+    def is_written(self) -> npt.NDArray[np.bool_]:
+        return self.lead.is_written
+
+    def give_up(self, target: Target, failure: Refusal) -> None:
+        """Go on without that replica, while there are others."""
+        target.failure = target.failure or failure
+        if self.failure is None and all(one.failure is not None for one in self.targets):
+            self.failure = self.targets[0].failure
+
+    def settle(self) -> list[str]:
+        """All that could be written is: decide what the put comes to. The segments without the object."""
+        complete = [one for one in self.targets if one.failure is None and one.is_written.all()]
+        if self.failure is None and not complete:
+            missing = int(self.is_written.size - self.is_written.sum())
+            self.failure = Refusal("incomplete", f"{missing} chunks of {self.key!r} were not written")
+        # Replicas that differ: the source changed between two transfers. The announced one counts.
+        good = [one for one in complete if np.array_equal(one.checksums, complete[0].checksums)]
+        left_out = [one for one in self.targets if one not in good]
+        for one in left_out:
+            one.failure = one.failure or Refusal("incomplete", "not written like the others")
+        return [one.replica.segment for one in left_out]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -144,9 +218,29 @@ class ReadGrant:
     expires_at: float
     object_id: int
     replica: m.Replica
+    others: list[tuple[m.Replica, Any]]
+    """(replica, transfer's handle) of what to try when this one fails, the nearest first."""
+
+    def turn_to_next(self) -> bool:
+        """Read another replica from now on; False: there is none."""
+        if not self.others:
+            return False
+        self.replica, self.segment = self.others.pop(0)
+        self.address = self.replica.address
+        return True
+
+    def each(self) -> list[ReadGrant]:
+        """One grant per replica."""
+        places = [(self.replica, self.segment), *self.others]
+        return [
+            dataclasses.replace(self, replica=replica, segment=handle, address=replica.address, others=[])
+            for replica, handle in places
+        ]
 
 
 Grant: TypeAlias = PutGrant | ReadGrant
+Place: TypeAlias = Target | ReadGrant
+"""Where the bytes of a slice are moved to or from."""
 
 
 @dataclasses.dataclass
@@ -166,12 +260,23 @@ class Operations:
     random over 62 bits, so that no two clients share a put id.
     """
 
-    def __init__(self, host: str, combine: Callable[[int, int, int], int], first_put_id: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        combine: Callable[[int, int, int], int],
+        first_put_id: int,
+        tenant: str = "",
+        verify_local: bool = True,
+    ) -> None:
         self._host = host
+        self._verify_local = verify_local
+        self.tenant = "" if tenant == "default" else tenant
         self._combine = combine
         self._put_ids = itertools.count(first_put_id, m.MAX_KEYS)
         self._handles: dict[str, tuple[int, Any]] = {}
         """Segment -> (epoch, transfer's handle)."""
+        self._hosts: dict[str, str] = {}
+        """Segment -> where it is; one that has moved costs a farther read, no more."""
         self.counts = Counts()
 
     # Whole objects
@@ -183,8 +288,15 @@ class Operations:
         sizes: Sequence[int],
         chunk_bytes: int,
         deadline: float,
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        groups: Sequence[str] = (),
+        parents: Sequence[ObjectKey] = (),
+        replace: bool = False,
     ) -> Operation[list[Refusal | None]]:
-        """Store objects that lie at ``addresses``. None: stored (or was already)."""
+        """Store objects that lie at ``addresses``. None: stored (or was already).
+
+        Of several replicas one at least was written; the others are best effort.
+        """
         outcomes: list[Refusal | None] = [None] * len(keys)
         wanted, avoid = list(range(len(keys))), list[str]()
         for attempt in range(MAX_PUT_ATTEMPTS):
@@ -194,6 +306,10 @@ class Operations:
                 [min(chunk_bytes, max(1, sizes[i])) for i in wanted],
                 deadline,
                 avoid,
+                policy,
+                [groups[i] for i in wanted] if groups else (),
+                [parents[i] for i in wanted] if parents else (),
+                replace,
             )
             held: list[tuple[int, PutGrant]] = []
             for index, grant in zip(wanted, grants, strict=True):
@@ -208,8 +324,8 @@ class Operations:
                 outcomes[index] = outcome
                 if outcome is not None and outcome.code == "peer_lost":
                     wanted.append(index)
-                    if grant.replica.segment not in avoid:
-                        avoid.append(grant.replica.segment)
+                    lost = (target.replica.segment for target in grant.targets)
+                    avoid += [segment for segment in lost if segment not in avoid]
             if not wanted:
                 break
         return outcomes
@@ -243,12 +359,12 @@ class Operations:
         self, grants: Sequence[ReadGrant], addresses: Sequence[int], deadline: float
     ) -> Operation[list[bool]]:
         """Read every grant's whole object to its address; which ones may be believed."""
-        return (yield from self._read(grants, _whole(grants, addresses), deadline))
+        return (yield from self._read(grants, whole(grants, addresses), deadline))
 
     def _write_whole(
         self, grants: Sequence[PutGrant], addresses: Sequence[int], deadline: float
     ) -> Operation[None]:
-        yield from self._write(grants, _whole(grants, addresses), deadline)
+        yield from self._write(grants, whole(grants, addresses), deadline)
 
     # Parts of objects
 
@@ -259,8 +375,12 @@ class Operations:
         chunk_bytes: Sequence[int],
         deadline: float,
         avoid: Sequence[str] = (),
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        groups: Sequence[str] = (),
+        parents: Sequence[ObjectKey] = (),
+        replace: bool = False,
     ) -> Operation[list[PutGrant | Refusal | None]]:
-        """Reserve space. None: the object exists, or another writer is at it."""
+        """Reserve space. None: the object exists and is not to be replaced, or another writer is at it."""
         outcomes: list[PutGrant | Refusal | None] = []
         for start in range(0, len(keys), m.MAX_KEYS):
             part = slice(start, start + m.MAX_KEYS)
@@ -271,6 +391,11 @@ class Operations:
                 list(sizes[part]),
                 list(chunk_bytes[part]),
                 list(avoid),
+                policy,
+                list(groups[part]),
+                list(parents[part]),
+                replace,
+                self.tenant,
             )
             answer, first_asked_at = yield from self._ask(message, deadline)
             # Asked twice, the promise may stem from the first time.
@@ -282,11 +407,9 @@ class Operations:
                 if reserved is None:
                     outcomes.append(started.refusals.get(offset))
                     continue
-                grant = _put_grant(keys[at], sizes[at], chunk_bytes[at], reserved, expires_at)
-                grant.segment = handles.get(grant.replica.segment)
-                if grant.segment is None:
-                    grant.failure = _lost(grant.replica, "it can't be opened")
-                outcomes.append(grant)
+                outcomes.append(
+                    _put_grant(keys[at], sizes[at], chunk_bytes[at], reserved, expires_at, handles)
+                )
         return outcomes
 
     def write_ranges(
@@ -301,8 +424,8 @@ class Operations:
 
         Columns are u64 [k * len(grants)]. None: written. A refused grant stays refused; end or abort it.
         """
-        columns = _columns(grants, object_offsets, local_addresses, lengths)
-        _check_bounds(grants, columns)
+        columns = columns_of(grants, object_offsets, local_addresses, lengths)
+        check_bounds(grants, columns)
         yield from self._write(grants, columns.cut_at_chunks(grants), deadline)
         return [grant.failure for grant in grants]
 
@@ -320,25 +443,25 @@ class Operations:
             InvalidArgument: the parts of one object don't make up whole chunks: a part of a chunk
                 can't be verified.
         """
-        columns = _columns(grants, object_offsets, local_addresses, lengths)
-        _check_bounds(grants, columns)
+        columns = columns_of(grants, object_offsets, local_addresses, lengths)
+        check_bounds(grants, columns)
         columns = columns.cut_at_chunks(grants)
-        _check_whole_chunks(grants, columns)
+        check_whole_chunks(grants, columns)
         return (yield from self._read(grants, columns, deadline))
 
     def end_puts(self, grants: Sequence[PutGrant], deadline: float) -> Operation[list[Refusal | None]]:
         """Make complete objects visible; the others are given up, with the reason."""
-        for grant in grants:
-            if grant.failure is None and b"\0" in grant.is_written.tobytes():
-                missing = int(grant.is_written.size - grant.is_written.sum())
-                grant.failure = Refusal("incomplete", f"{missing} chunks of {grant.key!r} were not written")
+        failed = {id(grant): grant.settle() for grant in grants}
         good = [grant for grant in grants if grant.failure is None]
         for start in range(0, len(good), m.MAX_KEYS):
             part = good[start : start + m.MAX_KEYS]
+            lost = [failed[id(grant)] for grant in part]
             message = m.PutEnd(
                 [grant.key for grant in part],
                 [grant.object_id for grant in part],
                 [grant.checksums.tobytes() for grant in part],
+                lost if any(lost) else [],
+                self.tenant,
             )
             answer, _ = yield from self._ask(message, deadline)
             for grant, outcome in zip(part, answer.reply.outcomes, strict=True):
@@ -353,7 +476,8 @@ class Operations:
         """Give reservations up. Best effort: what the master does not hear, its deadline does."""
         for start in range(0, len(grants), m.MAX_KEYS):
             part = grants[start : start + m.MAX_KEYS]
-            yield Ask(m.PutAbort([grant.key for grant in part], [g.object_id for g in part]), deadline)
+            ids = [grant.object_id for grant in part]
+            yield Ask(m.PutAbort([grant.key for grant in part], ids, self.tenant), deadline)
         for grant in grants:
             grant.failure = grant.failure or Refusal("aborted", "this put was given up")
 
@@ -362,12 +486,12 @@ class Operations:
         grants: list[ReadGrant | None] = []
         for start in range(0, len(keys), m.MAX_KEYS):
             part = list(keys[start : start + m.MAX_KEYS])
-            answer, _ = yield from self._ask(m.Lookup(part), deadline)
+            answer, _ = yield from self._ask(m.Lookup(part, self.tenant), deadline)
             expires_at = answer.asked_at + answer.reply.lease_s
             found = answer.reply.objects
             handles = yield from self._open([stored for stored in found if stored is not None], deadline)
             for key, stored in zip(part, found, strict=True):
-                grant = None if stored is None else _read_grant(key, stored, expires_at, handles)
+                grant = None if stored is None else self._read_grant(key, stored, expires_at, handles)
                 grants.append(grant)
         return grants
 
@@ -377,7 +501,8 @@ class Operations:
         """Which keys can be read now; they are leased."""
         flags: list[bool] = []
         for start in range(0, len(keys), m.MAX_KEYS):
-            answer, _ = yield from self._ask(m.Exists(list(keys[start : start + m.MAX_KEYS])), deadline)
+            part = list(keys[start : start + m.MAX_KEYS])
+            answer, _ = yield from self._ask(m.Exists(part, self.tenant), deadline)
             flags += map(bool, answer.reply.flags)
         return flags
 
@@ -385,16 +510,64 @@ class Operations:
         self, keys: Sequence[ObjectKey], force: bool, deadline: float
     ) -> Operation[list[bool | Refusal]]:
         """True: removed; False: there was none; a Refusal: a reader holds it and not ``force``."""
+        return (yield from self._each(keys, lambda part: m.Remove(part, force, self.tenant), deadline))
+
+    def pin(
+        self, keys: Sequence[ObjectKey], ttl_s: float | None, deadline: float
+    ) -> Operation[list[bool | Refusal]]:
+        """True: pinned (None: hard, 0: unpinned, else softly for so long); False: there is none."""
+        return (yield from self._each(keys, lambda part: m.Pin(part, ttl_s, self.tenant), deadline))
+
+    def drop_replicas(
+        self, keys: Sequence[ObjectKey], segment: str, deadline: float
+    ) -> Operation[list[bool | Refusal]]:
+        """True: dropped; False: there was none on ``segment`` ("": in memory); a Refusal: leased."""
+        return (
+            yield from self._each(keys, lambda part: m.DropReplicas(part, segment, self.tenant), deadline)
+        )
+
+    def inspect(self, keys: Sequence[ObjectKey], deadline: float) -> Operation[list[m.ObjectStatus | None]]:
+        """All about objects; grants no lease."""
+        found: list[m.ObjectStatus | None] = []
+        for start in range(0, len(keys), m.MAX_KEYS):
+            part = list(keys[start : start + m.MAX_KEYS])
+            answer, _ = yield from self._ask(m.Inspect(part, self.tenant), deadline)
+            found += answer.reply.objects
+        return found
+
+    def _each(
+        self, keys: Sequence[ObjectKey], message: Callable[[list[ObjectKey]], msgspec.Struct], deadline: float
+    ) -> Operation[list[bool | Refusal]]:
+        """The outcomes of a message that takes many keys."""
         outcomes: list[bool | Refusal] = []
         for start in range(0, len(keys), m.MAX_KEYS):
-            message = m.Remove(list(keys[start : start + m.MAX_KEYS]), force)
-            answer, _ = yield from self._ask(message, deadline)
+            part = list(keys[start : start + m.MAX_KEYS])
+            answer, _ = yield from self._ask(message(part), deadline)
             outcomes += answer.reply.outcomes
         return outcomes
 
+    def verify(
+        self, grants: Sequence[ReadGrant], addresses: Sequence[int], deadline: float
+    ) -> Operation[list[bool]]:
+        """Read every replica to the object's address; whether all of them could be read and are right.
+
+        Wrong ones are dropped.
+        """
+        are_good = [True] * len(grants)
+        replicas = [grant.each() for grant in grants]
+        for number in range(max(map(len, replicas), default=0)):
+            held = [index for index, each in enumerate(replicas) if number < len(each)]
+            some = [replicas[index][number] for index in held]
+            columns = whole(some, [addresses[index] for index in held])
+            arrived = yield from self._read(some, columns, deadline, is_checked=True)
+            for index, is_good in zip(held, arrived, strict=True):
+                are_good[index] &= is_good
+        return are_good
+
     def renew(self, grants: Sequence[ReadGrant], deadline: float) -> Operation[list[bool]]:
         """Extend leases; False: that object is gone, stop reading when the old lease ends."""
-        message = m.Renew([grant.key for grant in grants], [grant.object_id for grant in grants])
+        ids = [grant.object_id for grant in grants]
+        message = m.Renew([grant.key for grant in grants], ids, self.tenant)
         answer, _ = yield from self._ask(message, deadline)
         for grant, flag in zip(grants, answer.reply.flags, strict=True):
             if flag:
@@ -443,6 +616,7 @@ class Operations:
         ]
         if missing:
             answer, _ = yield from self._ask(m.Describe(missing), deadline)
+            self._hosts.update(zip((name for name, _ in missing), answer.reply.hosts, strict=False))
             for (name, epoch), descriptor in zip(missing, answer.reply.descriptors, strict=True):
                 self._handles.pop(name, None)
                 if descriptor is not None:
@@ -455,42 +629,42 @@ class Operations:
             handles[name] = known[1] if known is not None and known[0] == epoch else None
         return handles
 
-    def _write(self, grants: Sequence[PutGrant], columns: _Columns, deadline: float) -> Operation[None]:
-        """``columns`` lie within their objects and cross no chunk's border."""
-        columns = columns.only([grant.failure is None for grant in grants])
+    def _write(self, grants: Sequence[PutGrant], columns: Columns, deadline: float) -> Operation[None]:
+        """``columns`` lie within their objects and cross no chunk's border. All replicas at once."""
+        places, owners, columns = _spread(grants, columns)
         if not columns.grant.size:
             return
-        until = min(deadline, *(grants[i].expires_at for i in _distinct(columns.grant)))
-        for moved, part in (yield from self._move(True, grants, columns, until)):
-            for index in _distinct(part.grant):
-                grant = grants[index]
+        until = min(deadline, *(owners[i].expires_at for i in distinct(columns.grant)))
+        for moved, part in (yield from self._move(True, places, columns, until)):
+            for index in distinct(part.grant):
+                grant = owners[index]
                 if moved.now >= grant.expires_at:
                     grant.failure = Refusal("expired", "the deadline for writing has passed")
                 elif moved.checksums is None:
-                    grant.failure = _lost(grant.replica, moved.reason)
+                    grant.give_up(places[index], _lost(places[index].replica, moved.reason))
             if moved.checksums is not None:
-                self._account(grants, part, moved.checksums)
+                self._account(places, part, moved.checksums)
 
-    def _account(self, grants: Sequence[PutGrant], part: _Columns, checksums: Checksums) -> None:
+    def _account(self, places: Sequence[Target], part: Columns, checksums: Checksums) -> None:
         """Enter the checksums of what was written, chunk by chunk."""
         offsets, lengths = part.offset.tolist(), part.length.tolist()
         for index, offset, length, crc in zip(
             part.grant.tolist(), offsets, lengths, checksums.tolist(), strict=True
         ):
-            grant = grants[index]
-            chunk, start = divmod(offset, grant.chunk_bytes)
-            whole = min(grant.chunk_bytes, grant.size_bytes - chunk * grant.chunk_bytes)
-            if length != whole:
-                pieces = grant.pieces.setdefault(chunk, [])
+            place = places[index]
+            chunk, start = divmod(offset, place.chunk_bytes)
+            size_bytes = min(place.chunk_bytes, place.size_bytes - chunk * place.chunk_bytes)
+            if length != size_bytes:
+                pieces = place.pieces.setdefault(chunk, [])
                 pieces[:] = [p for p in pieces if p[0] + p[1] <= start or p[0] >= start + length]
                 pieces.append((start, length, crc))
-                combined = self._tiled(pieces, whole)
-                grant.is_written[chunk] = combined is not None
+                combined = self._tiled(pieces, size_bytes)
+                place.is_written[chunk] = combined is not None
                 if combined is None:
                     continue
                 crc = combined
-            grant.checksums[chunk] = crc
-            grant.is_written[chunk] = True
+            place.checksums[chunk] = crc
+            place.is_written[chunk] = True
 
     def _tiled(self, pieces: list[tuple[int, int, int]], whole: int) -> int | None:
         """The checksum of a chunk of ``whole`` bytes that ``pieces`` cover exactly, else None."""
@@ -503,39 +677,74 @@ class Operations:
             at += length
         return crc if at == whole else None
 
-    def _read(self, grants: Sequence[ReadGrant], columns: _Columns, deadline: float) -> Operation[list[bool]]:
-        """``columns`` make up whole chunks and cross no chunk's border."""
-        is_good = [grant.segment is not None for grant in grants]
-        columns = columns.only(is_good)
-        if not columns.grant.size:
-            return is_good
-        until = min(deadline, max(grants[i].expires_at for i in _distinct(columns.grant)))
-        corrupt: dict[int, None] = {}
-        for moved, part in (yield from self._move(False, grants, columns, until)):
-            if moved.checksums is None:
-                for index in _distinct(part.grant):
-                    is_good[index] = False
-                continue
-            for index in _distinct(part.grant):
-                if moved.now >= grants[index].expires_at:
-                    is_good[index] = False
-                    self.counts.expired_leases += 1
-            for index in self._mismatches(grants, part, moved.checksums):
-                if is_good[index]:
-                    is_good[index] = False
-                    corrupt[index] = None
-        if corrupt:
-            self.counts.checksum_mismatches += len(corrupt)
-            yield from self._report_corrupt([grants[index] for index in corrupt], deadline)
+    def _read(
+        self, grants: Sequence[ReadGrant], columns: Columns, deadline: float, is_checked: bool = False
+    ) -> Operation[list[bool]]:
+        """``columns`` make up whole chunks and cross no chunk's border.
+
+        What one replica does not give, the next nearest is asked for. ``is_checked``: also what is
+        read from memory on this host.
+        """
+        is_good = [True] * len(grants)
+        wrong: list[tuple[ReadGrant, str]] = []
+        left = columns
+        while left.grant.size:
+            failed = yield from self._read_once(grants, left, is_good, wrong, deadline, is_checked)
+            again = [index for index in failed if grants[index].turn_to_next()]
+            for index in failed:
+                is_good[index] = False
+            for index in again:
+                is_good[index] = True
+            wanted = [False] * len(grants)
+            for index in again:
+                wanted[index] = True
+            left = left.only(wanted)
+        if wrong:
+            self.counts.checksum_mismatches += len(wrong)
+            yield from self._report_corrupt(wrong, deadline)
         return is_good
 
-    def _report_corrupt(self, grants: list[ReadGrant], deadline: float) -> Operation[None]:
-        """Best effort: whoever reads it next finds out as well."""
-        for start in range(0, len(grants), m.MAX_KEYS):
-            part = grants[start : start + m.MAX_KEYS]
-            yield Ask(m.Corrupt([g.key for g in part], [g.object_id for g in part]), deadline)
+    def _read_once(
+        self,
+        grants: Sequence[ReadGrant],
+        columns: Columns,
+        is_good: list[bool],
+        wrong: list[tuple[ReadGrant, str]],
+        deadline: float,
+        is_checked: bool,
+    ) -> Operation[list[int]]:
+        """Which grants another replica may still serve; those that came too late are bad for good."""
+        indices = distinct(columns.grant)
+        until = min(deadline, max(grants[index].expires_at for index in indices))
+        has_others = any(grants[index].others for index in indices)
+        moving = self._move(False, grants, columns, until, has_others=has_others, is_checked=is_checked)
+        failed: dict[int, None] = {}
+        for moved, part in (yield from moving):
+            of_part = distinct(part.grant)
+            late = [index for index in of_part if moved.now >= grants[index].expires_at]
+            for index in late:
+                is_good[index] = False
+            if moved.checksums is None:
+                failed.update((index, None) for index in of_part if is_good[index])
+                continue
+            self.counts.expired_leases += len(late)
+            if not moved.checksums.size:
+                continue
+            for index in self._mismatches(grants, part, moved.checksums):
+                if is_good[index]:
+                    failed[index] = None
+                    wrong.append((grants[index], grants[index].replica.segment))
+        return list(failed)
 
-    def _mismatches(self, grants: Sequence[ReadGrant], part: _Columns, checksums: Checksums) -> list[int]:
+    def _report_corrupt(self, wrong: list[tuple[ReadGrant, str]], deadline: float) -> Operation[None]:
+        """Best effort: whoever reads it next finds out as well."""
+        for start in range(0, len(wrong), m.MAX_KEYS):
+            part = wrong[start : start + m.MAX_KEYS]
+            keys, ids = [grant.key for grant, _ in part], [grant.object_id for grant, _ in part]
+            segments = [segment for _, segment in part]
+            yield Ask(m.Corrupt(keys, ids, segments, self.tenant), deadline)
+
+    def _mismatches(self, grants: Sequence[ReadGrant], part: Columns, checksums: Checksums) -> list[int]:
         """Indices of grants whose bytes aren't what the writer announced."""
         bad: dict[int, None] = {}
         pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
@@ -558,175 +767,115 @@ class Operations:
         return list(bad)
 
     def _move(
-        self, is_write: bool, grants: Sequence[Grant], columns: _Columns, deadline: float
-    ) -> Operation[list[tuple[Moved, _Columns]]]:
-        """One transfer per segment, all at once."""
-        bases = np.array([grant.address for grant in grants], dtype=np.uint64)
+        self,
+        is_write: bool,
+        places: Sequence[Place],
+        columns: Columns,
+        deadline: float,
+        *,
+        has_others: bool = False,
+        is_checked: bool = True,
+    ) -> Operation[list[tuple[Moved, Columns]]]:
+        """One transfer per segment, all at once. ``columns.grant`` is an index of ``places``."""
+        bases = np.array([place.address for place in places], dtype=np.uint64)
         segments: dict[str, int] = {}
-        numbers = [segments.setdefault(grant.replica.segment, len(segments)) for grant in grants]
+        numbers = [segments.setdefault(place.replica.segment, len(segments)) for place in places]
         of_slice = np.array(numbers)[columns.grant]
         transfers: list[Slices] = []
-        parts: list[_Columns] = []
+        parts: list[Columns] = []
         for number in range(len(segments)):
             part = columns if len(segments) == 1 else columns.where(of_slice == number)
             if part.grant.size:
                 remote = bases[part.grant] + part.offset
-                handle = grants[int(part.grant[0])].segment
-                transfers.append(Slices(handle, part.local, remote, part.length))
+                handle = places[int(part.grant[0])].segment
+                checks = is_checked or self._must_be_checked(places[int(part.grant[0])].replica)
+                transfers.append(Slices(handle, part.local, remote, part.length, checks))
                 parts.append(part)
-        outcomes: list[Moved] = yield Move(is_write, transfers, deadline)
+        outcomes: list[Moved] = yield Move(is_write, transfers, deadline, has_others)
         for moved, part in zip(outcomes, parts, strict=True):
             if moved.checksums is None:
                 self.counts.failed_transfers += 1
                 # The next operation asks the master afresh how this segment is reached.
-                self._handles.pop(grants[int(part.grant[0])].replica.segment, None)
+                self._handles.pop(places[int(part.grant[0])].replica.segment, None)
         return list(zip(outcomes, parts, strict=True))
 
+    def _read_grant(
+        self, key: ObjectKey, stored: m.Stored, expires_at: float, handles: dict[str, Any]
+    ) -> ReadGrant | None:
+        """A grant on the replicas that can be reached, the nearest first, or None."""
+        places = [
+            (one, handle) for one in stored.replicas if (handle := handles.get(one.segment)) is not None
+        ]
+        if not places:
+            return None
+        if len(places) > 1:
+            places.sort(key=lambda place: self._distance(place[0]))
+        replica, handle = places[0]
+        return ReadGrant(
+            key=key,
+            size_bytes=stored.size_bytes,
+            chunk_bytes=stored.chunk_bytes,
+            segment=handle,
+            address=replica.address,
+            checksums=np.frombuffer(stored.checksums, dtype="<u4"),
+            expires_at=expires_at,
+            object_id=stored.object_id,
+            replica=replica,
+            others=places[1:],
+        )
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Columns:
-    """Slices: which grant, where in its object, where in local memory, how long."""
+    def _must_be_checked(self, replica: m.Replica) -> bool:
+        """Bytes that leave a machine or an SSD always are."""
+        return self._verify_local or self._distance(replica) > (SPEED[Tier.MEMORY], False)
 
-    grant: npt.NDArray[np.intp]
-    offset: Addresses
-    local: Addresses
-    length: Addresses
-
-    def where(self, mask: npt.NDArray[np.bool_]) -> _Columns:
-        if mask.all():
-            return self
-        return _Columns(self.grant[mask], self.offset[mask], self.local[mask], self.length[mask])
-
-    def only(self, flags: list[bool]) -> _Columns:
-        """The slices of the grants whose flag is set."""
-        return self if all(flags) else self.where(np.array(flags, dtype=bool)[self.grant])
-
-    def cut_at_chunks(self, grants: Sequence[Grant]) -> _Columns:
-        """The same bytes in slices none of which crosses a chunk's border; empty ones left out."""
-        chunk = np.array([grant.chunk_bytes for grant in grants], dtype=np.uint64)[self.grant]
-        kept = self if self.length.all() else self.where(self.length > 0)
-        if kept is not self:
-            return kept.cut_at_chunks(grants)
-        first = self.offset // chunk
-        num_cuts = (self.offset + self.length - np.uint64(1)) // chunk - first + np.uint64(1)
-        if not (num_cuts > 1).any():
-            return self
-        of = np.repeat(np.arange(len(self.grant)), num_cuts.astype(np.intp))
-        starts = np.concatenate(([0], np.cumsum(num_cuts.astype(np.intp))[:-1]))
-        turn = (np.arange(len(of)) - starts[of]).astype(np.uint64)
-        begin = np.maximum((first[of] + turn) * chunk[of], self.offset[of])
-        end = np.minimum((first[of] + turn + np.uint64(1)) * chunk[of], self.offset[of] + self.length[of])
-        return _Columns(self.grant[of], begin, self.local[of] + (begin - self.offset[of]), end - begin)
-
-
-def _distinct(column: npt.NDArray[np.intp]) -> list[int]:
-    """Each number once, in order of appearance; for short columns this beats ``np.unique``."""
-    return list(dict.fromkeys(column.tolist()))
-
-
-def _columns(
-    grants: Sequence[Grant],
-    object_offsets: npt.ArrayLike,
-    local_addresses: npt.ArrayLike,
-    lengths: npt.ArrayLike,
-) -> _Columns:
-    offset = np.asarray(object_offsets, dtype=np.uint64).reshape(-1)
-    local = np.asarray(local_addresses, dtype=np.uint64).reshape(-1)
-    length = np.asarray(lengths, dtype=np.uint64).reshape(-1)
-    if not offset.size == local.size == length.size or (grants and offset.size % len(grants)):
-        sizes = (offset.size, local.size, length.size)
-        raise InvalidArgument("columns", sizes, f"equal lengths, a multiple of the {len(grants)} grants")
-    num_slices = offset.size // len(grants) if grants else 0
-    return _Columns(np.repeat(np.arange(len(grants)), num_slices), offset, local, length)
-
-
-def _whole(grants: Sequence[Grant], addresses: Sequence[int]) -> _Columns:
-    """Every byte of every object, cut at the borders of its chunks."""
-    columns = _Columns(
-        np.arange(len(grants)),
-        np.zeros(len(grants), dtype=np.uint64),
-        np.array(addresses, dtype=np.uint64),
-        np.array([grant.size_bytes for grant in grants], dtype=np.uint64),
-    )
-    if all(grant.size_bytes <= grant.chunk_bytes for grant in grants):
-        return columns
-    return columns.cut_at_chunks(grants)
-
-
-def _check_bounds(grants: Sequence[Grant], columns: _Columns) -> None:
-    sizes = np.array([grant.size_bytes for grant in grants], dtype=np.uint64)[columns.grant]
-    bad = (columns.offset > sizes) | (columns.length > sizes - np.minimum(columns.offset, sizes))
-    if bad.any():
-        at = int(np.argmax(bad))
-        grant = grants[int(columns.grant[at])]
-        value = (int(columns.offset[at]), int(columns.length[at]))
-        raise InvalidArgument(f"range of {grant.key!r}", value, f"within its {grant.size_bytes} bytes")
-
-
-def _check_whole_chunks(grants: Sequence[ReadGrant], columns: _Columns) -> None:
-    """Every chunk that is read at all is read completely, and no byte of it twice."""
-    chunk = np.array([grant.chunk_bytes for grant in grants], dtype=np.uint64)[columns.grant]
-    sizes = np.array([grant.size_bytes for grant in grants], dtype=np.uint64)[columns.grant]
-    number = columns.offset // chunk
-    whole = np.minimum(chunk, sizes - number * chunk)
-    partial = np.flatnonzero(columns.length != whole)
-    covered: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for at in partial.tolist():
-        place = (int(columns.grant[at]), int(number[at]))
-        start = int(columns.offset[at] - number[at] * chunk[at])
-        covered.setdefault(place, []).append((start, int(columns.length[at])))
-    for (index, number_of_chunk), pieces in covered.items():
-        grant = grants[index]
-        size = min(grant.chunk_bytes, grant.size_bytes - number_of_chunk * grant.chunk_bytes)
-        at = 0
-        for start, length in sorted(pieces):
-            if start != at:
-                break
-            at += length
-        if at != size:
-            raise InvalidArgument(
-                f"ranges of {grant.key!r}", sorted(pieces), f"whole chunks of {grant.chunk_bytes} bytes"
-            )
+    def _distance(self, replica: m.Replica) -> tuple[int, bool]:
+        """Memory on this host, memory elsewhere, SSD on this host, SSD elsewhere."""
+        return SPEED[replica.tier], self._hosts.get(replica.segment) != self._host
 
 
 def _put_grant(
-    key: ObjectKey, size_bytes: int, chunk_bytes: int, reserved: m.Reserved, expires_at: float
+    key: ObjectKey,
+    size_bytes: int,
+    chunk_bytes: int,
+    reserved: m.Reserved,
+    expires_at: float,
+    handles: dict[str, Any],
 ) -> PutGrant:
     num_chunks = -(-size_bytes // chunk_bytes)
-    replica = reserved.replicas[0]
-    return PutGrant(
-        key=key,
-        size_bytes=size_bytes,
-        chunk_bytes=chunk_bytes,
-        segment=None,
-        address=replica.address,
-        checksums=np.zeros(num_chunks, dtype="<u4"),
-        is_written=np.zeros(num_chunks, dtype=np.bool_),
-        expires_at=expires_at,
-        object_id=reserved.object_id,
-        replica=replica,
-    )
+    targets = [
+        Target(
+            segment=handles.get(replica.segment),
+            address=replica.address,
+            replica=replica,
+            size_bytes=size_bytes,
+            chunk_bytes=chunk_bytes,
+            checksums=np.zeros(num_chunks, dtype="<u4"),
+            is_written=np.zeros(num_chunks, dtype=np.bool_),
+        )
+        for replica in reserved.replicas
+    ]
+    grant = PutGrant(key, size_bytes, chunk_bytes, expires_at, reserved.object_id, targets)
+    for target in targets:
+        if target.segment is None:
+            grant.give_up(target, _lost(target.replica, "it can't be opened"))
+    return grant
 
 
-def _read_grant(
-    key: ObjectKey, stored: m.Stored, expires_at: float, handles: dict[str, Any]
-) -> ReadGrant | None:
-    """A grant on the first replica that can be reached, or None."""
-    for replica in stored.replicas:
-        handle = handles.get(replica.segment)
-        if handle is not None:
-            return ReadGrant(
-                key=key,
-                size_bytes=stored.size_bytes,
-                chunk_bytes=stored.chunk_bytes,
-                segment=handle,
-                address=replica.address,
-                checksums=np.frombuffer(stored.checksums, dtype="<u4"),
-                expires_at=expires_at,
-                object_id=stored.object_id,
-                replica=replica,
-            )
-    return None
+def _spread(grants: Sequence[PutGrant], columns: Columns) -> tuple[list[Target], list[PutGrant], Columns]:
+    """The slices for every target that can still be written: (targets, whose each is, slices of them)."""
+    places: list[Target] = []
+    owners: list[PutGrant] = []
+    parts: list[Columns] = []
+    for rank in range(max((len(grant.targets) for grant in grants), default=0)):
+        numbers = np.full(len(grants), -1)
+        for index, grant in enumerate(grants):
+            if grant.failure is None and rank < len(grant.targets) and grant.targets[rank].failure is None:
+                numbers[index] = len(places)
+                places.append(grant.targets[rank])
+                owners.append(grant)
+        part = columns.where(numbers[columns.grant] >= 0)
+        parts.append(part.renumbered(numbers))
+    return places, owners, parts[0] if len(parts) == 1 else Columns.joined(parts)
 
 
 def _lost(replica: m.Replica, reason: str) -> Refusal:

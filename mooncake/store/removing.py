@@ -2,45 +2,104 @@
 
 from __future__ import annotations
 
+import re
+
 from mooncake.errors import Refusal
+from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
 from mooncake.store.effects import Note, Received
+from mooncake.store.objects import StoredObject, scoped_all, split_scoped
+from mooncake.types import Tier
 
-LAST_LINES = 10
-"""Of a key's story, in the log of an object that turned out to be wrong."""
+MAX_PATTERN = 1024
+STORY_LINES = 8
+"""Of a corrupt object's story, how many go to the log."""
 
 
 class Removing:
-    """Answers Remove and Corrupt."""
+    """Answers Remove, RemoveMatching, DropReplicas and Corrupt."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
     def remove(self, message: m.Remove, _: Received, now: float) -> m.Outcomes:
+        readable = self._catalog.objects.readable
+        keys = scoped_all(message.tenant, message.keys)
+        return m.Outcomes([self._remove(readable.get(key), message.force, now) for key in keys])
+
+    def remove_matching(self, message: m.RemoveMatching, _: Received, now: float) -> m.Removed | Failure:
+        if len(message.pattern) > MAX_PATTERN:
+            return Failure("invalid_argument", f"a pattern of more than {MAX_PATTERN} characters")
+        try:
+            pattern = re.compile(message.pattern)
+        except re.error as error:
+            return Failure("invalid_argument", f"{message.pattern!r} is no regular expression: {error}")
+        tenant = "" if message.tenant == "default" else message.tenant
+        num_removed = num_leased = 0
+        for key, stored in list(self._catalog.objects.readable.items()):
+            owner, name = split_scoped(key)
+            if owner == tenant and pattern.search(name):
+                is_removed = self._remove(stored, message.force, now) is True
+                num_removed += is_removed
+                num_leased += not is_removed
+        return m.Removed(num_removed, num_leased)
+
+    def _remove(self, stored: StoredObject | None, force: bool, now: float) -> bool | Refusal:
+        if stored is None or not stored.is_readable:
+            return False
+        if stored.lease_until > now and not force:
+            return _leased(stored.lease_until - now)
+        self._catalog.counts.removed_objects += 1
+        self._catalog.unlink(stored, "removed by force" if force else "removed", now)
+        return True
+
+    def drop_replicas(self, message: m.DropReplicas, _: Received, now: float) -> m.Outcomes:
         outcomes: list[bool | Refusal] = []
-        for key in message.keys:
+        for key in scoped_all(message.tenant, message.keys):
             stored = self._catalog.objects.readable.get(key)
-            if stored is None:
-                outcomes.append(False)
-            elif stored.lease_until > now and not message.force:
-                left_s = stored.lease_until - now
-                outcomes.append(Refusal("leased", f"a reader may hold it for another {left_s:.3g} s"))
+            extents = [] if stored is None else stored.complete()
+            if message.segment:
+                extents = [extent for extent in extents if extent.segment.name == message.segment]
             else:
-                self._catalog.counts.removed_objects += 1
-                self._catalog.unlink(stored, "removed by force" if message.force else "removed", now)
+                extents = [extent for extent in extents if extent.segment.tier is Tier.MEMORY]
+            if stored is None or not extents:
+                outcomes.append(False)
+            elif stored.lease_until > now:
+                outcomes.append(_leased(stored.lease_until - now))
+            else:
+                for extent in extents:
+                    self._catalog.drop_extent(stored, extent, "removed from there", now)
                 outcomes.append(True)
         return m.Outcomes(outcomes)
 
-    def corrupt(self, message: m.Corrupt, _: Received, now: float) -> m.Outcomes:
+    def corrupt(self, message: m.Corrupt, _: Received, now: float) -> m.Outcomes | Failure:
+        if len(message.segments) not in (0, len(message.keys)):
+            return Failure("invalid_argument", "corrupt: segments, but not one for each key")
         outcomes: list[bool | Refusal] = []
-        for key, object_id in zip(message.keys, message.object_ids, strict=False):
+        keys = scoped_all(message.tenant, message.keys)
+        for index, (key, object_id) in enumerate(zip(keys, message.object_ids, strict=False)):
             stored = self._catalog.objects.readable.get(key)
-            is_that = stored is not None and stored.object_id == object_id
-            if stored is not None and is_that:
-                self._catalog.counts.corrupt_objects += 1
-                fields = {"key": key, "object_id": object_id, "story": self._catalog.story(key)[-LAST_LINES:]}
-                self._catalog.notes.append(Note("object_corrupt", fields))
-                self._catalog.unlink(stored, "a reader found wrong checksums", now)
-            outcomes.append(is_that)
+            if stored is None or stored.object_id != object_id:
+                outcomes.append(False)
+                continue
+            segment = message.segments[index] if message.segments else ""
+            outcomes.append(self._drop_corrupt(stored, segment, now))
         return m.Outcomes(outcomes)
+
+    def _drop_corrupt(self, stored: StoredObject, segment: str, now: float) -> bool:
+        """``segment`` "": every replica."""
+        wrong = [e for e in stored.complete() if segment in ("", e.segment.name)]
+        for extent in wrong:
+            where = extent.segment.name
+            fields = {"key": stored.key, "object_id": stored.object_id, "segment": where}
+            story = self._catalog.story(stored.key)[-STORY_LINES:]
+            self._catalog.notes.append(Note("object_corrupt", {**fields, "story": story}))
+            self._catalog.counts.corrupt_replicas += 1
+            self._catalog.drop_extent(stored, extent, "a reader found wrong checksums", now)
+        self._catalog.counts.corrupt_objects += bool(wrong) and not stored.is_readable
+        return bool(wrong)
+
+
+def _leased(left_s: float) -> Refusal:
+    return Refusal("leased", f"a reader may hold it for another {left_s:.3g} s")

@@ -1,4 +1,4 @@
-"""Room for what is put: found, or made by evicting."""
+"""Room for what is put: found, or made by evicting; and no more of it than the tenant may have."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from mooncake.store.catalog import Catalog
 from mooncake.store.objects import Extent
 from mooncake.store.placement import Placement
 from mooncake.store.segments import Segment
+from mooncake.store.tenants import Account
 from mooncake.types import Tier
 
 WATCH_SHARE = 0.005
@@ -25,18 +26,71 @@ class Space:
         """Adding up a thousand nodes for every put would cost more than the put, so the watermark is
         looked at once so many bytes were given out."""
 
-    def make_room(self, size_bytes: int, placement: Placement, now: float) -> Extent | Refusal:
-        """Space for one replica, evicting for it when none is free."""
+    def make_room(
+        self, size_bytes: int, num_replicas: int, placement: Placement, account: Account, now: float
+    ) -> list[Extent] | Refusal:
+        """Space for as many of the replicas as can be had, at least one; evicts where none is free."""
+        refusal = self._fit(size_bytes, account, now)
+        if refusal is not None:
+            return refusal
         place = placement.allocate(size_bytes)
         if place is None and size_bytes > placement.largest_bytes:
             return self._no_segment(size_bytes, now)
         if place is None:
             place = self._evict_for(size_bytes, placement, now)
-        if place is not None:
-            self._unwatched_bytes += size_bytes
-            return Extent(*place)
-        reason = f"no hole of {size_bytes} bytes, and what is stored is leased, being written or not enough"
-        return Refusal("no_space", reason)
+        if place is None:
+            reason = (
+                f"no hole of {size_bytes} bytes, and what is stored is leased, being written or not enough"
+            )
+            return Refusal("no_space", reason)
+        extents = [Extent(*place)]
+        if num_replicas > 1:
+            self._replicate(extents, size_bytes, num_replicas, placement, account, now)
+        self._unwatched_bytes += size_bytes * len(extents)
+        return extents
+
+    def _replicate(
+        self,
+        extents: list[Extent],
+        size_bytes: int,
+        num_replicas: int,
+        placement: Placement,
+        account: Account,
+        now: float,
+    ) -> None:
+        for segment in placement.others([extents[0].segment]):
+            if len(extents) == num_replicas or not account.has_room((len(extents) + 1) * size_bytes):
+                break
+            if self._catalog.make_room(segment, size_bytes, now):
+                offset = segment.allocator.allocate(size_bytes)
+                assert offset is not None, segment
+                extents.append(Extent(segment, offset))
+                placement.freed(segment)
+
+    def _fit(self, size_bytes: int, account: Account, now: float) -> Refusal | None:
+        """Room within the tenant's quota, made by evicting what is its own."""
+        quota_bytes = account.quota_bytes
+        if quota_bytes is None or account.has_room(size_bytes):
+            return None
+        if size_bytes <= quota_bytes and self._evict_from(account, size_bytes, now):
+            return None
+        used = f"{account.used_bytes} of {quota_bytes} bytes are used"
+        return Refusal("quota_exceeded", f"{size_bytes} bytes for tenant {account.name!r}, and {used}")
+
+    def _evict_from(self, account: Account, size_bytes: int, now: float) -> bool:
+        """Again while something leaves, because an ancestor may leave once its descendants have."""
+        whole, num_evicted = self._catalog.settings.evict_undemoted, -1
+        while num_evicted:
+            num_evicted = 0
+            with contextlib.closing(account.victims(now)) as victims:
+                for victim, extent in victims:
+                    may_leave = whole or victim.has_slower(extent)
+                    if may_leave and not self._catalog.eviction.is_blocked(victim, extent):
+                        self._catalog.evict(victim, extent, "its tenant is over its quota", now)
+                        num_evicted += 1
+                    if account.has_room(size_bytes):
+                        return True
+        return False
 
     def _evict_for(self, size_bytes: int, placement: Placement, now: float) -> tuple[Segment, int] | None:
         # A hole need not open where the oldest objects are, but neither may one put that finds

@@ -10,10 +10,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Generator, Iterable
 
+from mooncake.errors import Refusal
 from mooncake.store import messages as m
-from mooncake.store.objects import Extent, StoredObject, split_scoped
+from mooncake.store.objects import Extent, StoredObject, scoped, split_scoped
 from mooncake.store.records import QuotaSet, Record
 from mooncake.types import Tier
+
+
+def check_tenant(tenant: str) -> Refusal | None:
+    """Why there can't be such a tenant, or None."""
+    if "\0" in tenant or len(tenant.encode()) > m.MAX_KEY_BYTES:
+        return Refusal("unknown_tenant", f"a tenant's name has at most {m.MAX_KEY_BYTES} bytes and no NUL")
+    return None
 
 
 class Account:
@@ -32,8 +40,15 @@ class Account:
         self._heap: list[tuple[float, int, StoredObject]] | None = None
         """(lease end, object id, object): its objects by age, while there is a quota."""
 
+    @property
+    def name(self) -> str:
+        return self.tenant or "default"
+
+    def has_room(self, size_bytes: int) -> bool:
+        return self.quota_bytes is None or self.used_bytes + size_bytes <= self.quota_bytes
+
     def status(self) -> m.QuotaStatus:
-        return m.QuotaStatus(self.tenant, self.quota_bytes, self.used_bytes, self.num_objects)
+        return m.QuotaStatus(self.name, self.quota_bytes, self.used_bytes, self.num_objects)
 
     def limit(self, quota_bytes: int | None, readable: Iterable[StoredObject]) -> None:
         self.quota_bytes = quota_bytes
@@ -51,7 +66,7 @@ class Account:
             heapq.heappush(self._heap, (0.0, stored.object_id, stored))
 
     def victims(self, now: float) -> Generator[tuple[StoredObject, Extent], None, None]:
-        """Its own replicas in memory, the least recently used first."""
+        """Its own objects with a replica in memory, the least recently used first; pinned ones never."""
         heap, spared = self._heap or [], list[tuple[float, int, StoredObject]]()
         try:
             while heap:
@@ -97,7 +112,7 @@ class Tenants:
     def discharge(self, stored: StoredObject, extent: Extent) -> None:
         if extent.segment.tier is Tier.MEMORY:
             stored.account.used_bytes -= stored.size_bytes
-        self._tidy(stored.account)
+        self.tidy(stored.account)
 
     def shown(self, stored: StoredObject) -> None:
         stored.account.shown(stored)
@@ -105,15 +120,16 @@ class Tenants:
     def hidden(self, stored: StoredObject) -> None:
         stored.account.num_objects -= 1
 
-    def _tidy(self, account: Account) -> None:
+    def tidy(self, account: Account) -> None:
         """Who has nothing and no quota is forgotten."""
-        if not account.used_bytes and not account.num_objects and account.quota_bytes is None:
-            self.accounts.pop(account.tenant, None)
+        has_nothing = not account.used_bytes and not account.num_objects
+        if has_nothing and account.quota_bytes is None and self.accounts.get(account.tenant) is account:
+            del self.accounts[account.tenant]
 
     def set_quota(self, tenant: str, size_bytes: int | None, readable: Iterable[StoredObject]) -> None:
-        account = self.account_of(f"{tenant}\0" if tenant else "")
+        account = self.account_of(scoped(tenant, ""))
         account.limit(size_bytes, readable)
-        self._tidy(account)
+        self.tidy(account)
 
     def records(self) -> list[Record]:
         return [

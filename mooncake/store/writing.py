@@ -6,11 +6,15 @@ from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
+from mooncake.store.durable import Durable
 from mooncake.store.effects import Received
-from mooncake.store.objects import StoredObject, check_put
+from mooncake.store.objects import State, StoredObject, check_put, scoped, scoped_all
 from mooncake.store.placement import Placement
 from mooncake.store.space import Space
+from mooncake.store.tenants import Account
 from mooncake.types import ObjectKey
+
+MAX_REPLICAS = 64
 
 
 class Writing:
@@ -19,80 +23,164 @@ class Writing:
     def __init__(self, catalog: Catalog, space: Space) -> None:
         self._catalog = catalog
         self._space = space
+        self._durable = Durable(catalog)
 
     def put_start(self, message: m.PutStart, _: Received, now: float) -> m.PutStarted | Failure:
-        if not len(message.keys) == len(message.sizes) == len(message.chunk_bytes):
+        count = len(message.keys)
+        if not count == len(message.sizes) == len(message.chunk_bytes):
             return Failure("invalid_argument", "put_start: keys, sizes and chunk_bytes differ in length")
-        placement = Placement(self._catalog.segments, message.host, message.avoid, now)
+        if len(message.groups) not in (0, count) or len(message.parents) not in (0, count):
+            return Failure("invalid_argument", "put_start: groups or parents, but not one for each key")
+        refusal = _check_policy(message.policy)
+        account: Account | Refusal = refusal or self._admitted(message.tenant)
+        placement = Placement(self._catalog.segments, message.host, message.avoid, now, message.policy)
         reserved: list[m.Reserved | None] = []
         refusals: dict[int, Refusal] = {}
-        columns = zip(message.keys, message.sizes, message.chunk_bytes, strict=True)
-        for put_id, (key, size_bytes, chunk_bytes) in enumerate(columns, message.put_id):
-            outcome = self._reserve(put_id, key, size_bytes, chunk_bytes, placement, now)
+        for index in range(count):
+            outcome: m.Reserved | Refusal | None
+            if isinstance(account, Refusal):
+                outcome = account
+            else:
+                outcome = self._reserve(message.put_id + index, message, index, placement, account, now)
             if isinstance(outcome, Refusal):
                 self._catalog.counts.refused_puts += 1
+                key = scoped(message.tenant, message.keys[index])
                 self._catalog.tell(now, key, "put refused: {}", outcome)
-                refusals[len(reserved)] = outcome
+                refusals[index] = outcome
                 outcome = None
             reserved.append(outcome)
+        if isinstance(account, Account):
+            self._catalog.tenants.tidy(account)
         self._space.evict_to_watermark(now)
         return m.PutStarted(self._catalog.settings.put_s, reserved, refusals)
 
+    def _admitted(self, tenant: str) -> Account | Refusal:
+        if "\0" in tenant or len(tenant.encode()) > m.MAX_KEY_BYTES:
+            return Refusal(
+                "unknown_tenant", f"a tenant's name has at most {m.MAX_KEY_BYTES} bytes and no NUL"
+            )
+        account = self._catalog.tenants.account_of(scoped(tenant, ""))
+        is_known = account.quota_bytes is not None or not account.tenant
+        if self._catalog.settings.strict_tenants and not is_known:
+            return Refusal("unknown_tenant", f"tenant {tenant!r} has no quota here")
+        return account
+
     def _reserve(
-        self, put_id: int, key: ObjectKey, size_bytes: int, chunk_bytes: int, placement: Placement, now: float
+        self,
+        put_id: int,
+        message: m.PutStart,
+        index: int,
+        placement: Placement,
+        account: Account,
+        now: float,
     ) -> m.Reserved | Refusal | None:
-        refusal = check_put(key, size_bytes, chunk_bytes)
+        catalog, policy, parent = self._catalog, message.policy, ""
+        name, size_bytes, chunk_bytes = message.keys[index], message.sizes[index], message.chunk_bytes[index]
+        refusal = check_put(name, size_bytes, chunk_bytes)
         if refusal is not None:
             return refusal
+        key = scoped(message.tenant, name)
+        known = self._known(key, put_id, message.replace, now)
+        if known is not None:
+            return known if isinstance(known, m.Reserved) else None
+        if policy.is_durable and not placement.segments:
+            return Refusal("no_ssd", "a durable put needs memory on a node whose SSD is mounted")
+        room = self._space.make_room(size_bytes, policy.num_replicas, placement, account, now)
+        if isinstance(room, Refusal):
+            return room
+        write_until = now + catalog.settings.put_s
+        stored = catalog.begin(key, put_id, size_bytes, chunk_bytes, room, write_until)
+        stored.policy, stored.data_type = policy, policy.data_type
+        if message.groups and message.groups[index]:
+            stored.group = scoped(message.tenant, message.groups[index])
+        if message.parents and message.parents[index]:
+            parent = scoped(message.tenant, message.parents[index])
+        stored.parent = parent if parent != key else ""
+        where = ", ".join(extent.segment.name for extent in room)
+        catalog.tell(now, key, "put started as #{} on {}", stored.object_id, where)
+        return m.Reserved(stored.object_id, stored.replicas())
+
+    def _known(self, key: ObjectKey, put_id: int, replaces: bool, now: float) -> m.Reserved | bool | None:
+        """The answer to the same request again; True: the key is taken; None: it is free to be put."""
         stored = self._catalog.objects.readable.get(key)
-        if stored is not None:
+        if stored is not None and not replaces:
             if stored.is_visible:
-                return None
+                return True
             # Its node may be dead. Who puts the key now has the bytes at hand, so they win.
             self._catalog.counts.lost_objects += 1
             self._catalog.unlink(stored, "replaced while its node is suspected", now)
         stored = self._catalog.objects.writing.get(key)
-        if stored is not None:
-            is_reachable = stored.is_visible
-            if stored.put_id == put_id and is_reachable:
-                # The same request again: its first answer was lost. Its deadline stays what it was,
-                # and the writer counts from its first question, so the promise is not stretched.
-                return m.Reserved(stored.object_id, stored.replicas())
-            if is_reachable:
-                return None
-            self._catalog.unlink(stored, "its node is suspected", now)
-        room = self._space.make_room(size_bytes, placement, now)
-        if isinstance(room, Refusal):
-            return room
-        write_until = now + self._catalog.settings.put_s
-        stored = self._catalog.begin(key, put_id, size_bytes, chunk_bytes, [room], write_until)
-        self._catalog.tell(now, key, "put started as #{} on {}", stored.object_id, room.segment.name)
-        return m.Reserved(stored.object_id, stored.replicas())
+        if stored is None:
+            return None
+        is_reachable = stored.is_visible
+        if stored.put_id == put_id and is_reachable:
+            # The same request again: its first answer was lost. Its deadline stays what it was,
+            # and the writer counts from its first question, so the promise is not stretched.
+            return m.Reserved(stored.object_id, stored.replicas())
+        if is_reachable:
+            return True
+        self._catalog.unlink(stored, "its node is suspected", now)
+        return None
 
-    def put_end(self, message: m.PutEnd, _: Received, now: float) -> m.Outcomes | Failure:
-        if not len(message.keys) == len(message.object_ids) == len(message.checksums):
+    def put_end(self, message: m.PutEnd, event: Received, now: float) -> m.Outcomes | Failure | None:
+        count = len(message.keys)
+        if not count == len(message.object_ids) == len(message.checksums):
             return Failure("invalid_argument", "put_end: keys, object_ids and checksums differ in length")
+        if len(message.failed) not in (0, count):
+            return Failure("invalid_argument", "put_end: failed, but not one for each key")
         outcomes: list[bool | Refusal] = []
-        for key, object_id, checksums in zip(
-            message.keys, message.object_ids, message.checksums, strict=True
-        ):
-            stored = self._catalog.objects.find_writing(key, object_id, checksums, now)
-            outcome = stored if isinstance(stored, Refusal) else stored is not None
+        waiting: dict[int, StoredObject] = {}
+        columns = zip(
+            scoped_all(message.tenant, message.keys), message.object_ids, message.checksums, strict=True
+        )
+        for index, (key, object_id, checksums) in enumerate(columns):
+            failed = message.failed[index] if message.failed else []
+            outcome = self._end(key, object_id, checksums, failed, now)
             outcomes.append(outcome)
-            if isinstance(stored, StoredObject):
-                self._catalog.counts.puts += 1
-                self._catalog.show(stored, checksums, now)
-                self._catalog.tell(now, key, "readable as #{}", object_id)
-            elif stored is not None:
+            if isinstance(outcome, Refusal):
                 self._catalog.tell(now, key, "put of #{} refused at its end: {}", object_id, outcome)
-        return m.Outcomes(outcomes)
+            elif self._durable.is_awaited(stored := self._catalog.objects.readable[key]):
+                waiting[index] = stored
+        if not waiting:
+            return m.Outcomes(outcomes)
+        self._durable.park(event, outcomes, waiting, now)
+        return None
+
+    def _end(
+        self, key: ObjectKey, object_id: int, checksums: bytes, failed: list[str], now: float
+    ) -> bool | Refusal:
+        stored = self._catalog.objects.find_writing(key, object_id, checksums, now)
+        if not isinstance(stored, StoredObject):
+            return stored or False
+        for extent in list(stored.extents):
+            if extent.segment.name in failed and stored.state is State.WRITING:
+                self._catalog.drop_extent(stored, extent, "its writer could not write there", now)
+        if stored.state is not State.WRITING:
+            return Refusal("incomplete", "none of its replicas was written")
+        policy = stored.policy
+        stored.is_hard_pinned = policy.is_hard_pinned
+        if policy.soft_pin_ttl_s is not None:
+            stored.soft_pin_until = now + min(policy.soft_pin_ttl_s, self._catalog.settings.max_pin_s)
+        self._catalog.counts.puts += 1
+        self._catalog.show(stored, checksums, now)
+        self._catalog.tell(now, key, "readable as #{}", object_id)
+        return True
 
     def put_abort(self, message: m.PutAbort, _: Received, now: float) -> m.Outcomes:
         outcomes: list[bool | Refusal] = []
-        for key, object_id in zip(message.keys, message.object_ids, strict=False):
+        keys = scoped_all(message.tenant, message.keys)
+        for key, object_id in zip(keys, message.object_ids, strict=False):
             stored = self._catalog.objects.writing.get(key)
             is_ours = stored is not None and stored.object_id == object_id
             if stored is not None and is_ours:
                 self._catalog.unlink(stored, "put aborted", now)
             outcomes.append(is_ours)
         return m.Outcomes(outcomes)
+
+
+def _check_policy(policy: m.PutPolicy) -> Refusal | None:
+    if not 1 <= policy.num_replicas <= MAX_REPLICAS:
+        return Refusal("invalid_policy", f"{policy.num_replicas} replicas; 1 to {MAX_REPLICAS}")
+    if policy.soft_pin_ttl_s is not None and not policy.soft_pin_ttl_s >= 0:
+        return Refusal("invalid_policy", f"a soft pin of {policy.soft_pin_ttl_s} s; at least 0")
+    return None
