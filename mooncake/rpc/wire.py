@@ -3,10 +3,11 @@
 A client opens with ``PREFACE``, so that a port scanner or an HTTP client is told apart from a peer
 of another version. Then both sides send frames::
 
-    u32 body bytes | u32 request id | u32 checksum | body (one msgpack array: message name, then its fields)
+    u32 body bytes | u32 request id | u32 CRC-32 of these two | u32 CRC-32 of the body | body
 
-The checksum is the CRC-32 of the body, begun with the request id. TCP's own has 16 bits, and a bit that
-changed in a key on its way would be an answer about another object, with checksums that fit its bytes.
+The body is one msgpack array: the message's name, then its fields. TCP's own checksum has 16 bits, and a
+bit that changed in a key on its way would be an answer about another object, with checksums that fit its
+bytes; one that changed in a length would swallow every frame after it.
 A reply carries the id of its request, so requests may be pipelined and answered in any order. This
 module opens no socket and knows no message of any room. Sizes are bounded before anything is
 allocated: a length beyond ``MAX_BODY_BYTES`` ends the connection.
@@ -27,8 +28,9 @@ from mooncake.errors import InvalidArgument, MooncakeError, ProtocolError
 
 PREFACE = b"mooncake-rpc-2\r\n"
 MAX_BODY_BYTES = 64 << 20
-HEADER = struct.Struct("<III")
-_HEADER_BYTES = HEADER.size
+_FIRST = struct.Struct("<II")
+_CHECKS = struct.Struct("<II")
+HEADER_BYTES = _FIRST.size + _CHECKS.size
 
 Message: TypeAlias = msgspec.Struct
 """A tagged, array-like struct. Its tag is its name on the wire."""
@@ -49,14 +51,20 @@ def encode(request_id: int, message: Message) -> bytearray:
     Raises:
         InvalidArgument: the message is larger than a peer would accept.
     """
-    frame = bytearray(_HEADER_BYTES)
-    _encoder.encode_into(message, frame, _HEADER_BYTES)
-    body_bytes = len(frame) - _HEADER_BYTES
+    frame = bytearray(HEADER_BYTES)
+    _encoder.encode_into(message, frame, HEADER_BYTES)
+    body_bytes = len(frame) - HEADER_BYTES
     if body_bytes > MAX_BODY_BYTES:
         raise InvalidArgument(f"size of {type(message).__name__}", body_bytes, f"at most {MAX_BODY_BYTES}")
-    checksum = zlib.crc32(memoryview(frame)[_HEADER_BYTES:], request_id)
-    HEADER.pack_into(frame, 0, body_bytes, request_id, checksum)
+    checksum = zlib.crc32(memoryview(frame)[HEADER_BYTES:])
+    frame[:HEADER_BYTES] = header(body_bytes, request_id, checksum)
     return frame
+
+
+def header(body_bytes: int, request_id: int, checksum: int) -> bytes:
+    """The first bytes of a frame."""
+    first = _FIRST.pack(body_bytes, request_id)
+    return first + _CHECKS.pack(zlib.crc32(first), checksum)
 
 
 def decoder_for(messages: Iterable[type[Message]]) -> msgspec.msgpack.Decoder[Any]:
@@ -101,20 +109,23 @@ class FrameDecoder:
         frames: list[tuple[int, memoryview]] = []
         view, missing_bytes = memoryview(data), 0
         while start < end:
-            missing_bytes = start + _HEADER_BYTES - end
+            missing_bytes = start + HEADER_BYTES - end
             if missing_bytes > 0:
                 break
-            body_bytes, request_id, checksum = HEADER.unpack_from(view, start)
+            body_bytes, request_id = _FIRST.unpack_from(view, start)
+            header_checksum, checksum = _CHECKS.unpack_from(view, start + _FIRST.size)
+            if zlib.crc32(view[start : start + _FIRST.size]) != header_checksum:
+                raise ProtocolError("the header of a frame was damaged on its way")
             if body_bytes > self._max_body_bytes:
                 raise ProtocolError(
                     f"a frame of {body_bytes} bytes; at most {self._max_body_bytes} are allowed"
                 )
-            stop = start + _HEADER_BYTES + body_bytes
+            stop = start + HEADER_BYTES + body_bytes
             missing_bytes = stop - end
             if missing_bytes > 0:
                 break
-            body = view[start + _HEADER_BYTES : stop]
-            if zlib.crc32(body, request_id) != checksum:
+            body = view[start + HEADER_BYTES : stop]
+            if zlib.crc32(body) != checksum:
                 raise ProtocolError(f"a frame of {body_bytes} bytes was damaged on its way")
             frames.append((request_id, body))
             start = stop

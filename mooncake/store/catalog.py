@@ -101,6 +101,8 @@ class Catalog:
         """Called when a replica of a readable object is none any more, however that came."""
         self.recent: deque[list[ObjectKey]] = deque(maxlen=256)
         """The keys of the last lookups, a list each; ``hot.py`` looks at them now and then."""
+        self.is_evicting = False
+        """Watchers may ask whether what goes is evicted."""
         self.notes: list[Note] = []
         """What operators should know of the event that is being handled."""
         self.replies: list[Reply] = []
@@ -175,7 +177,10 @@ class Catalog:
             self.counts.evicted_bytes += stored.size_bytes
             return self.unlink(stored, f"evicted: {reason}", now)
         self.counts.evicted_replicas += len(leaving)
-        return sum(self.drop_extent(stored, one, f"evicted: {reason}", now) for one in leaving)
+        self.is_evicting = True
+        released_bytes = sum(self.drop_extent(stored, one, f"evicted: {reason}", now) for one in leaving)
+        self.is_evicting = False
+        return released_bytes
 
     # Objects
 

@@ -21,7 +21,7 @@ from mooncake.errors import Refusal
 from mooncake.machine import Wake
 from mooncake.store import messages as m
 
-MAX_TASKS = 4
+MAX_TASKS = 16
 """Under way at once on one segment."""
 PATIENCE_S = 30.0
 """After which a Poll that was not answered is given up, and asked again."""

@@ -225,9 +225,10 @@ class Lent:
             self._log_block("block_write", entry, self.offer.tier, self.offer.name)
 
     async def _tell_all(self, link: AsyncClient) -> None:
-        """The master's changes ran ahead of what it keeps for us."""
-        parts = e.reports(self.offer.name, self._engine.epoch, self.entries())
-        log.warning("journal_lost_changes", segment=self.offer.name)
+        """The master's changes begin after those we know of; what we lack comes after the report."""
+        entries = list(self.entries())
+        parts = e.reports(self.offer.name, self._engine.epoch, entries)
+        log.info("journal_reported", segment=self.offer.name, num_objects=len(entries))
         for part in parts:
             try:
                 reply = await link.call(part, ms.ANSWER_S)
@@ -257,9 +258,8 @@ class Lent:
             if isinstance(change, int):
                 self._drop([change])
                 continue
-            known = disk.index.entries.get(change.object_id)
-            if known is not None and known.offset == change.offset:  # a pin; bytes only come by tasks
-                self._note_down(partial(disk.hold, change))
+            # It is there by a task, as a rule; or the master knows better than an index that lost its tail.
+            self._note_down(partial(disk.hold, change))
 
     def _drop(self, object_ids: list[int]) -> None:
         disk = self.offer.disk

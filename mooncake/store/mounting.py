@@ -104,7 +104,10 @@ class Mounting:
                 return self._knows(segment, entry)
             if not segment.allocator.take(entry.offset, entry.size_bytes):
                 return False
-            self._catalog.adopt_extent(stored, Extent(segment, entry.offset, is_complete=True), now)
+            extent = Extent(segment, entry.offset, is_complete=True)
+            self._catalog.adopt_extent(stored, extent, now)
+            for completed in self._catalog.on_complete:
+                completed(stored, extent, now)
             added = ReplicaAdded(stored.key, stored.object_id, segment.name, entry.offset)
             self._catalog.records.append(added)
             self._catalog.tell(now, stored.key, "#{} is on {} too, says its node", *_what(entry, segment))

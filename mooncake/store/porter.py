@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from mooncake import clock
-from mooncake.errors import MooncakeError, Refusal
+from mooncake.errors import MooncakeError, OutOfSpace, Refusal
 from mooncake.store import messages as m
 from mooncake.store.disk import Disk
 from mooncake.transfer import Completion, Op, Region, Segment, Status, TransferEngine
@@ -65,6 +65,8 @@ class Porter:
         """None: every byte is in place, and entered where the target keeps an index."""
         try:
             return await self._carry(task, target, deadline)
+        except OutOfSpace as error:
+            return Refusal("no_space", str(error))
         except MooncakeError as error:
             return Refusal(error.code, str(error))
 

@@ -62,7 +62,8 @@ class Job:
         return len(self.tasks)
 
     def status(self, now: float) -> m.JobStatus:
-        is_waiting = self.is_running and all(task.extent is None for task in self.tasks.values())
+        has_begun = self.num_done or any(task.extent is not None for task in self.tasks.values())
+        is_waiting = self.is_running and not has_begun
         return m.JobStatus(
             self.job_id,
             self.kind,

@@ -58,6 +58,8 @@ class Task:
     source: Extent | None = None
     extent: Extent | None = None
     """Its space on the target, while it is under way."""
+    until: float = 0.0
+    """When it is given up."""
     num_attempts: int = 0
     failed_sources: list[Segment] = dataclasses.field(default_factory=list)
 
@@ -177,6 +179,7 @@ class Tasks:
             self._done_in_vain(done, segment, now)
             return
         assert task.extent is not None and task.source is not None
+        self._let_go(task)
         if done.refusal is None:
             extent = task.extent
             self._forget(task)
@@ -192,6 +195,12 @@ class Tasks:
         if done.refusal.code == "corrupt":
             self._drop_source(task, now)
         self._failed(task, done.refusal, now)
+
+    def _let_go(self, task: Task) -> None:
+        """It reads its source no more."""
+        assert task.source is not None
+        readers = [one.until for one in self.of(task.stored) if one.source is task.source and one is not task]
+        task.source.held_until = max(readers, default=0.0)
 
     def _done_in_vain(self, done: m.TaskDone, segment: Segment, now: float) -> None:
         """It was given up meanwhile: the node may hold now what it has been told to drop."""
@@ -236,7 +245,7 @@ class Tasks:
             self._give_up(task, Refusal("no_space", f"{target.name} has no room for it"), now)
             return None
         self._catalog.hold(source, now + put_s)
-        task.source, task.extent = source, extent
+        task.source, task.extent, task.until = source, extent, now + put_s
         self._remove_from_line(task)
         self._under_way[task.task_id] = task
         self._lines[target].num_under_way += 1
@@ -377,9 +386,11 @@ class Tasks:
             if parked.arrived_at + poll_s > now:
                 break
             self._ripe.setdefault(segment, now)
-        ripe, self._ripe = self._ripe, {}
-        for segment in ripe:
-            self._serve(segment, now)
+        # What is given up on the way may be planned again elsewhere.
+        while self._ripe:
+            ripe, self._ripe = self._ripe, {}
+            for segment in ripe:
+                self._serve(segment, now)
 
     def _serve(self, segment: Segment, now: float) -> None:
         """Answer its Poll, if there is something to say."""

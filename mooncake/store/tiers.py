@@ -249,8 +249,7 @@ class Tiers:
         known = self._dirty.get(stored.object_id)
         if known is not None and known[0].segment is extent.segment:
             self._note_clean(stored)
-        segment = extent.segment
-        if segment.tier is not Tier.SSD or not segment.is_mounted or _has_much_room(segment):
+        if extent.segment.tier is not Tier.SSD or not self._catalog.is_evicting:
             self._note_dirty(stored, now)
 
     # A clock of the catalog
@@ -306,10 +305,6 @@ class Tiers:
 
 def _is_open(ssd: Segment) -> bool:
     return ssd.is_alive and ssd.polls and not ssd.is_draining and not ssd.wants_report
-
-
-def _has_much_room(ssd: Segment) -> bool:
-    return ssd.allocator.allocated_bytes < 0.9 * ssd.allocator.size_bytes
 
 
 def _fits(memory: Segment, stored: StoredObject, limit_bytes: int) -> bool:

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 from random import Random
-from typing import IO
+from typing import IO, ClassVar
 
 from mooncake.cli.ports import free_ports
 
@@ -68,6 +68,8 @@ class Client:
 class Cluster:
     """Everything that runs, in one folder. Killed at the end whatever happened."""
 
+    master_flags: ClassVar[dict[str, str]] = MASTER_FLAGS
+
     def __init__(self, folder: Path, kinds: tuple[str, ...], num_nodes: int) -> None:
         self.folder = folder
         self.kinds = kinds
@@ -90,7 +92,7 @@ class Cluster:
             self.start_node(name)
 
     def start_master(self) -> None:
-        flags = [word for flag in MASTER_FLAGS.items() for word in flag]
+        flags = [word for flag in self.master_flags.items() for word in flag]
         self._start(
             "master", "master", "--port", str(self.port), "--oplog", str(self.folder / "oplog"), *flags
         )

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from mooncake.rpc import AsyncClient, Call, Limits, RpcServer
-from mooncake.rpc.wire import HEADER, PREFACE, encode
+from mooncake.rpc.wire import PREFACE, encode, header
 
 PATIENCE_S = 30.0
 
@@ -99,7 +99,7 @@ async def test_a_byte_now_and_then_does_not_help() -> None:
 
     async def test(server: RpcServer) -> None:
         slow = connected(server, PREFACE)
-        body = HEADER.pack(100_000, 1, 0)
+        body = header(100_000, 1, 0)
         slow.sendall(body)
         cut = asyncio.create_task(is_cut(slow))
         while not cut.done():
@@ -125,8 +125,8 @@ async def test_whoever_takes_no_replies_is_cut_off() -> None:
 
 async def test_sizes_and_numbers_are_bounded() -> None:
     async def test(server: RpcServer) -> None:
-        assert await is_cut(connected(server, PREFACE + HEADER.pack(1001, 1, 0)))
-        fine = connected(server, PREFACE + HEADER.pack(1000, 1, 0))
+        assert await is_cut(connected(server, PREFACE + header(1001, 1, 0)))
+        fine = connected(server, PREFACE + header(1000, 1, 0))
         await until(lambda: len(server.connections) == 2)
         surplus = connected(server)
         assert await is_cut(surplus)

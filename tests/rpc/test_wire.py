@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mooncake.errors import InvalidArgument, MooncakeError, OutOfMemory, ProtocolError
 from mooncake.rpc.wire import (
-    HEADER,
+    HEADER_BYTES,
     MAX_BODY_BYTES,
     PREFACE,
     Failure,
@@ -15,6 +15,7 @@ from mooncake.rpc.wire import (
     decoder_for,
     encode,
     error_of,
+    header,
 )
 
 
@@ -49,7 +50,7 @@ def test_a_foreign_protocol_is_refused_at_its_first_byte() -> None:
 
 def test_an_oversized_frame_is_refused_before_it_is_buffered() -> None:
     with pytest.raises(ProtocolError, match="bytes"):
-        FrameDecoder(expects_preface=False).feed(HEADER.pack(MAX_BODY_BYTES + 1, 1, 0))
+        FrameDecoder(expects_preface=False).feed(header(MAX_BODY_BYTES + 1, 1, 0))
     with pytest.raises(InvalidArgument, match="size of Ask"):
         encode(1, Ask("x" * (MAX_BODY_BYTES + 1)))
 
@@ -69,14 +70,21 @@ def test_a_bit_that_changed_on_the_way_is_noticed(at: int, bit: int, text: str) 
     assert seen in ([], [(3, text)]), "what came before the bit, and nothing else"
 
 
+def test_a_damaged_length_does_not_swallow_what_comes_after_it() -> None:
+    stream = encode(3, Ask("x"))
+    stream[2] ^= 1
+    with pytest.raises(ProtocolError, match="header"):
+        FrameDecoder(expects_preface=False).feed(bytes(stream))
+
+
 def test_messages_are_told_apart_by_their_tag() -> None:
     decode = decoder_for([Ask, Other])
-    assert decode.decode(encode(7, Other(5))[HEADER.size :]) == Other(5)
-    assert decode.decode(encode(7, Failure("internal_error", "no"))[HEADER.size :]) == Failure(
+    assert decode.decode(encode(7, Other(5))[HEADER_BYTES:]) == Other(5)
+    assert decode.decode(encode(7, Failure("internal_error", "no"))[HEADER_BYTES:]) == Failure(
         "internal_error", "no"
     )
     with pytest.raises(msgspec.ValidationError):
-        decoder_for([Ask]).decode(encode(7, Other(5))[HEADER.size :])
+        decoder_for([Ask]).decode(encode(7, Other(5))[HEADER_BYTES:])
 
 
 def test_a_failure_becomes_the_error_its_code_names() -> None:

@@ -189,7 +189,7 @@ async def test_a_full_disk_refuses_a_task_and_keeps_what_it_has(
 
         monkeypatch.setattr(disk, "provide", full)
         done = await master.run("n/ssd", entry_of(data, 8 * MIB, 2), place(memory, 0))
-        assert done.refusal is not None and done.refusal.code == "out_of_space"
+        assert done.refusal is not None and done.refusal.code == "no_space"
         assert list(node.lent["n/ssd"].entries()) == [first]
 
 

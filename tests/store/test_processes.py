@@ -56,8 +56,8 @@ class Processes:
         flags += ["--heartbeat-s", "0.2"]
         self.start("master", "master", "--port", str(self.port), *flags, *more)
 
-    def start_node(self, name: str = "node", pool: str = "64MiB") -> None:
-        flags = ["--master", self.address, "--name", name, "--pool-size", pool, "--no-huge-pages"]
+    def start_node(self, name: str = "node", pool: str = "64MiB", *more: str) -> None:
+        flags = ["--master", self.address, "--name", name, "--pool-size", pool, "--no-huge-pages", *more]
         self.start(name, "node", *flags)
 
     def kill(self, name: str) -> None:
@@ -110,6 +110,12 @@ def num_writable(store: Store) -> int:
     status = store.ask(m.Status())
     assert isinstance(status, m.MasterStatus)
     return sum(one.state == "alive" and not one.rests_s for one in status.segments)
+
+
+def num_kept_on(store: Store, segment: str) -> int:
+    """Objects that lie on a segment; 0 while more are on their way."""
+    (found,) = [one for one in store.ask(m.Status()).segments if one.segment == segment]
+    return 0 if found.num_tasks else int(found.num_objects)
 
 
 def content(number: int, size: int) -> bytes:
@@ -430,3 +436,28 @@ def test_troubles_at_the_start_are_named(shared_processes: Processes, shared_sto
         env={**os.environ, "COLUMNS": "200"},
     )
     assert greedy.returncode != 0 and "available" in greedy.stderr + greedy.stdout
+
+
+@pytest.mark.parametrize("dies", ["node", "both"])
+def test_what_is_on_ssd_survives_sigkill(dies: str, tmp_path: Path) -> None:
+    """Every object is there again when the daemon is, also for a master that knows nothing."""
+    ssd = ("--ssd-path", str(tmp_path / "ssd"), "--ssd-size", "64MiB")
+    keys = [f"k{number}" for number in range(24)]
+    with contextlib.closing(Processes()) as processes:
+        processes.start_master("--demote-watermark", "0", "--no-evict-undemoted")
+        processes.start_node("node", "12MiB", *ssd)
+        with Store(processes.address, settings=StoreSettings(timeout_s=20.0)) as store:
+            until(lambda: num_writable(store) == 2)
+
+            for number, key in enumerate(keys):
+                until(lambda: store.put(key, content(number, MIB + number)) is None)  # noqa: B023
+            until(lambda: num_kept_on(store, "node/ssd") == len(keys))
+            if dies == "both":
+                processes.kill("master")
+            processes.kill("node")
+            if dies == "both":
+                processes.start_master()
+            processes.start_node("node", "12MiB", *ssd)
+            until(lambda: all(store.exists(keys)))
+            for number, key in enumerate(keys):
+                assert store.get(key) == content(number, MIB + number), key

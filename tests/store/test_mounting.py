@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+from mooncake.store.master import Master
+from mooncake.types import Tier
+from tests.store.conftest import SETTINGS, TTL_S
+from tests.store.nodes import SSD_BYTES, Nodes, Place, with_ssd
+from tests.store.test_tiers import where, work
+
+BASE = 1 << 30
+DEMOTES = dataclasses.replace(SETTINGS, demote_watermark=0.0)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes(DEMOTES)
+    yield nodes
+    nodes.master.check()
+
+
+def ssd_again(nodes: Nodes, old: Place, epoch: int = 8, **more: int) -> Place:
+    """The node's process was started again and opens the same directory."""
+    settings = {"size_bytes": SSD_BYTES, "content_id": 99, **more}
+    return Place(nodes, old.name, tier=Tier.SSD, epoch=epoch, entries=list(old.held.values()), **settings)  # type: ignore[arg-type]
+
+
+def test_objects_on_an_ssd_come_back_with_a_restarted_node(nodes: Nodes) -> None:
+    memory, ssd = with_ssd(nodes)
+    (place,) = nodes.put("k", host="a")
+    work(nodes, ssd)
+    nodes.lose(memory.connection)
+    nodes.lose(ssd.connection)
+    assert nodes.find("k") is None
+    Place(nodes, "a", epoch=8)
+    again = ssd_again(nodes, ssd)
+    assert not again.mounted.wants_report and again.mounted.num_objects == 1
+    found = nodes.find("k")
+    assert found is not None and found.object_id == place.object_id
+    assert [(one.segment, one.epoch, one.tier) for one in found.replicas] == [("a/ssd", 8, Tier.SSD)]
+    assert again.held.keys() == {place.object_id}
+    assert any("is back on a/ssd" in line for line in nodes.master.story("k"))
+
+
+def test_what_a_restart_found_is_known_to_the_next_master(nodes: Nodes) -> None:
+    _, ssd = with_ssd(nodes)
+    nodes.put("k", host="a")
+    work(nodes, ssd)
+    nodes.lose(ssd.connection)
+    ssd_again(nodes, ssd)
+    successor = Master(DEMOTES)
+    successor.restore(nodes.records, 0.0)
+    successor.check()
+    assert [one.segment.name for one in successor.objects.readable["k"].complete()] == ["a", "a/ssd"]
+    assert successor.segments.mounted["a/ssd"].epoch == 8
+
+
+def test_tasks_of_the_process_that_died_are_done_by_the_next(nodes: Nodes) -> None:
+    memory, ssd = with_ssd(nodes)
+    nodes.put("k", host="a")
+    (task,) = ssd.poll()
+    nodes.lose(ssd.connection)
+    again = ssd_again(nodes, ssd)
+    assert again.poll(m.TaskDone(task.task_id, None)) == [], "it was handed out with the first poll"
+    nodes.wait(1.0)
+    assert where(nodes, "k") == ["a"]
+    assert memory
+
+
+def test_an_ssd_of_another_size_is_reported_anew(nodes: Nodes) -> None:
+    _, ssd = with_ssd(nodes)
+    nodes.put("k", host="a")
+    work(nodes, ssd)
+    nodes.lose(ssd.connection)
+    again = ssd_again(nodes, ssd, size_bytes=2 * SSD_BYTES)
+    assert again.mounted.wants_report
+    assert where(nodes, "k") == ["a", "a/ssd"]
+
+
+def reported(nodes: Nodes, *entries: m.Entry, name: str = "a/ssd", tier: Tier = Tier.SSD) -> Place:
+    """A node that knows these comes to a master that knows nothing."""
+    rest_s = 35.0 if tier is Tier.MEMORY else 0.0
+    content_id = 5 if tier is Tier.SSD else 0
+    return Place(nodes, name, 1 << 20, tier=tier, content_id=content_id, entries=list(entries), rest_s=rest_s)
+
+
+def entry(key: str, object_id: int, offset: int = 0, **more: object) -> m.Entry:
+    return m.Entry(key, object_id, 1000, 1000, b"crc!", offset, **more)  # type: ignore[arg-type]
+
+
+def test_a_master_that_lost_everything_believes_the_nodes(nodes: Nodes) -> None:
+    ssd = reported(nodes, entry("k", 77, 4096, is_hard_pinned=True, group="g", parent="p"), entry("n", 78))
+    assert ssd.mounted.wants_report and ssd.held.keys() == {77, 78}
+    found = nodes.find("k")
+    assert found is not None and found.object_id == 77
+    assert found.replicas == [m.Replica("a/ssd", 7, BASE + 4096, Tier.SSD)]
+    stored = nodes.master.objects.readable["k"]
+    assert (stored.is_hard_pinned, stored.group, stored.parent) == (True, "g", "p")
+    successor = Master(DEMOTES)
+    successor.restore(nodes.records, 0.0)
+    assert successor.objects.readable.keys() == {"k", "n"}
+
+
+def test_what_was_reported_rests_and_new_objects_get_larger_ids(nodes: Nodes) -> None:
+    reported(nodes, entry("k", 1 << 40))
+    Place(nodes, "m")
+    (place,) = nodes.put("new", host="m")
+    assert place.object_id > 1 << 40
+    segment = nodes.master.segments.mounted["a/ssd"]
+    assert not segment.takes_objects(nodes.now + 34.9) and segment.takes_objects(nodes.now + 35.0)
+
+
+def test_nothing_is_given_out_on_an_ssd_before_its_report_is_complete(nodes: Nodes) -> None:
+    mount = m.Mount("s", 7, "h", BASE, 1 << 20, b"", 0.0, Tier.SSD, 5, "s")
+    assert nodes.say(mount, "c").wants_report
+    nodes.say(m.Heartbeat("s", 7), "c")
+    segment = nodes.master.segments.mounted["s"]
+    assert not segment.takes_objects(1e6)
+    assert nodes.say(m.Report("s", 7, [entry("k", 7)], False), "c") == m.Reported([])
+    assert nodes.say(mount, "c").wants_report, "it asks again after a lost connection"
+    assert nodes.say(m.Report("s", 7, [entry("k", 7), entry("n", 8, 4096)], True), "c") == m.Reported([])
+    assert segment.takes_objects(1e6)
+    assert nodes.master.objects.readable.keys() == {"k", "n"}
+    assert isinstance(nodes.say(m.Report("t", 7, [], True), "c"), Failure)
+
+
+def test_memory_is_reported_too_and_one_object_may_be_in_both(nodes: Nodes) -> None:
+    reported(nodes, entry("k", 77, 4096))
+    reported(nodes, entry("k", 77, 128), name="a", tier=Tier.MEMORY)
+    assert where(nodes, "k") == ["a", "a/ssd"]
+    found = nodes.find("k")
+    assert found is not None and found.replicas[0].address == BASE + 128
+
+
+def test_of_two_contents_of_a_key_the_newer_wins(nodes: Nodes) -> None:
+    old = reported(nodes, entry("k", 77), name="a/ssd")
+    new = reported(nodes, entry("k", 99), name="b/ssd")
+    third = reported(nodes, entry("k", 88), name="c/ssd")
+    assert where(nodes, "k") == ["b/ssd"] and new.held.keys() == {99} and not third.held
+    nodes.wait(0.1)
+    old.answered()
+    assert not old.held, "its journal hears that it lost"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        entry("k", 1, offset=100),
+        entry("k", 1, offset=1 << 20),
+        entry("k", 1, offset=-4096),
+        entry("", 1),
+        entry("x" * 2000, 1),
+        m.Entry("k", 1, 0, 1000, b"crc!", 0),
+        m.Entry("k", 1, 1000, 0, b"crc!", 0),
+        m.Entry("k", 1, 1000, 100, b"crc!", 0),
+        m.Entry("k", 1, 2 << 20, 2 << 20, b"crc!", 0),
+        entry("k", 1, offset=8192),
+    ],
+)
+def test_entries_that_can_not_be_are_not_believed(nodes: Nodes, bad: m.Entry) -> None:
+    ssd = reported(nodes, entry("good", 9, 8192), bad)
+    assert nodes.master.objects.readable.keys() == {"good"} and ssd.held.keys() == {9}
+
+
+def test_of_content_that_it_knows_the_master_is_the_authority(nodes: Nodes) -> None:
+    _, ssd = with_ssd(nodes)
+    k, n = nodes.put("k", "n", host="a")
+    work(nodes, ssd)
+    true = dict(ssd.held)
+    wrong = moved(true[n.object_id], offset=1 << 16)
+    ssd.held = {5: entry("never", 5, 1 << 17), n.object_id: wrong}
+    assert ssd.report().unwanted == [5, n.object_id]
+    nodes.wait(0.1)
+    ssd.answered()
+    assert ssd.held == true, "what the node had lost comes back to it"
+    assert "never" not in nodes.master.objects.readable
+    assert k
+
+
+def moved(entry: m.Entry, offset: int) -> m.Entry:
+    return m.Entry(entry.key, entry.object_id, entry.size_bytes, entry.chunk_bytes, entry.checksums, offset)
+
+
+def test_what_a_task_is_writing_is_not_unwanted(nodes: Nodes) -> None:
+    _, ssd = with_ssd(nodes)
+    nodes.put("k", host="a")
+    (task,) = ssd.poll()
+    ssd.held[task.entry.object_id] = task.entry
+    assert ssd.report().unwanted == []
+
+
+def test_a_key_that_is_being_put_again_is_not_lost_if_that_put_fails(nodes: Nodes) -> None:
+    Place(nodes, "m")
+    (place,) = nodes.start("k", host="m").reserved
+    assert place is not None
+    reported(nodes, entry("k", 77))
+    nodes.say(m.PutAbort(["k"], [place.object_id]))
+    assert where(nodes, "k") == ["a/ssd"]
+
+
+def test_memory_is_lost_with_its_process_and_the_ssd_after_its_ttl(nodes: Nodes) -> None:
+    memory, ssd = with_ssd(nodes)
+    nodes.put("k", host="a")
+    work(nodes, ssd)
+    nodes.lose(memory.connection)
+    Place(nodes, "a", epoch=8)
+    assert where(nodes, "k") == ["a/ssd"] and nodes.master.counts.lost_objects == 0
+    nodes.lose(ssd.connection)
+    nodes.wait(TTL_S)
+    assert where(nodes, "k") == [] and nodes.master.counts.lost_objects == 1
+    again = ssd_again(nodes, ssd)
+    assert again.mounted.wants_report
+    assert where(nodes, "k") == ["a/ssd"], "and yet it comes back, told by its node"
+
+
+def test_a_segment_is_described_with_its_host(nodes: Nodes) -> None:
+    Place(nodes, "a", host="rack 1")
+    described = nodes.say(m.Describe([("a", 7), ("a", 8)]))
+    assert described == m.Described([b"", None], ["rack 1", ""])
