@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -32,19 +33,32 @@ def test_transfer() -> None:
     assert "told: kv two layers are there" in out
 
 
-@pytest.mark.processes
-async def test_store() -> None:
-    master = MasterServer(MasterSettings(port=0))
-    port = await master.start()
+@pytest.fixture
+async def master() -> AsyncIterator[str]:
+    """The address of a master with one node."""
+    server = MasterServer(MasterSettings(port=0))
+    port = await server.start()
     node = Node(NodeSettings(master=f"127.0.0.1:{port}", pool_size_bytes=8 << 20))
     await node.start()
     await asyncio.wait_for(node.mounted.wait(), 10)
-    try:
-        out = await asyncio.to_thread(run, "store.py", f"127.0.0.1:{port}")
-    finally:
-        await node.close()
-        await master.close()
+    yield f"127.0.0.1:{port}"
+    await node.close()
+    await server.close()
+
+
+@pytest.mark.processes
+async def test_store(master: str) -> None:
+    out = await asyncio.to_thread(run, "store.py", master)
     assert "put: stored" in out
     assert "1048576 bytes, equal: True" in out
     assert "exists: [True, False]" in out
     assert "remove: [True, True, True]" in out
+
+
+@pytest.mark.processes
+async def test_tensors(master: str) -> None:
+    out = await asyncio.to_thread(run, "tensors.py", master)
+    assert "get_into: True" in out
+    assert "view: True" in out
+    assert "put_tensor_with_tp: 0" in out
+    assert "a third of it: True" in out

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mooncake.errors import Refusal
     from mooncake.store.client import AsyncStore, Store, StoreSettings
     from mooncake.store.compat.buffers import BufferHandle
+    from mooncake.store.compat.parallelism import ParallelAxis, ReadTarget, TensorParallelism
     from mooncake.store.compat.store import MooncakeDistributedStore
     from mooncake.store.compat.values import ReplicateConfig
     from mooncake.store.operations import PutGrant, ReadGrant
@@ -24,12 +25,15 @@ __all__ = [
     "AsyncStore",
     "BufferHandle",
     "MooncakeDistributedStore",
+    "ParallelAxis",
     "PutGrant",
     "ReadGrant",
+    "ReadTarget",
     "Refusal",
     "ReplicateConfig",
     "Store",
     "StoreSettings",
+    "TensorParallelism",
 ]
 
 _OWNERS = {

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from mooncake.store.compat.arguments import check_keys
 from mooncake.store.compat.dividing import per_key
@@ -22,20 +24,32 @@ from mooncake.store.compat.parallelism import (
     writer_key,
     writer_manifest_key,
 )
+from mooncake.store.compat.partial import open_reads, read_parts
 from mooncake.store.compat.partition import (
     Box,
     Cut,
+    Piece,
     all_cuts,
     axes_with,
     box_of,
     cuts_of,
+    num_runs,
     plan,
+    runs,
     shape_of,
     slices_of,
 )
-from mooncake.store.compat.tensor_memory import Fresh, Tensor, empty, place
+from mooncake.store.compat.ranges import Part
+from mooncake.store.compat.session import Session
+from mooncake.store.compat.tensor_memory import Fresh, Tensor, empty, place, span_of
 from mooncake.store.compat.tensors import TensorCalls, checked, header_at
-from mooncake.store.compat.tensorwire import Axis, Header, Manifest, decode_manifest
+from mooncake.store.compat.tensorwire import HEADER_BYTES, Axis, Header, Manifest, decode, decode_manifest
+from mooncake.store.operations import ReadGrant
+
+Shape: TypeAlias = tuple[int, ...]
+
+MAX_RUNS = 4096
+"""In more bits than this nothing is read: then whole parts are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,23 +137,23 @@ class AssemblingCalls(TensorCalls):
 
     def _assemble(self, what: str, wish: Wish) -> Found | None:
         base = group_key(wish.key, wish.axes)
-        fetched = self._fetch(what, [base, writer_manifest_key(wish.key), parallelism_manifest_key(base)])
-        whole = None if fetched[0] is None else _found(what, base, fetched[0])
-        if whole is not None and not whole.header.is_shard:
-            return _part_of(wish, whole)
+        whole, first = self._read_headers(what, [base, tp_key(base, 0, 2)])
+        manifests = [writer_manifest_key(wish.key), parallelism_manifest_key(base)]
+        of_writers, of_ranks = map(_manifest, self._fetch(what, manifests))
         stocks: list[Stock] = []
-        for manifest, of_writers in zip(map(_manifest, fetched[1:]), (True, False), strict=True):
-            if manifest is not None:
-                stocks.append(_stock(wish.key, base, manifest, of_writers))
+        if whole is not None and not whole.is_shard:
+            stocks.append(Stock(whole.dtype, whole.shape, [base], [box_of(whole.shape, [])]))
+        if of_writers is not None:
+            stocks.append(_stock_of_writers(wish.key, of_writers))
+        if of_ranks is not None:
+            stocks.append(_stock_of_axes(wish.key, of_ranks.dtype, of_ranks.shape, of_ranks.axes))
+        if first is not None and first.is_shard:
+            stocks.append(_stock_of_axes(wish.key, first.dtype, first.global_shape, first.axes))
         for stock in stocks:
             found = self._from_stock(what, wish, stock)
             if found is not None:
                 return found
-        first = self._fetch(what, [tp_key(base, 0, 2)])[0]
-        header = None if first is None else checked(what, base, first.header)
-        if header is None or not header.is_shard:
-            return None
-        return self._from_stock(what, wish, _stock_of_parts(wish.key, header))
+        return None
 
     def _from_stock(self, what: str, wish: Wish, stock: Stock) -> Found | None:
         """None: some of it is not there, or is not what it should be."""
@@ -147,21 +161,81 @@ class AssemblingCalls(TensorCalls):
         pieces = None if box is None else plan(box, stock.boxes)
         if box is None or pieces is None:
             return None
-        parts: list[Found] = []
-        keys = [stock.keys[piece.number] for piece in pieces]
-        for key, piece, fresh in zip(keys, pieces, self._fetch(what, keys), strict=True):
-            part = None if fresh is None else _found(what, key, fresh)
-            expected = shape_of(stock.boxes[piece.number])
-            if part is None or part.header.shape != expected or part.header.dtype != stock.dtype:
-                return None
-            parts.append(part)
-        header = Header(stock.dtype, shape_of(box), stock.shape, _described(wish, stock.shape))
-        if len(pieces) == 1 and shape_of(pieces[0].source) == parts[0].header.shape:
-            return Found(header, parts[0].tensor)
+        axes = axes_with(wish.axes, wish.cuts(), stock.shape) if wish.cuts() else ()
+        header = Header(stock.dtype, shape_of(box), stock.shape, axes)
         tensor = empty(stock.dtype, header.shape)
-        for piece, part in zip(pieces, parts, strict=True):
+        shapes = [shape_of(stock.boxes[piece.number]) for piece in pieces]
+        count = sum(
+            max(num_runs(shape, piece.source), num_runs(header.shape, piece.target))
+            for shape, piece in zip(shapes, pieces, strict=True)
+        )
+        fill = self._fill_by_runs if count <= MAX_RUNS else self._fill_by_parts
+        return Found(header, tensor) if fill(what, stock, pieces, shapes, tensor) else None
+
+    def _fill_by_runs(
+        self,
+        what: str,
+        stock: Stock,
+        pieces: Sequence[Piece],
+        shapes: Sequence[tuple[int, ...]],
+        tensor: Tensor,
+    ) -> bool:
+        """Only what is wanted is read, straight to its place."""
+        item = tensor.element_size()
+        start, _ = span_of(tensor)
+        parts: list[list[Part]] = []
+        for piece, shape in zip(pieces, shapes, strict=True):
+            found = runs(shape, piece.source, tensor.shape, piece.target)
+            parts.append([(HEADER_BYTES + a * item, start + b * item, n * item) for a, b, n in found])
+        keys = [stock.keys[piece.number] for piece in pieces]
+        headers = self._read_headers(what, keys, parts)
+        return all(
+            header is not None and header.shape == shape and header.dtype == stock.dtype
+            for header, shape in zip(headers, shapes, strict=True)
+        )
+
+    def _fill_by_parts(
+        self,
+        what: str,
+        stock: Stock,
+        pieces: Sequence[Piece],
+        shapes: Sequence[tuple[int, ...]],
+        tensor: Tensor,
+    ) -> bool:
+        """Stored parts are read whole and copied from, because what is wanted of them is in tiny bits."""
+        keys = [stock.keys[piece.number] for piece in pieces]
+        for key, piece, shape, fresh in zip(keys, pieces, shapes, self._fetch(what, keys), strict=True):
+            part = None if fresh is None else _found(what, key, fresh)
+            if part is None or part.header.shape != shape or part.header.dtype != stock.dtype:
+                return False
             tensor[slices_of(piece.target)].copy_(part.tensor[slices_of(piece.source)])
-        return Found(header, tensor)
+        return True
+
+    def _read_headers(
+        self, what: str, keys: Sequence[str], parts: Sequence[Sequence[Part]] | None = None
+    ) -> list[Header | None]:
+        """What each object is; with ``parts`` of it, which go where they say."""
+
+        def act(session: Session) -> list[Header | None]:
+            heads = np.empty((len(keys), HEADER_BYTES), dtype=np.uint8)
+            rows: list[list[Part]] = []
+            grants: list[ReadGrant | None] = []
+            for number, grant in enumerate(open_reads(session, keys)):
+                row: list[Part] = [(0, int(heads[number].ctypes.data), HEADER_BYTES)]
+                row += () if parts is None else parts[number]
+                rows.append(row)
+                is_there = grant is not None and max(a + n for a, _, n in row) <= grant.size_bytes
+                grants.append(grant if is_there else None)
+            held = [(grant, row) for grant, row in zip(grants, rows, strict=True) if grant is not None]
+            good = iter(read_parts(session, [grant for grant, _ in held], [row for _, row in held]))
+            return [
+                checked(what, key, decode, head.tobytes(), grant.size_bytes)
+                if grant is not None and next(good)
+                else None
+                for key, head, grant in zip(keys, heads, grants, strict=True)
+            ]
+
+        return self._in_session(what, act, lambda _: [None] * len(keys))
 
 
 def _wishes(what: str, keys: Sequence[str], targets: Any) -> list[Wish | None]:
@@ -184,19 +258,6 @@ def _found(what: str, key: str, fresh: Fresh) -> Found | None:
     return None if header is None else Found(header, tensor)
 
 
-def _part_of(wish: Wish, whole: Found) -> Found | None:
-    shape = whole.header.shape
-    box = checked("get_tensor_with_parallelism", wish.key, box_of, shape, wish.cuts())
-    if box is None:
-        return None
-    header = Header(whole.header.dtype, shape_of(box), shape, _described(wish, shape))
-    return Found(header, whole.tensor[slices_of(box)].contiguous())
-
-
-def _described(wish: Wish, shape: tuple[int, ...]) -> tuple[Axis, ...]:
-    return axes_with(wish.axes, wish.cuts(), shape) if wish.cuts() else ()
-
-
 def _manifest(fresh: Fresh | None) -> Manifest | None:
     try:
         return None if fresh is None else decode_manifest(fresh.content())
@@ -204,16 +265,10 @@ def _manifest(fresh: Fresh | None) -> Manifest | None:
         return None
 
 
-def _stock(key: str, base: str, manifest: Manifest, of_writers: bool) -> Stock:
-    if not of_writers:
-        return _stock_of_axes(key, manifest.dtype, manifest.shape, manifest.axes)
+def _stock_of_writers(key: str, manifest: Manifest) -> Stock:
     cuts = [Cut(rank, manifest.count, manifest.split_dim) for rank in range(manifest.count)]
     boxes = [box_of(manifest.shape, [cut]) for cut in cuts]
     return Stock(manifest.dtype, manifest.shape, [writer_key(key, cut) for cut in cuts], boxes)
-
-
-def _stock_of_parts(key: str, header: Header) -> Stock:
-    return _stock_of_axes(key, header.dtype, header.global_shape, header.axes)
 
 
 def _stock_of_axes(key: str, dtype: str, shape: tuple[int, ...], axes: Sequence[Axis]) -> Stock:

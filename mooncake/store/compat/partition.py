@@ -91,6 +91,47 @@ def plan(wanted: Box, stored: Sequence[Box]) -> list[Piece] | None:
     return pieces if covered == prod(shape_of(wanted)) else None
 
 
+def num_runs(shape: Sequence[int], box: Box) -> int:
+    """In how many bits of contiguous memory ``box`` lies; the last dimension is the fastest."""
+    return prod(shape_of(box)[: _first_whole(shape, box)])
+
+
+def runs(
+    source_shape: Sequence[int], source: Box, target_shape: Sequence[int], target: Box
+) -> Iterator[tuple[int, int, int]]:
+    """(element of the source, element of the target, number of elements) of equal boxes, run by run.
+
+    A run is contiguous in both.
+    """
+    extents = shape_of(source)
+    split = max(_first_whole(source_shape, source), _first_whole(target_shape, target))
+    length = prod(extents[split:])
+    for place in product(*map(range, extents[:split])):
+        inner = (0,) * (len(extents) - split)
+        yield (
+            _element(source_shape, source, place + inner),
+            _element(target_shape, target, place + inner),
+            length,
+        )
+
+
+def _first_whole(shape: Sequence[int], box: Box) -> int:
+    """The dimension from which on a run goes: all behind it are covered whole."""
+    dim = len(shape)
+    while dim > 0:
+        dim -= 1
+        if box[dim] != (0, shape[dim]):
+            break
+    return dim
+
+
+def _element(shape: Sequence[int], box: Box, place: Sequence[int]) -> int:
+    at = 0
+    for length, (start, _), step in zip(shape, box, place, strict=True):
+        at = at * length + start + step
+    return at
+
+
 def cuts_of(axes: Sequence[Axis]) -> list[Cut]:
     """The cuts that axes stand for: only tensor parallelism divides a tensor."""
     return [Cut(axis.rank, axis.count, axis.split_dim) for axis in axes if axis.kind == AxisKind.TP]

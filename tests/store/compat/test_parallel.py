@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake.store.compat import assembling
 from mooncake.store.compat.parallelism import ParallelAxis, ReadTarget, TensorParallelism
 from mooncake.store.compat.store import MooncakeDistributedStore
 from mooncake.store.compat.tensors import _serialize_tensor
@@ -70,9 +72,15 @@ def test_every_reader_gets_its_part_of_every_writers(
             partition = (rank, size, dim)
             assert store.put_tensor_with_parallelism(key, tensor, writer_partition=partition) == 0
 
+    with mock.patch.object(assembling, "MAX_RUNS", data.draw(st.sampled_from([0, 4096]))):
+        check_readers(store, key, tensor, *data.draw(divisions(tensor.ndim)))
+
+
+def check_readers(
+    store: MooncakeDistributedStore, key: str, tensor: torch.Tensor, size: int, dim: int
+) -> None:
     assert equal(store.get_tensor_with_parallelism(key), tensor)
     assert equal(store.get_tensor_with_parallelism(key, ReadTarget("full")), tensor)
-    size, dim = data.draw(divisions(tensor.ndim))
     wanted = [part(tensor, rank, size, dim) for rank in range(size)]
     targets = [ReadTarget("shard", tp(rank, size, dim)) for rank in range(size)]
     found = store.batch_get_tensor_with_parallelism([key] * size, targets)

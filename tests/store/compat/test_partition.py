@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.store.compat.partition import Cut, all_cuts, box_of, plan, shape_of, slices_of
+from mooncake.store.compat.partition import Cut, all_cuts, box_of, num_runs, plan, runs, shape_of, slices_of
 
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 
@@ -47,11 +47,18 @@ def test_any_box_comes_out_of_any_division(case: tuple[tuple[int, ...], list[Cut
     wanted = box_of(shape, wanted_cuts)
     pieces = plan(wanted, boxes)
     assert pieces is not None
-    out = torch.full(shape_of(wanted), -1)
+    out, by_runs = torch.full(shape_of(wanted), -1), torch.full(shape_of(wanted), -1)
     for piece in pieces:
-        stored = tensor[slices_of(boxes[piece.number])]
+        stored = tensor[slices_of(boxes[piece.number])].contiguous()
         out[slices_of(piece.target)] = stored[slices_of(piece.source)]
+        found = list(runs(stored.shape, piece.source, out.shape, piece.target))
+        for source, target, length in found:
+            by_runs.view(-1)[target : target + length] = stored.view(-1)[source : source + length]
+        assert len(found) == max(num_runs(stored.shape, piece.source), num_runs(out.shape, piece.target)), (
+            "as few as there can be"
+        )
     assert torch.equal(out, tensor[slices_of(wanted)])
+    assert torch.equal(by_runs, out)
 
 
 def test_what_lacks_a_part_is_no_plan() -> None:
