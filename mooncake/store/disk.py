@@ -213,6 +213,7 @@ class Disk:
         if there < header.size_bytes:
             with file.open("ab") as data:
                 data.truncate(header.size_bytes)
+            self._keep_names()
         file.chmod(0o600)
         return self._engine.open_file(file, header.size_bytes)
 
@@ -258,12 +259,21 @@ class Disk:
                 view = view[os.write(file, view) :]
             os.fsync(file)
             os.rename(fresh, self._path / name)
+            self._keep_names()
         except OSError:
             os.close(file)
             raise
         if not keeps_open:
             os.close(file)
         return file
+
+    def _keep_names(self) -> None:
+        """Files that were made or renamed have their names after a loss of power."""
+        directory = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
     def _wrong(self, allowed: str) -> InvalidArgument:
         return InvalidArgument("ssd_path", str(self._path), allowed)

@@ -32,6 +32,10 @@ CODES = {
 """Refusal of a task whose transfer ended so."""
 
 
+ATTEMPTS = 2
+"""Before the source is said to be wrong: it may have been the way."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
     """Where a task writes."""
@@ -78,13 +82,16 @@ class Porter:
         if target.disk is not None:
             await asyncio.to_thread(target.disk.provide, entry.offset, entry.size_bytes)
             target.disk.vacate(entry.offset, entry.size_bytes)
-        done = await self._move(task, target, deadline)
-        if done is None:
-            return Refusal("peer_lost", f"the node of segment {task.source.segment!r} can't be reached")
-        if done.status != Status.OK:
-            reason = done.reason or done.status.name.lower().replace("_", " ")
-            return Refusal(CODES.get(done.status, "cancelled"), f"copy of {entry.key!r}: {reason}")
-        if done.checksums is None or (done.checksums != expected).any():
+        for _ in range(ATTEMPTS):
+            done = await self._move(task, target, deadline)
+            if done is None:
+                return Refusal("peer_lost", f"the node of segment {task.source.segment!r} can't be reached")
+            if done.status != Status.OK:
+                reason = done.reason or done.status.name.lower().replace("_", " ")
+                return Refusal(CODES.get(done.status, "cancelled"), f"copy of {entry.key!r}: {reason}")
+            if done.checksums is not None and (done.checksums == expected).all():
+                break
+        else:
             where = f"{task.source.segment} ({task.source.tier})"
             return Refusal("corrupt", f"{entry.key!r} on {where} is not what its writer announced")
         if clock.monotonic() >= deadline:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from mooncake.errors import InvalidArgument, OutOfSpace
+from mooncake.errors import InvalidArgument, OutOfSpace, Unavailable
 from mooncake.store import messages as m
 from mooncake.store.node import Node, NodeSettings
-from mooncake.transfer import Op, Region, Status
+from mooncake.store.porter import Together
+from mooncake.transfer import Completion, Op, Region, Status, TransferEngine, TransferSettings
 from mooncake.types import Tier
+from tests.contract import cuda_double
 from tests.store.scripted_master import ScriptedMaster, entry_of
 
 MIB = 1 << 20
@@ -148,6 +152,48 @@ async def test_wrong_bytes_are_not_copied(master: ScriptedMaster, tmp_path: Path
         assert list(node.lent["n/ssd"].entries()) == [entry]
 
 
+async def test_bytes_that_changed_on_the_way_are_read_again(
+    master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = content()
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        memory_of(node).view()[:SIZE] = data
+        transfer, moved = node.engine.transfer, []
+
+        async def flip(*rows: Any, **how: Any) -> Completion:
+            done = await transfer(*rows, **how)
+            moved.append(done)
+            if len(moved) > 1:
+                return done
+            return Completion(checksums=[0] * len(rows[4]), num_bytes=done.num_bytes)
+
+        monkeypatch.setattr(node.engine, "transfer", flip)
+        assert (await master.run("n/ssd", entry_of(data, 0), place(memory, 0))).refusal is None
+        assert len(moved) == 2
+
+
+async def test_flushes_are_shared() -> None:
+    """Whoever asks while one is under way waits for the next, and all of them for the same."""
+    running, count = threading.Event(), []
+
+    def flush() -> None:
+        count.append(1)
+        running.wait(10)
+
+    together = Together(flush)
+    first = asyncio.create_task(together())
+    async with asyncio.timeout(10):
+        while not count:  # noqa: ASYNC110 - until it is under way
+            await asyncio.sleep(0.001)
+        others = [asyncio.create_task(together()) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert not first.done()
+        running.set()
+        await asyncio.gather(first, *others)
+    assert len(count) == 2
+
+
 async def test_what_is_written_over_is_not_there_any_more(master: ScriptedMaster, tmp_path: Path) -> None:
     """Even when the copy that was to take its place fails."""
     data = content()
@@ -237,6 +283,47 @@ async def test_an_engine_can_be_shared(master: ScriptedMaster, tmp_path: Path) -
         assert len(mine.descriptor.regions) == 1
         done = host.engine.run(Op.READ, mine, [region.address], [region.address + 4096], [4096])
         assert done.status == Status.OK
+
+
+async def test_device_memory_is_a_tier(master: ScriptedMaster, tmp_path: Path) -> None:
+    """Over the test double of the driver: into it, back, and from it to the SSD."""
+    if not cuda_double.built():
+        pytest.skip("no C++ compiler for the test double of the CUDA driver; install g++")
+    address, data = await master.start(), content()
+    settings = NodeSettings(
+        master=address,
+        name="n",
+        pool_size_bytes=16 * MIB,
+        hbm_size_bytes=8 * MIB,
+        ssd_path=str(tmp_path),
+        ssd_size_bytes=16 * MIB,
+        huge_pages=False,
+    )
+    with TransferEngine(TransferSettings(cuda_library=str(cuda_double.LIBRARY))) as engine:
+        node = Node(settings, engine)
+        await node.start()
+        memory, device = await master.until_polled("n"), await master.until_polled("n/hbm")
+        ssd = await master.until_polled("n/ssd")
+        assert device.tier is Tier.DEVICE and node.lent["n/hbm"].offer.region.kind == "cuda:0"
+        memory_of(node).view()[:SIZE] = data
+        for target, offset, source in (
+            ("n/hbm", 4096, place(memory, 0)),
+            ("n", 4 * MIB, place(device, 4096)),
+            ("n/ssd", 0, place(device, 4096)),
+            ("n/hbm", 4 * MIB, place(ssd, 0)),
+        ):
+            assert (await master.run(target, entry_of(data, offset), source)).refusal is None, target
+        assert bytes(memory_of(node).view()[4 * MIB : 4 * MIB + SIZE]) == data
+        await node.close()
+
+
+async def test_a_node_without_devices_says_so(master: ScriptedMaster) -> None:
+    settings = NodeSettings(master=await master.start(), pool_size_bytes=0, hbm_size_bytes=MIB)
+    with TransferEngine(TransferSettings(cuda_library="libnothing.so")) as engine:
+        node = Node(settings, engine)
+        with pytest.raises(Unavailable, match="libnothing"):
+            await node.start()
+        await node.close()
 
 
 async def test_what_a_node_is_told_must_fit(master: ScriptedMaster, tmp_path: Path) -> None:
