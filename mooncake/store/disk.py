@@ -26,7 +26,7 @@ import msgspec
 from mooncake.errors import InvalidArgument, MooncakeError, OutOfSpace, StorageError
 from mooncake.log import get_logger
 from mooncake.store.framing import framed, unframed
-from mooncake.store.index import Index
+from mooncake.store.index import Index, compacted
 from mooncake.store.messages import Entry
 from mooncake.transfer import Region, TransferEngine
 
@@ -64,6 +64,8 @@ class Disk:
         self._lock = self._log = -1
         self._provided: dict[int, None] = {}
         """Steps that have their room."""
+        self._since: list[bytes] | None = None
+        """What was appended since a compaction began; None: none is under way."""
         size_bytes -= size_bytes % PAGE_BYTES
         try:
             self._lock = self._take()
@@ -88,13 +90,17 @@ class Disk:
     def size_bytes(self) -> int:
         return self.region.size_bytes
 
+    def is_provided(self, offset: int, size_bytes: int) -> bool:
+        """The file system has room for this range, as far as is known without asking."""
+        return all(step in self._provided for step in _steps(offset, size_bytes))
+
     def provide(self, offset: int, size_bytes: int) -> None:
         """See that the file system has room for this range; it may block.
 
         Raises:
             OutOfSpace, StorageError: it has none.
         """
-        for step in range(offset // STEP_BYTES, (offset + size_bytes - 1) // STEP_BYTES + 1):
+        for step in _steps(offset, size_bytes):
             if step not in self._provided:
                 start = step * STEP_BYTES
                 try:
@@ -146,6 +152,49 @@ class Disk:
         except OSError as error:
             raise self._trouble(error) from error
 
+    # Compaction, in three steps, because the long one must not keep anybody waiting
+
+    @property
+    def wants_compaction(self) -> bool:
+        return self._since is None and self.index.wants_compaction
+
+    def begin_compaction(self) -> list[Entry]:
+        self._since = []
+        return self.index.in_order()
+
+    def write_compacted(self, entries: list[Entry]) -> int | None:
+        """A new log, to be brought up to date; it blocks, and may run beside everything else.
+
+        None: the disk refuses, and the old one stays.
+        """
+        try:
+            return self._fresh("mooncake.index", compacted(entries))
+        except OSError as error:
+            log.warning("index_not_compacted", path=str(self._path), reason=str(error))
+            return None
+
+    def end_compaction(self, fresh: int | None) -> None:
+        """The new log takes the place of the old one."""
+        since, self._since = b"".join(self._since or []), None
+        was_bytes = self.index.num_bytes
+        if fresh is None:
+            self.index.compacted_to(was_bytes)  # not again at once
+            return
+        try:
+            _write(fresh, since)
+            os.fsync(fresh)
+            self._put("mooncake.index")
+        except OSError as error:
+            os.close(fresh)
+            self.index.compacted_to(was_bytes)
+            log.warning("index_not_compacted", path=str(self._path), reason=str(error))
+            return
+        os.close(self._log)
+        self._log = fresh
+        self.index.compacted_to(os.fstat(fresh).st_size)
+        fields = {"was_bytes": was_bytes, "num_bytes": self.index.num_bytes}
+        log.info("index_compacted", path=str(self._path), **fields)
+
     def close(self) -> None:
         for file in (self._log, self._lock):
             if file >= 0:
@@ -171,7 +220,7 @@ class Disk:
             index = self._path / "mooncake.index"
             if index.exists() and index.stat().st_size:
                 raise self._wrong(f"a directory with its header {file.name}, or an empty one")
-            self._write("mooncake.ssd", MAGIC + framed([msgspec.msgpack.encode(fresh)]))
+            self._replace("mooncake.ssd", MAGIC + framed([msgspec.msgpack.encode(fresh)]))
             return fresh
         content = file.read_bytes()
         bodies, _ = unframed(content[len(MAGIC) :])
@@ -188,7 +237,7 @@ class Disk:
             raise InvalidArgument("ssd_size", size_bytes, allowed)
         if size_bytes == header.size_bytes:
             return header
-        self._write("mooncake.ssd", MAGIC + framed([msgspec.msgpack.encode(fresh)]))
+        self._replace("mooncake.ssd", MAGIC + framed([msgspec.msgpack.encode(fresh)]))
         return fresh
 
     def _recovered(self) -> Index:
@@ -224,48 +273,34 @@ class Disk:
         if not content:
             return
         try:
-            view = memoryview(content)
-            while view:
-                view = view[os.write(self._log, view) :]
+            _write(self._log, content)
         except OSError as error:
             os.ftruncate(self._log, before)
             self.index.num_bytes = before
             raise self._trouble(error) from error
-        if self.index.wants_compaction:
-            self._compact()
+        if self._since is not None:
+            self._since.append(content)
 
-    def _compact(self) -> None:
-        """A log that can't be made shorter now stays as it is."""
-        before = self.index.num_bytes
+    def _fresh(self, name: str, content: bytes) -> int:
+        """A file that ``_put`` puts in the place of ``name``."""
+        flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
+        file = os.open(self._path / f"{name}.new", flags, 0o600)
         try:
-            file = self._write("mooncake.index", self.index.compacted(), keeps_open=True)
-        except OSError as error:
-            self.index.num_bytes = before
-            log.warning("index_not_compacted", path=str(self._path), reason=str(error))
-            return
-        os.close(self._log)
-        self._log = file
-        log.info(
-            "index_compacted", path=str(self._path), before_bytes=before, after_bytes=self.index.num_bytes
-        )
-
-    def _write(self, name: str, content: bytes, *, keeps_open: bool = False) -> int:
-        """Put a file in the place of ``name``, all or nothing."""
-        fresh = self._path / f"{name}.new"
-        file = os.open(fresh, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            view = memoryview(content)
-            while view:
-                view = view[os.write(file, view) :]
+            _write(file, content)
             os.fsync(file)
-            os.rename(fresh, self._path / name)
-            self._keep_names()
         except OSError:
             os.close(file)
             raise
-        if not keeps_open:
-            os.close(file)
         return file
+
+    def _put(self, name: str) -> None:
+        os.rename(self._path / f"{name}.new", self._path / name)
+        self._keep_names()
+
+    def _replace(self, name: str, content: bytes) -> None:
+        """All of it or nothing."""
+        os.close(self._fresh(name, content))
+        self._put(name)
 
     def _keep_names(self) -> None:
         """Files that were made or renamed have their names after a loss of power."""
@@ -290,3 +325,13 @@ class Disk:
                 return self._wrong(f"a file system that takes files of this size ({error.strerror})")
             case _:
                 return StorageError(f"{self._path}: {error.strerror}; look at the disk")
+
+
+def _steps(offset: int, size_bytes: int) -> range:
+    return range(offset // STEP_BYTES, (offset + size_bytes - 1) // STEP_BYTES + 1)
+
+
+def _write(file: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(file, view) :]

@@ -83,11 +83,13 @@ class Index:
     def wants_compaction(self) -> bool:
         return self.num_bytes > max(MIN_COMPACTION_BYTES, 4 * self._compacted_bytes)
 
-    def compacted(self) -> bytes:
-        """The shortest log with this meaning; it takes the place of the old one."""
-        content = framed(_encoder.encode(Held(self.entries[self._at[at]])) for at in self._offsets)
-        self.num_bytes = self._compacted_bytes = len(content)
-        return content
+    def in_order(self) -> list[Entry]:
+        """By offset."""
+        return [self.entries[self._at[at]] for at in self._offsets]
+
+    def compacted_to(self, num_bytes: int) -> None:
+        """The log was made so short."""
+        self.num_bytes = self._compacted_bytes = num_bytes
 
     def check(self) -> None:
         assert self._offsets == sorted(self._at) and len(self._at) == len(self.entries)
@@ -135,6 +137,11 @@ class Index:
 
     def __repr__(self) -> str:
         return f"<Index of {len(self.entries)} objects, {self.num_bytes} bytes>"
+
+
+def compacted(entries: Iterable[Entry]) -> bytes:
+    """The shortest log that holds these."""
+    return framed(_encoder.encode(Held(entry)) for entry in entries)
 
 
 def _beaten(held: list[Entry]) -> dict[int, None]:

@@ -221,6 +221,7 @@ class Lent:
             log.warning("task_failed", segment=self.offer.name, key=entry.key, reason=str(refusal))
             return
         self._log_block("block_read", entry, source.tier, source.segment)
+        self._compact_if_due()
         if self.offer.disk is not None:  # of memory the master tells, as of everything that comes there
             self._log_block("block_write", entry, self.offer.tier, self.offer.name)
 
@@ -273,6 +274,16 @@ class Lent:
             write()
         except MooncakeError as error:
             log.error("index_not_written", segment=self.offer.name, reason=str(error))
+        self._compact_if_due()
+
+    def _compact_if_due(self) -> None:
+        disk = self.offer.disk
+        if disk is not None and disk.wants_compaction:
+            self._spawn(self._compact(disk, disk.begin_compaction()))
+
+    async def _compact(self, disk: Disk, entries: list[m.Entry]) -> None:
+        fresh = await asyncio.shield(asyncio.to_thread(disk.write_compacted, entries))
+        disk.end_compaction(fresh)
 
     def _log_block(self, event: str, entry: m.Entry, tier: Tier, segment: str, **more: Any) -> None:
         tenant, _, key = entry.key.rpartition("\0")

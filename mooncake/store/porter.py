@@ -80,7 +80,8 @@ class Porter:
         if entry.offset + entry.size_bytes > target.region.size_bytes or not _fits(entry, expected):
             return Refusal("invalid_size", f"{entry.key!r} does not fit its checksums or its place")
         if target.disk is not None:
-            await asyncio.to_thread(target.disk.provide, entry.offset, entry.size_bytes)
+            if not target.disk.is_provided(entry.offset, entry.size_bytes):
+                await asyncio.to_thread(target.disk.provide, entry.offset, entry.size_bytes)
             target.disk.vacate(entry.offset, entry.size_bytes)
         for _ in range(ATTEMPTS):
             done = await self._move(task, target, deadline)
@@ -99,7 +100,11 @@ class Porter:
         if target.disk is not None:
             target.disk.hold(entry)
             if target.flush is not None:
-                await target.flush()
+                try:
+                    await target.flush()
+                except MooncakeError:
+                    target.disk.drop([entry.object_id])
+                    raise
         return None
 
     async def _move(self, task: m.Task, target: Target, deadline: float) -> Completion | None:

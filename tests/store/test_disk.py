@@ -150,10 +150,36 @@ def test_compaction_takes_the_place_of_the_log(
     disk = Disk(engine, path, MIB)
     for number in range(1000):
         disk.hold(entry(number, number % 3 * 4096))
-    assert (path / "mooncake.index").stat().st_size < 5000
+    before = (path / "mooncake.index").stat().st_size
+    wanted = [disk.wants_compaction]
+    entries = disk.begin_compaction()
     disk.hold(entry(5000, 4 * 4096))
+    wanted.append(disk.wants_compaction)
+    fresh = disk.write_compacted(entries)
+    disk.drop([998])
+    disk.end_compaction(fresh)
+    wanted.append(disk.wants_compaction)
+    assert wanted == [True, False, False], "not while it is under way, nor at once again"
+    size = (path / "mooncake.index").stat().st_size
+    assert disk.index.num_bytes == size < before / 100
+    disk.hold(entry(5001, 5 * 4096))
     disk.close()
-    assert list(Disk(engine, path, MIB).index.entries) == [997, 998, 999, 5000]
+    assert sorted(Disk(engine, path, MIB).index.entries) == [997, 999, 5000, 5001]
+
+
+def test_a_log_that_can_not_be_compacted_goes_on(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.store.index.MIN_COMPACTION_BYTES", 100)
+    disk = Disk(engine, path, MIB)
+    for number in range(10):
+        disk.hold(entry(number, number % 3 * 4096))
+    (path / "mooncake.index.new").mkdir()
+    disk.end_compaction(disk.write_compacted(disk.begin_compaction()))
+    assert not disk.wants_compaction, "not again at once"
+    disk.hold(entry(50, 4 * 4096))
+    disk.close()
+    assert list(Disk(engine, path, MIB).index.entries) == [7, 8, 9, 50]
 
 
 def test_what_can_not_be_written_down_is_not_held(

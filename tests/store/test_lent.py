@@ -233,6 +233,7 @@ async def test_a_full_disk_refuses_a_task_and_keeps_what_it_has(
         def full(offset: int, size_bytes: int) -> None:
             raise OutOfSpace("no room")
 
+        monkeypatch.setattr(disk, "is_provided", lambda *_: False)
         monkeypatch.setattr(disk, "provide", full)
         done = await master.run("n/ssd", entry_of(data, 8 * MIB, 2), place(memory, 0))
         assert done.refusal is not None and done.refusal.code == "no_space"
