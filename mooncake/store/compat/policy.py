@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from mooncake.errors import InvalidArgument
 from mooncake.store.compat.values import ReplicateConfig, SoftPinAction
-from mooncake.store.messages import PutPolicy
+from mooncake.store.messages import ObjectStatus, PutPolicy
 
 SOFT_PIN_S = 1800.0
 """A soft pin's life when the writer names none."""
@@ -25,6 +27,16 @@ class Asked:
     def at(self, places: Sequence[int]) -> Asked:
         """Of some of the keys only."""
         return replace(self, groups=tuple(self.groups[i] for i in places) if self.groups else ())
+
+    def keeping(self, there: ObjectStatus) -> Asked:
+        """Of one key, whose object is replaced and hands on what a writer does not say anew."""
+        policy = self.policy
+        is_hard = policy.is_hard_pinned or (self.keeps_pin and there.pinned_s is None)
+        soft_s = policy.soft_pin_ttl_s
+        if self.keeps_pin and there.pinned_s:
+            soft_s = there.pinned_s
+        changed = msgspec.structs.replace(policy, is_hard_pinned=is_hard, soft_pin_ttl_s=soft_s)
+        return replace(self, policy=changed, groups=self.groups or (there.group,))
 
 
 def asked_of(config: ReplicateConfig, num_keys: int) -> Asked:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mooncake.errors import AccessDenied, InvalidArgument, MooncakeError, StorageError
+from mooncake.errors import AccessDenied, InvalidArgument, MooncakeError, Refusal, StorageError
 from mooncake.log import get_logger
 from mooncake.store.compat.arguments import number
 from mooncake.store.compat.config import MIN_SEGMENT_BYTES
@@ -139,6 +139,10 @@ def _give_up(segment: Segment, grace_s: float) -> None:
     if grace_s <= 0:
         _release(segment)
         return
+    # From now on nothing new goes there, and what is there goes elsewhere if there is room.
+    outcome = session.store.drain([segment.name])
+    if isinstance(outcome, Refusal):
+        log.warning(f"unmount {segment.name}: {outcome}")
     later = threading.Timer(grace_s, _release, [segment])
     later.daemon = True
     later.start()

@@ -16,7 +16,7 @@ from mooncake.errors import MooncakeError
 from mooncake.log import get_logger
 from mooncake.store import messages as m
 from mooncake.store.client import Store, StoreSettings
-from mooncake.store.compat.config import DropinSettings, Words
+from mooncake.store.compat.config import DEFAULT_TENANT, DropinSettings, Words
 from mooncake.store.compat.embedded import EmbeddedNode
 from mooncake.store.compat.pool import LocalBuffer
 from mooncake.store.node import NodeSettings
@@ -59,7 +59,7 @@ class Session:
 
     def client(self, timeout_s: float) -> Store:
         """A further client of the same master, with patience of its own."""
-        settings = StoreSettings(timeout_s=timeout_s)
+        settings = StoreSettings(timeout_s=timeout_s, tenant=self.words.tenant_id or DEFAULT_TENANT)
         return Store(self.words.master_server_addr, self.engine, settings)
 
     @property

@@ -8,12 +8,15 @@ from typing import Any
 from mooncake.store.compat.config import Words, words_of
 from mooncake.store.compat.parallel import ParallelCalls
 from mooncake.store.compat.removing import RemoveCalls
+from mooncake.store.compat.replicas import ReplicaCalls
 from mooncake.store.compat.safetensors import SafetensorCalls
 from mooncake.store.compat.segments import SegmentCalls
 from mooncake.store.compat.sessions import SessionCalls
 
 
-class MooncakeDistributedStore(ParallelCalls, SafetensorCalls, SessionCalls, RemoveCalls, SegmentCalls):
+class MooncakeDistributedStore(
+    ParallelCalls, SafetensorCalls, SessionCalls, RemoveCalls, ReplicaCalls, SegmentCalls
+):
     """A client of the store, with the calls and the numbers of the existing package.
 
     ``setup`` first; before it, and after ``close``, every call answers that there is nothing. New programs

@@ -29,6 +29,7 @@ from mooncake.store.compat.codes import Code, code_of
 from mooncake.store.compat.lending import is_memory, lent
 from mooncake.store.compat.memory_calls import MemoryCalls
 from mooncake.store.compat.policy import Asked, asked_of
+from mooncake.store.compat.ranges import chunk_bytes_for
 from mooncake.store.compat.session import Session
 from mooncake.store.compat.values import ReplicateConfig
 from mooncake.store.operations import PutGrant
@@ -233,6 +234,8 @@ class WriteCalls(MemoryCalls):
         good = [is_good_key(key) and bool(row) for key, row in zip(keys, spans, strict=True)]
 
         def put(at: list[int]) -> list[int]:
+            if replace:
+                return self._put_again(session, pick(keys, at), pick(spans, at), asked.at(at))
             codes: list[int] = []
             for part in cut([total_bytes(spans[i]) for i in at]):
                 chosen = [at[i] for i in part]
@@ -243,18 +246,40 @@ class WriteCalls(MemoryCalls):
 
         return on_good(good, put)
 
+    def _put_again(
+        self, session: Session, keys: list[str], spans: list[list[Span]], asked: Asked
+    ) -> list[int]:
+        """In the place of what is there; one that is pinned or in a group stays so, unless told otherwise."""
+        found = session.store.inspect(keys)
+        codes = [0] * len(keys)
+        plain = []
+        for at, there in enumerate(found):
+            if there is None or (there.pinned_s == 0 and not there.group):
+                plain.append(at)
+            else:
+                alone = asked.at([at]).keeping(there)
+                codes[at] = _put_some(session, [keys[at]], [spans[at]], alone, True)[0]
+        for part in cut([total_bytes(spans[at]) for at in plain]):
+            chosen = [plain[i] for i in part]
+            again = _put_some(session, pick(keys, chosen), pick(spans, chosen), asked.at(chosen), True)
+            for at, code in zip(chosen, again, strict=True):
+                codes[at] = code
+        return codes
+
 
 def _put_some(
     session: Session, keys: list[str], parts: list[list[Span]], asked: Asked, replace: bool
 ) -> list[int]:
     if all(len(spans) == 1 for spans in parts):
-        outcomes = session.store.put_batch(keys, [spans[0] for spans in parts])
+        spans = [spans[0] for spans in parts]
+        outcomes = session.store.put_batch(keys, spans, asked.policy, groups=asked.groups, replace=replace)
         return [code_of(outcome) for outcome in outcomes]
     with lent(session, [span for spans in parts for span in spans]):
         outcomes = [None] * len(keys)
         wanted = list(range(len(keys)))
         for _ in range(MAX_ATTEMPTS):
-            found = _write(session.store, session, pick(keys, wanted), pick(parts, wanted), asked, replace)
+            there, where = pick(keys, wanted), pick(parts, wanted)
+            found = _write(session.store, there, where, asked.at(wanted), replace)
             for at, outcome in zip(wanted, found, strict=True):
                 outcomes[at] = outcome
             wanted = [at for at in wanted if (lost := outcomes[at]) is not None and lost.code == "peer_lost"]
@@ -264,22 +289,25 @@ def _put_some(
 
 
 def _write(
-    store: Store, session: Session, keys: list[str], parts: list[list[Span]], asked: Asked, replace: bool
+    store: Store, keys: list[str], parts: list[list[Span]], asked: Asked, replace: bool
 ) -> list[Refusal | None]:
     """Objects whose bytes lie in several places, each written where it belongs."""
     sizes = [total_bytes(spans) for spans in parts]
-    chunk_bytes = [min(store.settings.chunk_bytes, size_bytes) for size_bytes in sizes]
-    started = store.start_puts(keys, sizes, chunk_bytes)
+    largest = store.settings.chunk_bytes
+    chunk_bytes = [
+        min(size_bytes, chunk_bytes_for([length for _, length in spans], largest))
+        for size_bytes, spans in zip(sizes, parts, strict=True)
+    ]
+    started = store.start_puts(keys, sizes, chunk_bytes, asked.policy, groups=asked.groups, replace=replace)
     outcomes = [grant if isinstance(grant, Refusal) else None for grant in started]
     held = [(at, grant) for at, grant in enumerate(started) if isinstance(grant, PutGrant)]
     for num_slices in dict.fromkeys(len(parts[at]) for at, _ in held):
         alike = [(at, grant) for at, grant in held if len(parts[at]) == num_slices]
-        spans = np.array([parts[at] for at, _ in alike], dtype=np.uint64)
-        ends = np.cumsum(spans[:, :, 1], axis=1)
-        offsets = ends - spans[:, :, 1]
-        store.write_ranges(
-            [grant for _, grant in alike], offsets.ravel(), spans[:, :, 0].ravel(), spans[:, :, 1].ravel()
-        )
+        columns = np.array([parts[at] for at, _ in alike], dtype=np.uint64)
+        ends = np.cumsum(columns[:, :, 1], axis=1)
+        lengths = columns[:, :, 1]
+        offsets = (ends - lengths).ravel()
+        store.write_ranges([grant for _, grant in alike], offsets, columns[:, :, 0].ravel(), lengths.ravel())
     for (at, _), outcome in zip(held, store.end_puts([grant for _, grant in held]), strict=True):
         outcomes[at] = outcome
     return outcomes

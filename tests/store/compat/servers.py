@@ -71,3 +71,9 @@ def a_store(
         yield store
     finally:
         store.close()
+
+
+def segments_of(store: MooncakeDistributedStore, key: str) -> list[str]:
+    """Where an object has copies in memory."""
+    copies = store.get_replica_desc(key)
+    return [copy.get_memory_descriptor().buffer_descriptor.transport_endpoint for copy in copies]

@@ -46,6 +46,18 @@ BEFORE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "batch_get_into_multi_buffers": ((["k"], [[1]], [[1]]), [-600]),
     "is_exist": (("k",), -600),
     "batch_is_exist": ((["k", "l"],), [-600, -600]),
+    "get_into_ranges": (([1], [["k"]], [[[0]]], [[[0]]], [[[1]]]), [[[-600]]]),
+    "remove": (("k",), -600),
+    "batch_remove": ((["k", "l"],), [-600, -600]),
+    "remove_by_regex": (("k",), -600),
+    "remove_all": ((), -600),
+    "get_replica_desc": (("k",), []),
+    "batch_get_replica_desc": ((["k"],), {}),
+    "batch_replica_clear": ((["k"],), []),
+    "create_copy_task": (("k", ["s"]), ((0, 0), -600)),
+    "create_move_task": (("k", "s", "t"), ((0, 0), -600)),
+    "query_task": (((1, 1),), (None, -600)),
+    "get_offload_rpc_read_count": ((), 0),
     "register_buffer": ((1, 1), -600),
     "unregister_buffer": ((1,), -600),
 }
@@ -217,9 +229,9 @@ if os.fork() == 0:
     code = store.put("child", b"v")
     os._exit(0 if code == -600 and store.close() == 0 else 1)
 assert os.wait()[1] == 0
-print(store.get_hostname(), flush=True)
 if sys.argv[2] == "handler":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print(store.get_hostname(), flush=True)
 if sys.argv[2] != "exit":
     signal.pause()
 """

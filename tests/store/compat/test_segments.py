@@ -48,11 +48,23 @@ def test_a_file_becomes_a_segment(tmp_path: Path) -> None:
     master.close()
 
 
-def test_a_segment_with_a_grace_period_is_read_meanwhile(master: RunningMaster) -> None:
+def test_a_segment_with_a_grace_period_is_emptied_meanwhile() -> None:
+    master = RunningMaster()
     with a_store(master, segment_bytes=0) as store:
-        outcome = store.allocate_and_mount_segment(MIB)
-        assert store.unmount_segment(outcome["segment_ids"], 60) == 0
-        assert store.unmount_segment(outcome["segment_ids"], 60) == -1
+        (leaving,) = store.allocate_and_mount_segment(MIB)["segment_ids"]
+        value = os.urandom(1000)
+        assert store.put("k", value) == 0
+        assert store.allocate_and_mount_segment(MIB)["ret"] == 0
+        assert store.unmount_segment([leaving], 60) == 0
+        assert store.unmount_segment([leaving], 60) == -1
+        assert store.get("k") == value
+        assert store.put("l", value) == 0
+        for key in ("k", "l"):
+            while leaving in str(
+                [c.get_memory_descriptor().buffer_descriptor for c in store.get_replica_desc(key)]
+            ):
+                assert store.get("k") == value
+    master.close()
 
 
 def test_what_cannot_be_mounted_is_said(
