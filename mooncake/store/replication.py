@@ -381,7 +381,7 @@ class Replication:
         self._end(job, "done" if is_empty else "failed", now)
         job.reason = "" if is_empty else f"unmounted with {job.num_left} objects left: {reason}"
         for segment in segments:
-            self._catalog.segments.drop(segment)
+            self._catalog.segments.retire(segment)
             self._catalog.empty(segment, f"unmounted: {reason}", now)
 
     # A clock of the catalog

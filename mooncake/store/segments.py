@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mooncake.store.objects import StoredObject
 
 MISSED_BEATS = 3
+MAX_RETIRED = 10_000
 
 
 class SegmentState(enum.StrEnum):
@@ -165,6 +166,8 @@ class Segments:
         """The same segments, by host and name: a put looks at its own host first, and mostly no further."""
         self._by_node: dict[str, dict[str, Segment]] = {}
         """The same segments, by node and name."""
+        self._retired: dict[str, int] = {}
+        """Name -> the epoch that may not come back: it was asked to leave."""
         self._look_at: float | None = None
         """No segment changes its state by the passing of time before this instant. Heartbeats only
         put that off, so they leave it alone, and a request of a client pays nothing for a thousand nodes."""
@@ -176,6 +179,9 @@ class Segments:
 
         A segment that is neither new nor of the same epoch as before was rebased.
         """
+        if self._retired.get(mount.segment) == mount.epoch:
+            reason = "it was drained and unmounted; start its process anew to mount it again"
+            return Refusal("unmounted", reason)
         known = self.mounted.get(mount.segment)
         if known is not None:
             if known.epoch == mount.epoch:
@@ -295,6 +301,13 @@ class Segments:
             if not index[name]:
                 del index[name]
         segment.set_state(SegmentState.GONE)
+
+    def retire(self, segment: Segment) -> None:
+        """Drop it, and don't let this life of its process mount it again. The caller must empty it."""
+        self.drop(segment)
+        self._retired[segment.name] = segment.epoch
+        if len(self._retired) > MAX_RETIRED:
+            del self._retired[next(iter(self._retired))]
 
     def deadline(self) -> float | None:
         """When to call ``expire``; it may find that nothing has happened yet."""

@@ -184,7 +184,6 @@ class Tasks:
             extent = task.extent
             self._forget(task)
             self._catalog.complete_extent(task.stored, extent, now)
-            self._catalog.tell(now, task.stored.key, "{}: #{} is on {} too", *_about(task))
             if segment.tier is not Tier.SSD:  # whose node has written it into its index already
                 self.note(segment, entry_of(task.stored, extent.offset), now)
             for ended in task.ended:

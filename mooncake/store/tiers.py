@@ -30,7 +30,7 @@ from mooncake.errors import Refusal
 from mooncake.store.catalog import Catalog
 from mooncake.store.objects import Extent, StoredObject
 from mooncake.store.segments import Segment
-from mooncake.store.tasks import Ended, Task, Tasks
+from mooncake.store.tasks import Task, Tasks
 from mooncake.types import Tier
 
 LOOK_S = 1.0
@@ -89,17 +89,20 @@ class Tiers:
         """Demotions, by object id."""
         self._pairs: dict[tuple[Segment, Segment], None] = {}
         """Memory and SSD of one node, both in use."""
+        self._owed: dict[int, StoredObject] = {}
+        """Durable objects without a copy, by object id."""
         self._scans: deque[list[StoredObject]] = deque()
         self._look_at = 0.0
         self._frequency = Frequency()
 
     # Down
 
-    def make_durable(self, stored: StoredObject, now: float, ended: Ended) -> Refusal | None:
-        """Copy it to SSD, on its own node if that has one; ``ended`` is told. Or why it can't be."""
-        alive = [segment for segment in self._catalog.alive(Tier.SSD) if not segment.is_draining]
-        if not alive:
-            return Refusal("no_ssd", "no node that is alive has an SSD")
+    def _make_durable(self, stored: StoredObject, now: float) -> None:
+        """Its writer waits for a copy on SSD: on its own node if that has one, now or as soon as it can be."""
+        self._owed[stored.object_id] = stored
+        alive = [one for one in self._catalog.alive(Tier.SSD) if not one.is_draining]
+        if not alive or stored.object_id in self._planned:
+            return
         nodes = [extent.segment.node for extent in stored.complete()]
         hosts = [extent.segment.host for extent in stored.complete()]
 
@@ -111,20 +114,13 @@ class Tiers:
                 ssd.allocator.free_bytes - ssd.num_tasks * stored.size_bytes,
             )
 
-        target = max(alive, key=merit)
-        if target.allocator.size_bytes < stored.size_bytes:
-            return Refusal("no_ssd", f"{stored.size_bytes} bytes are more than {target.name} has")
-        self._demote(stored, target, now, ended)
-        return None
+        self._demote(stored, max(alive, key=merit), now, is_urgent=True)
 
-    def _demote(self, stored: StoredObject, ssd: Segment, now: float, ended: Ended | None = None) -> None:
-        is_new = stored.object_id not in self._planned
-        is_urgent = ended is not None
-        task = self._tasks.plan(stored, ssd, "demote", now, ended, makes_room=True, is_urgent=is_urgent)
-        if is_new:
-            task.ended.append(self._demoted)
-            self._planned[stored.object_id] = task
-            self._count_planned(stored, 1)
+    def _demote(self, stored: StoredObject, ssd: Segment, now: float, *, is_urgent: bool = False) -> None:
+        self._planned[stored.object_id] = self._tasks.plan(
+            stored, ssd, "demote", now, self._demoted, makes_room=True, is_urgent=is_urgent
+        )
+        self._count_planned(stored, 1)
 
     def _demoted(self, task: Task, refusal: Refusal | None, now: float) -> None:
         del self._planned[task.stored.object_id]
@@ -230,16 +226,20 @@ class Tiers:
     # A watcher of the catalog
 
     def readable(self, stored: StoredObject, now: float) -> None:
+        if stored.policy.is_durable:
+            self._make_durable(stored, now)
         self._note_dirty(stored, now)
 
     def completed(self, stored: StoredObject, extent: Extent, now: float) -> None:
         """One more replica."""
         if extent.segment.tier is Tier.SSD:
+            self._owed.pop(stored.object_id, None)
             self._note_clean(stored)
         else:
             self._note_dirty(stored, now)
 
     def gone(self, stored: StoredObject, now: float) -> None:
+        self._owed.pop(stored.object_id, None)
         self._note_clean(stored)
         self._frequency.forget(stored.object_id)
 
@@ -249,8 +249,13 @@ class Tiers:
         known = self._dirty.get(stored.object_id)
         if known is not None and known[0].segment is extent.segment:
             self._note_clean(stored)
-        if extent.segment.tier is not Tier.SSD or not self._catalog.is_evicting:
+        if extent.segment.tier is not Tier.SSD:
             self._note_dirty(stored, now)
+        elif not self._catalog.is_evicting and not stored.complete(Tier.SSD):
+            # Its bytes were wrong, or its node is gone.
+            self._note_dirty(stored, now)
+            if stored.policy.is_durable:
+                self._make_durable(stored, now)
 
     # A clock of the catalog
 
@@ -269,6 +274,8 @@ class Tiers:
             if (memory, ssd) not in self._pairs:
                 self._scans.append(list(memory.holders.values()))
         self._pairs = pairs
+        for stored in list(self._owed.values()):
+            self._make_durable(stored, now)
         for home in list(self._homes.values()):
             if home.segment.is_mounted:
                 self._relieve(home, now)
@@ -295,6 +302,9 @@ class Tiers:
         for object_id, (home, stored) in self._dirty.items():
             assert stored.object_id == object_id and stored.is_readable, stored
             assert self._homes[home.segment] is home and stored.on(home.segment) is not None, stored
+            assert not stored.complete(Tier.SSD), stored
+        for object_id, stored in self._owed.items():
+            assert stored.object_id == object_id and stored.is_readable, stored
             assert not stored.complete(Tier.SSD), stored
         for task in self._planned.values():
             assert task in self._tasks.of(task.stored), task

@@ -24,20 +24,25 @@ from mooncake.store import messages as m
 from mooncake.store.effects import ConnectionLost, Note, Received, Reply
 from mooncake.store.master import Master
 from mooncake.store.settings import MasterSettings
+from mooncake.types import Tier
 from tests.scenarios.play import FOLDER, play
 
 BASE = 1 << 40
 
 
 class Stage:
-    """One scenario's master. Times: lease 10 s, put 30 s, grace 5 s, heartbeat 1 s, ttl 5 s."""
+    """One scenario's master. Times: lease 10 s, put 30 s, grace 5 s, heartbeat 1 s, ttl 5 s. Where there is
+    an SSD, every object is copied there at once.
+    """
 
     def __init__(self) -> None:
-        self.master = Master(MasterSettings(high_watermark=1.0))
+        self.master = Master(MasterSettings(high_watermark=1.0, demote_watermark=0.0))
         self.now = 0.0
         self._ids: dict[str, int] = {}
         """Key -> id of its last reservation, so that scenarios need not repeat numbers."""
         self._put_id = 1
+        self._seen: dict[str, int] = {}
+        """Segment -> the number of the last change that its node was told."""
 
     def perform(self, line: str) -> list[str]:
         when, who, *words = line.replace(":", " ", 1).split()
@@ -49,7 +54,8 @@ class Stage:
         elif words[0] == "story":
             told += self.master.story(words[1])
         else:
-            told += self._handle(Received("origin", who, self._message(words[0], words[1:])))
+            message = self._message(words[0], words[1:])
+            told += self._handle(Received((who, message), who, message))
         self.master.check()
         return told
 
@@ -64,15 +70,24 @@ class Stage:
 
     def _handle(self, event: Any) -> list[str]:
         told: list[str] = []
-        for effect in self.master.handle(event, self.now):
+        effects = self.master.handle(event, self.now)
+        for effect in effects:
             if isinstance(effect, Reply):
-                assert isinstance(event, Received)
-                told += self._shown(event.message, effect.message)
+                who, message = effect.origin
+                is_late = not isinstance(event, Received) or effect.origin is not event.origin
+                told += [
+                    f"{who} hears: {line}" if is_late else line
+                    for line in self._shown(message, effect.message)
+                ]
             elif isinstance(effect, Note):
                 fields = " ".join(
                     f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in effect.fields.items()
                 )
                 told.append(f"note {effect.event} {fields}")
+        if isinstance(event, Received) and not any(
+            isinstance(effect, Reply) and effect.origin is event.origin for effect in effects
+        ):
+            told.append("waits for its answer")
         return told
 
     def _message(self, command: str, words: list[str]) -> msgspec.Struct:
@@ -81,7 +96,26 @@ class Stage:
         if command == "mount":
             rest_s, epoch = float(options.get("rest", 0)), int(options.get("epoch", 1))
             size, host = int(options.get("size", 4096)), options.get("host", "h")
-            return m.Mount(names[0], epoch, host, BASE, size, b"", rest_s)
+            tier, content_id = Tier(options.get("tier", "memory")), int(options.get("content", 0))
+            node = options.get("node", "")
+            return m.Mount(names[0], epoch, host, BASE, size, b"", rest_s, tier, content_id, node)
+        if command == "report":
+            entries = [_entry(name) for name in names[1:]]
+            return m.Report(names[0], int(options.get("epoch", 1)), entries, options.get("last") != "no")
+        if command == "poll":
+            done = [m.TaskDone(int(task), None) for task in options.get("done", "").split(",") if task]
+            if "failed" in options:
+                task, code = options["failed"].split(":")
+                done.append(m.TaskDone(int(task), Refusal(code, "says the node")))
+            return m.Poll(names[0], int(options.get("epoch", 1)), done, self._seen.get(names[0], 0), 16)
+        if command in ("copy", "move"):
+            return m.CopyObject(names[0], names[1:], options.get("from", ""))
+        if command == "drain":
+            unmount_after_s = float(options["unmount"]) if "unmount" in options else None
+            targets = options["to"].split(",") if "to" in options else []
+            return m.Drain(names, targets, unmount_after_s=unmount_after_s)
+        if command in ("job", "cancel"):
+            return m.AskJob(int(names[0]), command == "cancel")
         if command in ("beat", "unmount"):
             kind = m.Heartbeat if command == "beat" else m.Unmount
             return kind(names[0], int(options.get("epoch", 1)))
@@ -91,7 +125,8 @@ class Stage:
             put_id = int(options.get("put", self._put_id))
             self._put_id = max(self._put_id, put_id) + len(keys)
             avoid = options["avoid"].split(",") if "avoid" in options else []
-            return m.PutStart(put_id, options.get("host", "h"), keys, sizes, sizes, avoid)
+            policy = m.PutPolicy(is_durable=options.get("durable") == "yes")
+            return m.PutStart(put_id, options.get("host", "h"), keys, sizes, sizes, avoid, policy)
         ids = [int(options.get("id", self._ids.get(name, 0))) for name in names]
         if command == "put_end":
             return m.PutEnd(names, ids, [b"crc!"] * len(names))
@@ -134,9 +169,54 @@ class Stage:
         if isinstance(reply, m.Flags):
             return [f"{key} {'yes' if flag else 'no'}" for key, flag in zip(keys, reply.flags, strict=True)]
         if isinstance(reply, m.Mounted):
-            return [f"mounted, {reply.num_objects} objects" if not reply.refusal else _outcome(reply.refusal)]
+            if reply.refusal:
+                return [_outcome(reply.refusal)]
+            wish = "; report what is there" if reply.wants_report else ""
+            return [f"mounted, {reply.num_objects} objects{wish}"]
+        if isinstance(reply, m.Reported):
+            return [f"not wanted: {', '.join(f'#{one}' for one in reply.unwanted) or 'nothing'}"]
+        if isinstance(reply, m.Polled):
+            return self._polled(message, reply)
+        if isinstance(reply, m.Job):
+            return [_job(reply.status)]
+        if isinstance(reply, m.Refused):
+            return [_outcome(reply.refusal)]
         assert isinstance(reply, m.Beat)
         return ["known" if reply.is_known else "unknown, mount again"]
+
+
+    def _polled(self, poll: m.Poll, polled: m.Polled) -> list[str]:
+        if not polled.is_known:
+            return ["unknown, mount again"]
+        lines = []
+        if polled.first:
+            if polled.first > self._seen.get(poll.segment, 0) + 1:
+                lines.append("changes were missed, report what is there")
+            self._seen[poll.segment] = polled.first + len(polled.changes) - 1
+        for change in polled.changes:
+            lines.append(
+                f"#{change} went" if isinstance(change, int) else f"{change.key} #{change.object_id} came"
+            )
+        for task in polled.tasks:
+            entry, source = task.entry, task.source
+            where = f"from {source.segment}+{source.address - BASE} to {poll.segment}+{entry.offset}"
+            what = f"task {task.task_id}: {entry.key} #{entry.object_id} {where}"
+            lines.append(f"{what} within {task.deadline_s:g} s")
+        return lines or ["nothing"]
+
+
+def _entry(name: str) -> m.Entry:
+    """``key#id:size@offset``."""
+    key, rest = name.split("#")
+    object_id, rest = rest.split(":")
+    size, offset = rest.split("@")
+    return m.Entry(key, int(object_id), int(size), int(size), b"crc!", int(offset))
+
+
+def _job(job: m.JobStatus) -> str:
+    counts = f"{job.num_done} done, {job.num_failed} failed, {job.num_left} left"
+    reason = f": {job.reason}" if job.reason else ""
+    return f"job {job.job_id}, {job.kind} of {job.about}: {job.state}; {counts}{reason}"
 
 
 def _place(place: m.Reserved | m.Stored) -> str:
