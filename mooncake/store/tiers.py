@@ -98,7 +98,7 @@ class Tiers:
     # Down
 
     def _make_durable(self, stored: StoredObject, now: float) -> None:
-        """Its writer waits for a copy on SSD: on its own node if that has one, now or as soon as it can be."""
+        """Its writer waits for a copy on SSD: on its own node if that has one, as soon as it can be."""
         self._owed[stored.object_id] = stored
         alive = [one for one in self._catalog.alive(Tier.SSD) if not one.is_draining]
         if not alive or stored.object_id in self._planned:

@@ -8,7 +8,7 @@ from mooncake.store import messages as m
 from mooncake.types import Tier
 from tests.store.conftest import LEASE_S, SETTINGS
 from tests.store.nodes import Nodes, Place, with_ssd
-from tests.store.test_tiers import where, work
+from tests.store.test_tiers import put_durable, where, work
 
 
 @pytest.fixture
@@ -181,11 +181,7 @@ def test_what_is_being_written_is_waited_for(nodes: Nodes) -> None:
 
 def test_an_object_that_others_have_just_leaves_when_there_is_no_room(nodes: Nodes) -> None:
     a, ssd = with_ssd(nodes)
-    nodes.put("k", host="a")
-    assert (
-        nodes.master.tiers.make_durable(nodes.master.objects.readable["k"], nodes.now, lambda *_: None)
-        is None
-    )
+    put_durable(nodes, "k")
     work(nodes, ssd)
     job = ask(nodes, m.Drain(["a"], []))
     live(nodes, 2.0, a, ssd)

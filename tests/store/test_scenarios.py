@@ -184,7 +184,6 @@ class Stage:
         assert isinstance(reply, m.Beat)
         return ["known" if reply.is_known else "unknown, mount again"]
 
-
     def _polled(self, poll: m.Poll, polled: m.Polled) -> list[str]:
         if not polled.is_known:
             return ["unknown, mount again"]

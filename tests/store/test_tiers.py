@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 
-from mooncake.errors import Refusal
+from mooncake.store import messages as m
 from mooncake.store.settings import MasterSettings
-from mooncake.store.tasks import Task
 from mooncake.store.tiers import Frequency
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS
@@ -130,40 +129,64 @@ def test_an_object_that_can_not_be_copied_is_tried_again_later() -> None:
     assert len(ssd.poll()) == 1
 
 
-def test_a_durable_object_is_copied_though_there_is_room_and_somebody_is_told() -> None:
+def put_durable(nodes: Nodes, key: str, host: str = "a") -> None:
+    """Its put-end may be answered later."""
+    (place,) = nodes.start(key, host=host).reserved
+    assert place is not None
+    nodes.master.objects.writing[key].policy = m.PutPolicy(is_durable=True)
+    nodes.post(m.PutEnd([key], [place.object_id], [b"crc!"]), "client", "end")
+
+
+def test_a_durable_object_is_copied_though_there_is_room() -> None:
     nodes = Nodes(SETTINGS)
     _, ssd = with_ssd(nodes)
-    nodes.put("k", host="a")
-    stored = nodes.master.objects.readable["k"]
-    told: list[Refusal | None] = []
-
-    def ended(_: Task, refusal: Refusal | None, now: float) -> None:
-        told.append(refusal)
-
-    assert nodes.master.tiers.make_durable(stored, nodes.now, ended) is None
-    assert told == []
-    work(nodes, ssd)
-    assert told == [None] and where(nodes, "k") == ["a", "a/ssd"]
+    put_durable(nodes, "k")
+    assert work(nodes, ssd) == 1 and where(nodes, "k") == ["a", "a/ssd"]
 
 
-def test_without_an_ssd_nothing_is_durable() -> None:
+def test_a_durable_object_is_copied_before_others() -> None:
+    nodes = Nodes(settings(demote_watermark=0.0, tasks_per_segment=1))
+    _, ssd = with_ssd(nodes)
+    nodes.put("k", "n", host="a")
+    assert [task.entry.key for task in ssd.poll()] == ["k"]
+    put_durable(nodes, "d")
+    assert [task.entry.key for task in ssd.poll(m.TaskDone(1, None))] == ["d"]
+
+
+def test_a_durable_object_is_copied_when_its_ssd_can_take_it() -> None:
     nodes = Nodes(SETTINGS)
-    Place(nodes, "a")
-    nodes.put("k", host="a")
-    stored = nodes.master.objects.readable["k"]
-    refusal = nodes.master.tiers.make_durable(stored, nodes.now, lambda *_: None)
-    assert refusal is not None and refusal.code == "no_ssd"
+    a, ssd = with_ssd(nodes)
+    put_durable(nodes, "k")
+    todo = ssd.poll()
+    for _ in range(3):
+        todo = ssd.fail(todo[0], "disk_failed")
+    assert todo == []
+    nodes.lose(ssd.connection)
+    nodes.wait(2.0)
+    a.beat()
+    again = Place(nodes, "a/ssd", SSD_BYTES, tier=Tier.SSD, content_id=99, epoch=8)
+    nodes.wait(1.0)
+    again.beat()
+    assert work(nodes, again) == 1 and where(nodes, "k") == ["a", "a/ssd"]
 
 
 def test_the_ssd_of_another_node_makes_durable_where_the_own_has_none() -> None:
     nodes = Nodes(SETTINGS)
     Place(nodes, "a")
     _, ssd = with_ssd(nodes, "b")
-    nodes.put("k", host="a")
-    stored = nodes.master.objects.readable["k"]
-    assert nodes.master.tiers.make_durable(stored, nodes.now, lambda *_: None) is None
+    put_durable(nodes, "k")
     work(nodes, ssd)
     assert where(nodes, "k") == ["a", "b/ssd"]
+
+
+def test_a_durable_object_whose_copy_was_wrong_is_copied_again() -> None:
+    nodes = Nodes(SETTINGS)
+    _, ssd = with_ssd(nodes)
+    put_durable(nodes, "k")
+    work(nodes, ssd)
+    stored = nodes.master.objects.readable["k"]
+    nodes.master.catalog.drop_extent(stored, stored.complete(Tier.SSD)[0], "for the test", nodes.now)
+    assert work(nodes, ssd) == 1 and where(nodes, "k") == ["a", "a/ssd"]
 
 
 def demoted(nodes: Nodes, memory: Place, ssd: Place, key: str) -> None:
