@@ -1,15 +1,18 @@
 """What another master wrote down, entered into this one: after a restart, or while following a leader.
 
 A record changes tables, allocators and orders just as the event did that caused it, but makes no
-promise, asks nobody and is not written down again. Promises are not in the records, so the space of
-what goes is free at once; ``settle``, called when this master begins to answer, makes up for it:
-every object is taken to be leased, and every segment rests.
+promise, asks nobody and is not written down again. Leases are not in the records. So every object
+is taken to be leased when it goes and when this master begins to answer (``settle``), and space that
+was promised to a writer (``SpaceHeld``) or given up by a reader rests as long as any promise lasts.
+Where the other master has given such space out again, it knew better, and the rest ends: records are
+entered in the order in which they were made.
 
 Records may come again (a snapshot that overlaps the log): the second time they change nothing.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +22,7 @@ from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
 from mooncake.store.objects import Extent, StoredObject
 from mooncake.store.records import (
+    LineBegan,
     ObjectGone,
     ObjectPinned,
     ObjectReadable,
@@ -28,7 +32,9 @@ from mooncake.store.records import (
     ReplicaGone,
     SegmentGone,
     SegmentMounted,
+    SpaceHeld,
 )
+from mooncake.store.segments import Segment
 from mooncake.types import ObjectKey
 
 
@@ -37,6 +43,8 @@ class Applying:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
+        self._resting: dict[str, list[int]] = {}
+        """Segment -> offsets, in order, of space that rests or has rested."""
         self._how: dict[type, Callable[[Any, float], None]] = {
             SegmentMounted: self._segment_mounted,
             SegmentGone: self._segment_gone,
@@ -45,6 +53,8 @@ class Applying:
             ReplicaAdded: self._replica_added,
             ReplicaGone: self._replica_gone,
             ObjectPinned: self._object_pinned,
+            SpaceHeld: self._space_held,
+            LineBegan: self._line_began,
             QuotaSet: self._quota_set,
         }
 
@@ -57,13 +67,13 @@ class Applying:
 
     def settle(self, now: float) -> None:
         settings = self._catalog.settings
-        self._catalog.segments.settle(settings.rest_s, now)
+        self._catalog.segments.settle(now)
         lease_until = now + settings.lease_s
         for stored in self._catalog.objects.readable.values():
             stored.lease_until = lease_until
 
     def _segment_mounted(self, record: SegmentMounted, now: float) -> None:
-        mount = m.Mount(**msgspec.structs.asdict(record), rest_s=self._catalog.settings.rest_s)
+        mount = m.Mount(**msgspec.structs.asdict(record), rest_s=0.0)
         known = self._catalog.segments.mounted.get(record.segment)
         if known is not None and known.content_id == (mount.content_id or mount.epoch):
             self._catalog.follow(known, mount)
@@ -84,7 +94,7 @@ class Applying:
         if known is not None and known.object_id == record.object_id:
             return
         if known is not None:
-            self._catalog.unlink(known, "replaced by a newer put", now)
+            self._unlink(known, "replaced by a newer put", now)
         extents = [self._taken(name, offset, record.size_bytes) for name, offset in record.places]
         taken = [extent for extent in extents if extent is not None]
         if taken:
@@ -95,7 +105,7 @@ class Applying:
     def _object_gone(self, record: ObjectGone, now: float) -> None:
         stored = self._find(record.key, record.object_id)
         if stored is not None:
-            self._catalog.unlink(stored, "gone", now)
+            self._unlink(stored, "gone", now)
 
     def _replica_added(self, record: ReplicaAdded, now: float) -> None:
         stored = self._find(record.key, record.object_id)
@@ -111,7 +121,9 @@ class Applying:
         segment = self._catalog.segments.mounted.get(record.segment)
         extent = None if stored is None or segment is None else stored.on(segment)
         if stored is not None and extent is not None:
+            stored.lease_until = now + self._catalog.settings.rest_s
             self._catalog.drop_extent(stored, extent, "gone", now)
+            self._rests(extent)
 
     def _object_pinned(self, record: ObjectPinned, now: float) -> None:
         stored = self._find(record.key, record.object_id)
@@ -122,13 +134,57 @@ class Applying:
         readable = self._catalog.objects.readable.values()
         self._catalog.tenants.set_quota(record.tenant, record.size_bytes, readable)
 
+    def _space_held(self, record: SpaceHeld, now: float) -> None:
+        until = now + self._catalog.settings.rest_s
+        for name, offset in record.places:
+            extent = self._taken(name, offset, record.size_bytes)
+            if extent is not None:
+                self._catalog.rest(extent, record.size_bytes, until)
+                self._rests(extent)
+
+    def _line_began(self, record: LineBegan, _: float) -> None:
+        self._catalog.segments.line = record.line
+
+    def _unlink(self, stored: StoredObject, reason: str, now: float) -> None:
+        extents = list(stored.extents)
+        stored.lease_until = now + self._catalog.settings.rest_s
+        self._catalog.unlink(stored, reason, now)
+        for extent in extents:
+            self._rests(extent)
+
+    def _rests(self, extent: Extent) -> None:
+        offsets = self._resting.setdefault(extent.segment.name, [])
+        at = bisect.bisect_left(offsets, extent.offset)
+        if offsets[at : at + 1] != [extent.offset]:
+            offsets.insert(at, extent.offset)
+
     def _find(self, key: ObjectKey, object_id: int) -> StoredObject | None:
         stored = self._catalog.objects.readable.get(key)
         return stored if stored is not None and stored.object_id == object_id else None
 
     def _taken(self, name: str, offset: int, size_bytes: int) -> Extent | None:
-        """That space, or None where the segment is gone or something else has it."""
+        """That space, or None where the segment is gone or another object has it."""
         segment = self._catalog.segments.mounted.get(name)
-        if segment is None or not segment.allocator.take(offset, size_bytes):
+        if segment is None:
             return None
+        if not segment.allocator.take(offset, size_bytes):
+            self._end_rests(segment, offset, offset + size_bytes)
+            if not segment.allocator.take(offset, size_bytes):
+                return None
         return Extent(segment, offset, is_complete=True)
+
+    def _end_rests(self, segment: Segment, start: int, end: int) -> None:
+        """Whatever rests in that range does so no more."""
+        offsets = self._resting.get(segment.name, [])
+        at = max(0, bisect.bisect_right(offsets, start) - 1)
+        while at < len(offsets) and offsets[at] < end:
+            offset = offsets[at]
+            if offset + segment.allocator.allocations.get(offset, 0) <= start:
+                at += 1
+                continue
+            del offsets[at]
+            holder = segment.holders.get(offset)
+            if holder is not None and any(
+                e.offset == offset and e.segment is segment for e in holder.resting
+            ):
+                self._catalog.release(segment, offset)

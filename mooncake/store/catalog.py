@@ -16,7 +16,7 @@ import dataclasses
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Protocol
 
 from mooncake.store.effects import Note, Reply
@@ -32,6 +32,7 @@ from mooncake.store.records import (
     ReplicaGone,
     SegmentGone,
     SegmentMounted,
+    SpaceHeld,
 )
 from mooncake.store.segments import Segment, Segments
 from mooncake.store.settings import MasterSettings
@@ -198,6 +199,7 @@ class Catalog:
         for extent in extents:
             extent.held_until = write_until + self.settings.grace_s
             self.tenants.charge(stored, extent)
+        self.records.append(_held(extents, size_bytes))
         self._wake(write_until, stored, None)
         return stored
 
@@ -269,6 +271,7 @@ class Catalog:
         extent.write_until = until
         extent.held_until = until + self.settings.grace_s
         stored.extents.append(extent)
+        self.records.append(_held([extent], stored.size_bytes))
         segment.holders[offset] = stored
         self.tenants.charge(stored, extent)
         stored.refresh()
@@ -338,8 +341,10 @@ class Catalog:
         stored.lease_until = lease_until
         if stored.joint is not None:
             stored.joint.lease_until = lease_until
-        for extent in stored.resting:
-            extent.release_at = max(extent.release_at, lease_until)
+        if stored.resting:
+            for extent in stored.resting:
+                extent.release_at = max(extent.release_at, lease_until)
+            self.records.append(_held(stored.resting, stored.size_bytes))
 
     def _left(self, stored: StoredObject, extents: list[Extent], now: float) -> None:
         for left in self.on_left:
@@ -373,6 +378,29 @@ class Catalog:
             return self._release(stored, extent)
         self._wake(extent.release_at, stored, extent)
         return 0
+
+    def rest(self, extent: Extent, size_bytes: int, until: float) -> None:
+        """Space that another master promised, to whom and for what does not matter."""
+        ghost = StoredObject("", 0, 0, size_bytes, size_bytes, [], 0.0)
+        ghost.state = State.UNLINKED
+        ghost.resting.append(extent)
+        extent.is_resting, extent.is_complete, extent.release_at = True, False, until
+        extent.segment.holders[extent.offset] = ghost
+        self._wake(until, ghost, extent)
+
+    def held(self) -> Generator[SpaceHeld, None, None]:
+        """All space that is promised without being a replica that can be read."""
+        for segment in self.segments.mounted.values():
+            for offset, stored in segment.holders.items():
+                extent = stored.on(segment)
+                if extent is None or extent.offset != offset or not extent.is_complete:
+                    yield SpaceHeld([(segment.name, offset)], stored.size_bytes)
+
+    def release(self, segment: Segment, offset: int) -> None:
+        """Space that rests is free at once: another master has given it out again."""
+        stored = segment.holders[offset]
+        extent = next(e for e in stored.resting if e.segment is segment and e.offset == offset)
+        self._release(stored, extent)
 
     def _release(self, stored: StoredObject, extent: Extent) -> int:
         stored.resting.remove(extent)
@@ -482,6 +510,10 @@ class Catalog:
                     assert (id(stored), id(None)) in timed, f"{stored} is written for ever"
                 elif here[0].is_resting or not here[0].is_complete:
                     assert (id(stored), id(here[0])) in timed, f"{stored} leaks"
+
+
+def _held(extents: Iterable[Extent], size_bytes: int) -> SpaceHeld:
+    return SpaceHeld([(extent.segment.name, extent.offset) for extent in extents], size_bytes)
 
 
 def record_of(stored: StoredObject) -> ObjectReadable:

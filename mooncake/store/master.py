@@ -10,8 +10,8 @@ anyone; nodes and clients come to it. What it must never get wrong, whatever is 
   lease ends, not before a writer's deadline plus ``grace_s`` (a write posted in time may land late).
   So an object that goes while promised is *unlinked* at once and its space *released* later.
 * What it acknowledged it can write down first (``Keep``), and a successor that reads it (``restore``)
-  has every object again. Promises are not written down: memory rests until those of the predecessor
-  have run out (``segments.py``).
+  has every object again, and knows which space was promised. Leases are not written down: it takes
+  every object to be leased (``applying.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mooncake.store.objects import Objects
 from mooncake.store.pinning import Pinning
 from mooncake.store.quotas import QuotaKeeping
 from mooncake.store.reading import Reading
-from mooncake.store.records import Record
+from mooncake.store.records import LineBegan, Record
 from mooncake.store.removing import Removing
 from mooncake.store.replication import Replication
 from mooncake.store.segments import Segments
@@ -187,7 +187,7 @@ class Master:
         """From now on this master answers: what it knows by ``apply`` is under promises it does not know.
 
         Objects are hidden until their nodes mount here, then all there. Every object is taken to be
-        leased, and every segment rests.
+        leased; space that was promised rests.
         """
         self._applying.settle(now)
 
@@ -199,9 +199,12 @@ class Master:
 
     def snapshot(self) -> list[Record]:
         """The shortest records from which ``restore`` makes this state."""
-        records: list[Record] = [record_of_segment(one) for one in self.catalog.segments.mounted.values()]
+        segments = self.catalog.segments
+        records: list[Record] = [LineBegan(segments.line)]
+        records += [record_of_segment(one) for one in segments.mounted.values()]
         records += self.catalog.tenants.records()
         records += [record_of(stored) for stored in self.catalog.objects.readable.values()]
+        records += self.catalog.held()
         return records
 
     def __repr__(self) -> str:

@@ -200,7 +200,7 @@ class Membership:
                 return [Disconnect(), *self._closed(f"mount refused: {reason}", now)]
             self._heartbeat_s = message.heartbeat_s
             rest_s = max(message.rest_s, self._mount.rest_s)
-            self._mount = msgspec.structs.replace(self._mount, rest_s=rest_s)
+            self._mount = msgspec.structs.replace(self._mount, rest_s=rest_s, line=message.line)
             self._backoff_s = FIRST_BACKOFF_S
             fields = {"segment": self._mount.segment, "num_objects": message.num_objects}
             if message.wants_report:

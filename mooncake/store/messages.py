@@ -253,6 +253,8 @@ class Mount(msgspec.Struct, frozen=True, array_like=True, tag="mount"):
     """Names the bytes: they outlive the process on SSD. 0: the epoch, because memory's don't."""
     node: str = ""
     """The name under which one process serves several segments; "": that of the segment."""
+    line: int = 0
+    """``Mounted.line`` of the last master that used this memory; 0: there was none."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -335,6 +337,8 @@ class Mounted(msgspec.Struct, frozen=True, array_like=True, tag="mounted"):
     """What to say in the next Mount, whichever master it goes to."""
     wants_report: bool = False
     """The master does not know this content: say what it holds."""
+    line: int = 0
+    """Names the line of masters that know each other's promises: say it in the next Mount."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):

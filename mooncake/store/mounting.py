@@ -56,7 +56,8 @@ class Mounting:
         what = "segment_back" if is_back else "segment_mounted"
         rest_s = max(0.0, segment.rests_until - now)
         self._catalog.note(what, segment, num_objects=num_objects, rest_s=rest_s)
-        return m.Mounted(None, num_objects, settings.heartbeat_s, settings.rest_s, segment.wants_report)
+        line, wants_report = self._catalog.segments.line, segment.wants_report
+        return m.Mounted(None, num_objects, settings.heartbeat_s, settings.rest_s, wants_report, line)
 
     def _rebased(self, segment: Segment, now: float) -> None:
         """Another process serves the content: what lies there is readable at other addresses."""

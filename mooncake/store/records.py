@@ -78,6 +78,20 @@ class ObjectPinned(msgspec.Struct, frozen=True, array_like=True, tag="object_pin
     is_hard_pinned: bool
 
 
+class SpaceHeld(msgspec.Struct, frozen=True, array_like=True, tag="space_held"):
+    """Space was promised to a writer, or still is to a reader of what is gone: it must rest."""
+
+    places: list[tuple[str, int]]
+    """(segment, offset in it), each of ``size_bytes``."""
+    size_bytes: int
+
+
+class LineBegan(msgspec.Struct, frozen=True, array_like=True, tag="line_began"):
+    """The first record: which line of masters these are. All of them know each other's promises."""
+
+    line: int
+
+
 class QuotaSet(msgspec.Struct, frozen=True, array_like=True, tag="quota_set"):
     tenant: str
     size_bytes: int | None
@@ -91,6 +105,8 @@ Record: TypeAlias = (
     | ReplicaAdded
     | ReplicaGone
     | ObjectPinned
+    | SpaceHeld
+    | LineBegan
     | QuotaSet
 )
 

@@ -10,8 +10,8 @@ A suspected segment keeps its objects but hides them at once: better a miss now 
 waits for a dead node. The epoch names one life of the owning process, hence one content of the
 memory: the same epoch brings everything back, another one means that the bytes are new.
 
-``rests_until``: memory that served another master (or this one, before it was given up) may still
-be read and written under promises that nobody here remembers. It is mounted at once, but nothing
+``rests_until``: memory that served a master of another line (or this one, before it was given up) may
+still be read and written under promises that nobody here remembers. It is mounted at once, but nothing
 is allocated on it until every such promise has run out. Nor is anything before the first heartbeat,
 which tells that the node has read the answer to its Mount and knows how long it binds it: else a
 master that dies right after mounting could have made promises that nobody tells its successor.
@@ -142,7 +142,6 @@ class Segment:
         self.descriptor = mount.descriptor
         self.connection = connection
         self.heard_at = now
-        self.rests_until = max(self.rests_until, now + mount.rest_s)
         self.was_restored = self.is_confirmed = self.polls = False
         self.set_state(SegmentState.ALIVE)
 
@@ -159,6 +158,8 @@ class Segments:
 
     def __init__(self, ttl_s: float, heartbeat_s: float, first_change: int = 1) -> None:
         self._ttl_s = ttl_s
+        self.line = first_change
+        """Which line of masters this is (``records.LineBegan``)."""
         self._first_change = first_change
         self._patience_s = MISSED_BEATS * heartbeat_s
         self.mounted: dict[str, Segment] = {}
@@ -189,7 +190,7 @@ class Segments:
                 known.heard_at = now
                 if known.was_restored:
                     known.was_restored = False
-                    known.rests_until = max(known.rests_until, now + mount.rest_s)
+                    known.rests_until = max(known.rests_until, now + self._rest_s(mount))
                 known.set_state(SegmentState.ALIVE)
                 self._look_by(now + self._patience_s)
                 return known, None
@@ -201,6 +202,7 @@ class Segments:
                 )
             if _is_same_content(known, mount):
                 known.rebase(mount, connection, now)
+                known.rests_until = max(known.rests_until, now + self._rest_s(mount))
                 self._look_by(now + self._patience_s)
                 return known, None
         if known is None:
@@ -234,11 +236,19 @@ class Segments:
         """Elsewhere another process was seen to serve the same content, at another address."""
         segment.epoch, segment.address, segment.descriptor = mount.epoch, mount.address, mount.descriptor
 
-    def settle(self, rest_s: float, now: float) -> None:
-        """This master takes over: nodes have from now on to come, and old promises run from now on."""
+    def settle(self, now: float) -> None:
+        """This master takes over: nodes have from now on to come."""
         for segment in self.mounted.values():
-            segment.rests_until = max(segment.rests_until, now + rest_s)
+            segment.was_restored = True
             self._suspect(segment, now)
+
+    def _rest_s(self, mount: Mount) -> float:
+        """How long a segment rests that this master knows from its predecessors.
+
+        They wrote down what they promised. A master of another line, which may have used the memory
+        in between, did so elsewhere.
+        """
+        return 0.0 if mount.line == self.line else mount.rest_s
 
     def _add(self, segment: Segment) -> None:
         self.mounted[segment.name] = segment

@@ -10,7 +10,7 @@ import pytest
 from mooncake.sim.checkers import Violation
 from mooncake.sim.faults import Faults
 from mooncake.sim.store_run import StoreRun
-from mooncake.store import catalog, master, objects, operations, records, segments, writing
+from mooncake.store import applying, catalog, master, objects, operations, records, segments, writing
 
 CALM = Faults()
 ROUGH = Faults(
@@ -115,15 +115,8 @@ def forgets_to_write_some_objects_down(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "record_of", broken)
 
 
-def lets_restored_memory_do_without_rest(patch: pytest.MonkeyPatch) -> None:
-    settle = segments.Segments.settle
-
-    def broken(self: segments.Segments, rest_s: float, now: float) -> None:
-        settle(self, rest_s, now)
-        for segment in self.mounted.values():
-            segment.rests_until, segment.was_restored = now, False
-
-    patch.setattr(segments.Segments, "settle", broken)
+def forgets_what_its_predecessor_promised(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(applying.Applying, "_space_held", lambda self, record, now: None)
 
 
 def never_asks_twice(patch: pytest.MonkeyPatch) -> None:
@@ -144,7 +137,7 @@ def never_asks_twice(patch: pytest.MonkeyPatch) -> None:
         takes_a_restarted_node_for_its_predecessor,
         believes_any_bytes,
         forgets_to_write_some_objects_down,
-        lets_restored_memory_do_without_rest,
+        forgets_what_its_predecessor_promised,
         never_asks_twice,
     ],
 )

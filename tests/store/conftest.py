@@ -71,9 +71,17 @@ class Voice:
         self.now = until
 
     def mount(
-        self, name: str = "a", size_bytes: int = 4096, *, epoch: int = 7, host: str = "h", rest_s: float = 0.0
+        self,
+        name: str = "a",
+        size_bytes: int = 4096,
+        *,
+        epoch: int = 7,
+        host: str = "h",
+        rest_s: float = 0.0,
+        line: int = 0,
     ) -> m.Mounted:
-        mount = m.Mount(name, epoch, host, 1 << 20, size_bytes, b"how to reach " + name.encode(), rest_s)
+        how = b"how to reach " + name.encode()
+        mount = m.Mount(name, epoch, host, 1 << 20, size_bytes, how, rest_s, line=line)
         reply = self.say(mount, f"node {name}")
         assert isinstance(reply, m.Mounted)
         if reply.refusal is None:

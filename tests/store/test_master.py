@@ -451,7 +451,7 @@ def test_a_successor_has_every_object_once_its_node_is_back(voice: Voice) -> Non
     assert other.records == [], "nothing new happened"
 
 
-def test_a_successor_gives_no_space_out_before_old_promises_are_over(voice: Voice) -> None:
+def test_space_that_served_another_line_of_masters_rests_as_a_whole(voice: Voice) -> None:
     voice.mount()
     voice.put("k")
     other = successor(voice)
@@ -460,6 +460,59 @@ def test_a_successor_gives_no_space_out_before_old_promises_are_over(voice: Voic
     other.keep_alive(35)
     place = other.start("new").reserved[0]
     assert place is not None and place.replicas[0].address == (1 << 20) + 1024
+
+
+def offsets_of(started: m.PutStarted) -> list[int]:
+    return [place.replicas[0].address - (1 << 20) for place in started.reserved if place is not None]
+
+
+def test_a_successor_knows_what_was_promised_and_lets_only_that_rest(voice: Voice) -> None:
+    voice.mount()
+    voice.put("k")
+    assert offsets_of(voice.start("unfinished")) == [1024]
+    voice.put("gone")
+    voice.find("gone")
+    voice.remove("gone", force=True)
+    other = successor(voice)
+    other.mount(rest_s=35.0, line=voice.master.segments.line)
+    assert offsets_of(other.start("new")) == [3072], "what no writer and no reader was promised"
+    assert refusal_of(other.start("more")).code == "no_space"
+    other.keep_alive(35)
+    assert sorted(offsets_of(other.start("later", "and later"))) == [1024, 2048]
+
+
+def test_space_that_was_given_out_again_does_not_rest(voice: Voice) -> None:
+    voice.mount()
+    for _ in range(3):
+        voice.put("k")
+        voice.remove("k")
+    voice.put("k", "l", "m", "n", size_bytes=512)
+    other = successor(voice)
+    assert other.mount(line=voice.master.segments.line).num_objects == 4
+    assert sum(other.master.segments.mounted["a"].allocator.allocations.values()) == 2048
+    assert offsets_of(other.start("new", size_bytes=2048)) == [2048]
+
+
+def test_a_lease_on_what_is_gone_is_in_the_snapshot_too(voice: Voice) -> None:
+    voice.mount()
+    voice.put("k")
+    voice.find("k")
+    voice.remove("k", force=True)
+    other = Voice(voice.master.settings)
+    other.master.restore(voice.master.snapshot(), 0.0)
+    other.mount(line=voice.master.segments.line)
+    assert offsets_of(other.start("new")) == [1024]
+
+
+def test_a_successor_of_a_successor_knows_it_too(voice: Voice) -> None:
+    voice.mount()
+    voice.start("unfinished")
+    other = Voice(voice.master.settings)
+    other.master.restore(voice.master.snapshot(), 0.0)
+    third = Voice(voice.master.settings)
+    third.master.restore(other.master.snapshot(), 0.0)
+    third.mount(rest_s=35.0, line=voice.master.segments.line)
+    assert offsets_of(third.start("new")) == [1024]
 
 
 def test_restored_objects_are_taken_to_be_leased(voice: Voice) -> None:
@@ -505,9 +558,9 @@ def test_a_snapshot_says_the_same_in_fewer_words(voice: Voice) -> None:
         voice.put("k")
         voice.remove("k")
     voice.put("k", "l")
-    assert len(voice.records) == 13
+    assert len(voice.records) == 20
     snapshot = voice.master.snapshot()
-    assert len(snapshot) == 3
+    assert len(snapshot) == 4
     again = Voice(voice.master.settings)
     again.master.restore(snapshot, 0.0)
     assert again.master.snapshot() == snapshot
