@@ -63,6 +63,7 @@ CORES = {
     "store.framing",
     "store.hot",
     "store.index",
+    "store.kvevents",
     "store.master",
     "store.membership",
     "store.messages",

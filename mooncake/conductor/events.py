@@ -40,16 +40,19 @@ class _Event(msgspec.Struct, frozen=True, tag_field="type", tag=str):
 class BlockStored(_Event, frozen=True):
     block_hashes: list[ForeignHash]
     parent_block_hash: ForeignHash | None = None
-    token_ids: list[int] = []
-    block_size: int = 0
+    token_ids: list[int] | None = None
+    block_size: int | None = None
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: list[object] | None = None
+    object_key: str | None = None
+    """Of a store that names its objects by our block hashes; such events carry no hashes that mean more."""
 
 
 class BlockRemoved(_Event, frozen=True):
     block_hashes: list[ForeignHash]
     medium: str | None = None
+    object_key: str | None = None
 
 
 class AllBlocksCleared(_Event, frozen=True):
@@ -127,6 +130,8 @@ class EventReader:
         return facts
 
     def _stored(self, event: BlockStored) -> list[BlockHash]:
+        if event.object_key is not None:
+            return _named_by(event.object_key)
         if not any(isinstance(block_hash, int) for block_hash in event.block_hashes):
             return [block_hash for block_hash in event.block_hashes if isinstance(block_hash, bytes)]
         if event.lora_name or any(event.extra_keys or ()):
@@ -136,8 +141,9 @@ class EventReader:
             parent = self._own_hashes.get(event.parent_block_hash)
         own: list[BlockHash] = []
         for number, foreign in enumerate(event.block_hashes):
-            tokens = event.token_ids[number * event.block_size : (number + 1) * event.block_size]
-            if parent is None or len(tokens) < event.block_size or not isinstance(foreign, int):
+            size = event.block_size or 0
+            tokens = (event.token_ids or [])[number * size : (number + 1) * size]
+            if parent is None or not size or len(tokens) < size or not isinstance(foreign, int):
                 break
             parent = extend(parent, tokens)
             self._own_hashes[foreign] = parent
@@ -145,8 +151,21 @@ class EventReader:
         return own
 
     def _removed(self, event: BlockRemoved) -> list[BlockHash]:
+        if event.object_key is not None:
+            return _named_by(event.object_key)
         found = [one if isinstance(one, bytes) else self._own_hashes.get(one) for one in event.block_hashes]
         return [one for one in found if one is not None]
+
+
+def _named_by(key: str) -> list[BlockHash]:
+    """The block that our own store keeps under ``key`` (``KvIdentity.key``); none when it is no block's."""
+    kind, _, block = key.rpartition("/")
+    if not kind.startswith("kv/"):
+        return []
+    try:
+        return [bytes.fromhex(block)]
+    except ValueError:
+        return []
 
 
 async def follow(

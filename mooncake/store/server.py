@@ -27,7 +27,7 @@ from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.admin.app import make_app
-from mooncake.store.admin.desk import Leadership
+from mooncake.store.admin.desk import Leadership, Publisher
 from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
 from mooncake.store.master import Master
 from mooncake.store.oplog import Oplog
@@ -44,6 +44,7 @@ class MasterServer:
     def __init__(self, settings: MasterSettings, other: str = "") -> None:
         """``other``: Unix socket of the server for clients that open with another protocol."""
         self.settings = settings
+        self.publisher: Publisher | None = None
         # Random, so that a client of an earlier master can't mean an object of this one.
         self.master = Master(settings, first_object_id=secrets.randbits(42) << 20)
         self._driver: Driver[Event, Effect] = Driver(self.master, self._perform)
@@ -178,16 +179,32 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
     server = MasterServer(settings, other)
     metrics_host = settings.metrics_host or settings.host
     web = WebServer(make_app(server), listen(metrics_host, settings.metrics_port))
+    stack = contextlib.AsyncExitStack()
     try:
         port = await server.start()
         await web.start()
         address, metrics_address = f"{settings.host}:{port}", f"{metrics_host}:{web.port}"
         log.info("ready", role="master", address=address, metrics=metrics_address)
         log.info(f"Master service started on port {port}")  # the words that existing launchers wait for
+        if settings.kv_events_endpoint:
+            await stack.enter_async_context(_publishing(server))
         yield server
     finally:
+        await stack.aclose()
         await web.close()
         await server.close()
+
+
+@contextlib.asynccontextmanager
+async def _publishing(server: MasterServer) -> AsyncIterator[None]:
+    from mooncake.store.kvpublisher import KvEventPublisher  # late: it needs ZeroMQ
+
+    server.publisher = KvEventPublisher(server)
+    try:
+        server.publisher.start()
+        yield
+    finally:
+        await server.publisher.close()
 
 
 _GAUGES = {

@@ -107,6 +107,24 @@ class MasterSettings:
     max_pin_s: Seconds = 3600.0
     "Seconds that a soft pin may last; longer ones are cut to that."
 
+    kv_events_endpoint: str = ""
+    "ZeroMQ endpoint on which KV events are published, such as `tcp://*:5557`; empty: none are."
+
+    kv_events_replay_endpoint: str = ""
+    "ZeroMQ endpoint that answers subscribers who missed events; empty: none does."
+
+    kv_events_backend: str = "mooncake"
+    "What the events call this store (`backend_id`)."
+
+    kv_events_legacy: bool = True
+    "Whether events carry vLLM's fields (`type`, `block_hashes`), too."
+
+    kv_events_object_key: bool = True
+    "Whether events carry the object's key."
+
+    kv_events_queue: Annotated[int, msgspec.Meta(ge=1)] = 65536
+    "Events that may wait to be sent; beyond it the oldest are dropped."
+
     def __post_init__(self) -> None:
         scheme, found, rest = self.election.partition("://")
         if self.election and not (found and rest and scheme in ELECTIONS):

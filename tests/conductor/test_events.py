@@ -16,6 +16,11 @@ from mooncake.conductor.index import PrefixIndex
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from mooncake.inference.kv_events import BlockRemoved, BlockStored, KvEvent, KvEventPublisher
 from mooncake.prefix import block_hashes, root_hash
+from mooncake.rpc import AsyncClient
+from mooncake.store import messages as m
+from mooncake.store.kvpublisher import KvEventPublisher as StoreEvents
+from mooncake.store.server import MasterServer
+from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
 
 HASHES = block_hashes(range(64), 16, root_hash())
@@ -220,3 +225,37 @@ def test_the_publisher_and_the_reader_mean_the_same() -> None:
         BlocksStored("w", [HASHES[0]], Tier.SSD),
         BlocksRemoved("w", [HASHES[1]]),
     ]
+
+
+async def test_a_master_of_the_store_is_followed_like_a_worker(context: zmq.asyncio.Context) -> None:
+    settings = MasterSettings(
+        port=0, kv_events_endpoint="tcp://127.0.0.1:*", kv_events_replay_endpoint="tcp://127.0.0.1:*"
+    )
+    server = MasterServer(settings)
+    client = AsyncClient(f"127.0.0.1:{await server.start()}", m.REPLIES)
+    await client.call(m.Mount("a", 1, "h", 0, 1 << 20, b"", 0.0), 5)
+    await client.call(m.Heartbeat("a", 1), 5)
+
+    async def put(*keys: str) -> None:
+        sizes = [100] * len(keys)
+        started = await client.call(m.PutStart(1, "h", list(keys), sizes, sizes), 5)
+        ids = [one.object_id for one in started.reserved]
+        await client.call(m.PutEnd(list(keys), ids, [b"crc!"] * len(keys)), 5)
+
+    before, live = f"kv/0123456789abcdef/{HASHES[0].hex()}", f"kv/0123456789abcdef/{HASHES[1].hex()}"
+    await put(before, "17", "no block's", "kv/0123456789abcdef/no hash")
+    events = StoreEvents(server)
+    events.start()
+    follower = Follower(context, EventSource(events.endpoint, events.replay_endpoint))
+    try:
+        await until(lambda: follower.has(HASHES[0]))  # from the replay: it was there before the first event
+        await put(live)
+        await until(lambda: follower.has(HASHES[0], HASHES[1]))
+        await client.call(m.Remove([live], True), 5)
+        await until(lambda: not follower.has(HASHES[1]))
+        assert follower.has(HASHES[0])
+    finally:
+        await follower.stop()
+        await events.close()
+        await client.close()
+        await server.close()

@@ -83,6 +83,10 @@ def make_app(desk: Desk) -> FastAPI:
     async def summary() -> Response:
         return PlainTextResponse(exported.summary(desk, good(await desk.ask(m.Status()))) + "\n")
 
+    @app.get("/kv_events/status")
+    async def kv_events() -> Response:
+        return json({"enabled": False} if desk.publisher is None else desk.publisher.status())
+
     app.include_router(looking.router(desk))
     app.include_router(changing.router(desk))
     return app

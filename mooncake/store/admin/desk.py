@@ -23,11 +23,22 @@ class Leadership:
     term: int
 
 
+class Publisher(Protocol):
+    """Who sends KV events."""
+
+    def start(self) -> None: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    async def close(self) -> None: ...
+
+
 class Desk(Protocol):
     """A master's process: answers messages as if a client had sent them."""
 
     settings: MasterSettings
     master: Master
+    publisher: Publisher | None
 
     @property
     def leadership(self) -> Leadership: ...

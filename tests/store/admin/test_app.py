@@ -114,3 +114,7 @@ async def test_changes_need_the_key(
     assert status == 401 and "X-API-Key" in answer["error"]
     assert (await locked.ask(path, method, data=body, headers={"X-API-Key": KEY}))[0] != 401
     assert (await locked.ask("/get_all_keys"))[0] == 200
+
+
+async def test_kv_events_are_off_unless_asked_for(house: House) -> None:
+    assert await house.ask("/kv_events/status") == (200, {"enabled": False})
