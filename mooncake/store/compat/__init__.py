@@ -26,6 +26,7 @@ OWNERS = {
     **dict.fromkeys(_POOLS, "mooncake.store.compat.pool"),
     **dict.fromkeys(_HOST, "mooncake.store.compat.host"),
     "BufferHandle": "mooncake.store.compat.buffers",
+    **dict.fromkeys(("EngramStore", "EngramStoreConfig"), "mooncake.store.compat.engram"),
     **dict.fromkeys(("ParallelAxis", "ReadTarget", "TensorParallelism"), "mooncake.store.compat.parallelism"),
     **dict.fromkeys(
         ("_serialize_tensor", "_deserialize_tensor", "_tensor_metadata_size"),

@@ -143,9 +143,9 @@ class SessionCalls(ReadCalls, WriteCalls):
             if len(keys) != len(sizes):
                 return [int(Code.INVALID_PARAMS)] * len(keys)
             chunks = [max(SESSION_CHUNK_BYTES, -(-size // MAX_SESSION_CHUNKS)) for size in sizes]
-            asked_of(ReplicateConfig() if config is None else config, len(keys))
+            asked = asked_of(ReplicateConfig() if config is None else config, len(keys))
             codes: list[int] = []
-            grants = session.store.start_puts(keys, sizes, chunks)
+            grants = session.store.start_puts(keys, sizes, chunks, asked.policy, groups=asked.groups)
             for key, grant in zip(keys, grants, strict=True):
                 if isinstance(grant, PutGrant):
                     with self._sessions_lock:

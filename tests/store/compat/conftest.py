@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from mooncake.store.compat.store import MooncakeDistributedStore
-from tests.store.compat.servers import RunningMaster, a_store
+from tests.store.compat.servers import SETTINGS, RunningMaster, a_store
 
 
 @pytest.fixture(scope="module")
-def master() -> Iterator[RunningMaster]:
-    running = RunningMaster()
+def master(request: pytest.FixtureRequest) -> Iterator[RunningMaster]:
+    """With the ``MASTER`` settings of the module, if it has some."""
+    running = RunningMaster(getattr(request.module, "MASTER", SETTINGS))
     yield running
     running.close()
 

@@ -14,6 +14,9 @@ from mooncake.store.settings import MasterSettings
 
 SETTINGS = MasterSettings(port=0, lease_s=0.2, put_s=5.0, grace_s=0.0, heartbeat_s=0.05)
 
+CALM = MasterSettings(port=0, lease_s=10.0, grace_s=0.0)
+"""For tests that are not about time, on machines that have other things to do."""
+
 
 class RunningMaster:
     """Listens until ``stop``; ``start`` again takes the same port with an empty memory."""

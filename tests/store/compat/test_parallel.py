@@ -18,7 +18,9 @@ from mooncake.store.compat.store import MooncakeDistributedStore
 from mooncake.store.compat.tensors import _serialize_tensor
 from mooncake.store.compat.tensorwire import AxisKind, decode, decode_manifest
 from mooncake.store.compat.values import ReplicateConfig
+from tests.store.compat.servers import CALM
 
+MASTER = CALM
 _numbers = itertools.count()
 
 
@@ -201,6 +203,27 @@ def test_batches(store: MooncakeDistributedStore) -> None:
     assert store.batch_put_tensor_with_parallelism(more, tensors, ways[:2]) == [-600] * 3
     assert store.batch_get_tensor_with_parallelism(more, [None]) == [None] * 3
     assert store.batch_put_tensor_with_tp(more, tensors[:2]) == [-600] * 3
+
+
+def test_every_part_is_replaced(store: MooncakeDistributedStore) -> None:
+    key, tensor = new_key(), torch.arange(12).reshape(3, 4)
+    for new, way in ((tensor, tp(0, 2, 0)), (tensor + 1, tp(1, 3, 1)), (tensor + 2, tp(0, 2, 1))):
+        assert store.upsert_tensor_with_parallelism(key, new, way) == 0
+        assert equal(store.get_tensor_with_parallelism(key), new)
+        assert equal(store.get_tensor_with_parallelism(key, ReadTarget("shard", tp(1, 2))), new[2:])
+    other = new_key()
+    head, _, _, _ = _serialize_tensor(tensor)
+    buffer = np.frombuffer(head + tensor.numpy().tobytes(), dtype=np.uint8)
+    for rank in range(2):
+        code = store.upsert_tensor_with_parallelism_from(
+            other, buffer.ctypes.data, buffer.size, writer_partition=(rank, 2, 1)
+        )
+        assert code == 0
+    assert equal(store.get_tensor_with_parallelism(other), tensor)
+    assert store.batch_upsert_tensor_with_parallelism(
+        [other], [tensor + 1], writer_partitions=[(0, 1, 0)]
+    ) == [0]
+    assert equal(store.get_tensor_with_parallelism(other), tensor + 1)
 
 
 def test_groups_reach_every_part(store: MooncakeDistributedStore) -> None:

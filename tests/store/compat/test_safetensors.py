@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mooncake.store.compat.store import MooncakeDistributedStore
+from tests.store.compat.servers import CALM
 
+MASTER = CALM
 _numbers = itertools.count()
 
 

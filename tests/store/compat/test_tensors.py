@@ -18,7 +18,9 @@ from mooncake.store.compat.tensor_memory import tensor_at
 from mooncake.store.compat.tensors import _deserialize_tensor, _serialize_tensor, _tensor_metadata_size
 from mooncake.store.compat.tensorwire import DTYPES, Header, encode
 from mooncake.store.compat.values import ReplicateConfig
+from tests.store.compat.servers import CALM
 
+MASTER = CALM
 _numbers = itertools.count()
 
 
@@ -84,6 +86,23 @@ def test_a_key_that_exists_keeps_its_tensor(store: MooncakeDistributedStore) -> 
     assert store.put_tensor(key, torch.zeros(2)) == 0
     assert store.put_tensor(key, torch.ones(2)) == 0
     assert same(store.get_tensor(key), torch.zeros(2))
+
+
+def test_a_tensor_is_replaced(store: MooncakeDistributedStore) -> None:
+    key = new_key()
+    assert store.upsert_tensor(key, torch.zeros(2)) == 0
+    assert store.upsert_tensor(key, torch.ones(3)) == 0
+    assert same(store.get_tensor(key), torch.ones(3))
+    assert store.batch_upsert_tensor([key, key], [torch.ones(1), None]) == [0, -600]
+    config = ReplicateConfig()
+    assert store.upsert_pub_tensor(key, torch.ones(4), config) == 0
+    assert store.batch_upsert_pub_tensor([key], [torch.ones(5)], config) == [0]
+    assert same(store.get_tensor(key), torch.ones(5))
+    head, _, _, _ = _serialize_tensor(torch.ones(2))
+    buffer = np.frombuffer(head + torch.ones(2).numpy().tobytes(), dtype=np.uint8)
+    assert store.upsert_tensor_from(key, buffer.ctypes.data, buffer.size) == 0
+    assert store.batch_upsert_tensor_from([key], [buffer.ctypes.data], [3]) == [-600]
+    assert same(store.get_tensor(key), torch.ones(2))
 
 
 def test_a_config_goes_along(store: MooncakeDistributedStore) -> None:
