@@ -24,6 +24,7 @@ from mooncake.store import errands as e
 from mooncake.store import membership as ms
 from mooncake.store import messages as m
 from mooncake.store.disk import Disk
+from mooncake.store.indexlog import IndexLog
 from mooncake.store.porter import Porter, Target, Together
 from mooncake.transfer import Region, TransferEngine
 from mooncake.types import Tier
@@ -260,14 +261,14 @@ class Lent:
                 self._drop([change])
                 continue
             # It is there by a task, as a rule; or the master knows better than an index that lost its tail.
-            self._note_down(partial(disk.hold, change))
+            self._note_down(partial(disk.log.hold, change))
 
     def _drop(self, object_ids: list[int]) -> None:
         disk = self.offer.disk
         if disk is None:
             e.changed(self._held, object_ids)
         else:
-            self._note_down(partial(disk.drop, object_ids))
+            self._note_down(partial(disk.log.drop, object_ids))
 
     def _note_down(self, write: Callable[[], None]) -> None:
         try:
@@ -278,12 +279,12 @@ class Lent:
 
     def _compact_if_due(self) -> None:
         disk = self.offer.disk
-        if disk is not None and disk.wants_compaction:
-            self._spawn(self._compact(disk, disk.begin_compaction()))
+        if disk is not None and disk.log.wants_compaction:
+            self._spawn(self._compact(disk.log, disk.log.begin_compaction()))
 
-    async def _compact(self, disk: Disk, entries: list[m.Entry]) -> None:
-        fresh = await asyncio.shield(asyncio.to_thread(disk.write_compacted, entries))
-        disk.end_compaction(fresh)
+    async def _compact(self, index: IndexLog, entries: list[m.Entry]) -> None:
+        fresh = await asyncio.shield(asyncio.to_thread(index.write_compacted, entries))
+        index.end_compaction(fresh)
 
     def _log_block(self, event: str, entry: m.Entry, tier: Tier, segment: str, **more: Any) -> None:
         tenant, _, key = entry.key.rpartition("\0")

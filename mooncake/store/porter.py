@@ -98,12 +98,12 @@ class Porter:
         if clock.monotonic() >= deadline:
             return Refusal("expired", f"copy of {entry.key!r} took too long")
         if target.disk is not None:
-            target.disk.hold(entry)
+            target.disk.log.hold(entry)
             if target.flush is not None:
                 try:
                     await target.flush()
                 except MooncakeError:
-                    target.disk.drop([entry.object_id])
+                    target.disk.log.drop([entry.object_id])
                     raise
         return None
 

@@ -40,9 +40,9 @@ def test_bytes_and_entries_survive(engine: TransferEngine, path: Path) -> None:
     there = disk.region.address + 2 * MIB
     own = engine.open(engine.describe())
     assert engine.run(Op.WRITE, own, [here.address], [there], [MIB]).status == Status.OK
-    disk.hold(entry(1, 2 * MIB, MIB))
-    disk.hold(entry(2))
-    disk.drop([2])
+    disk.log.hold(entry(1, 2 * MIB, MIB))
+    disk.log.hold(entry(2))
+    disk.log.drop([2])
     disk.flush()
     content_id = disk.content_id
     disk.close()
@@ -79,7 +79,7 @@ def test_a_directory_in_use_is_refused(engine: TransferEngine, path: Path) -> No
 def test_a_larger_capacity_is_other_content(engine: TransferEngine, path: Path) -> None:
     """The entries stay; a master that knew the segment asks for them because of the new id."""
     disk = Disk(engine, path, MIB)
-    disk.hold(entry(1))
+    disk.log.hold(entry(1))
     disk.close()
     larger = Disk(engine, path, 2 * MIB + 1)
     assert larger.size_bytes == 2 * MIB and larger.content_id != disk.content_id
@@ -102,7 +102,7 @@ def test_what_is_no_directory_for_us(engine: TransferEngine, path: Path) -> None
 
 def test_damaged_and_strange_headers(engine: TransferEngine, path: Path) -> None:
     disk = Disk(engine, path, MIB)
-    disk.hold(entry(1))
+    disk.log.hold(entry(1))
     disk.close()
     header = path / "mooncake.ssd"
     sound = header.read_bytes()
@@ -131,14 +131,14 @@ def test_another_version_is_told(engine: TransferEngine, path: Path, monkeypatch
 
 def test_a_torn_index_loses_its_tail_only(engine: TransferEngine, path: Path) -> None:
     disk = Disk(engine, path, MIB)
-    disk.hold(entry(1))
-    disk.hold(entry(2, 4096))
+    disk.log.hold(entry(1))
+    disk.log.hold(entry(2, 4096))
     disk.close()
     index = path / "mooncake.index"
     os.truncate(index, index.stat().st_size - 1)
     again = Disk(engine, path, MIB)
     assert list(again.index.entries) == [1]
-    again.hold(entry(3, 8192))
+    again.log.hold(entry(3, 8192))
     again.close()
     assert list(Disk(engine, path, MIB).index.entries) == [1, 3]
 
@@ -149,20 +149,20 @@ def test_compaction_takes_the_place_of_the_log(
     monkeypatch.setattr("mooncake.store.index.MIN_COMPACTION_BYTES", 4096)
     disk = Disk(engine, path, MIB)
     for number in range(1000):
-        disk.hold(entry(number, number % 3 * 4096))
+        disk.log.hold(entry(number, number % 3 * 4096))
     before = (path / "mooncake.index").stat().st_size
-    wanted = [disk.wants_compaction]
-    entries = disk.begin_compaction()
-    disk.hold(entry(5000, 4 * 4096))
-    wanted.append(disk.wants_compaction)
-    fresh = disk.write_compacted(entries)
-    disk.drop([998])
-    disk.end_compaction(fresh)
-    wanted.append(disk.wants_compaction)
+    wanted = [disk.log.wants_compaction]
+    entries = disk.log.begin_compaction()
+    disk.log.hold(entry(5000, 4 * 4096))
+    wanted.append(disk.log.wants_compaction)
+    fresh = disk.log.write_compacted(entries)
+    disk.log.drop([998])
+    disk.log.end_compaction(fresh)
+    wanted.append(disk.log.wants_compaction)
     assert wanted == [True, False, False], "not while it is under way, nor at once again"
     size = (path / "mooncake.index").stat().st_size
     assert disk.index.num_bytes == size < before / 100
-    disk.hold(entry(5001, 5 * 4096))
+    disk.log.hold(entry(5001, 5 * 4096))
     disk.close()
     assert sorted(Disk(engine, path, MIB).index.entries) == [997, 999, 5000, 5001]
 
@@ -173,11 +173,11 @@ def test_a_log_that_can_not_be_compacted_goes_on(
     monkeypatch.setattr("mooncake.store.index.MIN_COMPACTION_BYTES", 100)
     disk = Disk(engine, path, MIB)
     for number in range(10):
-        disk.hold(entry(number, number % 3 * 4096))
+        disk.log.hold(entry(number, number % 3 * 4096))
     (path / "mooncake.index.new").mkdir()
-    disk.end_compaction(disk.write_compacted(disk.begin_compaction()))
-    assert not disk.wants_compaction, "not again at once"
-    disk.hold(entry(50, 4 * 4096))
+    disk.log.end_compaction(disk.log.write_compacted(disk.log.begin_compaction()))
+    assert not disk.log.wants_compaction, "not again at once"
+    disk.log.hold(entry(50, 4 * 4096))
     disk.close()
     assert list(Disk(engine, path, MIB).index.entries) == [7, 8, 9, 50]
 
@@ -187,7 +187,7 @@ def test_what_can_not_be_written_down_is_not_held(
 ) -> None:
     """The disk is full in the middle of a record: what was there stays, what comes later is not lost."""
     disk = Disk(engine, path, MIB)
-    disk.hold(entry(1))
+    disk.log.hold(entry(1))
     write = os.write
 
     def full(file: int, content: memoryview) -> int:
@@ -198,9 +198,9 @@ def test_what_can_not_be_written_down_is_not_held(
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(OutOfSpace, match="make room"):
-            disk.hold(entry(2, 4096))
+            disk.log.hold(entry(2, 4096))
     assert list(disk.index.entries) == [1]
-    disk.hold(entry(3, 8192))
+    disk.log.hold(entry(3, 8192))
     disk.close()
     assert list(Disk(engine, path, MIB).index.entries) == [1, 3]
 
