@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
-import os
 import socket
 import ssl
 import time
@@ -298,7 +297,6 @@ class RpcServer:
     def _stay_awake(self) -> None:
         self._is_awake = time.perf_counter() < self._awake_until
         if self._is_awake:
-            os.sched_yield()
             asyncio.get_running_loop().call_soon(self._stay_awake)
 
     async def start(self, host: str, port: int) -> int:

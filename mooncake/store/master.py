@@ -16,6 +16,7 @@ anyone; nodes and clients come to it. What it must never get wrong, whatever is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -74,6 +75,9 @@ class Master:
         removing, mounting = Removing(self.catalog), Mounting(self.catalog, self.tasks)
         asking, pinning, quotas = Asking(self.catalog), Pinning(self.catalog), QuotaKeeping(self.catalog)
         self._applying = Applying(self.catalog)
+        self._soonest = -math.inf
+        """What ``deadline`` said after the last event; before the first, and once records came in, nobody
+        has looked."""
         self._answers: dict[type, Callable[[Any, Received, float], msgspec.Struct | None]] = {
             m.Lookup: reading.lookup,
             m.Exists: reading.exists,
@@ -107,7 +111,8 @@ class Master:
 
     def handle(self, event: Event | Wake, now: float) -> list[Effect]:
         catalog = self.catalog
-        catalog.expire(now)
+        if now >= self._soonest:
+            catalog.expire(now)
         effects: list[Effect] = []
         if isinstance(event, Received):
             answer = self._answer(event, now)
@@ -125,10 +130,14 @@ class Master:
         if catalog.records:
             effects.insert(0, Keep(catalog.records))
             catalog.records = []
+        deadline = catalog.deadline()
+        self._soonest = math.inf if deadline is None else deadline
         return effects
 
     def deadline(self) -> float | None:
-        return self.catalog.deadline()
+        if self._soonest == -math.inf:
+            return self.catalog.deadline()
+        return None if self._soonest == math.inf else self._soonest
 
     def check(self) -> None:
         self.catalog.check()
@@ -181,6 +190,7 @@ class Master:
 
     def apply(self, record: Record, now: float) -> None:
         """Enter what another master wrote down. Only before this one answers anything."""
+        self._soonest = -math.inf
         self._applying.apply(record, now)
 
     def settle(self, now: float) -> None:
@@ -189,6 +199,7 @@ class Master:
         Objects are hidden until their nodes mount here, then all there. Every object is taken to be
         leased; space that was promised rests.
         """
+        self._soonest = -math.inf
         self._applying.settle(now)
 
     def restore(self, records: Iterable[Record], now: float) -> None:

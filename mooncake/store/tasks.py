@@ -19,7 +19,7 @@ that the puts of one message make one batch of tasks, and planning never disturb
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
@@ -364,15 +364,18 @@ class Tasks:
     # A clock of the catalog
 
     def deadline(self) -> float | None:
-        poll_s = self._catalog.settings.poll_s
-        instants = [
-            *itertools.islice(self._ripe.values(), 1),
-            *itertools.islice(self._due.values(), 1),
-            *(parked.arrived_at + poll_s for parked in itertools.islice(self._parked.values(), 1)),
-        ]
-        if self._look_at is not None:
-            instants.append(self._look_at)
-        return min(instants, default=None)
+        # Asked after every event of the master, so without building anything.
+        soonest = math.inf if self._look_at is None else self._look_at
+        for instant in self._ripe.values():
+            soonest = min(soonest, instant)
+            break
+        for instant in self._due.values():
+            soonest = min(soonest, instant)
+            break
+        for parked in self._parked.values():
+            soonest = min(soonest, parked.arrived_at + self._catalog.settings.poll_s)
+            break
+        return None if soonest == math.inf else soonest
 
     def expire(self, now: float) -> None:
         poll_s = self._catalog.settings.poll_s
