@@ -232,7 +232,7 @@ class Catalog:
 
         Returns the bytes that were released at once.
         """
-        was_readable, leased_until = stored.is_readable, stored.leased_until
+        was_readable, leased_until, joint = stored.is_readable, stored.leased_until, stored.joint
         extents, stored.extents = stored.extents, []
         for extent in extents:
             self.eviction.left(stored, extent)
@@ -240,6 +240,8 @@ class Catalog:
         if was_readable:
             self.tenants.hidden(stored)
             self.eviction.unlinked(stored)
+            if joint is not None and stored.is_hard_pinned:
+                self.eviction.regrouped(joint, now)
             if is_recorded:
                 self.records.append(ObjectGone(stored.key, stored.object_id))
         self.tell(now, stored.key, "#{} unlinked: {}", stored.object_id, reason)

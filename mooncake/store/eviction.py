@@ -26,7 +26,7 @@ import heapq
 from collections.abc import Generator, Iterable
 from typing import Literal, TypeAlias
 
-from mooncake.store.objects import Extent, StoredObject
+from mooncake.store.objects import Extent, Group, StoredObject
 from mooncake.store.segments import Segment
 from mooncake.types import ObjectKey
 
@@ -103,7 +103,10 @@ class Eviction:
         """``stored`` has become readable."""
         if self._policy == "chain" and stored.parent:
             self._children.setdefault(stored.parent, {})[stored.object_id] = stored
-        self.changed(stored, now)
+        if stored.joint is not None and stored.is_hard_pinned and stored.joint.num_hard_pinned == 1:
+            self.regrouped(stored.joint, now)
+        else:
+            self.changed(stored, now)
 
     def changed(self, stored: StoredObject, now: float) -> None:
         """Its replicas are others than before."""
@@ -112,7 +115,14 @@ class Eviction:
 
     def repinned(self, stored: StoredObject, now: float) -> None:
         """It, or with it its group, is pinned otherwise than before."""
-        for member in (stored,) if stored.joint is None else stored.joint.members.values():
+        if stored.joint is None:
+            self.changed(stored, now)
+        else:
+            self.regrouped(stored.joint, now)
+
+    def regrouped(self, group: Group, now: float) -> None:
+        """The group is pinned hard, or not any more. (Soft pins are seen when a member surfaces.)"""
+        for member in group.members.values():
             self.changed(member, now)
 
     def left(self, stored: StoredObject, extent: Extent) -> None:
@@ -191,7 +201,9 @@ class Eviction:
                     heapq.heapreplace(heads, (*entry[:2], number, queue))
                     continue
                 stored, extent = entry[4], entry[5]
-                if stored.leased_until > now:
+                if self._is_misplaced(entry, queue, now):
+                    self._enter(stored, extent, now)
+                elif stored.leased_until > now:
                     if self._policy != "lfu" and queue.order is not Order.PINNED:
                         heapq.heappop(heads)  # so is everything behind it
                         continue
@@ -234,6 +246,11 @@ class Eviction:
 
     def _rank(self, stored: StoredObject) -> float:
         return self._age + stored.num_uses if self._policy == "lfu" else stored.leased_until
+
+    def _is_misplaced(self, entry: Entry, queue: Queue, now: float) -> bool:
+        """Its group's soft pin is not what it was when it entered."""
+        pinned_until = entry[4].pinned_until
+        return pinned_until != entry[0] if queue.order is Order.PINNED else pinned_until > now
 
     def is_blocked(self, stored: StoredObject, extent: Extent) -> bool:
         """Whether descendants keep it there."""

@@ -108,12 +108,14 @@ class Placement:
                 return segment, offset
         return self._allocate_in(self._local, size_bytes) or self._allocate_in(self._remote, size_bytes)
 
-    def others(self, taken: Collection[Segment]) -> Generator[Segment, None, None]:
-        """Where a further replica may go, the best first: no segment twice, other hosts first."""
-        hosts = {segment.host for segment in taken}
+    def others(self, taken: list[Segment]) -> Generator[Segment, None, None]:
+        """Where a further replica may go, the best first: no segment twice, other hosts first.
+
+        The caller adds to ``taken`` what it takes.
+        """
         later: list[Segment] = []
         for segment in self._in_order():
-            if segment.host not in hosts:
+            if all(segment.host != other.host for other in taken):
                 yield segment
             elif segment not in taken:
                 later.append(segment)
@@ -121,7 +123,8 @@ class Placement:
 
     def _in_order(self) -> Generator[Segment, None, None]:
         yield from self._preferred
-        rest = [*self._local, *self._remote]
+        every = (*self._local, *self._remote)
+        rest: Order = [(weight, number, segment) for number, (weight, _, segment) in enumerate(every)]
         heapq.heapify(rest)
         while rest:
             segment = heapq.heappop(rest)[2]

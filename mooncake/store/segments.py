@@ -238,6 +238,7 @@ class Segments:
 
     def settle(self, now: float) -> None:
         """This master takes over: nodes have from now on to come."""
+        self._look_at = None
         for segment in self.mounted.values():
             segment.was_restored = True
             self._suspect(segment, now)

@@ -58,13 +58,15 @@ class Space:
         account: Account,
         now: float,
     ) -> None:
-        for segment in placement.others([extents[0].segment]):
+        taken = [extents[0].segment]
+        for segment in placement.others(taken):
             if len(extents) == num_replicas or not account.has_room((len(extents) + 1) * size_bytes):
                 break
             if self._catalog.make_room(segment, size_bytes, now):
                 offset = segment.allocator.allocate(size_bytes)
                 assert offset is not None, segment
                 extents.append(Extent(segment, offset))
+                taken.append(segment)
                 placement.freed(segment)
 
     def _fit(self, size_bytes: int, account: Account, now: float) -> Refusal | None:

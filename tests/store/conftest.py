@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from mooncake.machine import Wake
 from mooncake.store import messages as m
 from mooncake.store.effects import ConnectionLost, Keep, Note, Received, Reply
 from mooncake.store.master import Master
+from mooncake.store.objects import DEFAULT_POLICY
 from mooncake.store.records import Record
 from mooncake.store.settings import MasterSettings
 
@@ -96,30 +97,82 @@ class Voice:
                 assert self.say(m.Heartbeat(name, epoch), f"node {name}").is_known
         self.wait(seconds - int(seconds))
 
-    def start(self, *keys: str, size_bytes: int = 1000, host: str = "h", put_id: int = 0) -> m.PutStarted:
+    def start(
+        self,
+        *keys: str,
+        size_bytes: int = 1000,
+        host: str = "h",
+        put_id: int = 0,
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        tenant: str = "",
+        group: str = "",
+        parents: Sequence[str] = (),
+        replace: bool = False,
+    ) -> m.PutStarted:
         if not put_id:
             put_id = self._put_id
             self._put_id += len(keys)
         count = len(keys)
-        message = m.PutStart(put_id, host, list(keys), [size_bytes] * count, [size_bytes] * count)
+        sizes = [size_bytes] * count
+        groups = [group] * count if group else []
+        message = m.PutStart(
+            put_id, host, list(keys), sizes, sizes, [], policy, groups, list(parents), replace, tenant
+        )
         reply = self.say(message)
         assert isinstance(reply, m.PutStarted)
         return reply
 
-    def end(self, key: str, object_id: int, checksums: bytes = b"crc!") -> Any:
-        return self.say(m.PutEnd([key], [object_id], [checksums])).outcomes[0]
+    def end(
+        self, key: str, object_id: int, checksums: bytes = b"crc!", tenant: str = "", *failed: str
+    ) -> Any:
+        lost = [list(failed)] if failed else []
+        return self.say(m.PutEnd([key], [object_id], [checksums], lost, tenant)).outcomes[0]
 
-    def put(self, *keys: str, size_bytes: int = 1000, host: str = "h") -> list[m.Reserved]:
-        reserved = self.start(*keys, size_bytes=size_bytes, host=host).reserved
-        for key, place in zip(keys, reserved, strict=True):
-            assert place is not None
-            assert self.end(key, place.object_id) is True
-        return [place for place in reserved if place is not None]
+    def put(
+        self,
+        *keys: str,
+        size_bytes: int = 1000,
+        host: str = "h",
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        tenant: str = "",
+        group: str = "",
+        parents: Sequence[str] = (),
+        replace: bool = False,
+    ) -> list[m.Reserved]:
+        started = self.start(
+            *keys,
+            size_bytes=size_bytes,
+            host=host,
+            policy=policy,
+            tenant=tenant,
+            group=group,
+            parents=parents,
+            replace=replace,
+        )
+        for key, place in zip(keys, started.reserved, strict=True):
+            assert place is not None, started.refusals
+            assert self.end(key, place.object_id, tenant=tenant) is True
+        return [place for place in started.reserved if place is not None]
 
-    def find(self, key: str) -> m.Stored | None:
-        found = self.say(m.Lookup([key])).objects[0]
+    def find(self, key: str, tenant: str = "") -> m.Stored | None:
+        found = self.say(m.Lookup([key], tenant)).objects[0]
         assert found is None or isinstance(found, m.Stored)
         return found
+
+    def inspect(self, key: str, tenant: str = "") -> m.ObjectStatus | None:
+        """All about it, without a lease."""
+        found = self.say(m.Inspect([key], tenant)).objects[0]
+        assert found is None or isinstance(found, m.ObjectStatus)
+        return found
+
+    def there(self, keys: str) -> str:
+        """Which of these one-letter keys can be read, without a lease."""
+        return "".join(key for key in keys if self.inspect(key) is not None)
+
+    def where(self, key: str) -> list[str]:
+        """The segments that have it complete."""
+        found = self.inspect(key)
+        return [] if found is None else [one.segment for one in found.replicas if one.is_complete]
 
     def remove(self, key: str, force: bool = False) -> Any:
         return self.say(m.Remove([key], force)).outcomes[0]

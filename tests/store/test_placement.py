@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from mooncake.store.messages import Mount
+from mooncake.store.messages import Mount, PutPolicy
 from mooncake.store.placement import Placement
 from mooncake.store.segments import Segment, Segments, SegmentState
 
@@ -76,6 +76,50 @@ def test_freed_space_changes_the_order() -> None:
     b.allocator.free(0)
     placement.freed(b)
     assert places(placement, 2, 64) == "b-"
+
+
+def test_a_newcomer_counts_more_and_more_over_its_first_minute() -> None:
+    """Five times as empty as the other, it is not asked first until it has been there for a while."""
+    room = Room()
+    old = room.add("a", 64 * 1000)
+    new = room.add("b", 64 * 1000)
+    new.joined_at = 100.0
+    assert old.allocator.allocate(64 * 800) is not None
+    counts = []
+    for now in (100.0, 130.0, 160.0):
+        placed = places(room.placement(now=now), 100, 64)
+        counts.append(placed.count("b"))
+        for segment in (old, new):
+            for offset in [at for at, size in segment.allocator.allocations.items() if size == 64]:
+                segment.allocator.free(offset)
+    assert counts == [0, 100, 100]
+
+
+def test_where_nobody_else_has_room_a_newcomer_takes_everything() -> None:
+    room = Room()
+    room.add("a", 128)
+    room.add("b", 640).joined_at = 100.0
+    assert places(room.placement(now=100.0), 8, 64) == "aabbbbbb"
+
+
+def test_further_replicas_go_to_other_hosts_first_and_nowhere_twice() -> None:
+    room = Room()
+    a, b, c, d = (room.add(name, 640, host) for name, host in zip("abcd", "hhxx", strict=True))
+    placement = room.placement()
+    taken, order = [a], []
+    for segment in placement.others(taken):
+        taken.append(segment)
+        order.append(segment)
+    assert order == [c, b, d]
+
+
+def test_the_preferred_come_first_while_they_have_room() -> None:
+    room = Room()
+    room.add("a", 640)
+    room.add("b", 128, "far")
+    policy = PutPolicy(preferred_segments=["x", "b"])
+    placement = Placement(room.segments, "h", (), 0.0, policy)
+    assert places(placement, 4, 64) == "bbaa"
 
 
 def test_nothing_to_place_on() -> None:

@@ -1,0 +1,127 @@
+"""A follower that is told every record is what a successor would be, at every step."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from mooncake.store import messages as m
+from mooncake.store.master import Master
+from mooncake.store.records import Record, SegmentMounted
+from mooncake.types import Tier
+from tests.store.conftest import SETTINGS, Voice
+from tests.store.nodes import Nodes, Place, with_ssd
+
+TWO = m.PutPolicy(num_replicas=2)
+
+
+def follower(records: list[Record]) -> Master:
+    """Told one record after another; each leaves it sound."""
+    master = Master(SETTINGS)
+    for record in records:
+        master.apply(record, 100.0)
+        master.check()
+    return master
+
+
+def contents(master: Master) -> dict[str, tuple[int, list[tuple[str, int]]]]:
+    return {
+        key: (stored.object_id, sorted((e.segment.name, e.offset) for e in stored.complete()))
+        for key, stored in master.objects.readable.items()
+    }
+
+
+def lived(voice: Voice) -> None:
+    """A bit of everything that is written down."""
+    voice.mount("a")
+    voice.mount("b", host="other")
+    voice.put("k", "l", "m", policy=TWO)
+    voice.remove("l")
+    voice.put("n", group="g", policy=m.PutPolicy(is_hard_pinned=True), parents=["k"])
+    voice.put("k", replace=True)
+    voice.say(m.DropReplicas(["m"], "a"))
+    voice.say(m.SetQuota("red", 5000))
+    voice.put("r", tenant="red")
+    voice.start("unfinished")
+
+
+def test_a_follower_has_what_the_leader_has(voice: Voice) -> None:
+    lived(voice)
+    master = follower(voice.records)
+    assert contents(master) == contents(voice.master)
+    stored = master.objects.readable["n"]
+    assert (stored.is_hard_pinned, stored.group, stored.parent) == (True, "g", "k")
+    assert master.snapshot() == follower(voice.master.snapshot()).snapshot()
+
+
+def test_records_that_come_again_change_nothing(voice: Voice) -> None:
+    """A follower begins with a snapshot, and the log overlaps it."""
+    lived(voice)
+    master = follower([*voice.master.snapshot(), *voice.master.snapshot()])
+    assert contents(master) == contents(voice.master)
+
+
+def test_applying_makes_no_record_and_no_note(voice: Voice) -> None:
+    lived(voice)
+    master = follower(voice.records)
+    assert not master.catalog.records and not master.catalog.notes and not master.catalog.replies
+
+
+def test_space_of_what_went_is_taken_by_what_came(voice: Voice) -> None:
+    voice.mount(size_bytes=4096)
+    for _ in range(20):
+        voice.put(*"abcd")
+        voice.keep_alive(1)
+        for key in "abcd":
+            voice.remove(key)
+    voice.put("x", size_bytes=4096)
+    assert contents(follower(voice.records)) == contents(voice.master)
+
+
+def test_once_it_answers_it_is_as_careful_as_if_it_had_just_been_told(voice: Voice) -> None:
+    lived(voice)
+    master = follower(voice.records)
+    master.settle(500.0)
+    master.check()
+    assert master.segments.deadline() == 500.0 + SETTINGS.segment_ttl_s, "nodes have their time from then on"
+    assert all(one.rests_until == 500.0 + SETTINGS.rest_s for one in master.segments.mounted.values())
+    assert all(one.leased_until == 500.0 + SETTINGS.lease_s for one in master.objects.readable.values())
+
+
+def test_a_lost_segment_takes_its_replicas_along(voice: Voice) -> None:
+    lived(voice)
+    voice.say(m.Unmount("b", 7), "node b")
+    master = follower(voice.records)
+    assert contents(master) == contents(voice.master)
+    assert list(master.segments.mounted) == ["a"] and "m" not in master.objects.readable
+
+
+def test_an_ssd_that_another_process_serves_keeps_its_content() -> None:
+    nodes = Nodes(SETTINGS)
+    _, ssd = with_ssd(nodes)
+    place = nodes.start("k", host="a", policy=m.PutPolicy(is_durable=True)).reserved[0]
+    assert place is not None
+    nodes.post(m.PutEnd(["k"], [place.object_id], [b"crc!"]), "client", "end")
+    ssd.work()
+    nodes.lose(ssd.connection)
+    Place(nodes, "a/ssd", 1 << 20, tier=Tier.SSD, epoch=8, content_id=99)
+    master = follower(nodes.records)
+    assert contents(master) == contents(nodes.master)
+    segment = master.segments.mounted["a/ssd"]
+    assert segment.epoch == 8
+    stored = master.objects.readable["k"].stored
+    assert stored is not None and stored.replicas[1].epoch == 8
+
+
+@pytest.mark.parametrize("place", [("nowhere", 0), ("a", 1 << 30), ("a", 32)])
+def test_places_that_there_are_not_are_passed_over(voice: Voice, place: tuple[str, int]) -> None:
+    lived(voice)
+    master = follower(voice.records)
+    before = contents(master)
+    record = next(one for one in voice.records if getattr(one, "key", "") == "k")
+    master.apply(msgspec.structs.replace(record, key="z", object_id=1 << 40, places=[place]), 0.0)
+    master.check()
+    assert contents(master) == before
+    mounted = next(one for one in voice.records if isinstance(one, SegmentMounted))
+    master.apply(mounted, 0.0)
+    assert contents(master) == before

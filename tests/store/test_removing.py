@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+from tests.store.conftest import Voice
+
+TWO = m.PutPolicy(num_replicas=2)
+
+
+def two_nodes(voice: Voice) -> None:
+    voice.mount("a")
+    voice.mount("b", host="other")
+
+
+def test_a_pattern_removes_what_it_is_found_in_and_leaves_what_is_leased(voice: Voice) -> None:
+    voice.mount(size_bytes=65536)
+    voice.put("kv/1", "kv/2", "kv/3", "other")
+    voice.find("kv/2")
+    assert voice.say(m.RemoveMatching("^kv/[12]$", force=False)) == m.Removed(1, 1)
+    assert voice.say(m.RemoveMatching("v/", force=True)) == m.Removed(2, 0)
+    assert voice.say(m.RemoveMatching("", force=False)) == m.Removed(1, 0)
+
+
+def test_a_pattern_ends_at_the_tenant(voice: Voice) -> None:
+    voice.mount(size_bytes=65536)
+    voice.put("k")
+    voice.put("k", tenant="red")
+    voice.put("k", tenant="blue")
+    assert voice.say(m.RemoveMatching("", False, "red")) == m.Removed(1, 0)
+    assert voice.say(m.RemoveMatching("red", False)) == m.Removed(0, 0)
+    assert [voice.find("k", tenant) is not None for tenant in ("", "red", "blue")] == [True, False, True]
+
+
+@pytest.mark.parametrize("pattern", ["(", "x" * 2000])
+def test_what_is_no_pattern(voice: Voice, pattern: str) -> None:
+    assert isinstance(voice.say(m.RemoveMatching(pattern, False)), Failure)
+
+
+def test_one_replica_is_dropped_and_the_object_with_the_last(voice: Voice) -> None:
+    two_nodes(voice)
+    voice.put("k", "l", policy=TWO)
+    assert voice.say(m.DropReplicas(["k", "k", "none"], "a")).outcomes == [True, False, False]
+    assert voice.where("k") == ["b"]
+    assert voice.say(m.DropReplicas(["k", "l"], "")).outcomes == [True, True]
+    assert voice.there("kl") == "" and voice.allocated_bytes == 0
+
+
+def test_a_leased_replica_is_not_dropped(voice: Voice) -> None:
+    two_nodes(voice)
+    voice.put("k", policy=TWO)
+    voice.find("k")
+    assert voice.say(m.DropReplicas(["k"], "a")).outcomes[0].code == "leased"
+
+
+def test_only_the_wrong_replica_goes(voice: Voice) -> None:
+    two_nodes(voice)
+    place = voice.put("k", policy=TWO)[0]
+    corrupt = m.Corrupt(["k"], [place.object_id], ["b"])
+    assert voice.say(corrupt).outcomes == [True]
+    assert voice.where("k") == ["a"] and voice.master.counts.corrupt_objects == 0
+    assert voice.say(corrupt).outcomes == [False]
+    note = voice.notes[-1]
+    assert note.event == "object_corrupt" and note.fields["segment"] == "b"
+    assert any("readable as #" in line for line in note.fields["story"])
+    assert voice.say(m.Corrupt(["k"], [place.object_id], ["a"])).outcomes == [True]
+    assert voice.inspect("k") is None and voice.master.counts.corrupt_objects == 1
+
+
+def test_a_reader_of_a_dropped_replica_is_not_disturbed(voice: Voice) -> None:
+    """Its space rests until the reader's lease ends, also when the reader renews it."""
+    two_nodes(voice)
+    place = voice.put("k", policy=TWO)[0]
+    voice.find("k")
+    voice.say(m.Corrupt(["k"], [place.object_id], ["b"]))
+    voice.keep_alive(6, "a", "b")
+    assert voice.say(m.Renew(["k"], [place.object_id])).flags == b"\1"
+    voice.keep_alive(9, "a", "b")
+    assert voice.allocated_bytes == 2048
+    voice.keep_alive(1, "a", "b")
+    assert voice.allocated_bytes == 1024
+
+
+def test_segments_that_do_not_fit(voice: Voice) -> None:
+    assert isinstance(voice.say(m.Corrupt(["k", "l"], [1, 2], ["a"])), Failure)

@@ -1,0 +1,309 @@
+"""Policies of a put: replicas, places, pins, durability, replacing. Times as in ``test_master.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from mooncake.errors import Refusal
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+from mooncake.types import Tier
+from tests.store.conftest import SETTINGS, Voice
+from tests.store.nodes import Nodes, Place, with_ssd
+
+TWO = m.PutPolicy(num_replicas=2)
+THREE = m.PutPolicy(num_replicas=3)
+DURABLE = m.PutPolicy(is_durable=True)
+
+
+def segments(reserved: m.Reserved | None) -> list[str]:
+    assert reserved is not None
+    return [replica.segment for replica in reserved.replicas]
+
+
+def refusal_of(started: m.PutStarted) -> Refusal:
+    assert started.reserved == [None]
+    return started.refusals[0]
+
+
+# Replicas
+
+
+def test_replicas_lie_on_different_hosts_while_there_are_any(voice: Voice) -> None:
+    voice.mount("a", host="left")
+    voice.mount("b", 65536, host="left")
+    voice.mount("c", 8192, host="right")
+    voice.mount("d", 4096, host="right")
+    assert segments(voice.put("k", host="left", policy=TWO)[0]) == ["b", "c"]
+    assert segments(voice.put("l", host="left", policy=THREE)[0]) == ["b", "c", "a"]
+    found = voice.find("k")
+    assert found is not None and [one.segment for one in found.replicas] == ["b", "c"]
+
+
+def test_as_many_replicas_as_fit_one_at_least(voice: Voice) -> None:
+    voice.mount("a", 8192)
+    voice.mount("b", 1024)
+    assert segments(voice.put("k", policy=THREE)[0]) == ["a", "b"]
+    assert segments(voice.put("l", size_bytes=2000, policy=THREE)[0]) == ["a"]
+
+
+def test_a_replica_may_take_the_place_of_what_is_old(voice: Voice) -> None:
+    voice.mount("a", 8192)
+    voice.mount("b", 1024, host="other")
+    voice.put("old", host="other")
+    assert segments(voice.put("k", policy=TWO)[0]) == ["a", "b"]
+    assert voice.there("k") == "k" and voice.inspect("old") is None
+
+
+def test_preferred_segments_come_first_and_unknown_ones_are_passed_over(voice: Voice) -> None:
+    for name in "abc":
+        voice.mount(name, 1024, host=name)
+    policy = m.PutPolicy(num_replicas=2, preferred_segments=["gone", "c", "b"])
+    assert segments(voice.put("k", host="a", policy=policy)[0]) == ["c", "b"]
+    voice.find("k")
+    assert segments(voice.put("l", host="a", policy=policy)[0]) == ["a"]
+
+
+def test_only_the_own_host_when_that_is_wanted(voice: Voice) -> None:
+    voice.mount("a", 2048, host="left")
+    voice.mount("b", host="right")
+    policy = m.PutPolicy(num_replicas=2, is_same_host=True)
+    assert segments(voice.start("k", host="left", policy=policy).reserved[0]) == ["a"]
+    assert refusal_of(voice.start("l", host="nowhere", policy=policy)).code == "no_space"
+
+
+def test_memory_objects_never_go_to_an_ssd() -> None:
+    nodes = Nodes(SETTINGS)
+    Place(nodes, "a/ssd", tier=Tier.SSD, content_id=5, node="a")
+    assert refusal_of(nodes.start("k", host="a")).code == "no_space"
+
+
+def test_one_that_could_not_be_written_is_left_out_and_its_space_waits(voice: Voice) -> None:
+    voice.mount("a")
+    voice.mount("b", host="other")
+    place = voice.start("k", policy=TWO).reserved[0]
+    assert place is not None
+    assert voice.end("k", place.object_id, b"crc!", "", "a", "unknown") is True
+    assert voice.where("k") == ["b"]
+    assert voice.allocated_bytes == 2048, "a write to it may still land"
+    voice.keep_alive(35, "a", "b")
+    assert voice.allocated_bytes == 1024
+
+
+def test_what_was_written_nowhere_is_no_object(voice: Voice) -> None:
+    voice.mount("a")
+    voice.mount("b", host="other")
+    place = voice.start("k", policy=TWO).reserved[0]
+    assert place is not None
+    assert voice.end("k", place.object_id, b"crc!", "", "a", "b").code == "incomplete"
+    assert voice.inspect("k") is None and voice.end("k", place.object_id).code == "expired"
+
+
+def test_an_object_outlives_all_its_nodes_but_one(voice: Voice) -> None:
+    voice.mount("a")
+    voice.mount("b", host="other")
+    voice.put("k", policy=TWO)
+    voice.lose("node a")
+    found = voice.find("k")
+    assert found is not None and [one.segment for one in found.replicas] == ["b"]
+    assert voice.say(m.Exists(["k"])).flags == b"\1"
+    voice.keep_alive(6, "b")
+    assert voice.where("k") == ["b"] and voice.master.counts.lost_objects == 0
+    voice.lose("node b")
+    voice.wait(6)
+    assert voice.inspect("k") is None and voice.master.counts.lost_objects == 1
+
+
+def test_an_object_put_twice_leaves_memory_altogether(voice: Voice) -> None:
+    """One replica left would look like two to who asked for two."""
+    voice.mount("a", 2048)
+    voice.mount("b", 2048, host="other")
+    voice.put("k", policy=TWO)
+    voice.put("l", policy=TWO)
+    voice.put("m")
+    assert voice.where("k") == [] and voice.where("l") == ["a", "b"] and voice.where("m") == ["a"]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        m.PutPolicy(num_replicas=0),
+        m.PutPolicy(num_replicas=65),
+        m.PutPolicy(soft_pin_ttl_s=-1.0),
+        m.PutPolicy(soft_pin_ttl_s=float("nan")),
+    ],
+)
+def test_policies_that_make_no_sense(voice: Voice, policy: m.PutPolicy) -> None:
+    voice.mount()
+    assert refusal_of(voice.start("k", policy=policy)).code == "invalid_policy"
+
+
+@pytest.mark.parametrize("column", [{"groups": ["g"]}, {"parents": ["p"]}])
+def test_columns_that_do_not_fit(voice: Voice, column: dict[str, Any]) -> None:
+    assert isinstance(voice.say(m.PutStart(1, "h", ["k", "l"], [1, 1], [1, 1], **column)), Failure)
+    assert isinstance(voice.say(m.PutEnd(["k"], [1], [b"crc!"], [[], []])), Failure)
+
+
+# Pins
+
+
+def test_a_soft_pin_runs_from_put_end(voice: Voice) -> None:
+    voice.mount(size_bytes=2048)
+    place = voice.start("k", policy=m.PutPolicy(soft_pin_ttl_s=20.0)).reserved[0]
+    assert place is not None
+    voice.keep_alive(10)
+    voice.end("k", place.object_id)
+    status = voice.inspect("k")
+    assert status is not None and status.pinned_s == 20.0
+    voice.put("l")
+    voice.put("m")
+    assert voice.there("klm") == "km", "pinned ones go last"
+    voice.keep_alive(20)
+    voice.put("n")
+    assert voice.there("kmn") == "mn"
+
+
+def test_when_nothing_else_can_leave_softly_pinned_ones_do(voice: Voice) -> None:
+    voice.mount(size_bytes=2048)
+    voice.put("k", "l", policy=m.PutPolicy(soft_pin_ttl_s=20.0))
+    voice.put("m")
+    assert voice.there("klm") == "lm"
+
+
+def test_hard_pinned_ones_stay_and_can_be_removed(voice: Voice) -> None:
+    voice.mount(size_bytes=2048)
+    voice.put("k", "l", policy=m.PutPolicy(is_hard_pinned=True))
+    assert refusal_of(voice.start("m")).code == "no_space"
+    assert voice.remove("k") is True
+    voice.put("m")
+    assert voice.there("klm") == "lm"
+
+
+# Replacing
+
+
+def test_readers_see_the_old_value_until_the_new_one_is_there(voice: Voice) -> None:
+    voice.mount()
+    old = voice.put("k")[0]
+    new = voice.start("k", replace=True).reserved[0]
+    assert new is not None and new.object_id != old.object_id
+    found = voice.find("k")
+    assert found is not None and found.object_id == old.object_id
+    assert voice.end("k", new.object_id) is True
+    found = voice.find("k")
+    assert found is not None and found.object_id == new.object_id
+    assert voice.allocated_bytes == 2048, "the old value is leased"
+    voice.keep_alive(10)
+    assert voice.allocated_bytes == 1024
+
+
+def test_a_replacement_that_does_not_come_changes_nothing(voice: Voice) -> None:
+    voice.mount()
+    old = voice.put("k")[0]
+    new = voice.start("k", replace=True).reserved[0]
+    assert new is not None
+    assert voice.start("k", replace=True).reserved == [None], "another writer is at it"
+    voice.say(m.PutAbort(["k"], [new.object_id]))
+    found = voice.find("k")
+    assert found is not None and found.object_id == old.object_id
+
+
+def test_what_is_not_there_yet_can_be_replaced(voice: Voice) -> None:
+    voice.mount()
+    voice.put("k", replace=True)
+    assert voice.there("k") == "k"
+
+
+def test_a_successor_knows_the_newer_of_two(voice: Voice) -> None:
+    voice.mount()
+    voice.put("k")
+    new = voice.put("k", replace=True)[0]
+    other = Voice(SETTINGS)
+    other.master.restore(voice.records, 0.0)
+    other.master.check()
+    other.mount(rest_s=35.0)
+    found = other.find("k")
+    assert found is not None and found.object_id == new.object_id and other.allocated_bytes == 1024
+
+
+# Groups and chains
+
+
+def test_a_group_is_leased_and_leaves_as_one(voice: Voice) -> None:
+    voice.mount(size_bytes=4096)
+    voice.put("a", "b", group="g")
+    voice.put("c", "d")
+    voice.find("b")
+    voice.put("e")
+    assert voice.there("abcde") == "abde"
+    voice.keep_alive(11)
+    voice.find("d")
+    voice.find("e")
+    voice.put("f")
+    assert voice.there("abdef") == "def"
+
+
+def test_a_parent_stays_while_its_children_do() -> None:
+    voice = Voice(dataclasses.replace(SETTINGS, eviction_policy="chain"))
+    voice.mount(size_bytes=4096)
+    voice.put("a", "b", "c", parents=["", "a", "b"])
+    voice.put("d")
+    voice.put("e", "f")
+    assert voice.there("abcdef") == "adef"
+
+
+# Durable
+
+
+def test_a_durable_put_is_answered_when_it_is_on_ssd() -> None:
+    nodes = Nodes(SETTINGS)
+    _, ssd = with_ssd(nodes)
+    place = nodes.start("k", host="a", policy=DURABLE).reserved[0]
+    assert place is not None
+    nodes.post(m.PutEnd(["k", "l"], [place.object_id, 9], [b"crc!", b""]), "client", "end")
+    assert "end" not in nodes.late and nodes.there("k") == "k"
+    nodes.post(m.PutEnd(["k"], [place.object_id], [b"crc!"]), "client", "again")
+    assert "again" not in nodes.late
+    ssd.work()
+    assert nodes.where("k") == ["a", "a/ssd"]
+    (answer,) = nodes.late.pop("end")
+    assert answer.outcomes[0] is True and answer.outcomes[1].code == "expired"
+    assert nodes.late.pop("again") == [m.Outcomes([False])]
+    assert nodes.end("k", place.object_id) is False, "it is there, so nobody waits"
+
+
+def test_without_an_ssd_a_durable_put_is_refused() -> None:
+    nodes = Nodes(SETTINGS)
+    Place(nodes, "a")
+    with_ssd(nodes, "b")
+    assert segments(nodes.start("k", host="a", policy=DURABLE).reserved[0]) == ["b"]
+    nodes.lose("node b/ssd 7")
+    assert refusal_of(nodes.start("l", host="a", policy=DURABLE)).code == "no_ssd"
+
+
+def test_a_durable_put_that_takes_too_long_is_none() -> None:
+    nodes = Nodes(SETTINGS)
+    memory, ssd = with_ssd(nodes)
+    place = nodes.start("k", host="a", policy=DURABLE).reserved[0]
+    assert place is not None
+    nodes.post(m.PutEnd(["k"], [place.object_id], [b"crc!"]), "client", "end")
+    for _ in range(30):
+        nodes.wait(1.0)
+        memory.beat()
+        ssd.beat()
+    (answer,) = nodes.late.pop("end")
+    assert answer.outcomes[0].code == "no_ssd" and nodes.inspect("k") is None
+
+
+def test_a_durable_object_that_goes_before_it_is_on_ssd() -> None:
+    nodes = Nodes(SETTINGS)
+    with_ssd(nodes)
+    place = nodes.start("k", host="a", policy=DURABLE).reserved[0]
+    assert place is not None
+    nodes.post(m.PutEnd(["k"], [place.object_id], [b"crc!"]), "client", "end")
+    assert nodes.remove("k", force=True) is True
+    (answer,) = nodes.late.pop("end")
+    assert answer.outcomes[0].code == "no_ssd"
