@@ -397,11 +397,13 @@ class Tasks:
     def _serve(self, segment: Segment, now: float) -> None:
         """Answer its Poll, if there is something to say."""
         parked = self._parked.get(segment)
-        if parked is None or not segment.is_alive:
+        if parked is None:
+            return
+        is_over = parked.arrived_at + self._catalog.settings.poll_s <= now
+        if not segment.is_alive and not is_over:
             return
         tasks = self._start_some(segment, parked, now)
         is_due = parked.changes_due is not None and parked.changes_due <= now
-        is_over = parked.arrived_at + self._catalog.settings.poll_s <= now
         changes = segment.changes.take(MAX_CHANGES)
         if changes and parked.changes_due is None:
             parked.changes_due = self._due[segment] = now + JOURNAL_DELAY_S

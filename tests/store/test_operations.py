@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, Refusal
 from mooncake.sim.cluster import checksum, combine
 from mooncake.store import messages as m
+from mooncake.store.objects import DEFAULT_POLICY
 from mooncake.store.operations import (
     Answer,
     Ask,
@@ -101,9 +102,16 @@ class World:
             else:
                 self.local[local : local + length] = memory[at : at + length]
             sums.append(checksum(bytes(memory[at : at + length])))
-        return Moved(np.array(sums, dtype=np.uint32), "", self.voice.now)
+        checksums = np.array(sums if slices.is_checked else [], dtype=np.uint32)
+        return Moved(checksums, "", self.voice.now)
 
-    def put(self, *values: bytes, chunk_bytes: int = 100) -> list[Refusal | None]:
+    def put(
+        self,
+        *values: bytes,
+        chunk_bytes: int = 100,
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        replace: bool = False,
+    ) -> list[Refusal | None]:
         """Under keys k0, k1, ..."""
         addresses, at = [], 0
         for value in values:
@@ -112,7 +120,9 @@ class World:
             at += len(value)
         keys = [f"k{i}" for i in range(len(values))]
         sizes = [len(value) for value in values]
-        result = self.run(self.operations.put(keys, addresses, sizes, chunk_bytes, self.deadline))
+        result = self.run(
+            self.operations.put(keys, addresses, sizes, chunk_bytes, self.deadline, policy, replace=replace)
+        )
         assert isinstance(result, list)
         return result
 
@@ -388,3 +398,176 @@ def test_parts_in_any_order_make_the_object(size: int, chunk_bytes: int, cuts: l
 def test_the_simulators_checksum_combines(a: bytes, b: bytes) -> None:
     if a and b:
         assert combine(checksum(a), checksum(b), len(b)) == checksum(a + b)
+
+
+# Several replicas
+
+
+def two() -> World:
+    """``a`` is on this host, ``b`` elsewhere."""
+    world = World(a=65536)
+    world.nodes["b"] = bytearray(65536)
+    world.voice.mount("b", 65536, host="far")
+    return world
+
+
+def put_twice(world: World, *values: bytes) -> list[Refusal | None]:
+    return world.put(*values, policy=m.PutPolicy(num_replicas=2))
+
+
+def test_every_replica_is_written_at_once() -> None:
+    world = two()
+    assert put_twice(world, b"x" * 250, b"y") == [None, None]
+    assert [len(move.transfers) for move in world.moves] == [2]
+    assert world.nodes["a"][:250] == world.nodes["b"][:250] == b"x" * 250
+    assert world.voice.where("k0") == ["a", "b"]
+
+
+def test_a_replica_that_cannot_be_written_is_left_out() -> None:
+    world = two()
+    for number, lost in enumerate("ab"):
+        world.before_move = lambda segment, lost=lost: "reset" if segment == lost else ""  # type: ignore[misc]
+        keys = [f"n{number}"]
+        done = world.run(
+            world.operations.put(keys, [0], [5], 100, world.deadline, m.PutPolicy(num_replicas=2))
+        )
+        assert done == [None]
+        assert world.voice.where(keys[0]) == ["b" if lost == "a" else "a"]
+
+
+def test_when_none_can_be_written_the_put_looks_elsewhere() -> None:
+    world = two()
+    world.nodes["c"] = bytearray(4096)
+    world.voice.mount("c", 4096, host="third")
+    world.before_move = lambda segment: "" if segment == "c" else "reset"
+    policy = m.PutPolicy(num_replicas=2, preferred_segments=["a", "b"])
+    assert world.put(b"value", policy=policy) == [None]
+    assert world.voice.where("k0") == ["c"]
+
+
+def test_a_target_that_cannot_be_opened_is_no_obstacle() -> None:
+    world = two()
+    del world.nodes["b"]
+    assert put_twice(world, b"value") == [None]
+    assert world.voice.where("k0") == ["a"]
+
+
+def test_replicas_that_differ_are_not_both_kept() -> None:
+    """The source changed between two transfers: what was announced is what stays."""
+    world = two()
+    move = world._move
+
+    def changing(effect: Move, slices: Any) -> Moved:
+        moved = move(effect, slices)
+        world.local[0] ^= effect.is_write
+        return moved
+
+    world._move = changing  # type: ignore[method-assign]
+    assert put_twice(world, b"value") == [None]
+    assert world.voice.where("k0") == ["a"]
+
+
+def test_who_writes_by_itself_sees_one_target_and_gives_up_the_others() -> None:
+    world = two()
+    policy = m.PutPolicy(num_replicas=2)
+    grants = world.run(world.operations.start_puts(["k"], [5], [5], world.deadline, (), policy))
+    (grant,) = grants
+    assert (grant.segment, grant.address, grant.replica.segment) == ("a", BASE, "a")
+    world.nodes["a"][:5] = b"value"
+    grant.checksums[0] = checksum(b"value")
+    grant.is_written[0] = True
+    assert world.run(world.operations.end_puts(grants, world.deadline)) == [None]
+    assert world.voice.where("k") == ["a"] and world.get("k") == [b"value"]
+
+
+def test_the_nearest_replica_is_read() -> None:
+    world = two()
+    put_twice(world, b"value")
+    assert world.open_read("k0").replica.segment == "a"
+    other = Operations("far", combine, 5)
+    (grant,) = world.run(other.open_reads(["k0"], world.deadline))
+    assert grant.replica.segment == "b" and [one.segment for one, _ in grant.others] == ["a"]
+
+
+@pytest.mark.parametrize("fault", ["reset", "wrong"])
+def test_the_next_replica_is_tried_when_one_fails_or_is_wrong(fault: str) -> None:
+    world = two()
+    values = [bytes([65 + number]) * 250 for number in range(3)]
+    put_twice(world, *values)
+    if fault == "wrong":
+        world.nodes["a"][300] ^= 1
+    else:
+        world.before_move = lambda segment: "reset" if segment == "a" else ""
+    assert world.get("k0", "k1", "k2") == values
+    assert world.moves[-2].has_others and not world.moves[-1].has_others
+    if fault == "wrong":
+        assert [world.voice.where(f"k{number}") for number in range(3)] == [["a", "b"], ["b"], ["a", "b"]]
+        assert sum(len(part.lengths) for part in world.moves[-1].transfers) == 3, (
+            "no more than what was wrong"
+        )
+    else:
+        assert world.voice.where("k1") == ["a", "b"]
+
+
+def test_when_every_replica_is_wrong_it_is_a_miss_and_all_of_them_go() -> None:
+    world = two()
+    put_twice(world, b"value")
+    world.nodes["a"][0] ^= 1
+    world.nodes["b"][0] ^= 1
+    assert world.get("k0") == [None]
+    assert world.voice.inspect("k0") is None and world.operations.counts.checksum_mismatches == 2
+
+
+def test_verifying_reads_every_replica_and_drops_what_is_wrong() -> None:
+    world = two()
+    put_twice(world, b"x" * 250, b"y" * 250)
+    world.nodes["b"][10] ^= 1
+    grants = world.run(world.operations.open_reads(["k0", "k1"], world.deadline))
+    assert world.run(world.operations.verify(grants, [0, 1000], world.deadline)) == [False, True]
+    assert world.voice.where("k0") == ["a"] and world.voice.where("k1") == ["a", "b"]
+    world.before_move = lambda segment: "reset"
+    assert world.run(world.operations.verify(grants[1:], [0], world.deadline)) == [False]
+    assert world.voice.where("k1") == ["a", "b"], "who can't be reached may be right"
+
+
+def test_what_is_on_this_host_need_not_be_checked_and_the_rest_is() -> None:
+    world = two()
+    world.put(b"value")
+    world.nodes["a"][0] ^= 1
+    trusting = Operations("h", combine, 5, verify_local=False)
+    assert world.run(trusting.get_into(["k0"], [0], [100], world.deadline)) == [5]
+    assert not world.moves[-1].transfers[0].is_checked
+    far = Operations("far", combine, 6, verify_local=False)
+    assert world.run(far.get_into(["k0"], [0], [100], world.deadline)) == [None]
+    assert world.voice.inspect("k0") is None
+    world.put(b"value")
+    grants = world.run(trusting.open_reads(["k0"], world.deadline))
+    world.nodes["a"][grants[0].address - BASE] ^= 1
+    assert world.run(trusting.verify(grants, [0], world.deadline)) == [False]
+
+
+# Tenants, and requests that take many keys
+
+
+def test_a_client_speaks_for_its_tenant() -> None:
+    world = two()
+    red = Operations("h", combine, 5, tenant="red")
+    world.local[:5] = b"value"
+    assert world.run(red.put(["k"], [0], [5], 100, world.deadline, groups=["g"], parents=["p"])) == [None]
+    assert world.get("k") == [None]
+    assert world.run(red.get_into(["k"], [100], [5], world.deadline)) == [5]
+    assert world.run(red.exists(["k"], world.deadline)) == [True]
+    (status,) = world.run(red.inspect(["k"], world.deadline))
+    assert (status.group, status.parent, status.num_uses) == ("g", "p", 1)
+    assert world.run(red.pin(["k", "none"], None, world.deadline)) == [True, False]
+    (grant,) = world.run(red.open_reads(["k"], world.deadline))
+    assert world.run(red.renew([grant], world.deadline)) == [True]
+    assert world.run(red.drop_replicas(["k"], "", world.deadline))[0].code == "leased"
+    assert world.run(red.remove(["k"], True, world.deadline)) == [True]
+
+
+def test_a_new_value_takes_the_place_of_the_old_one() -> None:
+    world = two()
+    world.put(b"old")
+    assert world.put(b"new value", replace=True) == [None]
+    assert world.get("k0") == [b"new value"]
