@@ -62,12 +62,11 @@ class Master:
         self.catalog = Catalog(settings, first_object_id)
         self.tally = Tally()
         space = Space(self.catalog)
-        reading = Reading(self.catalog)
+        reading, writing = Reading(self.catalog), Writing(self.catalog, space)
         self.tasks = Tasks(self.catalog)
         self.tiers = Tiers(self.catalog, self.tasks)
         self.replication = Replication(self.catalog, self.tasks)
         self.hot = Hot(self.catalog, self.tasks)
-        writing = Writing(self.catalog, space, self.tiers.make_durable)
         self.catalog.watchers += [self.tasks, self.tiers]
         # Tasks last: what the others plan in a step leaves in the same one.
         self.catalog.clocks += [self.tiers, self.replication, self.hot, self.tasks]

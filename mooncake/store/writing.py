@@ -6,7 +6,7 @@ from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
-from mooncake.store.durable import Durable, MakeDurable
+from mooncake.store.durable import Durable
 from mooncake.store.effects import Received
 from mooncake.store.objects import State, StoredObject, check_put, scoped, scoped_all
 from mooncake.store.placement import Placement
@@ -20,10 +20,10 @@ MAX_REPLICAS = 64
 class Writing:
     """Answers PutStart, PutEnd and PutAbort."""
 
-    def __init__(self, catalog: Catalog, space: Space, make_durable: MakeDurable) -> None:
+    def __init__(self, catalog: Catalog, space: Space) -> None:
         self._catalog = catalog
         self._space = space
-        self._durable = Durable(catalog, make_durable)
+        self._durable = Durable(catalog)
 
     def put_start(self, message: m.PutStart, _: Received, now: float) -> m.PutStarted | Failure:
         count = len(message.keys)
@@ -141,7 +141,10 @@ class Writing:
                 self._catalog.tell(now, key, "put of #{} refused at its end: {}", object_id, outcome)
             elif self._durable.is_awaited(stored := self._catalog.objects.readable[key]):
                 waiting[index] = stored
-        return self._durable.answer(event, outcomes, waiting, now)
+        if not waiting:
+            return m.Outcomes(outcomes)
+        self._durable.park(event, outcomes, waiting, now)
+        return None
 
     def _end(
         self, key: ObjectKey, object_id: int, checksums: bytes, failed: list[str], now: float
