@@ -7,7 +7,7 @@ import pytest
 
 from mooncake.store import messages as m
 from mooncake.store.master import Master
-from mooncake.store.records import Record, SegmentMounted
+from mooncake.store.records import Record, SegmentMounted, SpaceHeld
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice
 from tests.store.nodes import Nodes, Place, with_ssd
@@ -31,6 +31,11 @@ def contents(master: Master) -> dict[str, tuple[int, list[tuple[str, int]]]]:
     }
 
 
+def facts(master: Master) -> list[Record]:
+    """Without what is promised: of space that went a follower knows less than its leader."""
+    return [record for record in master.snapshot() if not isinstance(record, SpaceHeld)]
+
+
 def lived(voice: Voice) -> None:
     """A bit of everything that is written down."""
     voice.mount("a")
@@ -51,7 +56,7 @@ def test_a_follower_has_what_the_leader_has(voice: Voice) -> None:
     assert contents(master) == contents(voice.master)
     stored = master.objects.readable["n"]
     assert (stored.is_hard_pinned, stored.group, stored.parent) == (True, "g", "k")
-    assert master.snapshot() == follower(voice.master.snapshot()).snapshot()
+    assert facts(master) == facts(follower(voice.master.snapshot())) == facts(voice.master)
 
 
 def test_records_that_come_again_change_nothing(voice: Voice) -> None:
@@ -84,7 +89,6 @@ def test_once_it_answers_it_is_as_careful_as_if_it_had_just_been_told(voice: Voi
     master.settle(500.0)
     master.check()
     assert master.segments.deadline() == 500.0 + SETTINGS.segment_ttl_s, "nodes have their time from then on"
-    assert all(one.rests_until == 500.0 + SETTINGS.rest_s for one in master.segments.mounted.values())
     assert all(one.leased_until == 500.0 + SETTINGS.lease_s for one in master.objects.readable.values())
 
 
