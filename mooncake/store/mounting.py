@@ -13,7 +13,7 @@ from mooncake.store import messages as m
 from mooncake.store.allocator import ALIGNMENT_BYTES, PAGE_BYTES
 from mooncake.store.catalog import Catalog, record_of_segment
 from mooncake.store.effects import Note, Received
-from mooncake.store.objects import Extent, State, StoredObject, check_put, split_scoped
+from mooncake.store.objects import Extent, StoredObject, check_put, split_scoped
 from mooncake.store.records import ObjectReadable, ReplicaAdded
 from mooncake.store.segments import Segment
 from mooncake.store.tasks import Tasks, entry_of
@@ -52,7 +52,9 @@ class Mounting:
             self._rebased(segment, now)
         if not is_back or segment.epoch != epoch:
             self._catalog.records.append(record_of_segment(segment))
-        num_objects = sum(stored.state is State.READABLE for stored in segment.holders.values())
+        num_objects = sum(
+            stored.is_readable and stored.on(segment) is not None for stored in segment.holders.values()
+        )
         what = "segment_back" if is_back else "segment_mounted"
         rest_s = max(0.0, segment.rests_until - now)
         self._catalog.note(what, segment, num_objects=num_objects, rest_s=rest_s)

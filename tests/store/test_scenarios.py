@@ -125,15 +125,28 @@ class Stage:
             put_id = int(options.get("put", self._put_id))
             self._put_id = max(self._put_id, put_id) + len(keys)
             avoid = options["avoid"].split(",") if "avoid" in options else []
-            policy = m.PutPolicy(is_durable=options.get("durable") == "yes")
-            return m.PutStart(put_id, options.get("host", "h"), keys, sizes, sizes, avoid, policy)
+            is_durable = options.get("durable") == "yes"
+            pin_s = float(options["pin"]) if "pin" in options else None
+            policy = m.PutPolicy(int(options.get("replicas", 1)), soft_pin_ttl_s=pin_s, is_durable=is_durable)
+            groups = [options["group"]] * len(keys) if "group" in options else []
+            parents = options["parents"].split(",") if "parents" in options else []
+            more = (policy, groups, parents, "replace" in options, options.get("tenant", ""))
+            return m.PutStart(put_id, options.get("host", "h"), keys, sizes, sizes, avoid, *more)
         ids = [int(options.get("id", self._ids.get(name, 0))) for name in names]
         if command == "put_end":
-            return m.PutEnd(names, ids, [b"crc!"] * len(names))
+            failed = [options["failed"].split(",")] * len(names) if "failed" in options else []
+            return m.PutEnd(names, ids, [b"crc!"] * len(names), failed, options.get("tenant", ""))
         if command == "put_abort":
             return m.PutAbort(names, ids)
         if command == "corrupt":
-            return m.Corrupt(names, ids)
+            where = [options["on"]] * len(names) if "on" in options else []
+            return m.Corrupt(names, ids, where)
+        if command == "pin":
+            return m.Pin(names, float(options["ttl"]) if "ttl" in options else None)
+        if command == "inspect":
+            return m.Inspect(names, options.get("tenant", ""))
+        if command == "quota":
+            return m.SetQuota(names[0], int(names[1]))
         if command == "renew":
             return m.Renew(names, ids)
         if command == "lookup":
@@ -181,6 +194,10 @@ class Stage:
             return [_job(reply.status)]
         if isinstance(reply, m.Refused):
             return [_outcome(reply.refusal)]
+        if isinstance(reply, m.Inspected):
+            return [f"{key} {_status(status)}" for key, status in zip(keys, reply.objects, strict=True)]
+        if isinstance(reply, m.Quotas):
+            return [f"{one.tenant}: {one.used_bytes} of {one.quota_bytes} bytes" for one in reply.quotas]
         assert isinstance(reply, m.Beat)
         return ["known" if reply.is_known else "unknown, mount again"]
 
@@ -221,6 +238,14 @@ def _job(job: m.JobStatus) -> str:
 def _place(place: m.Reserved | m.Stored) -> str:
     where = ", ".join(f"{one.segment}+{one.address - BASE}" for one in place.replicas)
     return f"#{place.object_id} at {where}"
+
+
+def _status(status: m.ObjectStatus | None) -> str:
+    if status is None:
+        return "is not there"
+    where = ", ".join(one.segment for one in status.replicas if one.is_complete)
+    pinned = "hard" if status.pinned_s is None else f"{status.pinned_s:g} s"
+    return f"on {where or 'nothing yet'}, leased for {status.leased_s:g} s, pinned {pinned}"
 
 
 def _outcome(outcome: bool | Refusal) -> str:

@@ -1,0 +1,153 @@
+"""Both faces against real processes: what is more than put and get."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mooncake.errors import InvalidArgument
+from mooncake.store import AsyncStore, PutGrant, PutPolicy, Refusal, Store, StoreSettings
+from tests.store.test_processes import Processes, num_writable, until
+
+pytestmark = pytest.mark.processes
+
+TWO = PutPolicy(num_replicas=2)
+VALUE = bytes(range(256)) * 1024
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with contextlib.closing(Processes()) as processes:
+        processes.start_master()
+        processes.start_node("one")
+        processes.start_node("two")
+        yield processes
+
+
+def connected(processes: Processes, tenant: str = "default", verify_local: bool = True) -> Store:
+    settings = StoreSettings(timeout_s=20.0, tenant=tenant, verify_local=verify_local)
+    return Store(processes.address, settings=settings)
+
+
+@pytest.fixture
+def store(processes: Processes) -> Iterator[Store]:
+    with connected(processes) as store:
+        until(lambda: num_writable(store) == 2)
+        yield store
+        store.remove_all(force=True)
+
+
+def segments(store: Store, key: str) -> list[str]:
+    (found,) = store.inspect([key])
+    return [] if found is None else sorted(one.segment for one in found.replicas if one.is_complete)
+
+
+def test_two_replicas_in_parts_and_as_a_view(store: Store) -> None:
+    assert store.put("whole", VALUE, TWO) is None
+    source = store.engine.allocate(1 << 20, huge_pages=False)
+    source.view()[: len(VALUE)] = VALUE
+    (grant,) = store.start_puts(["parts"], [len(VALUE)], 4096, TWO)
+    assert isinstance(grant, PutGrant) and len(grant.targets) == 2
+    half = len(VALUE) // 2
+    for offset in (half, 0):
+        assert store.write_ranges([grant], [offset], [source.address + offset], [half]) == [None]
+    assert store.end_puts([grant]) == [None]
+    for key in ("whole", "parts"):
+        assert segments(store, key) == ["one", "two"]
+        assert store.get(key) == VALUE and store.verify([key, "none"]) == [True, None]
+        with store.view(key) as data:
+            assert data is not None and data == VALUE
+    store.engine.unregister(source)
+
+
+def test_reads_that_need_not_be_checked(store: Store, processes: Processes) -> None:
+    array = np.arange(10_000, dtype=np.float32)
+    assert store.put("array", array) is None
+    with connected(processes, verify_local=False) as trusting:
+        back = np.zeros_like(array)
+        assert trusting.get_into("array", back) == array.nbytes and (back == array).all()
+        with trusting.view("array") as data:
+            assert data is not None and data == array.tobytes()
+        assert trusting.verify(["array"]) == [True]
+
+
+def test_replacing_pinning_and_dropping(store: Store) -> None:
+    assert store.put_batch(["a", "b"], [b"1", b"2"], TWO, groups=["g", "g"], parents=["", "a"]) == [None] * 2
+    assert store.put("a", b"new", replace=True) is None and store.get("a") == b"new"
+    assert store.put("a", b"newer") is None and store.get("a") == b"new"
+    assert store.pin(["a", "none"], None) == [True, False]
+    (status,) = store.inspect(["b"])
+    assert status is not None and (status.group, status.parent) == ("g", "a")
+    (status,) = store.inspect(["a"])
+    assert status is not None and status.pinned_s is None and status.size_bytes == 3
+    assert store.unpin(["a"]) == [True]
+    assert store.drop_replicas(["b"], "two") == [True] and segments(store, "b") == ["one"]
+    assert store.remove_matching("^b$") == 1 and store.remove_all(force=True) == 1
+    with pytest.raises(InvalidArgument, match="groups"):
+        store.put_batch(["a", "b"], [b"1", b"2"], groups=["g"])
+    with pytest.raises(InvalidArgument, match="expression"):
+        store.remove_matching("(")
+
+
+def test_tenants_have_their_own_keys_and_quotas(store: Store, processes: Processes) -> None:
+    with connected(processes, tenant="red") as red:
+        store.put("k", b"ours")
+        assert red.get("k") is None and red.put("k", b"theirs") is None
+        assert store.get("k") == b"ours" and red.get("k") == b"theirs"
+        assert store.set_quota("red", 10) is None
+        refusal = red.put("l", b"x" * 11)
+        assert refusal is not None and refusal.code == "quota_exceeded"
+        assert {one.tenant: one.used_bytes for one in store.quotas()} == {"default": 4, "red": 6}
+        assert store.remove_all(force=True) == 1 and red.remove_all(force=True) == 1
+        assert store.set_quota("red", None) is None
+
+
+def test_copies_and_moves_are_jobs(store: Store) -> None:
+    store.put("k", VALUE, PutPolicy(preferred_segments=["one"]))
+    assert segments(store, "k") == ["one"]
+    job = store.copy("k", ["two"])
+    assert not isinstance(job, Refusal)
+    until(lambda: segments(store, "k") == ["one", "two"])
+    until(lambda: (status := store.job(job.job_id)) is not None and status.state == "done")
+    moved = store.move("k", "one", "two")
+    if not isinstance(moved, Refusal):
+        until(lambda: segments(store, "k") == ["two"])
+    assert store.get("k") == VALUE
+    refusal = store.copy("none", ["two"])
+    assert isinstance(refusal, Refusal) and refusal.code == "not_found"
+    assert store.job(1 << 40) is None and store.cancel(1 << 40) is False
+
+
+def test_the_asynchronous_face_does_the_same(store: Store, processes: Processes) -> None:
+    async def work() -> None:
+        async with AsyncStore(processes.address, settings=StoreSettings(timeout_s=20.0)) as face:
+            assert await face.put("k", VALUE, TWO) is None
+            assert await face.put_batch(["l"], [b"1"], groups=["g"], replace=True) == [None]
+            assert await face.verify(["k", "none"]) == [True, None]
+            (status,) = await face.inspect(["l"])
+            assert status is not None and status.group == "g"
+            assert await face.pin(["l"], 5.0) == [True] and await face.unpin(["l"]) == [True]
+            assert await face.drop_replicas(["l"]) == [True]
+            assert await face.set_quota("red", 10) is None and await face.set_quota("red", None) is None
+            assert [one.tenant for one in await face.quotas()] == ["default"]
+            job = await face.copy("none", ["one"])
+            assert isinstance(job, Refusal)
+            assert await face.job(1 << 40) is None and not await face.cancel(1 << 40)
+            async with face.view("k") as data:
+                assert data is not None and data == VALUE
+            assert await face.remove_matching("k", force=True) == 1 and await face.remove_all() == 0
+
+    asyncio.run(work())
+
+
+def test_an_object_outlives_one_of_its_nodes(store: Store, processes: Processes) -> None:
+    """Last in this file: it takes a node away."""
+    assert store.put_batch([f"k{n}" for n in range(8)], [VALUE] * 8, TWO) == [None] * 8
+    processes.kill("two")
+    assert store.get_batch([f"k{n}" for n in range(8)]) == [VALUE] * 8
+    processes.start_node("two")
+    until(lambda: num_writable(store) == 2)
