@@ -301,7 +301,9 @@ class Catalog:
         stored.refresh()
         self.eviction.changed(stored, now)
 
-    def drop_extent(self, stored: StoredObject, extent: Extent, reason: str, now: float) -> int:
+    def drop_extent(
+        self, stored: StoredObject, extent: Extent, reason: str, now: float, *, is_recorded: bool = True
+    ) -> int:
         """That replica goes, and the object with its last complete one.
 
         Returns the bytes that were released at once.
@@ -312,7 +314,7 @@ class Catalog:
         if not left:
             return self.unlink(stored, reason, now)
         self._cut(stored, extent, now)
-        if extent.is_complete:
+        if extent.is_complete and is_recorded:
             self.records.append(ReplicaGone(stored.key, stored.object_id, extent.segment.name))
         name = extent.segment.name
         self.tell(now, stored.key, "#{} left {}: {}", stored.object_id, name, reason)
@@ -427,12 +429,9 @@ class Catalog:
             if extent is None:
                 continue
             was_readable = stored.is_readable
-            # SegmentGone says it all, so no record of each.
-            num_records = len(self.records)
-            self.drop_extent(stored, extent, f"{segment.name}: {reason}", now)
+            # SegmentGone says it of each.
+            self.drop_extent(stored, extent, f"{segment.name}: {reason}", now, is_recorded=False)
             num_lost += was_readable and not stored.is_readable
-            if stored.is_readable:
-                del self.records[num_records:]
         segment.holders.clear()
         self.eviction.forget(segment)
         self.counts.lost_objects += num_lost

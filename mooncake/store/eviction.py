@@ -110,8 +110,9 @@ class Eviction:
 
     def changed(self, stored: StoredObject, now: float) -> None:
         """Its replicas are others than before."""
-        for extent in stored.complete():
-            self._enter(stored, extent, now)
+        for extent in stored.extents:
+            if extent.is_complete:
+                self._enter(stored, extent, now)
 
     def repinned(self, stored: StoredObject, now: float) -> None:
         """It, or with it its group, is pinned otherwise than before."""
@@ -279,7 +280,7 @@ class Eviction:
         if not stored.may_be_evicted:
             return
         rank, pinned_until = self._rank(stored), stored.pinned_until
-        order = Order.SPARE if stored.has_slower(extent) else Order.SOLE
+        order = Order.SPARE if len(stored.extents) > 1 and stored.has_slower(extent) else Order.SOLE
         if pinned_until > now:
             rank, order = pinned_until, Order.PINNED
         queues = self._queues.get(extent.segment)

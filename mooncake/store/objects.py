@@ -239,8 +239,12 @@ class StoredObject:
         self.lease_until = lease_until
         for extent in self.extents:
             extent.is_complete = True
-        self.stored = Stored(self.object_id, self.size_bytes, self.chunk_bytes, checksums, [])
-        self.refresh()
+        if len(self.extents) > 1:
+            self.extents.sort(key=_order)
+        replicas = [replica_of(extent) for extent in self.extents]
+        self.stored = Stored(self.object_id, self.size_bytes, self.chunk_bytes, checksums, replicas)
+        is_alone = len(replicas) == 1 and replicas[0].tier is Tier.MEMORY
+        self.is_plain = is_alone and not self.group
 
     def __repr__(self) -> str:
         return f"<StoredObject {self.key!r} #{self.object_id} {self.state.name} {self.size_bytes} bytes>"
