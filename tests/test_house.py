@@ -125,6 +125,7 @@ DOORS = {
     *("async_store", "buffer_pool", "mooncake_config"),
     "__main__",
     "cli",
+    "cli.compat.client",
     "cli.compat.master",
     "cli.engine_bench",
     "engine",

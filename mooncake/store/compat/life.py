@@ -15,6 +15,7 @@ For the modules beside this one (tensors, sessions, ...), what to build on::
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
@@ -48,21 +49,23 @@ class Life:
 
     # Beginning and end ------------------------------------------------------------------------------
 
-    def _begin(self, words: Callable[[], Words]) -> int:
+    def _begin(self, words: Callable[[], Words], opened: Callable[[Session], None] = lambda _: None) -> int:
         """Open a session with what ``words`` says; 0, or a code with the reason in the log."""
         with self._life_lock:
             if self._session is not None and self._session.is_usable:
                 log.error("setup: this store is set up already; close() it first")
                 return int(Code.INVALID_PARAMS)
             try:
-                self._session = open_session(words().checked())
+                session = open_session(words().checked())
+                opened(session)
+                self._session = session
             except InvalidArgument as error:
                 log.error(f"setup: {error}")
                 return int(Code.INVALID_PARAMS)
             except MooncakeError as error:
                 log.error(f"setup: {error}")
                 return -1 if isinstance(error, Unavailable) else code_of_error(error)
-            self._finalizer = weakref.finalize(self, self._session.close)
+            self._finalizer = weakref.finalize(self, session.close)
             return int(Code.OK)
 
     def close(self) -> int:
@@ -109,10 +112,13 @@ class Life:
         if session is None or not session.enter():
             log.error(f"{what}: this store is not set up; call setup() and see that it returns 0")
             return failed(int(Code.INVALID_PARAMS))
+        began = time.perf_counter()
         try:
             if session.is_cut_off and not session.has_master():
                 return failed(int(Code.RPC_FAIL))
-            return act(session)
+            result = act(session)
+            session.measures.took(what, time.perf_counter() - began)
+            return result
         except Unavailable as error:
             session.is_cut_off = True
             log.error(f"{what}: {error}")

@@ -19,6 +19,7 @@ from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.log import get_logger
 from mooncake.store import messages as m
 from mooncake.store.compat.config import MIN_SEGMENT_BYTES, DropinSettings, Words, read_environment
+from mooncake.store.compat.endpoint import ClientEndpoint
 from mooncake.store.compat.exits import close_at_exit
 from mooncake.store.compat.session import Session
 from mooncake.store.node import NodeSettings
@@ -47,6 +48,11 @@ def open_session(words: Words) -> Session:
     try:
         _greet(session)
         _mount(session)
+        if words.enable_client_http_server:
+            endpoint = ClientEndpoint(
+                words.client_http_port, lambda: 0 if session.has_master() else 2, session.measures
+            )
+            session.at_close.append(endpoint.close)
     except BaseException:
         session.close()
         raise

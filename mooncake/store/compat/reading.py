@@ -162,6 +162,7 @@ class ReadCalls(MemoryCalls):
             at = [i for i, key in enumerate(keys) if is_good_key(key)]
             for i, value in zip(at, session.store.get_batch(pick(keys, at)), strict=True):
                 values[i] = value or b""
+            session.measures.moved("read", sum(map(len, values)))
             return values
 
         return self._in_session(what, get, lambda _: [b""] * len(keys))
@@ -215,6 +216,7 @@ def _read(session: Session, grants: Sequence[ReadGrant | None], parts: Sequence[
     for (at, (grant, _)), is_good in zip(wanted.items(), are_good, strict=True):
         if is_good:
             codes[at] = grant.size_bytes
+    session.measures.moved("read", sum(code for code in codes if code > 0))
     return codes
 
 

@@ -18,6 +18,7 @@ from mooncake.store import messages as m
 from mooncake.store.client import Store, StoreSettings
 from mooncake.store.compat.config import DEFAULT_TENANT, DropinSettings, Words
 from mooncake.store.compat.embedded import EmbeddedNode
+from mooncake.store.compat.measures import Measures
 from mooncake.store.compat.pool import LocalBuffer
 from mooncake.store.node import NodeSettings
 from mooncake.transfer import TransferEngine
@@ -48,6 +49,9 @@ class Session:
         self.registered = Registered(engine)
         self.borrowed = Borrowed(engine.regions)
         self.local = LocalBuffer(engine, words.local_buffer_size)
+        self.pool = LocalBuffer(engine, 0)
+        """What a worker of a ``mooncake_client`` was promised besides."""
+        self.measures = Measures()
         self._nodes = threading.Lock()
         self._node: EmbeddedNode | None = None
         self._pid = os.getpid()

@@ -5,12 +5,16 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mooncake.store.compat.config import Words, words_of
+from mooncake.store.compat import dummy
+from mooncake.store.compat.arguments import check_key, number
+from mooncake.store.compat.config import DEFAULT_MASTER, DEFAULT_SIZE_BYTES, Words, words_of
 from mooncake.store.compat.parallel import ParallelCalls
+from mooncake.store.compat.pool import LocalBuffer
 from mooncake.store.compat.removing import RemoveCalls
 from mooncake.store.compat.replicas import ReplicaCalls
 from mooncake.store.compat.safetensors import SafetensorCalls
 from mooncake.store.compat.segments import SegmentCalls
+from mooncake.store.compat.session import Session
 from mooncake.store.compat.sessions import SessionCalls
 
 
@@ -40,6 +44,44 @@ class MooncakeDistributedStore(
             return self._begin(lambda: words_of(config))
         words = Words(*args, **kwargs)
         return self._begin(lambda: words)
+
+    def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
+        """Connect to the store of this host's ``mooncake_client`` at ``host:port``; 0, or -1.
+
+        ``mem_pool_size``: how much ``alloc_from_mem_pool`` may give out.
+        """
+        what = "setup_dummy"
+        pool_bytes = number(what, "mem_pool_size", mem_pool_size)
+        buffer_bytes = number(what, "local_buffer_size", local_buffer_size)
+        check_key(what, server_address)
+        hostname = ""
+
+        def find() -> Words:
+            nonlocal hostname
+            told = dummy.ask(server_address)
+            hostname = told.hostname
+            return dummy.words_of(told, server_address, buffer_bytes)
+
+        def opened(session: Session) -> None:
+            session.hostname = hostname  # the segment that is near: programs prefer it by this name
+            session.pool = LocalBuffer(session.engine, pool_bytes)
+
+        return min(0, -1 if self._begin(find, opened) else 0)
+
+    def init_all(self, protocol: str, device_name: str, mount_segment_size: int, /) -> int:
+        """``setup`` on one host with a master at its usual port; for tests."""
+        words = ("localhost", "P2PHANDSHAKE", mount_segment_size, DEFAULT_SIZE_BYTES)
+        return self.setup(*words, protocol, device_name, DEFAULT_MASTER)
+
+    def alloc_from_mem_pool(self, size: int, /) -> int:
+        """The address of registered memory of ``setup_dummy``'s pool; 0 when it has no more."""
+        size_bytes = number("alloc_from_mem_pool", "size", size)
+
+        def allocate(session: Session) -> int:
+            memory = session.pool.take(size_bytes) if size_bytes > 0 else None
+            return 0 if memory is None else int(memory.ctypes.data)
+
+        return self._in_session("alloc_from_mem_pool", allocate, lambda _: 0)
 
 
 MooncakeDistributedStore.setup.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

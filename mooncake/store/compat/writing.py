@@ -273,7 +273,7 @@ def _put_some(
     if all(len(spans) == 1 for spans in parts):
         spans = [spans[0] for spans in parts]
         outcomes = session.store.put_batch(keys, spans, asked.policy, groups=asked.groups, replace=replace)
-        return [code_of(outcome) for outcome in outcomes]
+        return _counted(session, parts, outcomes)
     with lent(session, [span for spans in parts for span in spans]):
         outcomes = [None] * len(keys)
         wanted = list(range(len(keys)))
@@ -285,6 +285,12 @@ def _put_some(
             wanted = [at for at in wanted if (lost := outcomes[at]) is not None and lost.code == "peer_lost"]
             if not wanted:
                 break
+    return _counted(session, parts, outcomes)
+
+
+def _counted(session: Session, parts: list[list[Span]], outcomes: Sequence[Refusal | None]) -> list[int]:
+    stored = [spans for spans, outcome in zip(parts, outcomes, strict=True) if outcome is None]
+    session.measures.moved("write", sum(map(total_bytes, stored)))
     return [code_of(outcome) for outcome in outcomes]
 
 

@@ -58,6 +58,7 @@ BEFORE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "create_move_task": (("k", "s", "t"), ((0, 0), -600)),
     "query_task": (((1, 1),), (None, -600)),
     "get_offload_rpc_read_count": ((), 0),
+    "alloc_from_mem_pool": ((1,), 0),
     "register_buffer": ((1, 1), -600),
     "unregister_buffer": ((1,), -600),
 }

@@ -1,0 +1,63 @@
+"""How a process finds the store through the ``mooncake_client`` of its host.
+
+In the existing package that process owns everything and workers only talk to it. Here memory is shared
+between processes anyway, so a worker needs nothing but the words: it asks once which master and tenant
+there are, and is an ordinary client from then on, also while the other process restarts.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mooncake.errors import InvalidArgument
+from mooncake.rpc import BlockingClient
+from mooncake.store.compat.config import Words
+
+ANSWER_S = 5.0
+
+
+class AskClient(msgspec.Struct, frozen=True, array_like=True, tag="ask_client"):
+    """What should a worker of this host know?"""
+
+
+class ClientIs(msgspec.Struct, frozen=True, array_like=True, tag="client_is"):
+    """The words of the process's own ``setup``; ``hostname`` is the segment it contributes."""
+
+    hostname: str
+    metadata_server: str
+    protocol: str
+    device_names: str
+    master_server_address: str
+    tenant_id: str
+
+
+def ask(server_address: str) -> ClientIs:
+    """What the process at ``host:port`` says.
+
+    Raises:
+        Unavailable: there is none.
+        InvalidArgument: that is no address.
+    """
+    client = BlockingClient(server_address, [ClientIs], "mooncake_client", is_patient=False)
+    try:
+        answer: ClientIs = client.call(AskClient(), ANSWER_S)
+        return answer
+    finally:
+        client.close()
+
+
+def words_of(told: ClientIs, server_address: str, local_buffer_size: int) -> Words:
+    """Of a worker that contributes no memory."""
+    host = server_address.rpartition(":")[0]
+    if not host:
+        raise InvalidArgument("server_address", server_address, "host:port of a mooncake_client")
+    return Words(
+        "127.0.0.1",
+        told.metadata_server,
+        0,
+        local_buffer_size,
+        told.protocol,
+        told.device_names,
+        told.master_server_address,
+        tenant_id=told.tenant_id,
+    )

@@ -1,0 +1,101 @@
+"""Every name and signature of the existing package's ``mooncake.store``: here, or listed with the reason.
+
+``surface.txt`` is what that package's own introspection says, recorded; ``argN`` is a parameter that it does
+not name.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mooncake.store
+from mooncake.store import ReplicateConfig
+
+HERE = Path(__file__).parent
+LINES = [
+    line
+    for line in (HERE / "surface.txt").read_text().splitlines()
+    if not line.startswith("Engram") or "EngramStore" in dir(mooncake.store)
+]
+DOCS = (HERE.parents[2] / "docs" / "store.md").read_text()
+
+LISTED = set(re.findall(r"`([\w.]+)`", DOCS[DOCS.index("## Not there") :]))
+"""Named in docs/store.md with the reason why they are not there."""
+
+
+def name_of(line: str) -> str:
+    return re.split(r"[(:]", line)[0]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_it_is_there(line: str) -> None:
+    name = name_of(line)
+    first, _, second = name.partition(".")
+    if name in LISTED or first in LISTED:
+        return
+    owner = getattr(mooncake.store, first)
+    thing = _member(owner, second) if second else owner
+    if ": " in line:
+        assert type(owner).__name__ == line.partition(": ")[2]
+    elif second == "__init__" and issubclass(owner, enum.IntEnum):
+        assert owner(0).value == 0
+    elif "(" in line:
+        _same_parameters(line[line.index("(") + 1 : -1], thing)
+
+
+def _member(owner: Any, name: str) -> Any:
+    found = inspect.getattr_static(owner, name, None)
+    if found is None:
+        assert name in owner.__init__.__code__.co_varnames or name in dir(owner()), f"no {name}"
+        return None
+    return getattr(owner, name, found)
+
+
+def _same_parameters(theirs: str, call: Any) -> None:
+    ours = [p for p in inspect.signature(call).parameters.values() if p.name != "self"]
+    wanted = re.findall(r"(\*?\w+)(?:=((?:'[^']*'|\w+\(\)|-?\w+)))?", theirs)
+    assert len(ours) >= len(wanted), f"{theirs} but {ours}"
+    for parameter in ours[len(wanted) :]:
+        assert parameter.default is not parameter.empty or parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ), f"{parameter} has to be given, too"
+    for parameter, (name, default) in zip(ours, wanted, strict=False):
+        if name == "*args":
+            assert parameter.kind is parameter.VAR_POSITIONAL
+            continue
+        if not re.fullmatch(r"arg\d", name):
+            assert parameter.name == name and parameter.kind is not parameter.POSITIONAL_ONLY
+        if default == "ReplicateConfig()":
+            assert parameter.default is None or isinstance(parameter.default, ReplicateConfig)
+        elif default:
+            assert repr(parameter.default) == default
+
+
+def test_what_is_listed_as_missing_is_missing() -> None:
+    for name in LISTED & {name_of(line) for line in LINES}:
+        first, _, second = name.partition(".")
+        owner = getattr(mooncake.store, first, None)
+        assert owner is None or (second and not hasattr(owner, second)), f"{name} is there"
+
+
+def test_the_module_shows_its_names() -> None:
+    names = {name_of(line).partition(".")[0] for line in LINES} - LISTED
+    assert names <= set(dir(mooncake.store))
+
+
+def test_from_the_package_itself() -> None:
+    from mooncake import BufferPool, MooncakeDistributedStore, ReplicateConfig
+
+    assert MooncakeDistributedStore is mooncake.store.MooncakeDistributedStore
+    assert ReplicateConfig is mooncake.store.ReplicateConfig and BufferPool is mooncake.store.BufferPool
+    with pytest.raises(AttributeError, match="NoSuchName"):
+        mooncake.NoSuchName  # noqa: B018
+    with pytest.raises(AttributeError, match="NoSuchName"):
+        mooncake.store.NoSuchName  # noqa: B018
