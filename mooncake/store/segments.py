@@ -163,6 +163,8 @@ class Segments:
         self._first_change = first_change
         self._patience_s = MISSED_BEATS * heartbeat_s
         self.mounted: dict[str, Segment] = {}
+        self.num_ssds = 0
+        """Of them."""
         self._by_host: dict[str, dict[str, Segment]] = {}
         """The same segments, by host and name: a put looks at its own host first, and mostly no further."""
         self._by_node: dict[str, dict[str, Segment]] = {}
@@ -255,6 +257,7 @@ class Segments:
         self.mounted[segment.name] = segment
         self._by_host.setdefault(segment.host, {})[segment.name] = segment
         self._by_node.setdefault(segment.node, {})[segment.name] = segment
+        self.num_ssds += segment.tier is Tier.SSD
 
     def beat(self, name: str, epoch: int, connection: Hashable, now: float) -> Segment | None:
         """A heartbeat; None when the sender must mount again."""
@@ -311,6 +314,7 @@ class Segments:
             del index[name][segment.name]
             if not index[name]:
                 del index[name]
+        self.num_ssds -= segment.tier is Tier.SSD
         segment.set_state(SegmentState.GONE)
 
     def retire(self, segment: Segment) -> None:
@@ -340,6 +344,7 @@ class Segments:
         for index in (self._by_host, self._by_node):
             indexed = [segment for segments in index.values() for segment in segments.values()]
             assert {id(segment) for segment in indexed} == {id(segment) for segment in self.mounted.values()}
+        assert self.num_ssds == sum(one.tier is Tier.SSD for one in self.mounted.values())
         for name, segment in self.mounted.items():
             assert segment.name == name and segment.is_mounted, segment
             assert segment.is_alive == (segment.state is SegmentState.ALIVE)

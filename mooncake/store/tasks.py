@@ -324,7 +324,9 @@ class Tasks:
     def readable(self, stored: StoredObject, now: float) -> None:
         """It came to its segments."""
         for extent in stored.extents:
-            if extent.is_complete:
+            if not extent.segment.polls:
+                extent.segment.changes.skip()
+            elif extent.is_complete:
                 self.note(extent.segment, entry_of(stored, extent.offset), now)
 
     def cold_hit(self, stored: StoredObject, now: float) -> None:

@@ -169,8 +169,11 @@ class Tiers:
         """It is in memory; remember it if it should be copied some day."""
         if stored.object_id in self._dirty or stored.complete(Tier.SSD):
             return
-        for extent in stored.complete(Tier.MEMORY):
-            if any(one.tier is Tier.SSD for one in self._catalog.segments.of(extent.segment.node)):
+        for extent in stored.extents:
+            segment = extent.segment
+            if not extent.is_complete or segment.tier is not Tier.MEMORY:
+                continue
+            if any(one.tier is Tier.SSD for one in self._catalog.segments.of(segment.node)):
                 home = self._homes.setdefault(extent.segment, _Home(extent.segment))
                 self._dirty[stored.object_id] = home, stored
                 home.dirty_bytes += stored.size_bytes
@@ -228,7 +231,8 @@ class Tiers:
     def readable(self, stored: StoredObject, now: float) -> None:
         if stored.policy.is_durable:
             self._make_durable(stored, now)
-        self._note_dirty(stored, now)
+        if self._catalog.segments.num_ssds:
+            self._note_dirty(stored, now)
 
     def completed(self, stored: StoredObject, extent: Extent, now: float) -> None:
         """One more replica."""
