@@ -58,6 +58,17 @@ class Counts:
     corrupt_objects: int = 0
     corrupt_replicas: int = 0
     lost_objects: int = 0
+    done_tasks: int = 0
+    failed_tasks: int = 0
+    demoted_objects: int = 0
+    demoted_bytes: int = 0
+    promoted_objects: int = 0
+    promoted_bytes: int = 0
+    promotions_admitted: int = 0
+    promotions_failed: int = 0
+    promotions_too_rare: int = 0
+    promotions_no_room: int = 0
+    reported_objects: int = 0
 
 
 class Clock(Protocol):

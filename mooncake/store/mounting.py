@@ -132,6 +132,7 @@ class Mounting:
             entry.group,
             entry.parent,
         )
+        self._catalog.counts.reported_objects += 1
         adopted = self._catalog.adopt(record, [Extent(segment, entry.offset, is_complete=True)], now)
         # A reader of the last master may have it.
         adopted.lease_until = now + self._catalog.settings.lease_s

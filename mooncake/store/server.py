@@ -225,6 +225,17 @@ _COUNTERS = {
     "removed_objects": "Objects removed by request",
     "corrupt_objects": "Objects dropped because a reader found wrong bytes",
     "lost_objects": "Objects dropped because their node was lost",
+    "done_tasks": "Copies that nodes made",
+    "failed_tasks": "Copies that were given up",
+    "demoted_objects": "Objects copied from memory to SSD",
+    "demoted_bytes": "Bytes copied from memory to SSD",
+    "promoted_objects": "Objects copied from SSD to memory because they were read again",
+    "promoted_bytes": "Bytes copied from SSD to memory because they were read again",
+    "promotions_admitted": "Such copies that were begun",
+    "promotions_failed": "Such copies that were given up",
+    "promotions_too_rare": "Lookups that found an object only on SSD, and too rarely",
+    "promotions_no_room": "Lookups that found an object only on SSD, and no memory for it",
+    "reported_objects": "Objects known because their node said so",
 }
 
 

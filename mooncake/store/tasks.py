@@ -183,6 +183,7 @@ class Tasks:
         if done.refusal is None:
             extent = task.extent
             self._forget(task)
+            self._catalog.counts.done_tasks += 1
             self._catalog.complete_extent(task.stored, extent, now)
             if segment.tier is not Tier.SSD:  # whose node has written it into its index already
                 self.note(segment, entry_of(task.stored, extent.offset), now)
@@ -287,6 +288,7 @@ class Tasks:
             return
         self._forget(task)
         if refusal is not None:
+            self._catalog.counts.failed_tasks += 1
             self._catalog.tell(now, task.stored.key, "{}: #{} to {} given up: {}", *_about(task), refusal)
         for ended in task.ended:
             ended(task, refusal, now)

@@ -124,6 +124,9 @@ class Tiers:
 
     def _demoted(self, task: Task, refusal: Refusal | None, now: float) -> None:
         del self._planned[task.stored.object_id]
+        if refusal is None:
+            self._catalog.counts.demoted_objects += 1
+            self._catalog.counts.demoted_bytes += task.stored.size_bytes
         self._count_planned(task.stored, -1)
         for extent in task.stored.complete(Tier.MEMORY):
             home = self._homes.get(extent.segment)
@@ -194,17 +197,27 @@ class Tiers:
     # Up
 
     def cold_hit(self, stored: StoredObject, now: float) -> None:
-        after_hits = self._catalog.settings.promote_after_hits
-        if not after_hits or self._frequency.add(stored.object_id) < after_hits:
-            return
+        counts, after_hits = self._catalog.counts, self._catalog.settings.promote_after_hits
         if any(task.target.tier is Tier.MEMORY for task in self._tasks.of(stored)):
+            return
+        if not after_hits or self._frequency.add(stored.object_id) < after_hits:
+            counts.promotions_too_rare += 1
             return
         for extent in stored.complete(Tier.SSD):
             for memory in self._catalog.segments.of(extent.segment.node):
                 if memory.tier is Tier.MEMORY and memory.polls and self._has_room(memory, stored, now):
                     self._frequency.forget(stored.object_id)
-                    self._tasks.plan(stored, memory, "promote", now, is_urgent=True)
+                    self._tasks.plan(stored, memory, "promote", now, self._promoted, is_urgent=True)
+                    counts.promotions_admitted += 1
                     return
+        counts.promotions_no_room += 1
+
+    def _promoted(self, task: Task, refusal: Refusal | None, now: float) -> None:
+        if refusal is None:
+            self._catalog.counts.promoted_objects += 1
+            self._catalog.counts.promoted_bytes += task.stored.size_bytes
+        else:
+            self._catalog.counts.promotions_failed += 1
 
     def _has_room(self, memory: Segment, stored: StoredObject, now: float) -> bool:
         """Below the watermark, if need be after colder ones that are on SSD have left."""

@@ -214,6 +214,10 @@ def test_what_is_found_cold_again_comes_back_to_memory() -> None:
     assert where(nodes, "k") == ["a", "a/ssd"]
     nodes.find("k")
     assert work(nodes, memory, ssd) == 0
+    counts = nodes.master.counts
+    assert (counts.demoted_objects, counts.demoted_bytes) == (1, 1024)
+    assert (counts.promotions_too_rare, counts.promotions_admitted, counts.promoted_bytes) == (1, 1, 1024)
+    assert (counts.done_tasks, counts.failed_tasks) == (2, 0)
 
 
 def test_promotion_stays_below_the_watermark_and_colder_ones_on_ssd_make_room() -> None:
