@@ -154,6 +154,12 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     benches.callback()(_start_bench)
     benches.command("transfer", epilog="Example: mooncake bench transfer --quick")(_bench_transfer)
     application.add_typer(benches, name="bench")
+    if asked == "store":
+        from mooncake.cli.store.application import make_application  # late, like every room
+
+        application.add_typer(make_application(), name="store")
+    else:
+        application.command("store", help="Look into the store, and change it.")(_never)
     return application
 
 

@@ -1,0 +1,1 @@
+"""``mooncake store``: the store for people at a terminal, and for their scripts (``--json``)."""
