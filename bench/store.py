@@ -2,11 +2,12 @@
 
 Run ``python -m bench.store`` (``--json`` for programs, ``--quick`` for a look). Master, node and client are
 three processes on this host; the client has one thread. Checksums are on, as always: a put computes them, a
-get verifies them. One reference is one thread copying the same bytes between the same kinds of memory. With
-``--reference PYTHON``, an interpreter that has the existing package (and ``redis``, if a redis-server is to
-be compared), its master, node and client run as well. All take turns, because on a shared machine only
-neighbours in time can be compared. Every source is walked through and every key is new, so nothing comes
-from the processor's cache.
+get verifies them. The ceiling is one thread copying the same bytes between the same kinds of memory; on path
+``ssd``, where durable puts are answered when a copy is on disk and gets find none in memory, it is fio on the
+same disk with as many requests under way (neither flushes the disk's own cache). With ``--reference PYTHON``,
+an interpreter that has the existing package (and ``redis``, if a redis-server is to be compared), its master,
+node and client run as well. All take turns, because on a shared machine only neighbours in time can be
+compared. Every source is walked through and every key is new, so nothing comes from the processor's cache.
 
 What it cannot show: a real network, many clients at once, NUMA, latency under load, and first touches: the
 pool is written once before the clock starts, because a long-running node's memory has all been used.
@@ -34,6 +35,7 @@ from random import Random
 
 import numpy as np
 
+from mooncake.cli.bench.ceilings import READ, WRITE, Fio
 from mooncake.cli.ports import free_ports
 from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
@@ -57,7 +59,7 @@ class Row:
     p99_us: float
     keys_per_s: float
     gb_s: float | None = None
-    memcpy_gb_s: float | None = None
+    ceiling_gb_s: float | None = None
     package_us: float | None = None
     redis_us: float | None = None
 
@@ -67,20 +69,20 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        return None if self.gb_s is None or not self.memcpy_gb_s else self.gb_s / self.memcpy_gb_s
+        return None if self.gb_s is None or not self.ceiling_gb_s else self.gb_s / self.ceiling_gb_s
 
 
 @contextmanager
-def running_store(pool_bytes: int) -> Iterator[str]:
+def running_store(pool_bytes: int, *node_flags: str, lease_s: float = LEASE_S) -> Iterator[str]:
     """A master and a node; yields the master's address."""
     port = free_ports("127.0.0.1", 1, Random())[0]
     address = f"127.0.0.1:{port}"
+    # Short leases, so that the bench may overwrite what it has just read.
     quiet = ["--log-level", "warning"]
     start = [sys.executable, "-m", "mooncake"]
-    # Short leases, so that the bench may overwrite what it has just read.
-    master = [*start, "master", "--port", str(port), "--lease-s", str(LEASE_S), *quiet]
-    node = [*start, "node", "--master", address, "--pool-size", str(pool_bytes), *quiet]
-    processes = [subprocess.Popen(command) for command in (master, node)]
+    master = [*start, "master", "--port", str(port), "--promote-after-hits", "0", "--lease-s", str(lease_s)]
+    node = [*start, "node", "--master", address, "--pool-size", str(pool_bytes), *node_flags]
+    processes = [subprocess.Popen(command) for command in ([*master, *quiet], [*node, *quiet])]
     try:
         yield address
     finally:
@@ -165,9 +167,9 @@ class Bench:
         self._num_keys = 0
         self._at = 0
 
-    def wait_until_mounted(self) -> None:
+    def wait_until_mounted(self, num_segments: int = 1) -> None:
         deadline = time.monotonic() + 60
-        while not any(s.state == "alive" for s in self.store.ask(m.Status()).segments):
+        while sum(s.state == "alive" for s in self.store.ask(m.Status()).segments) < num_segments:
             assert time.monotonic() < deadline, "no node was mounted"
             time.sleep(0.05)
 
@@ -246,6 +248,31 @@ class Bench:
         with self.store.view(key, verify=False) as view:
             assert view is not None
 
+    def ssd(self, fio: Fio, count: int) -> list[Row]:
+        puts, gets, ceilings = [], [], {WRITE: list[float](), READ: list[float]()}
+        for _ in range(max(5, self.num_rounds // 10)):
+            keys = self.new_keys(count)
+            source, target = self.pieces(self.source, MIB, count), self.pieces(self.target, MIB, count)
+            durable = m.PutPolicy(is_durable=True)
+            began = time.perf_counter()
+            refused = [one for one in self.store.put_batch(keys, source, durable) if one is not None]
+            puts.append(time.perf_counter() - began)
+            assert not refused, f"a refused put is not a fast one: {refused[0]}"
+            assert all(self.store.drop_replicas(keys)), "what is in memory would not be read from disk"
+            gets.append(timed(lambda k=keys, t=target: self.get(k, t)))  # type: ignore[misc]
+            for op, samples in ceilings.items():
+                samples.append(fio.move(op, MIB, count, count).gb_s)
+            self.store.remove(keys, force=True)
+            time.sleep(0.02 * count)  # until enough leases have ended for the next
+        rows = []
+        for what, times, ceiling in (("durable put", puts, WRITE), ("get", gets, READ)):
+            gb_s = MIB * count / statistics.median(times) / 1e9
+            rows.append(
+                self.row(f"{what} {count} x 1 MiB", times, count, gb_s, statistics.median(ceilings[ceiling]))
+            )
+            rows[-1].path = "ssd"
+        return rows
+
     def exists(self, count: int) -> Row:
         keys = self.new_keys(count)
         self.store.put_batch(keys, self.pieces(self.source, KIB, count))
@@ -284,6 +311,22 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def measure_ssd(num_rounds: int) -> list[Row]:
+    """Batches to and from the SSD tier, and fio on the same disk in turn."""
+    size_bytes = 1 << 30
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
+        flags = ("--ssd-path", f"{folder}/ssd", "--ssd-size", str(size_bytes), "--no-ssd-flush")
+        fio = Fio(Path(folder) / "fio", WINDOW_BYTES, TransferSettings().file_depth)
+        with running_store(POOL_BYTES, *flags, lease_s=2.0) as address:
+            bench = Bench(address, "shm", num_rounds, None)
+            try:
+                bench.wait_until_mounted(2)
+                bench.touch_pool()
+                return [row for count in (1, 16, BATCH) for row in bench.ssd(fio, count)]
+            finally:
+                bench.close()
+
+
 def measure(path: str, num_rounds: int, reference: Reference | None) -> list[Row]:
     with running_store(POOL_BYTES) as address:
         bench = Bench(address, path, num_rounds, reference)
@@ -303,13 +346,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
-    parser.add_argument("--path", choices=("shm", "tcp", "both"), default="both", help="how bytes travel")
+    parser.add_argument(
+        "--path", choices=("shm", "tcp", "ssd", "all"), default="all", help="how bytes travel"
+    )
     parser.add_argument("--reference", metavar="PYTHON", help="an interpreter that has the existing package")
     given = parser.parse_args()
-    paths = ("shm", "tcp") if given.path == "both" else (given.path,)
+    paths = [path for path in ("shm", "tcp") if given.path in (path, "all")]
+    num_rounds = 40 if given.quick else 200
     reference = Reference(given.reference) if given.reference else None
     try:
-        rows = [row for path in paths for row in measure(path, 40 if given.quick else 200, reference)]
+        rows = [row for path in paths for row in measure(path, num_rounds, reference)]
+        if given.path in ("ssd", "all"):
+            rows += measure_ssd(num_rounds)
     finally:
         if reference is not None:
             reference.close()
@@ -320,7 +368,7 @@ def main() -> None:
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     print(f"machine: {platform.machine()}, {os.cpu_count()} cores, load {load}")
     print(f"command: python -m bench.store {' '.join(sys.argv[1:])}")
-    heads = f"{'p50 us':>10}{'p99 us':>10}{'keys/s':>12}{'GB/s':>8}{'memcpy':>8}{'ratio':>7}"
+    heads = f"{'p50 us':>10}{'p99 us':>10}{'keys/s':>12}{'GB/s':>8}{'ceiling':>9}{'ratio':>7}"
     if reference is not None:
         heads += f"{'package us':>12}{'faster':>8}{'redis us':>12}{'faster':>8}"
     print(f"{'path':<5}{'what':<28}{heads}")
@@ -335,7 +383,7 @@ def line_of(row: Row, has_reference: bool) -> str:
         return " " * width if value is None else f"{value:>{width}.{digits}f}"
 
     line = f"{row.p50_us:>10.1f}{row.p99_us:>10.1f}{row.keys_per_s:>12.0f}"
-    line += cell(row.gb_s, 8, 2) + cell(row.memcpy_gb_s, 8, 2) + cell(row.ratio, 7, 2)
+    line += cell(row.gb_s, 8, 2) + cell(row.ceiling_gb_s, 9, 2) + cell(row.ratio, 7, 2)
     if has_reference:
         for reference_us in (row.package_us, row.redis_us):
             line += cell(reference_us, 12, 1) + cell(row.faster_than(reference_us), 8, 2)
