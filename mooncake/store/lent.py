@@ -90,6 +90,7 @@ class Lent:
         self._left = asyncio.Event()
         self._link: AsyncClient | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._hanging_up: asyncio.Task[None] | None = None
         self._driver = Driver(self._membership, self._perform)
         self._errand_driver = Driver(self._errands, self._perform_errand)
 
@@ -107,6 +108,16 @@ class Lent:
         held = self._held if self.offer.disk is None else self.offer.disk.index.entries
         return list(held.values())
 
+    async def ask(self, message: msgspec.Struct) -> Any:
+        """What the master answers, on the segment's connection.
+
+        Raises:
+            PeerLost, DeadlineExceeded: there is none now.
+        """
+        if self._link is None:
+            raise PeerLost("the master can't be reached now")
+        return await self._link.call(message, ms.ANSWER_S)
+
     def start(self) -> None:
         self._driver.post(Wake())
 
@@ -114,6 +125,8 @@ class Lent:
         """Tell the master that the segment goes away; afterwards no task touches it."""
         self._post(ms.Leave())
         await self._left.wait()
+        if self._hanging_up is not None:
+            await self._hanging_up  # or the master would think that we are still there
         self._driver.close()
         self._errand_driver.close()
         tasks = list(self._tasks)
@@ -142,7 +155,7 @@ class Lent:
         elif isinstance(effect, ms.Disconnect):
             link, self._link = self._link, None
             if link is not None:
-                self._spawn(link.close())
+                self._hanging_up = self._spawn(link.close())
             self._follow()
         elif isinstance(effect, ms.Send):
             assert self._link is not None
@@ -240,9 +253,7 @@ class Lent:
             self._drop(reply.unwanted)
 
     async def _describe(self, segment: str, epoch: int) -> bytes | None:
-        if self._link is None:
-            return None
-        reply = await self._link.call(m.Describe([(segment, epoch)]), ms.ANSWER_S)
+        reply = await self.ask(m.Describe([(segment, epoch)]))
         descriptor: bytes | None = reply.descriptors[0]
         return descriptor
 
@@ -292,10 +303,11 @@ class Lent:
         report = log.info if self.offer.is_loud else log.debug
         report(event, key=key, bytes=entry.size_bytes, tier=str(tier), node=segment, **fields, **more)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
+        return task
 
     def __repr__(self) -> str:
         return f"<Lent {self.offer.name!r} [{self._membership.phase}] {self._errands!r}>"

@@ -246,6 +246,9 @@ class Membership:
         return [Note("master_lost" if was is Phase.MOUNTED else "mount_failed", fields)]
 
     def _leave(self, now: float) -> list[Effect]:
+        if self._mount.tier is Tier.SSD:
+            # It is not gone: a process that serves it soon finds it as it was.
+            return self._left(now)
         if self.phase not in (Phase.MOUNTED, Phase.MOUNTING, Phase.REPORTING):
             return self._left(now)
         self._enter(Phase.LEAVING, now, ANSWER_S)

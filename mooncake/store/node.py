@@ -17,9 +17,10 @@ from msgspec import Meta
 from prometheus_client import Gauge
 
 from mooncake.config import Port, Size
-from mooncake.errors import InvalidArgument
+from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.log import get_logger
 from mooncake.metrics import registry, serve_metrics
+from mooncake.store import messages as m
 from mooncake.store.disk import Disk
 from mooncake.store.lent import Lent, Offer
 from mooncake.transfer import Region, TransferEngine, TransferSettings
@@ -29,6 +30,9 @@ log = get_logger(__name__)
 
 PUBLISHED_FOR_S = 6.0
 """How long a descriptor stays in the metadata service after its node has fallen silent."""
+
+DRAINED_AT_ONCE = 16
+DRAIN_LOOK_S = 0.05
 
 POOL_BYTES = Gauge("mooncake_store_pool_bytes", "Memory that this node lends to the store", registry=registry)
 TIER_BYTES = Gauge(
@@ -79,6 +83,9 @@ class NodeSettings:
 
     hbm_device: str = "cuda:0"
     "The device whose memory it is."
+
+    drain_s: Annotated[float, Meta(ge=0)] = 0.0
+    "Seconds in which a node that stops lets its memory be copied to SSDs and other nodes first; 0: none."
 
     log_blocks: bool = False
     "Log every block that comes to a tier or is copied to another (`block_write`, `block_read`)."
@@ -177,8 +184,30 @@ class Node:
         self._changed()
         await asyncio.sleep(grace_s)
 
+    async def drain(self, timeout_s: float) -> None:
+        """Have what would end with this process copied elsewhere, as far as time and space allow."""
+        names = [name for name, lent in self.lent.items() if lent.offer.disk is None and lent.is_mounted]
+        if not names:
+            return
+        lent, fields = self.lent[names[0]], dict[str, object]()
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await lent.ask(m.Drain(names, [], DRAINED_AT_ONCE))
+                while isinstance(reply, m.Job) and reply.status.state in ("waiting", "running"):
+                    fields = {"num_done": reply.status.num_done, "num_left": reply.status.num_left}
+                    await asyncio.sleep(DRAIN_LOOK_S)
+                    reply = await lent.ask(m.AskJob(reply.status.job_id))
+        except TimeoutError:
+            log.warning("drain_ended", reason=f"{timeout_s:g} s are over", **fields)
+        except MooncakeError as error:
+            log.warning("drain_ended", reason=str(error), **fields)
+        else:
+            log.info("drained", segments=", ".join(names), outcome=str(reply))
+
     async def close(self) -> None:
         """Tell the master that all of it goes away, and let it go."""
+        if self.settings.drain_s:
+            await self.drain(self.settings.drain_s)
         await asyncio.gather(*(lent.close() for lent in self.lent.values()))
         self.lent.clear()
         if self._disk is not None:

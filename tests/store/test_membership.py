@@ -179,6 +179,13 @@ def test_leaving_says_goodbye(member: Member) -> None:
     assert member.core.deadline() is None and member.tell(Opened()) == []
 
 
+def test_what_outlives_the_process_is_not_unmounted() -> None:
+    member = Member()
+    member.core = Membership("a", 7, "h", 4096, 1 << 20, b"", Random(0), tier=Tier.SSD, content_id=5)
+    member.mount()
+    assert member.tell(Leave()) == [Disconnect(), Left()]
+
+
 @pytest.mark.parametrize("end", [Closed("reset"), Wake()])
 def test_leaving_does_not_wait_for_ever(member: Member, end: Event | Wake) -> None:
     member.mount()

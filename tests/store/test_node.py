@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -136,3 +137,29 @@ async def test_the_status_names_the_node(master: MasterServer, node: Node) -> No
     async with AsyncStore(f"127.0.0.1:{master.port}") as store:
         status = await store.ask(m.Status())
         assert [segment.segment for segment in status.segments] == [node.engine.name]
+
+
+async def test_a_node_that_stops_keeps_what_is_in_memory_on_its_ssd(
+    master: MasterServer, tmp_path: Path
+) -> None:
+    """With ``drain_s``: the next one serves it without a report or a rest."""
+    settings = dataclasses.replace(
+        settings_for(master), name="n", ssd_path=str(tmp_path), ssd_size_bytes=4 << 20, drain_s=10.0
+    )
+    async with AsyncStore(f"127.0.0.1:{master.port}") as store:
+        node = Node(settings)
+        await node.start()
+        async with asyncio.timeout(10):
+            await node.mounted.wait()
+        for number in range(5):
+            await until_written(store, f"k{number}", bytes([number]) * 50_000)
+        await node.close()
+        assert await store.get("k1") is None
+        again = Node(settings)
+        await again.start()
+        async with asyncio.timeout(10):
+            while not all(await store.exists([f"k{number}" for number in range(5)])):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        for number in range(5):
+            assert await store.get(f"k{number}") == bytes([number]) * 50_000
+        await again.close()
