@@ -7,12 +7,14 @@ the parts of SGLang that need a GPU; the module that talks to the store is the r
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.abc
 import importlib.machinery
 import json
 import os
 import sys
+import tempfile
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,15 +23,26 @@ from unittest import mock
 
 import torch
 
-PACKAGES = ("sglang", "lmcache", "transfer_queue", "checkpoint_engine", "vllm_omni")
+PACKAGES = ("sglang", "lmcache", "transfer_queue", "checkpoint_engine", "vllm", "vllm_omni")
 MOCKED = (
     "sglang.srt.mem_cache.hybrid_cache",
     "sglang.srt.mem_cache.pool_host",
     "sglang.srt.mem_cache.memory_pool_host",
     "sglang.srt.observability",
     "sglang.srt.distributed",
+    "vllm.logger",
+    "vllm.utils",
 )
 BARE = (
+    "vllm",
+    "vllm.distributed",
+    "vllm.distributed.ec_transfer",
+    "vllm.distributed.ec_transfer.ec_connector",
+    "vllm.distributed.ec_transfer.ec_connector.mooncake_store_embedding",
+    "vllm.distributed.kv_transfer",
+    "vllm.distributed.kv_transfer.kv_connector",
+    "vllm.distributed.kv_transfer.kv_connector.v1",
+    "vllm.distributed.kv_transfer.kv_connector.v1.mooncake",
     "vllm_omni",
     "vllm_omni.distributed",
     "vllm_omni.distributed.omni_connectors",
@@ -131,7 +144,7 @@ def vllm_omni(master: str) -> None:
     connector = module.MooncakeStoreConnector(
         {"host": "127.0.0.1", "metadata_server": "P2PHANDSHAKE", "master": master, "segment": 16 << 20}
     )
-    connector.serialize_obj, connector.deserialize_obj = json.dumps_bytes, json.loads  # type: ignore[attr-defined]
+    connector.serialize_obj, connector.deserialize_obj = lambda it: json.dumps(it).encode(), json.loads
     is_put, size, _ = connector.put("0", "1", "request", {"hidden": [1, 2, 3]})
     assert is_put and size > 0
     found = connector.get("0", "1", "request")
@@ -139,11 +152,27 @@ def vllm_omni(master: str) -> None:
     connector.close()
 
 
-def _json_bytes(value: Any) -> bytes:
-    return json.dumps(value).encode()
-
-
-json.dumps_bytes = _json_bytes  # type: ignore[attr-defined]
+def vllm_embeddings(master: str) -> None:
+    root = "vllm.distributed.ec_transfer.ec_connector.mooncake_store_embedding"
+    module: Any = importlib.import_module(f"{root}.store_client")
+    data = importlib.import_module(f"{root}.data")
+    module.get_ip = lambda: "127.0.0.1"
+    words = {**_config(master), "global_segment_size": "16MB", "tenant_id": "team"}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(words, file)
+        file.flush()
+        os.environ["MOONCAKE_CONFIG_PATH"] = file.name
+        client = module.create_mooncake_embedding_store_client(read_buffer_bytes=1 << 20)
+    tensors = {f"emb{n}": torch.randn(10 + n, 512).to(torch.bfloat16) for n in range(3)}
+    for key, tensor in tensors.items():
+        client.put_tensor(key, tensor)
+        client.put_tensor(key, tensor)
+    assert client.batch_exists([*tensors, "none"]) == [True] * 3 + [False]
+    wanted = {key: data.TensorSpec(tuple(t.shape), str(t.dtype), t.nbytes) for key, t in tensors.items()}
+    found = client.load_tensors({**wanted, "none": wanted["emb0"]}, "cpu")
+    assert set(found) == set(tensors)
+    assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
+    client.close()
 
 
 def sglang_embeddings(master: str) -> None:
@@ -204,32 +233,95 @@ def sglang_hicache(master: str) -> None:
     store.clear()
 
 
+class Chunk:
+    """A chunk in LMCache's pinned memory."""
+
+    def __init__(self, raw_tensor: torch.Tensor, shape: torch.Size, fmt: Any) -> None:
+        self.raw_tensor, self._shape, self._fmt = raw_tensor, shape, fmt
+        self.data_ptr = raw_tensor.data_ptr()
+        array: Any = raw_tensor.numpy()
+        self.byte_array = memoryview(array)
+
+    def get_size(self) -> int:
+        return self.raw_tensor.numel()
+
+    def get_shapes(self) -> list[torch.Size]:
+        return [self._shape]
+
+    def get_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    def get_memory_format(self) -> Any:
+        return self._fmt
+
+    def ref_count_down(self) -> None:
+        pass
+
+
 def lmcache(master: str) -> None:
-    module = importlib.import_module("lmcache.v1.storage_backend.connector.mooncakestore_connector")
-    from mooncake.store import MooncakeDistributedStore
+    """Without and with the metadata beside the data, then the lookup client."""
+    name = "lmcache.v1.storage_backend.connector.mooncakestore_connector"
+    module: Any = importlib.import_module(name)
+    fmt = importlib.import_module("lmcache.v1.memory_management").MemoryFormat.KV_2LTD
+    shape = torch.Size((2, 4, 16, 32))
+    size = shape.numel() * 2
+    pinned = torch.randint(0, 256, (8, size), dtype=torch.uint8)
+    unused = iter(pinned[4:])
+    metadata = types.SimpleNamespace(
+        get_shapes=lambda *_: [shape],
+        get_dtypes=lambda: [torch.bfloat16],
+        get_num_groups=lambda: 1,
+        use_mla=False,
+        chunk_size=16,
+    )
+    extra = {**_config(master), "save_chunk_meta": False, "mooncake_prefer_local_alloc": True}
+    config = types.SimpleNamespace(extra_config=extra, use_layerwise=False)
+    backend = types.SimpleNamespace(
+        config=config,
+        metadata=metadata,
+        memory_allocator=types.SimpleNamespace(
+            pin_allocator=types.SimpleNamespace(buffer=pinned), numa_mapping=mock.MagicMock()
+        ),
+        allocate=lambda *_: Chunk(next(unused), shape, fmt),
+    )
+    connector = module.MooncakestoreConnector(asyncio.new_event_loop(), backend, config)
+    assert connector.registered_buffer_ptr == pinned.data_ptr()
+    keys = [types.SimpleNamespace(to_string=lambda n=n: f"chunk{n}") for n in range(3)]
+    chunks = [Chunk(pinned[n], shape, fmt) for n in range(2)]
 
-    store = MooncakeDistributedStore()
-    words = {name: str(value) for name, value in _config(master).items()}
-    module.setup_mooncake_store(store, module.MooncakeStoreConfig(setup_config=words))
-    assert store.put("key", b"value") == 0 and store.get("key") == b"value"
-    lookup_module = importlib.import_module("lmcache.v1.lookup_client.mooncake_lookup_client")
-    lookup = lookup_module.MooncakeLookupClient.__new__(lookup_module.MooncakeLookupClient)
-    lookup.store = MooncakeDistributedStore()
-    words["global_segment_size"] = "0"
-    lookup_module.setup_mooncake_store(lookup.store, lookup_module.MooncakeStoreConfig(setup_config=words))
-    key_type = lookup_module.CacheEngineKey
+    async def use() -> None:
+        assert not await connector.exists(keys[0])
+        await connector.batched_put(keys[:2], chunks)
+        assert await connector.exists(keys[0])
+        assert await connector.batched_async_contains("lookup", keys) == 2
+        found = await connector.batched_get(keys[:2])
+        assert all(torch.equal(a.raw_tensor, b.raw_tensor) for a, b in zip(found, chunks, strict=True))
+        connector.save_chunk_meta = True
+        await connector.put(keys[2], chunks[0])
+        found = await connector.batched_get([keys[2], types.SimpleNamespace(to_string=lambda: "none")])
+        assert torch.equal(found[0].raw_tensor, chunks[0].raw_tensor) and found[1] is None
 
-    class Named(key_type):  # type: ignore[misc,valid-type]
+    asyncio.run(use())
+    _lmcache_lookup(master)
+    asyncio.run(connector.close())
+
+
+def _lmcache_lookup(master: str) -> None:
+    module: Any = importlib.import_module("lmcache.v1.lookup_client.mooncake_lookup_client")
+
+    class Key(module.CacheEngineKey):  # type: ignore[misc]
         def __init__(self, name: str) -> None:
             object.__setattr__(self, "_name", name)
 
         def to_string(self) -> str:
             return str(object.__getattribute__(self, "_name"))
 
-    chunks = [(0, 4, Named("key")), (4, 8, Named("other"))]
-    lookup.token_database = types.SimpleNamespace(process_tokens=lambda _: chunks)
-    assert lookup.lookup([1] * 8) == 4
-    store.close()
+    chunks = [(0, 16, Key("chunk0")), (16, 32, Key("chunk1")), (32, 48, Key("other"))]
+    database = types.SimpleNamespace(process_tokens=lambda _: chunks)
+    config = module.LMCacheEngineConfig.from_defaults()
+    with mock.patch("lmcache.v1.token_database.ChunkedTokenDatabase", lambda *_: database):
+        lookup = module.MooncakeLookupClient(config, None, master)
+    assert lookup.lookup([1] * 48) == 32
 
 
 def checkpoint_engine(_: str) -> None:
@@ -257,7 +349,10 @@ def checkpoint_engine(_: str) -> None:
     assert reader.unregister_named_tensors(["a", "b"]) == 2
 
 
-CLIENTS = (transfer_queue, vllm_omni, sglang_embeddings, sglang_hicache, lmcache, checkpoint_engine)
+CLIENTS = (
+    *(transfer_queue, vllm_embeddings, vllm_omni, sglang_embeddings, sglang_hicache, lmcache),
+    checkpoint_engine,
+)
 
 if __name__ == "__main__":
     prepare(sys.argv[3])

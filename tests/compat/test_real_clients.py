@@ -1,5 +1,11 @@
-"""The published connectors themselves. Their packages are not ours to keep: ``MOONCAKE_TEST_CLIENTS`` names a
-folder that has them (``pip install --no-deps --target FOLDER sglang lmcache ...``); without it these skip."""
+"""The published connectors themselves, with our store under them.
+
+Their packages are not ours to keep: ``MOONCAKE_TEST_CLIENTS`` names a folder that has them, without their
+dependencies, and where it is not set these tests skip::
+
+    pip install --no-deps --target FOLDER sglang==0.5.23 lmcache==0.5.6 vllm==0.32.0 vllm-omni==0.30.0 \\
+        transferqueue==0.1.11 checkpoint-engine==0.4.2
+"""
 
 from __future__ import annotations
 
@@ -33,6 +39,7 @@ def master() -> Iterator[RunningMaster]:
     ("name", "package"),
     [
         ("transfer_queue", "transfer_queue"),
+        ("vllm_embeddings", "vllm"),
         ("vllm_omni", "vllm_omni"),
         ("sglang_embeddings", "sglang"),
         ("sglang_hicache", "sglang"),

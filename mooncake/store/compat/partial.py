@@ -10,12 +10,18 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
+from mooncake.errors import Unavailable
 from mooncake.store.compat.arguments import is_good_key
+from mooncake.store.compat.batches import cut, pick
 from mooncake.store.compat.lending import lent
-from mooncake.store.compat.ranges import Part, plan_parts
+from mooncake.store.compat.ranges import Part, Plan, plan_parts
 from mooncake.store.compat.session import Session
 from mooncake.store.operations import ReadGrant
+from mooncake.transfer import Op, Status
+from mooncake.transfer.compat.machine import has_cuda
+from mooncake.transfer.memory import is_mapped
 
 
 def open_reads(session: Session, keys: Sequence[str]) -> list[ReadGrant | None]:
@@ -30,12 +36,26 @@ def open_reads(session: Session, keys: Sequence[str]) -> list[ReadGrant | None]:
 def read_parts(session: Session, grants: Sequence[ReadGrant], parts: Sequence[Sequence[Part]]) -> list[bool]:
     """Read ``parts[i]`` of the object of ``grants[i]``; which objects' parts may be believed.
 
-    The parts lie within their objects.
+    The parts lie within their objects; their addresses may be a device's. Much is read piece by piece, each
+    with a deadline of its own, and the leases are kept alive until the last.
     """
     plans = [
         plan_parts(grant.size_bytes, grant.chunk_bytes, of_grant)
         for grant, of_grant in zip(grants, parts, strict=True)
     ]
+    pieces = list(cut([plan.moved_bytes for plan in plans]))
+    if len(pieces) <= 1:
+        return _read(session, grants, plans)
+    for grant in grants:
+        session.store.keep(grant)
+    try:
+        return [good for at in pieces for good in _read(session, pick(grants, at), pick(plans, at))]
+    finally:
+        for grant in grants:
+            session.store.let_go(grant)
+
+
+def _read(session: Session, grants: Sequence[ReadGrant], plans: Sequence[Plan]) -> list[bool]:
     staging = np.empty(sum(plan.staged_bytes for plan in plans), dtype=np.uint8)
     starts: list[int] = []
     rows: list[list[Part]] = []
@@ -52,11 +72,43 @@ def read_parts(session: Session, grants: Sequence[ReadGrant], parts: Sequence[Se
         spans.append((int(staging.ctypes.data), staging.size))
     with lent(session, spans):
         is_good = session.store.read_ranges(grants, *columns_of(rows))
-    for plan, start, good in zip(plans, starts, is_good, strict=True):
-        if good:
-            for offset, address, length in plan.copies:
-                ctypes.memmove(address, start + offset, length)
+    copies = [
+        (address, start + offset, length)
+        for plan, start, good in zip(plans, starts, is_good, strict=True)
+        if good
+        for offset, address, length in plan.copies
+    ]
+    _copy(session, staging, copies)
     return is_good
+
+
+def _copy(session: Session, staging: npt.NDArray[np.uint8], copies: Sequence[tuple[int, int, int]]) -> None:
+    """(to, from, bytes), from ``staging``.
+
+    Raises:
+        Unavailable: a device does not take them.
+    """
+    on_device: list[tuple[int, int, int]] = []
+    for target, source, length in copies:
+        if has_cuda() and not is_mapped(target, length):
+            on_device.append((target, source, length))
+        else:
+            ctypes.memmove(target, source, length)
+    if not on_device:
+        return
+    columns = np.array(on_device, dtype=np.uint64)
+    region = session.engine.register(staging)
+    try:
+        own = session.engine.open(session.engine.describe())
+        with lent(session, [(target, length) for target, _, length in on_device]):
+            done = session.engine.run(
+                *(Op.READ, own, columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy()),
+                timeout_s=session.store.settings.timeout_s,
+            )
+    finally:
+        session.engine.unregister(region)
+    if done.status != Status.OK:
+        raise Unavailable(f"copy of {len(on_device)} parts to a device: {done.status.name.lower()}")
 
 
 def columns_of(rows: Sequence[Sequence[Part]]) -> tuple[list[int], list[int], list[int]]:

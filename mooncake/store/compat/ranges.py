@@ -26,6 +26,10 @@ class Plan:
     """(offset in this object's staging area, local address, length)"""
     staged_bytes: int = 0
 
+    @property
+    def moved_bytes(self) -> int:
+        return self.staged_bytes + sum(length for _, _, length in self.direct)
+
 
 def plan_parts(size_bytes: int, chunk_bytes: int, parts: Sequence[Part]) -> Plan:
     """``parts`` lie within the object; they may touch, overlap and be empty."""

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from mooncake.errors import Refusal
 from mooncake.store.client import Store
 from mooncake.store.compat.arguments import check_keys, is_span, numbers, rows
+from mooncake.store.compat.batches import cut, pick
 from mooncake.store.compat.codes import Code, code_of_refusal
 from mooncake.store.compat.lending import lent
 from mooncake.store.compat.partial import columns_of, open_reads, read_parts
@@ -174,11 +175,13 @@ class SessionCalls(ReadCalls, WriteCalls):
                 grant = self._writing(key, session.store)
                 if grant is not None and parts is not None and _fits(parts, grant.size_bytes):
                     open_ones.append((number, grant, parts))
-            with lent(session, [(a, n) for _, _, parts in open_ones for _, a, n in parts]):
-                columns = columns_of([parts for _, _, parts in open_ones])
-                outcomes = session.store.write_ranges([grant for _, grant, _ in open_ones], *columns)
-            for (number, _, _), outcome in zip(open_ones, outcomes, strict=True):
-                results[number] = _code(outcome)
+            for at in cut([sum(length for _, _, length in parts) for _, _, parts in open_ones]):
+                some = pick(open_ones, at)
+                with lent(session, [(a, n) for _, _, parts in some for _, a, n in parts]):
+                    columns = columns_of([parts for _, _, parts in some])
+                    outcomes = session.store.write_ranges([grant for _, grant, _ in some], *columns)
+                for (number, _, _), outcome in zip(some, outcomes, strict=True):
+                    results[number] = _code(outcome)
             return results
 
         return self._in_session("batch_put_from_multi_buffer_ranges", act, self._failed(keys))

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mooncake.store.compat.tensorwire import DTYPES, HEADER_BYTES, Header, decode, encode
+from mooncake.transfer.memory import is_mapped
 
 Tensor: TypeAlias = Any
 """A ``torch.Tensor``; this package is used without torch as well."""
@@ -59,6 +60,8 @@ def tensor_at(address: int, size_bytes: int) -> Tensor:
     Raises:
         ValueError: there is no tensor.
     """
+    if not is_mapped(address, max(1, size_bytes)):
+        raise ValueError(f"{size_bytes} bytes at {address:#x} are not in main memory")
     header = decode(ctypes.string_at(address, min(HEADER_BYTES, size_bytes)), size_bytes)
     if not header.data_bytes:
         return _shaped(_torch().empty(0, dtype=_torch().uint8), header)
@@ -72,6 +75,8 @@ def place(tensor: Tensor, header: Header, address: int, size_bytes: int) -> Tens
     Raises:
         ValueError: ``size_bytes`` are not enough for it.
     """
+    if not is_mapped(address, max(1, size_bytes)):
+        raise ValueError(f"{size_bytes} bytes at {address:#x} are not in main memory")
     if header.size_bytes > size_bytes:
         raise ValueError(f"a tensor of {header.size_bytes} bytes does not fit into {size_bytes}")
     ctypes.memmove(address, encode(header), HEADER_BYTES)
