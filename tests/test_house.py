@@ -23,6 +23,7 @@ FLOORS: list[set[str]] = [
     {"cli"},
     {"gateway", "sim"},
     {"conductor", "inference"},
+    {"http_metadata_server", "mooncake_store_service"},
     {"async_store", "buffer_pool", "mooncake_config"},
     {"store", "engine"},
     {"transfer"},
@@ -131,6 +132,8 @@ DOORS = {
     "engine",
     "transfer",
     "store",
+    "http_metadata_server",
+    "mooncake_store_service",
     "sim.__main__",
 }
 
