@@ -126,5 +126,8 @@ class Life:
         except MooncakeError as error:
             log.error(f"{what}: {error}")
             return failed(code_of_error(error))
+        except (UnicodeError, OverflowError) as error:  # text or a number that no message can carry
+            log.error(f"{what}: {error}")
+            return failed(int(Code.INVALID_PARAMS))
         finally:
             session.leave()

@@ -6,9 +6,11 @@ the others of the batch are read.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+from mooncake.errors import InvalidArgument
 from mooncake.store.compat.arguments import (
     Span,
     check_key,
@@ -193,10 +195,21 @@ class ReadCalls(MemoryCalls):
         def get(session: Session) -> list[int]:
             codes: list[int] = []
             for at in cut([total_bytes(spans) for spans in parts]):
-                codes += _read(session, open_reads(session, pick(keys, at)), pick(parts, at))
+                codes += _read_some(session, pick(keys, at), pick(parts, at))
             return codes
 
         return self._in_session(what, get, lambda code: [code] * len(keys))
+
+
+def _read_some(session: Session, keys: list[str], parts: list[Sequence[Span]]) -> list[int]:
+    """Sizes or codes. The usual case, one good buffer per object, leaves all of it to the store."""
+    spans = [row[0] for row in parts if len(row) == 1 and is_memory(session, row[0])]
+    if len(spans) == len(parts) and all(map(is_good_key, keys)):
+        with contextlib.suppress(InvalidArgument):  # one is too small; which one, the slow way tells
+            sizes = session.store.get_batch_into(keys, spans)
+            session.measures.moved("read", sum(size or 0 for size in sizes))
+            return [MISS if size is None else size for size in sizes]
+    return _read(session, open_reads(session, keys), parts)
 
 
 def _read(session: Session, grants: Sequence[ReadGrant | None], parts: Sequence[Sequence[Span]]) -> list[int]:
