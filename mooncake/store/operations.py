@@ -33,7 +33,7 @@ from mooncake.store.columns import (
     distinct,
     whole,
 )
-from mooncake.store.objects import DEFAULT_POLICY, SPEED
+from mooncake.store.objects import DEFAULT_POLICY
 from mooncake.types import ObjectKey, Tier
 
 Checksums: TypeAlias = npt.NDArray[np.uint32]
@@ -826,11 +826,12 @@ class Operations:
 
     def _must_be_checked(self, replica: m.Replica) -> bool:
         """Bytes that leave a machine or an SSD always are."""
-        return self._verify_local or self._distance(replica) > (SPEED[Tier.MEMORY], False)
+        return self._verify_local or any(self._distance(replica))
 
-    def _distance(self, replica: m.Replica) -> tuple[int, bool]:
-        """Memory on this host, memory elsewhere, SSD on this host, SSD elsewhere."""
-        return SPEED[replica.tier], self._hosts.get(replica.segment) != self._host
+    def _distance(self, replica: m.Replica) -> tuple[bool, bool, bool]:
+        """Memory on this host, memory elsewhere, SSD on this host, SSD elsewhere; a device after memory."""
+        is_far = self._hosts.get(replica.segment) != self._host
+        return replica.tier is Tier.SSD, is_far, replica.tier is Tier.DEVICE
 
 
 def _put_grant(

@@ -11,7 +11,7 @@ from mooncake.store.effects import Received
 from mooncake.store.objects import State, StoredObject, check_put, scoped, scoped_all
 from mooncake.store.placement import Placement
 from mooncake.store.space import Space
-from mooncake.store.tenants import Account
+from mooncake.store.tenants import Account, check_tenant
 from mooncake.types import ObjectKey
 
 MAX_REPLICAS = 64
@@ -55,10 +55,9 @@ class Writing:
         return m.PutStarted(self._catalog.settings.put_s, reserved, refusals)
 
     def _admitted(self, tenant: str) -> Account | Refusal:
-        if "\0" in tenant or len(tenant.encode()) > m.MAX_KEY_BYTES:
-            return Refusal(
-                "unknown_tenant", f"a tenant's name has at most {m.MAX_KEY_BYTES} bytes and no NUL"
-            )
+        refusal = check_tenant(tenant)
+        if refusal is not None:
+            return refusal
         account = self._catalog.tenants.account_of(scoped(tenant, ""))
         is_known = account.quota_bytes is not None or not account.tenant
         if self._catalog.settings.strict_tenants and not is_known:
@@ -103,6 +102,8 @@ class Writing:
     def _known(self, key: ObjectKey, put_id: int, replaces: bool, now: float) -> m.Reserved | bool | None:
         """The answer to the same request again; True: the key is taken; None: it is free to be put."""
         stored = self._catalog.objects.readable.get(key)
+        if stored is not None and stored.put_id == put_id:
+            return True  # a late copy of the request that put it
         if stored is not None and not replaces:
             if stored.is_visible:
                 return True

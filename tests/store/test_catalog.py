@@ -212,14 +212,21 @@ class Player:
         self.random = Random(seed)
         changes = {"eviction_policy": policy, "high_watermark": self.random.choice((0.7, 1.0))}
         self.voice = Nodes(dataclasses.replace(SETTINGS, **changes, strict_tenants=False))  # type: ignore[arg-type]
-        self.places = [
-            *with_ssd(self.voice, "a", 8192, 32768),
-            Place(self.voice, "b", 8192),
-            Place(self.voice, "c", 4096),
-        ]
+        self.places = {name: self.mount(name, 1) for name in ("a", "a/ssd", "b", "c")}
         self.keys = [f"k{number}" for number in range(12)]
         self.open: list[tuple[str, str, m.Reserved]] = []
         self.num_posts = 0
+
+    def mount(self, name: str, epoch: int) -> Place:
+        is_ssd = name == "a/ssd"
+        return Place(
+            self.voice,
+            name,
+            {"c": 8192, "a/ssd": 32768}.get(name, 16384),
+            tier=Tier.SSD if is_ssd else Tier.MEMORY,
+            epoch=epoch,
+            content_id=99 if is_ssd else 0,
+        )
 
     def post(self, message: msgspec.Struct) -> list[object]:
         self.num_posts += 1
@@ -259,7 +266,7 @@ class Player:
         elif choice == 12:
             self.post(m.DropReplicas(keys, random.choice(("", "a", "a/ssd")), tenant))
         elif choice == 13:
-            self.post(m.SetQuota("red", random.choice((None, 0, 2500, 9000))))
+            self.post(m.SetQuota("red", random.choice((None, None, 2500, 9000))))
         elif choice == 14:
             self.post(m.RemoveMatching("1", random.random() < 0.5, tenant))
         else:
@@ -269,9 +276,9 @@ class Player:
     def put(self, keys: list[str], tenant: str) -> None:
         random = self.random
         policy = m.PutPolicy(
-            num_replicas=random.randint(1, 3),
+            num_replicas=random.choice((1, 1, 2, 3)),
             soft_pin_ttl_s=random.choice((None, None, 5.0)),
-            is_hard_pinned=random.random() < 0.05,
+            is_hard_pinned=random.random() < 0.02,
             is_durable=random.random() < 0.2,
             preferred_segments=random.choice(([], ["b"])),
         )
@@ -294,18 +301,27 @@ class Player:
         (started,) = self.post(start)
         assert isinstance(started, m.PutStarted)
         places = zip(keys, started.reserved, strict=True)
-        self.open += [(key, tenant, place) for key, place in places if place is not None]
+        for key, place in places:
+            if place is not None and random.random() < 0.7:
+                self.post(m.PutEnd([key], [place.object_id], [b"crc!"], [], tenant))
+            elif place is not None:
+                self.open.append((key, tenant, place))
 
     def move(self) -> None:
-        """Nodes work and live, time passes, connections break."""
+        """Nodes work and live, time passes, connections break, processes die."""
         random = self.random
-        for place in self.places:
-            if random.random() < 0.5:
-                self.voice.say(m.Heartbeat(place.name, place.epoch), place.connection)
-            if random.random() < 0.3 and self.voice.master.segments.find(place.name, place.epoch):
+        for name, place in self.places.items():
+            beat = m.Heartbeat(name, place.epoch)
+            if random.random() < 0.03:
+                continue
+            if not self.voice.say(beat, place.connection).is_known:
+                dies = random.random() < 0.5
+                self.voice.wait(0.0 if not dies else 6.0)
+                self.places[name] = self.mount(name, place.epoch + dies)
+            elif random.random() < 0.4:
                 place.work()
         if random.random() < 0.02:
-            self.voice.lose(random.choice(self.places).connection)
+            self.voice.lose(random.choice([place.connection for place in self.places.values()]))
         self.voice.wait(random.choice((0.0, 0.1, 1.0)))
 
 

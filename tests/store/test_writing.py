@@ -211,6 +211,14 @@ def test_a_replacement_that_does_not_come_changes_nothing(voice: Voice) -> None:
     assert found is not None and found.object_id == old.object_id
 
 
+def test_a_late_copy_of_a_request_that_was_ended_reserves_nothing(voice: Voice) -> None:
+    voice.mount()
+    place = voice.start("k", put_id=9, replace=True).reserved[0]
+    assert place is not None and voice.end("k", place.object_id) is True
+    assert voice.start("k", put_id=9, replace=True).reserved == [None]
+    assert not voice.master.objects.writing
+
+
 def test_what_is_not_there_yet_can_be_replaced(voice: Voice) -> None:
     voice.mount()
     voice.put("k", replace=True)
