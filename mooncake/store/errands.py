@@ -21,7 +21,7 @@ from mooncake.errors import Refusal
 from mooncake.machine import Wake
 from mooncake.store import messages as m
 
-MAX_TASKS = 16
+MAX_TASKS = 64
 """Under way at once on one segment."""
 PATIENCE_S = 30.0
 """After which a Poll that was not answered is given up, and asked again."""
@@ -64,6 +64,13 @@ class Ended:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AllEnded:
+    """Several at once, to be told at once."""
+
+    ends: list[Ended]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Ask:
     """Effect: send this; Answered or Failed follows, unless the connection is lost."""
 
@@ -97,7 +104,7 @@ class Remount:
     """Effect: the master does not know the segment."""
 
 
-Event = Began | Parted | Answered | Failed | Ended
+Event = Began | Parted | Answered | Failed | Ended | AllEnded
 Effect = Ask | Change | Run | Tell | Remount
 
 
@@ -135,6 +142,9 @@ class Errands:
             self._failed(event.number, now)
         elif isinstance(event, Ended):
             self._ended(event, now)
+        elif isinstance(event, AllEnded):
+            for end in event.ends:
+                self._ended(end, now)
         elif self._wake_at is not None and self._wake_at <= now:
             self._wake_at = None
         return effects + self._poll(now)

@@ -31,6 +31,9 @@ from mooncake.types import Tier
 
 log = get_logger(__name__)
 
+TOGETHER_BYTES = 16 << 20
+"""What is carried together, about."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
@@ -90,6 +93,8 @@ class Lent:
         self._left = asyncio.Event()
         self._link: AsyncClient | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._runs: list[e.Run] = []
+        """Tasks of the answer that is being worked off."""
         self._hanging_up: asyncio.Task[None] | None = None
         self._driver = Driver(self._membership, self._perform)
         self._errand_driver = Driver(self._errands, self._perform_errand)
@@ -204,7 +209,9 @@ class Lent:
         elif isinstance(effect, e.Change):
             self._enter(effect.changes)
         elif isinstance(effect, e.Run):
-            self._spawn(self._run(effect))
+            if not self._runs:  # what comes in one answer is carried together
+                asyncio.get_running_loop().call_soon(self._start_runs)
+            self._runs.append(effect)
         elif isinstance(effect, e.Tell):
             assert self._link is not None
             self._spawn(self._tell_all(self._link))
@@ -223,19 +230,42 @@ class Lent:
         else:
             self._errand_driver.post(e.Answered(ask.number, reply))
 
-    async def _run(self, run: e.Run) -> None:
-        refusal: Refusal | None = Refusal("cancelled", "the node stopped")
+    def _start_runs(self) -> None:
+        """Tasks with one source go together, as many as keep the device busy while others are flushed."""
+        runs, self._runs = self._runs, []
+        groups: dict[tuple[str, int], list[e.Run]] = {}
+        num_bytes: dict[tuple[str, int], int] = {}
+        for run in runs:
+            source = run.task.source.segment, run.task.source.epoch
+            if num_bytes.get(source, 0) >= TOGETHER_BYTES:
+                self._spawn(self._run(groups.pop(source)))
+                num_bytes[source] = 0
+            groups.setdefault(source, []).append(run)
+            num_bytes[source] = num_bytes.get(source, 0) + run.task.entry.size_bytes
+        for group in groups.values():
+            self._spawn(self._run(group))
+
+    async def _run(self, runs: list[e.Run]) -> None:
+        refusals: list[Refusal | None] = [Refusal("cancelled", "the node stopped")] * len(runs)
+        deadline = min(run.deadline for run in runs)
         try:
-            refusal = await self._porter.carry(run.task, self._target, run.deadline)
+            refusals = await self._porter.carry([run.task for run in runs], self._target, deadline)
         finally:
-            self._errand_driver.post(e.Ended(run.task.task_id, run.life, refusal))
-        entry, source = run.task.entry, run.task.source
+            ends = [
+                e.Ended(r.task.task_id, r.life, refusal) for r, refusal in zip(runs, refusals, strict=True)
+            ]
+            self._errand_driver.post(e.AllEnded(ends))
+        for run, refusal in zip(runs, refusals, strict=True):
+            self._log_task(run.task, refusal)
+        self._compact_if_due()
+
+    def _log_task(self, task: m.Task, refusal: Refusal | None) -> None:
+        entry, source = task.entry, task.source
         if refusal is not None:
             self._log_block("block_read", entry, source.tier, source.segment, refused=refusal.code)
             log.warning("task_failed", segment=self.offer.name, key=entry.key, reason=str(refusal))
             return
         self._log_block("block_read", entry, source.tier, source.segment)
-        self._compact_if_due()
         if self.offer.disk is not None:  # of memory the master tells, as of everything that comes there
             self._log_block("block_write", entry, self.offer.tier, self.offer.name)
 

@@ -1,24 +1,25 @@
 """Does what a task says: copies one replica into space of a segment of this node, and believes nothing.
 
 Bytes go straight between the source (another node, or another tier of this one) and the target's memory or
-file; the transfer computes the checksum of every chunk on the way, and only an object whose checksums are
-those its writer announced is reported as done. Knows segments by what transfer needs of them; when tasks
-come and what is told of them is ``errands.py``'s business.
+file, those of many tasks in one transfer. It computes the checksum of every chunk on the way, and only an
+object whose checksums are those its writer announced is reported as done. Knows segments by what transfer
+needs of them; when tasks come and what is told of them is ``errands.py``'s business.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from mooncake import clock
 from mooncake.errors import MooncakeError, OutOfSpace, Refusal
 from mooncake.store import messages as m
 from mooncake.store.disk import Disk
-from mooncake.transfer import Completion, Op, Region, Segment, Status, TransferEngine
+from mooncake.transfer import Op, Region, Segment, Status, TransferEngine
 from mooncake.transfer.segment import decode_descriptor
 from mooncake.types import Tier
 
@@ -32,10 +33,6 @@ CODES = {
 """Refusal of a task whose transfer ended so."""
 
 
-ATTEMPTS = 2
-"""Before the source is said to be wrong: it may have been the way."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
     """Where a task writes."""
@@ -46,6 +43,19 @@ class Target:
     """Of an SSD: its index."""
     flush: Callable[[], Awaitable[None]] | None
     """Makes what was written and entered durable; None: not asked for."""
+
+
+class _Load:
+    """One task: which it is, and its chunks."""
+
+    def __init__(self, place: int, task: m.Task) -> None:
+        entry = task.entry
+        self.place = place
+        self.task = task
+        self.expected = np.frombuffer(entry.checksums, dtype="<u4")
+        chunk_bytes, size_bytes = np.uint64(entry.chunk_bytes), np.uint64(entry.size_bytes)
+        self.offsets = np.arange(len(self.expected), dtype=np.uint64) * chunk_bytes
+        self.lengths = np.minimum(chunk_bytes, size_bytes - self.offsets)
 
 
 class Porter:
@@ -65,72 +75,94 @@ class Porter:
         self._describe = describe
         self._opened: dict[tuple[str, int], Segment] = {}
 
-    async def carry(self, task: m.Task, target: Target, deadline: float) -> Refusal | None:
-        """None: every byte is in place, and entered where the target keeps an index."""
-        try:
-            return await self._carry(task, target, deadline)
-        except OutOfSpace as error:
-            return Refusal("no_space", str(error))
-        except MooncakeError as error:
-            return Refusal(error.code, str(error))
+    async def carry(self, tasks: Sequence[m.Task], target: Target, deadline: float) -> list[Refusal | None]:
+        """Carry tasks with one source, together. None: every byte is in place, and entered in the index."""
+        outcomes: list[Refusal | None] = [await self._prepared(task, target) for task in tasks]
+        loads = [_Load(place, tasks[place]) for place, refusal in enumerate(outcomes) if refusal is None]
+        if not loads:
+            return outcomes
+        moved = await self._moved(loads, target, deadline)
+        is_late = clock.monotonic() >= deadline
+        good: list[_Load] = []
+        for load, refusal in zip(loads, moved, strict=True):
+            if refusal is None and is_late:
+                refusal = Refusal("expired", f"copy of {load.task.entry.key!r} took too long")
+            outcomes[load.place] = refusal
+            if refusal is None:
+                good.append(load)
+        if target.disk is not None:
+            for load, refusal in zip(good, await _entered(good, target, target.disk), strict=True):
+                outcomes[load.place] = refusal
+        return outcomes
 
-    async def _carry(self, task: m.Task, target: Target, deadline: float) -> Refusal | None:
-        entry = task.entry
-        expected = np.frombuffer(entry.checksums, dtype="<u4")
-        if entry.offset + entry.size_bytes > target.region.size_bytes or not _fits(entry, expected):
+    async def _prepared(self, task: m.Task, target: Target) -> Refusal | None:
+        """There is room, and nothing is said to be there any more."""
+        entry, disk = task.entry, target.disk
+        num_chunks = -(-entry.size_bytes // entry.chunk_bytes) if entry.chunk_bytes > 0 else -1
+        is_inside = entry.offset + entry.size_bytes <= target.region.size_bytes
+        if not is_inside or len(entry.checksums) != 4 * num_chunks:
             return Refusal("invalid_size", f"{entry.key!r} does not fit its checksums or its place")
-        if target.disk is not None:
-            if not target.disk.is_provided(entry.offset, entry.size_bytes):
-                await asyncio.to_thread(target.disk.provide, entry.offset, entry.size_bytes)
-            target.disk.vacate(entry.offset, entry.size_bytes)
-        for _ in range(ATTEMPTS):
-            done = await self._move(task, target, deadline)
-            if done is None:
-                return Refusal("peer_lost", f"the node of segment {task.source.segment!r} can't be reached")
-            if done.status != Status.OK:
-                reason = done.reason or done.status.name.lower().replace("_", " ")
-                return Refusal(CODES.get(done.status, "cancelled"), f"copy of {entry.key!r}: {reason}")
-            if done.checksums is not None and (done.checksums == expected).all():
-                break
-        else:
-            where = f"{task.source.segment} ({task.source.tier})"
-            return Refusal("corrupt", f"{entry.key!r} on {where} is not what its writer announced")
-        if clock.monotonic() >= deadline:
-            return Refusal("expired", f"copy of {entry.key!r} took too long")
-        if target.disk is not None:
-            target.disk.log.hold(entry)
-            if target.flush is not None:
-                try:
-                    await target.flush()
-                except MooncakeError:
-                    target.disk.log.drop([entry.object_id])
-                    raise
+        try:
+            if disk is not None and not disk.is_provided(entry.offset, entry.size_bytes):
+                await asyncio.to_thread(disk.provide, entry.offset, entry.size_bytes)
+            if disk is not None:
+                disk.vacate(entry.offset, entry.size_bytes)
+        except MooncakeError as error:
+            return _refusal_of(error)
         return None
 
-    async def _move(self, task: m.Task, target: Target, deadline: float) -> Completion | None:
-        entry, source = task.entry, task.source
-        offsets = np.arange(0, entry.size_bytes, entry.chunk_bytes, dtype=np.uint64)
-        lengths = np.minimum(np.uint64(entry.chunk_bytes), np.uint64(entry.size_bytes) - offsets)
-        here = np.uint64(target.region.address + entry.offset) + offsets
-        there = np.uint64(source.address) + offsets
-        own = self._own(source.segment) if source.epoch == self._engine.epoch else None
-        left_s = deadline - clock.monotonic()
-        if own is not None and target.disk is not None and own.kind != "file":
-            # From memory to a file the path `file` leads the other way, without staging between.
-            home = self._engine.open(self._engine.describe())
-            moving = self._engine.transfer(
-                Op.WRITE, home, there, here, lengths, timeout_s=left_s, checksum=True
-            )
-            return await moving
-        peer = self._engine.open(self._engine.describe()) if own is not None else await self._open(source)
-        if peer is None:
-            return None
-        done = await self._engine.transfer(
-            Op.READ, peer, here, there, lengths, timeout_s=deadline - clock.monotonic(), checksum=True
+    async def _moved(
+        self, loads: Sequence[_Load], target: Target, deadline: float, *, is_again: bool = False
+    ) -> list[Refusal | None]:
+        """What came of each. Where moving them together fails, each is moved by itself."""
+        done = await self._move(loads, target, deadline)
+        if isinstance(done, Refusal):
+            if len(loads) == 1:
+                return [done]
+            return [(await self._moved([load], target, deadline))[0] for load in loads]
+        outcomes: list[Refusal | None] = []
+        ends = np.cumsum([len(load.expected) for load in loads])
+        for load, found in zip(loads, np.split(done, ends[:-1]), strict=True):
+            refusal: Refusal | None = None
+            if (found != load.expected).any():
+                source = load.task.source
+                where = f"{source.segment} ({source.tier})"
+                reason = f"{load.task.entry.key!r} on {where} is not what its writer announced"
+                refusal = Refusal("corrupt", reason)
+                if not is_again:  # it may have been the way
+                    refusal = (await self._moved([load], target, deadline, is_again=True))[0]
+            outcomes.append(refusal)
+        return outcomes
+
+    async def _move(
+        self, loads: Sequence[_Load], target: Target, deadline: float
+    ) -> npt.NDArray[np.uint32] | Refusal:
+        """The checksums of all chunks of all loads, in one transfer; or why it failed."""
+        source = loads[0].task.source
+        what = f"copy of {loads[0].task.entry.key!r}"
+        here = np.concatenate(
+            [load.offsets + target.region.address + load.task.entry.offset for load in loads]
         )
-        if done.status != Status.OK:
-            self._opened.pop((source.segment, source.epoch), None)
-        return done
+        there = np.concatenate([load.offsets + load.task.source.address for load in loads])
+        lengths = np.concatenate([load.lengths for load in loads])
+        own = self._own(source.segment) if source.epoch == self._engine.epoch else None
+        try:
+            peer = self._engine.open(self._engine.describe()) if own is not None else await self._open(source)
+            if peer is None:
+                return Refusal("peer_lost", f"{what}: the node of {source.segment!r} can't be reached")
+            row = (Op.READ, peer, here, there)
+            if own is not None and target.disk is not None and own.kind != "file":
+                # From memory to a file the path `file` leads the other way, without staging between.
+                row = (Op.WRITE, peer, there, here)
+            left_s = deadline - clock.monotonic()
+            done = await self._engine.transfer(*row, lengths, timeout_s=left_s, checksum=True)
+        except MooncakeError as error:
+            return _refusal_of(error)
+        if done.status == Status.OK and done.checksums is not None:
+            return done.checksums
+        self._opened.pop((source.segment, source.epoch), None)
+        reason = done.reason or done.status.name.lower().replace("_", " ")
+        return Refusal(CODES.get(done.status, "cancelled"), f"{what}: {reason}")
 
     async def _open(self, source: m.Replica) -> Segment | None:
         place = source.segment, source.epoch
@@ -164,5 +196,24 @@ class Together:
             await asyncio.to_thread(self._flush)
 
 
-def _fits(entry: m.Entry, expected: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> bool:
-    return entry.chunk_bytes > 0 and len(expected) == -(-entry.size_bytes // entry.chunk_bytes)
+async def _entered(loads: Sequence[_Load], target: Target, disk: Disk) -> list[Refusal | None]:
+    """Enter what is in place in the index, and make it durable if that is asked for."""
+    outcomes: list[Refusal | None] = []
+    for load in loads:
+        try:
+            disk.log.hold(load.task.entry)
+            outcomes.append(None)
+        except MooncakeError as error:
+            outcomes.append(_refusal_of(error))
+    if target.flush is None:
+        return outcomes
+    try:
+        await target.flush()
+    except MooncakeError as error:
+        disk.log.drop(load.task.entry.object_id for load in loads)
+        return [_refusal_of(error)] * len(loads)
+    return outcomes
+
+
+def _refusal_of(error: MooncakeError) -> Refusal:
+    return Refusal("no_space" if isinstance(error, OutOfSpace) else error.code, str(error))

@@ -58,11 +58,18 @@ class ScriptedMaster:
         self, segment: str, entry: m.Entry, source: m.Replica, deadline_s: float = 20.0
     ) -> m.TaskDone:
         """Have the node copy, and hear what came of it."""
-        self._task_id += 1
-        number = self._task_id
-        await self._answer(segment, [], [m.Task(number, entry, source, deadline_s)])
-        await self._until(lambda: number in self.done)
-        return self.done[number]
+        return (await self.run_all(segment, [(entry, source)], deadline_s))[0]
+
+    async def run_all(
+        self, segment: str, pairs: list[tuple[m.Entry, m.Replica]], deadline_s: float = 20.0
+    ) -> list[m.TaskDone]:
+        """The same with many at once."""
+        first = self._task_id + 1
+        self._task_id += len(pairs)
+        tasks = [m.Task(first + i, entry, source, deadline_s) for i, (entry, source) in enumerate(pairs)]
+        await self._answer(segment, [], tasks)
+        await self._until(lambda: all(task.task_id in self.done for task in tasks))
+        return [self.done[task.task_id] for task in tasks]
 
     async def change(self, segment: str, changes: list[m.Entry | int], skip: int = 0) -> None:
         """Tell the node what came and went (after losing ``skip`` others), and hear that it was noted."""

@@ -8,6 +8,7 @@ from mooncake.store import messages as m
 from mooncake.store.errands import (
     MAX_REPORT_BYTES,
     PAUSE_S,
+    AllEnded,
     Answered,
     Ask,
     Began,
@@ -95,6 +96,12 @@ def test_no_more_polls_than_two(node: Node) -> None:
     assert len(third) == 1
     assert node.tell(Ended(4, 1, None)) == []
     assert the_ask(node.answer(second)).message.done == [m.TaskDone(4, None)]
+
+
+def test_what_ends_together_is_told_together(node: Node) -> None:
+    node.answer(node.begin(), task(1), task(2))
+    told = the_ask(node.tell(AllEnded([Ended(1, 1, None), Ended(2, 1, None)])))
+    assert told.message.done == [m.TaskDone(1, None), m.TaskDone(2, None)] and told.message.max_tasks == 2
 
 
 def test_with_its_hands_full_it_does_not_ask(node: Node) -> None:

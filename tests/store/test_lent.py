@@ -206,6 +206,40 @@ async def test_what_is_written_over_is_not_there_any_more(master: ScriptedMaster
         assert done.refusal is not None and list(node.lent["n/ssd"].entries()) == []
 
 
+async def test_many_tasks_travel_together_and_fail_apart(master: ScriptedMaster, tmp_path: Path) -> None:
+    """One that is wrong, one that does not fit and one whose source is gone cost the others nothing."""
+    size, count = 100_000, 40
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        blocks = [content(size, seed) for seed in range(count)]
+        for number, block in enumerate(blocks):
+            memory_of(node).view()[number * size : (number + 1) * size] = block
+        memory_of(node).view()[7 * size] ^= 1
+        step = 102_400
+        pairs = [
+            (entry_of(block, number * step, number), place(memory, number * size))
+            for number, block in enumerate(blocks)
+        ]
+        pairs[9] = entry_of(blocks[9], 16 * MIB - 10, 9), pairs[9][1]
+        pairs[11] = pairs[11][0], m.Replica("gone", 5, 4096)
+        done = await master.run_all("n/ssd", pairs)
+        refused = {number: one.refusal.code for number, one in enumerate(done) if one.refusal is not None}
+        assert refused == {7: "corrupt", 9: "invalid_size", 11: "peer_lost"}
+        assert [entry.object_id for entry in node.lent["n/ssd"].entries()] == [
+            number for number in range(count) if number not in refused
+        ]
+        ssd = await master.until_polled("n/ssd")
+        back = [
+            (entry_of(block, 8 * MIB + number * step, number), place(ssd, number * step))
+            for number, block in enumerate(blocks)
+            if number not in refused
+        ]
+        assert not any(one.refusal for one in await master.run_all("n", back))
+        for entry, _ in back:
+            there = memory_of(node).view()[entry.offset : entry.offset + size]
+            assert bytes(there) == blocks[entry.object_id]
+
+
 async def test_sources_and_places_that_are_not_there(master: ScriptedMaster, tmp_path: Path) -> None:
     async with node_of(await master.start(), tmp_path):
         memory = await master.until_polled("n")
