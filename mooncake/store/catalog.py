@@ -49,6 +49,8 @@ class Counts:
     puts: int = 0
     lookups: int = 0
     lookup_hits: int = 0
+    cold_hits: int = 0
+    cold_hit_bytes: int = 0
     refused_puts: int = 0
     expired_puts: int = 0
     evicted_objects: int = 0

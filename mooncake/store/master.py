@@ -60,7 +60,7 @@ class Master:
     def __init__(self, settings: MasterSettings = DEFAULTS, first_object_id: int = 1) -> None:
         self.settings = settings
         self.catalog = Catalog(settings, first_object_id)
-        self.tally = Tally()
+        self.tally = Tally(self.catalog)
         space = Space(self.catalog)
         reading, writing = Reading(self.catalog), Writing(self.catalog, space)
         self.tasks = Tasks(self.catalog)

@@ -59,6 +59,8 @@ class Reading:
             replicas = [r for r, is_alive in zip(found.replicas, alive, strict=True) if is_alive]
             found = msgspec.structs.replace(found, replicas=replicas)
         if found.replicas[0].tier is Tier.SSD:
+            self._catalog.counts.cold_hits += 1
+            self._catalog.counts.cold_hit_bytes += found.size_bytes
             for watcher in self._catalog.watchers:
                 watcher.cold_hit(stored, now)
         return found

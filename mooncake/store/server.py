@@ -26,8 +26,10 @@ from mooncake.metrics import registry
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
+from mooncake.store import tenantfile
 from mooncake.store.admin.app import make_app
 from mooncake.store.admin.desk import Leadership, Publisher
+from mooncake.store.admin.exported import summary
 from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
 from mooncake.store.master import Master
 from mooncake.store.oplog import Oplog
@@ -176,6 +178,7 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
     """
     # Millions of long-lived objects and no cycles: full collections would only cost pauses.
     gc.set_threshold(100_000, 50, 1_000_000)
+    quotas = tenantfile.read(settings.tenants_file) if settings.tenants_file else {}
     server = MasterServer(settings, other)
     metrics_host = settings.metrics_host or settings.host
     web = WebServer(make_app(server), listen(metrics_host, settings.metrics_port))
@@ -186,6 +189,12 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
         address, metrics_address = f"{settings.host}:{port}", f"{metrics_host}:{web.port}"
         log.info("ready", role="master", address=address, metrics=metrics_address)
         log.info(f"Master service started on port {port}")  # the words that existing launchers wait for
+        if settings.tenants_file:
+            for tenant, size_bytes in quotas.items():
+                await server.ask(m.SetQuota(tenant, size_bytes))
+        if settings.report_s:
+            reporting = asyncio.create_task(_report(server, settings.report_s))
+            stack.callback(reporting.cancel)
         if settings.kv_events_endpoint:
             await stack.enter_async_context(_publishing(server))
         yield server
@@ -193,6 +202,14 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
         await stack.aclose()
         await web.close()
         await server.close()
+
+
+async def _report(server: MasterServer, every_s: float) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        status = await server.ask(m.Status())
+        if isinstance(status, m.MasterStatus):
+            log.info("summary", text=summary(server, status))
 
 
 @contextlib.asynccontextmanager

@@ -107,6 +107,12 @@ class MasterSettings:
     max_pin_s: Seconds = 3600.0
     "Seconds that a soft pin may last; longer ones are cut to that."
 
+    report_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    "Seconds between two summaries in the log; 0: none."
+
+    tenants_file: str = ""
+    "YAML file with tenants' quotas (`tenants: [{name, quota}]`), rewritten when one is set; empty: none."
+
     kv_events_endpoint: str = ""
     "ZeroMQ endpoint on which KV events are published, such as `tcp://*:5557`; empty: none are."
 

@@ -17,6 +17,8 @@ import msgspec
 from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
+from mooncake.store.catalog import Catalog
+from mooncake.store.objects import Extent, StoredObject, scoped_all
 
 SIZE_BOUNDS = (4096, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30)
 """Bytes, of the histogram of objects' sizes."""
@@ -25,7 +27,11 @@ SIZE_BOUNDS = (4096, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 <<
 class Tally:
     """``counts`` by ``<name>_<what>``; ``num_by_size`` per bucket, the last for what is larger."""
 
-    def __init__(self) -> None:
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._soft_pinned: dict[int, StoredObject] = {}
+        """By object id; may hold some that are not any more."""
+        catalog.watchers.append(self)
         self.counts: defaultdict[str, int] = defaultdict(int)
         self.num_by_size = [0] * (len(SIZE_BOUNDS) + 1)
         self.put_bytes = 0
@@ -44,6 +50,7 @@ class Tally:
                 "remove_by_regex" if asked.pattern else "remove_all", True
             ),
             m.Mount: self._mount,
+            m.Pin: self._pin,
             m.Unmount: lambda _, said: self._one("unmount_segment", said.is_known),
             m.Heartbeat: lambda _, said: self._one("ping", said.is_known),
             m.Poll: self._poll,
@@ -53,6 +60,25 @@ class Tally:
             ),
             m.AskJob: lambda _, said: self._one("query_task", isinstance(said, m.Job)),
         }
+
+    def readable(self, stored: StoredObject, now: float) -> None:
+        if stored.soft_pin_until:
+            self._soft_pinned[stored.object_id] = stored
+
+    def cold_hit(self, stored: StoredObject, now: float) -> None:
+        """Reading counts it."""
+
+    def gone(self, stored: StoredObject, now: float) -> None:
+        if self._soft_pinned:
+            self._soft_pinned.pop(stored.object_id, None)
+
+    def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        """It has others."""
+
+    def num_soft_pinned(self, now: float) -> int:
+        still = [one for one in self._soft_pinned.values() if one.is_readable and one.soft_pin_until > now]
+        self._soft_pinned = {one.object_id: one for one in still}
+        return len(still)
 
     def add(self, asked: msgspec.Struct, said: msgspec.Struct) -> None:
         """``asked`` was answered by ``said``."""
@@ -102,6 +128,12 @@ class Tally:
     def _put_end(self, asked: m.PutEnd, said: m.Outcomes) -> None:
         num_refused = sum(isinstance(outcome, Refusal) for outcome in said.outcomes)
         self._batch("put_end", len(asked.keys), num_refused)
+
+    def _pin(self, asked: m.Pin, _: m.Outcomes) -> None:
+        for key in scoped_all(asked.tenant, asked.keys):
+            stored = self._catalog.objects.readable.get(key)
+            if stored is not None and stored.soft_pin_until:
+                self._soft_pinned[stored.object_id] = stored
 
     def _mount(self, _: m.Mount, said: m.Mounted) -> None:
         self._one("mount_segment", said.refusal is None)

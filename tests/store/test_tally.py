@@ -5,11 +5,17 @@ from __future__ import annotations
 from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
+from mooncake.store.catalog import Catalog
+from mooncake.store.settings import MasterSettings
 from mooncake.store.tally import SIZE_BOUNDS, Tally
 
 
+def new_tally() -> Tally:
+    return Tally(Catalog(MasterSettings(), 1))
+
+
 def test_one_key_is_a_request_and_more_are_a_batch() -> None:
-    tally = Tally()
+    tally = new_tally()
     tally.add(m.Lookup(["a"]), m.Found(1.0, [None]))
     tally.add(m.Lookup(["a", "b", "c"]), m.Found(1.0, [None, m.Stored(1, 70, 70, b"", []), None]))
     tally.add(m.Lookup(["a", "b"]), m.Found(1.0, [None, None]))
@@ -27,7 +33,7 @@ def test_one_key_is_a_request_and_more_are_a_batch() -> None:
 
 
 def test_puts_count_their_sizes_and_why_they_failed() -> None:
-    tally = Tally()
+    tally = new_tally()
     sizes = [1, SIZE_BOUNDS[0], SIZE_BOUNDS[-1] + 1, 7]
     asked = m.PutStart(1, "h", list("abcd"), sizes, sizes, policy=m.PutPolicy(num_replicas=2))
     place = m.Replica("s", 1, 0)
@@ -44,7 +50,7 @@ def test_puts_count_their_sizes_and_why_they_failed() -> None:
 
 
 def test_what_removes_and_what_nodes_say() -> None:
-    tally = Tally()
+    tally = new_tally()
     tally.add(m.Remove(["a", "b"], False), m.Outcomes([True, False]))
     tally.add(m.RemoveMatching("", False), m.Removed(3, 0))
     tally.add(m.RemoveMatching("x", False), m.Removed(3, 0))

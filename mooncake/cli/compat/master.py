@@ -28,6 +28,7 @@ from mooncake.store.settings import MasterSettings
 log = get_logger(__name__)
 
 SNAPSHOTS_VARIABLE = "MOONCAKE_SNAPSHOT_LOCAL_PATH"
+REPORT_S = 10.0
 HELP = """\
 mooncake_master: keep the store's metadata (mooncake master, with the flags of the existing package).
 
@@ -46,10 +47,6 @@ class Asked:
     settings: MasterSettings
     metadata: tuple[str, int] | None
     """Where to serve the HTTP metadata service, too."""
-    reports: bool
-    """Log a summary every so often."""
-    tenants_file: str
-    """YAML with the tenants' quotas; "" for none."""
     warnings: list[str]
 
 
@@ -107,14 +104,12 @@ def read(words: Sequence[str], environment: Mapping[str, str]) -> Asked:
     fields = {flag.field: values[name] for name, flag in FLAGS.items() if flag.field not in ("", USED)}
     fields["port"] = values["rpc_port"] if "rpc_port" in given and values["rpc_port"] else values["port"]
     _translate(values, given, environment, fields, warnings)
-    known = {field.name for field in dataclasses.fields(MasterSettings)}
-    fields = {name: value for name, value in fields.items() if value is not None and name in known}
+    fields = {name: value for name, value in fields.items() if value is not None}
     settings, _ = config.load(MasterSettings, fields, environment)
     metadata = None
     if values["enable_http_metadata_server"]:
         metadata = values["http_metadata_server_host"], values["http_metadata_server_port"]
-    tenants = values["tenant_quota_connector_uri"] if values["enable_multi_tenants"] else ""
-    return Asked(settings, metadata, values["enable_metric_reporting"], tenants, warnings)
+    return Asked(settings, metadata, warnings)
 
 
 def _file(path: Path) -> dict[str, str]:
@@ -167,18 +162,44 @@ def _translate(
         fields["grace_s"] = max(0.0, late_s)
     if "client_ttl" not in given:
         fields["segment_ttl_s"] = None  # ours is shorter
+    fields["report_s"] = REPORT_S if values["enable_metric_reporting"] else 0.0
     _translate_log(values, environment, fields, warnings)
+    _translate_tiers(values, given, fields, warnings)
     if values["enable_ha"]:
         fields["election"] = _election(values)
     else:
         fields["cluster_id"] = None
+    if not values["kv_events_backend_id"]:
+        fields["kv_events_backend"] = None
     if not values["enable_kv_events"]:
-        fields["kv_events_endpoint"] = fields["kv_events_backend"] = None
+        fields["kv_events_endpoint"] = None
     elif not (values["kv_events_bind_endpoint"] and values["kv_events_backend_id"]):
         fields["kv_events_endpoint"] = None
         warnings.append("--enable_kv_events: needs --kv_events_bind_endpoint and --kv_events_backend_id")
     if values["enable_multi_tenants"] and values["tenant_quota_connector_type"] != "file":
         warnings.append("--tenant_quota_connector_type: quotas are kept in a file or set by HTTP")
+
+
+def _translate_tiers(
+    values: Mapping[str, Any], given: Mapping[str, str], fields: dict[str, Any], warnings: list[str]
+) -> None:
+    """Only what is asked for: our own defaults are not theirs, where nodes decide by having an SSD."""
+    if {"promotion_on_hit", "promotion_admission_threshold"} & given.keys():
+        is_on = values["promotion_on_hit"] or "promotion_on_hit" not in given
+        fields["promote_after_hits"] = values["promotion_admission_threshold"] if is_on else 0
+    if "offload_force_evict" in given:
+        fields["evict_undemoted"] = values["offload_force_evict"]
+    if "dynamic_replication_mode" in given:
+        mode = values["dynamic_replication_mode"]
+        is_on = mode == "enforce"
+        fields["hot_uses_per_s"] = values["dynamic_replication_admission_qps_threshold"] if is_on else 0.0
+        fields["max_hot_replicas"] = values["dynamic_replication_max_memory_replicas"]
+        if mode == "observe":
+            warnings.append("--dynamic_replication_mode: hot objects are replicated or not; now they are not")
+    if not values["enable_multi_tenants"]:
+        fields["strict_tenants"] = None
+    elif values["tenant_quota_connector_type"] == "file":
+        fields["tenants_file"] = values["tenant_quota_connector_uri"].removeprefix("file://") or None
 
 
 def _translate_log(

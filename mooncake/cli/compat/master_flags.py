@@ -66,9 +66,15 @@ FLAGS: dict[str, Flag] = {
     ),
     # Leases and eviction
     "default_kv_lease_ttl": Flag("10000", POSITIVE_DURATION, "lease_s"),
-    "default_kv_soft_pin_ttl": Flag("1800000", DURATION, "soft_pin_s"),
-    "max_kv_soft_pin_ttl": Flag("86400000", DURATION, "max_soft_pin_s"),
-    "allow_evict_soft_pinned_objects": Flag("true", TRUTH, "evicts_soft_pinned"),
+    **_without(
+        "clients say how long a soft pin lasts; ours ask for 30 minutes where nothing is said",
+        default_kv_soft_pin_ttl=("1800000", DURATION),
+    ),
+    "max_kv_soft_pin_ttl": Flag("86400000", POSITIVE_DURATION, "max_pin_s"),
+    **_without(
+        "softly pinned objects leave when nothing else can; pin hard what must stay",
+        allow_evict_soft_pinned_objects=("true", TRUTH),
+    ),
     "eviction_ratio": Flag("0.05", number(0, 1), "eviction_ratio"),
     "eviction_high_watermark_ratio": Flag("0.9", number(0, 1, is_open=True), "high_watermark"),
     "client_ttl": Flag("10", SECONDS, "segment_ttl_s"),
@@ -88,22 +94,28 @@ FLAGS: dict[str, Flag] = {
         "nodes that have an SSD tier use it, without being told (mooncaked --nvme-path)",
         enable_offload=("false", TRUTH),
         offload_on_evict=("false", TRUTH),
-        offload_force_evict=("false", TRUTH),
         root_fs_dir=("", TEXT),
         global_file_segment_size=("9223372036854775807", SIZE),
         enable_disk_eviction=("true", TRUTH),
         quota_bytes=("0", SIZE),
     ),
-    "offloading_queue_limit": Flag("50000", COUNT, USED),
-    "offload_cap_ratio": Flag("0.5", RATIO, USED),
+    "offload_force_evict": Flag("false", TRUTH, USED),
     "promotion_on_hit": Flag("false", TRUTH, USED),
     "promotion_admission_threshold": Flag("2", whole(1), USED),
-    "promotion_max_per_heartbeat": Flag("1", whole(1), USED),
-    "promotion_queue_limit": Flag("50000", COUNT, USED),
+    **_without(
+        "nodes ask for as many copies as they have room for",
+        offloading_queue_limit=("50000", COUNT),
+        offload_cap_ratio=("0.5", RATIO),
+        promotion_max_per_heartbeat=("1", whole(1)),
+        promotion_queue_limit=("50000", COUNT),
+    ),
     # Hot objects
     "dynamic_replication_mode": Flag("off", choice("off", "observe", "enforce"), USED),
     "dynamic_replication_admission_qps_threshold": Flag("0.8", number(0), USED),
-    "dynamic_replication_heat_window_seconds": Flag("10", SECONDS, USED),
+    **_without(
+        "uses are counted by the second",
+        dynamic_replication_heat_window_seconds=("10", SECONDS),
+    ),
     "dynamic_replication_max_memory_replicas": Flag("2", whole(1, 64), USED),
     # High availability
     "enable_ha": Flag("false", TRUTH, USED),
@@ -154,7 +166,7 @@ FLAGS: dict[str, Flag] = {
         max_retry_attempts=("10", COUNT),
     ),
     # Tenants
-    "enable_multi_tenants": Flag("false", TRUTH, USED),
+    "enable_multi_tenants": Flag("false", TRUTH, "strict_tenants"),
     "tenant_quota_connector_type": Flag("file", choice("file", "etcd"), USED),
     "tenant_quota_connector_uri": Flag("", TEXT, USED),
     # KV events

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 
 import mooncake
 from mooncake import metrics
+from mooncake.errors import StorageError
 from mooncake.store import messages as m
 from mooncake.store.admin import changing, exported, looking
 from mooncake.store.admin.answers import Refused, good, json
@@ -22,6 +23,10 @@ def make_app(desk: Desk) -> FastAPI:
     @app.exception_handler(Refused)
     async def _refused(_: Request, error: Refused) -> Response:
         return error.response()
+
+    @app.exception_handler(StorageError)
+    async def _not_stored(_: Request, error: StorageError) -> Response:
+        return Refused("internal_error", str(error)).response()
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> Response:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from msgspec import Meta
 
 from mooncake.store import messages as m
+from mooncake.store import tenantfile
 from mooncake.store.admin.answers import Refused, check_key, good, json, read_body
 from mooncake.store.admin.desk import Desk
 
@@ -87,6 +88,8 @@ def router(desk: Desk) -> APIRouter:
 
 async def _set(desk: Desk, tenant: str, size_bytes: int | None) -> Response:
     quotas: m.Quotas = good(await desk.ask(m.SetQuota(tenant, size_bytes)), "unknown_tenant")
+    if desk.settings.tenants_file:
+        tenantfile.write(desk.settings.tenants_file, quotas.quotas)
     found = next((_quota(one) for one in quotas.quotas if one.tenant == tenant), {"tenant_id": tenant})
     return json({"success": True, **found})
 

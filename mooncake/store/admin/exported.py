@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mooncake import clock
 from mooncake.store import messages as m
 from mooncake.store.admin.desk import Desk
 from mooncake.store.tally import SIZE_BOUNDS, Tally
@@ -29,8 +30,6 @@ BATCHES = (
 OUTCOMES = ("requests", "failures", "partial_successes", "items", "failed_items")
 
 _OF_COUNTS = {
-    "master_successful_evictions_total": "evictions",
-    "master_attempted_evictions_total": "eviction_attempts",
     "master_evicted_key_count": "evicted_objects",
     "master_evicted_size_bytes": "evicted_bytes",
     "master_put_start_discard_cnt": "expired_puts",
@@ -38,12 +37,9 @@ _OF_COUNTS = {
     "master_promotion_admitted_total": "promotions_admitted",
     "master_promotion_completed_total": "promoted_objects",
     "master_promotion_completed_bytes_total": "promoted_bytes",
-    "master_promotion_expired_total": "promotions_expired",
     "master_promotion_failed_total": "promotions_failed",
-    "master_promotion_cancelled_total": "promotions_cancelled",
     "master_promotion_rejected_frequency_total": "promotions_too_rare",
     "master_promotion_rejected_watermark_total": "promotions_no_room",
-    "master_promotion_rejected_cap_total": "promotions_too_many",
 }
 """Counters by the name that the core's counts have."""
 OF_REPLICATION = (
@@ -55,7 +51,9 @@ ALWAYS_0 = (
     *(f"master_promotion_candidate_{what}_total" for what in ("recorded", "admitted", "admission_rejected")),
     *(f"master_promotion_candidate_expired_{what}_total" for what in ("evaluated", "unevaluated")),
     "master_promotion_candidate_dropped_limit_total",
-    *("ha_pending_mutation_queue_size",),
+    *("master_promotion_expired_total", "master_promotion_cancelled_total"),
+    *("master_promotion_rejected_cap_total", "master_put_start_discarded_staging_size"),
+    "ha_pending_mutation_queue_size",
 )
 """What these count does not happen here; the docs say why."""
 
@@ -80,17 +78,17 @@ def _gauges(desk: Desk, status: m.MasterStatus) -> dict[str, float]:
         if one.state == "alive":
             by_tier[one.tier].append(one)
     near, ssd = [*by_tier[Tier.MEMORY], *by_tier[Tier.DEVICE]], by_tier[Tier.SSD]
+    tally = desk.master.tally
     gauges: dict[str, float] = {
         "master_allocated_bytes": sum(one.allocated_bytes for one in near),
         "master_total_capacity_bytes": sum(one.size_bytes for one in near),
         "master_allocated_file_size_bytes": sum(one.allocated_bytes for one in ssd),
         "master_total_file_capacity_bytes": sum(one.size_bytes for one in ssd),
         "master_key_count": status.num_objects,
-        "master_soft_pin_key_count": 0,
+        "master_soft_pin_key_count": tally.num_soft_pinned(clock.monotonic()),
         "master_active_clients": desk.num_clients,
         "mem_cache_nums_": sum(one.num_objects for one in near),
         "file_cache_nums_": sum(one.num_objects for one in ssd),
-        "master_put_start_discarded_staging_size": 0,
         "master_promotion_in_flight": sum(one.num_tasks for one in by_tier[Tier.MEMORY]),
         **dict.fromkeys(OF_REPLICATION, 0),
         **desk.replication,
@@ -109,8 +107,11 @@ def _counters(counts: Mapping[str, Any]) -> dict[str, int]:
     for what in ("alloc_failures", "partial_allocations"):
         counters[f"master_put_start_{what}_total"] = counts.get(f"put_start_{what}", 0)
     hits, hit_bytes = counts.get("hit_nums", 0), counts.get("hit_bytes", 0)
-    cold, cold_bytes = counts.get("cold_hit_nums", 0), counts.get("cold_hit_bytes", 0)
+    cold, cold_bytes = counts.get("cold_hits", 0), counts.get("cold_hit_bytes", 0)
+    num_evicted = counts.get("evicted_objects", 0) + counts.get("evicted_replicas", 0)
     counters |= {
+        "master_successful_evictions_total": num_evicted,
+        "master_attempted_evictions_total": num_evicted + counts.get("put_start_alloc_failures", 0),
         "mem_cache_hit_nums_": hits - cold,
         "file_cache_hit_nums_": cold,
         "mem_cache_hit_bytes_total": hit_bytes - cold_bytes,

@@ -44,6 +44,13 @@ nof_heartbeat_failures_threshold config_path
 """
 
 
+OURS_BY_DEFAULT = (
+    *("client_ttl", "put_start_release_timeout_sec", "promotion_on_hit", "offload_force_evict"),
+    *("promotion_admission_threshold", "dynamic_replication_mode"),
+)
+"""Not given, these leave our own default, which differs from theirs."""
+
+
 def asked(line: str, **environment: str) -> Asked:
     return read(line.split(), environment)
 
@@ -61,7 +68,7 @@ def test_the_default_may_be_said_and_changes_nothing(name: str) -> None:
     for line in ([f"--{name}={flag.default}"], [f"-{name.replace('_', '-')}", flag.default]):
         said = read(line, {})
         assert not said.warnings
-        if name not in ("client_ttl", "put_start_release_timeout_sec"):
+        if name not in OURS_BY_DEFAULT:
             assert said == silent
 
 
@@ -104,6 +111,39 @@ def test_the_defaults_of_the_existing_program() -> None:
         ("--rpc_address 127.0.0.1 --metrics-port=0", "host", "127.0.0.1"),
         ("--enable_snapshot --snapshot_backup_dir /d --cluster_id=c", "oplog", "/d/c.oplog"),
         ("--enable_oplog", "oplog", ""),
+        ("--max_kv_soft_pin_ttl=1h", "max_pin_s", 3600.0),
+        ("", "promote_after_hits", 2),
+        ("--promotion_on_hit --promotion_admission_threshold=5", "promote_after_hits", 5),
+        ("--promotion_admission_threshold=5", "promote_after_hits", 5),
+        ("--promotion_on_hit=false", "promote_after_hits", 0),
+        ("--nooffload_force_evict", "evict_undemoted", False),
+        ("", "evict_undemoted", True),
+        ("", "hot_uses_per_s", 100.0),
+        ("--dynamic_replication_mode=off", "hot_uses_per_s", 0.0),
+        (
+            "--dynamic_replication_mode=enforce --dynamic_replication_admission_qps_threshold=7",
+            "hot_uses_per_s",
+            7.0,
+        ),
+        ("--dynamic_replication_mode=enforce", "max_hot_replicas", 2),
+        ("--enable_multi_tenants", "strict_tenants", True),
+        ("", "strict_tenants", False),
+        ("--enable_multi_tenants --tenant_quota_connector_uri=/d/t.yaml", "tenants_file", "/d/t.yaml"),
+        ("--tenant_quota_connector_uri=/d/t.yaml", "tenants_file", ""),
+        ("--enable_ha --etcd_endpoints=http://a:1,b:2", "election", "etcd://a:1;b:2"),
+        (
+            "--enable_ha --ha_backend_type=redis --ha_backend_connstring=redis://a:1/",
+            "election",
+            "redis://a:1",
+        ),
+        ("--enable_ha --etcd_endpoints=a:1 --cluster_id=c", "cluster_id", "c"),
+        (
+            "--enable_kv_events --kv_events_bind_endpoint=tcp://*:1 --kv_events_backend_id=b",
+            "kv_events_backend",
+            "b",
+        ),
+        ("--enable_kv_events --kv_events_bind_endpoint=tcp://*:1", "kv_events_endpoint", ""),
+        ("--kv_events_bind_endpoint=tcp://*:1 --kv_events_backend_id=b", "kv_events_endpoint", ""),
     ],
 )
 def test_what_flags_become(line: str, field: str, value: Any) -> None:
@@ -119,7 +159,7 @@ def test_launchers_seen_in_the_wild() -> None:
         "--eviction_high_watermark_ratio=1.0 --eviction_ratio=0.0 --v=1 -logtostderr"
     )
     assert queue.settings.lease_s == 999.999
-    assert asked("--noenable_metric_reporting").reports is False
+    assert asked("--noenable_metric_reporting").settings.report_s == 0 != asked("").settings.report_s
 
 
 def test_what_has_no_effect_is_said_with_its_reason() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mooncake.store import messages as m
 from tests.store.admin.conftest import KEY, House
 
 
@@ -118,3 +119,83 @@ async def test_changes_need_the_key(
 
 async def test_kv_events_are_off_unless_asked_for(house: House) -> None:
     assert await house.ask("/kv_events/status") == (200, {"enabled": False})
+
+
+async def test_where_keys_lie(house: House) -> None:
+    await house.mount()
+    await house.put("a", "b")
+    status, found = await house.ask("/query_key?key=a")
+    assert status == 200 and found["success"]
+    place = found["data"][0]
+    assert place == {
+        "size_": 100,
+        "buffer_address_": 4096,
+        "protocol_": "tcp",
+        "transport_endpoint_": "a",
+    }
+    status, found = await house.ask("/query_key?key=c")
+    assert status == 404
+    assert found == {"success": False, "error_code": -704, "error_message": "OBJECT_NOT_FOUND"}
+    _, batch = await house.ask("/batch_query_keys?keys=a,c")
+    assert batch["success"] and batch["data"]["a"]["ok"] and batch["data"]["a"]["values"] == [place]
+    assert batch["data"]["c"] == {"ok": False, "error": "OBJECT_NOT_FOUND"}
+    outcomes = (await house.rpc.call(m.Remove(["a", "b"], False), 5)).outcomes
+    assert outcomes == [True, True], "looking grants no lease"
+
+
+async def test_everything_of_a_tenant_is_removed(house: House) -> None:
+    await house.mount()
+    await house.put("a", "b")
+    await house.put("a", tenant="t")
+    assert await house.ask("/get_all_keys?tenant_id=t") == (200, "a\n")
+    await house.rpc.call(m.Lookup(["a"]), 5)
+    _, removed = await house.ask("/api/v1/remove_all", "POST")
+    assert (removed["success"], removed["removed_count"], removed["leased_count"]) == (True, 1, 1)
+    _, removed = await house.ask("/api/v1/remove_all?force=true&tenant_id=t", "POST")
+    assert removed["removed_count"] == 1
+    assert await house.ask("/get_all_keys") == (200, "a\n")
+
+
+async def test_quotas_are_set_told_and_forgotten(house: House) -> None:
+    await house.mount()
+    path = "/api/v1/tenant_quotas"
+    assert await house.ask(path) == (200, {"success": True, "tenant_quotas": []})
+    assert (await house.ask(f"{path}?tenant_id=t"))[0] == 404
+    status, set_ = await house.ask(f"{path}?tenant_id=t", "PUT", data='{"requested_quota_bytes": 4096}')
+    assert (status, set_["requested_quota_bytes"]) == (200, 4096)
+    await house.put("a", tenant="t")
+    _, told = await house.ask(f"{path}?tenant_id=t")
+    assert (told["effective_quota_bytes"], told["charged_bytes"], told["object_count"]) == (4096, 100, 1)
+    _, page = await house.ask("/metrics")
+    assert 'mooncake_tenant_quota_requested_bytes{tenant_id="t"} 4096.0' in page
+    assert 'mooncake_tenant_quota_charged_bytes{tenant_id="t"} 100.0' in page
+    await house.rpc.call(m.Remove(["a"], True, tenant="t"), 5)
+    assert (await house.ask(f"{path}?tenant_id=t", "DELETE"))[0] == 200
+    assert (await house.ask(path))[1]["tenant_quotas"] == []
+
+
+async def test_a_segment_is_drained_by_a_job(house: House) -> None:
+    await house.mount()
+    await house.mount("b")
+    status, job = await house.ask("/api/v1/drain_jobs", "POST", data='{"segments": ["a"]}')
+    assert (status, job["status"]) == (200, "CREATED")
+    _, told = await house.ask(f"/api/v1/drain_jobs/query?job_id={job['job_id']}")
+    assert (told["status"], told["failed_units"], told["active_units"]) == ("SUCCEEDED", 0, 0)
+    assert (await house.ask("/api/v1/segments/status?segment=a"))[1]["status"] == "DRAINED"
+    status, answer = await house.ask("/api/v1/drain_jobs", "POST", data='{"segments": ["c"]}')
+    assert (status, answer["error_code"]) == (404, -101)
+    for path, method in (("query", "GET"), ("cancel", "POST")):
+        status, answer = await house.ask(f"/api/v1/drain_jobs/{path}?job_id=77", method)
+        assert (status, answer["error_code"]) == (404, -1402)
+
+
+async def test_a_drain_that_has_work_is_cancelled(house: House) -> None:
+    await house.mount()
+    await house.put("k")
+    await house.mount("b")
+    _, job = await house.ask("/api/v1/drain_jobs", "POST", data='{"segments": ["a"]}')
+    _, told = await house.ask(f"/api/v1/drain_jobs/query?job_id={job['job_id']}")
+    assert told["status"] in ("CREATED", "RUNNING") and told["succeeded_units"] == 0
+    assert (await house.ask("/api/v1/segments/status?segment=a"))[1]["status"] == "DRAINING"
+    _, told = await house.ask(f"/api/v1/drain_jobs/cancel?job_id={job['job_id']}", "POST")
+    assert told["status"] == "CANCELED"

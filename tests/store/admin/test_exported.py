@@ -81,3 +81,14 @@ async def test_a_summary_is_one_line(house: House) -> None:
 def test_what_is_always_0_is_documented() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     assert not [name for name in ALWAYS_0 if f"`{name}`" not in text]
+
+
+async def test_soft_pins_are_counted_while_they_last(house: House) -> None:
+    await house.mount()
+    await house.put("a", "b", "c")
+    for ttl_s, number in ((60.0, 2), (0.0, 0)):
+        await house.rpc.call(m.Pin(["a", "b"], ttl_s), 5)
+        assert (await samples(house))[1]["master_soft_pin_key_count"] == number
+    await house.rpc.call(m.Pin(["a"], 60.0), 5)
+    await house.rpc.call(m.Remove(["a"], True), 5)
+    assert (await samples(house))[1]["master_soft_pin_key_count"] == 0
