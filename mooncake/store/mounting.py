@@ -17,9 +17,10 @@ from mooncake.store.objects import Extent, StoredObject, check_put, split_scoped
 from mooncake.store.records import ObjectReadable, ReplicaAdded
 from mooncake.store.segments import Segment
 from mooncake.store.tasks import Tasks, entry_of
-from mooncake.types import Tier
+from mooncake.types import ObjectKey, Tier
 
 MAX_REST_S = 3600.0
+MAX_WENT = 1 << 16
 BETWEEN_REPORTS_S = 5.0
 """How long the next part of a report may take, until memory is given out without it."""
 
@@ -30,6 +31,10 @@ class Mounting:
     def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
         self._catalog = catalog
         self._tasks = tasks
+        self._went: dict[ObjectKey, int] = {}
+        """The last keys whose object went while its node was there, and that object's id: what a node that
+        was away says of it is out of date."""
+        catalog.on_left.append(self._left)
 
     def mount(self, message: m.Mount, event: Received, now: float) -> m.Mounted:
         settings = self._catalog.settings
@@ -97,6 +102,12 @@ class Mounting:
         extent = None if stored is None or stored.object_id != entry.object_id else stored.on(segment)
         return extent is not None and extent.offset == entry.offset
 
+    def _left(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        if extent.segment.is_mounted and not stored.is_readable:
+            self._went[stored.key] = stored.object_id
+            if len(self._went) > MAX_WENT:
+                del self._went[next(iter(self._went))]
+
     def _adopt(self, segment: Segment, entry: m.Entry, now: float) -> bool:
         """Believe the node that its segment holds this."""
         if not _is_sound(entry):
@@ -115,7 +126,8 @@ class Mounting:
             self._catalog.records.append(added)
             self._catalog.tell(now, stored.key, "#{} is on {} too, says its node", *_what(entry, segment))
             return True
-        if stored is not None and stored.object_id > entry.object_id:
+        newest = stored.object_id if stored is not None else self._went.get(entry.key, -1)
+        if newest >= entry.object_id:
             return False
         if not segment.allocator.take(entry.offset, entry.size_bytes):
             return False

@@ -218,6 +218,25 @@ def test_memory_is_lost_with_its_process_and_the_ssd_after_its_ttl(nodes: Nodes)
     assert where(nodes, "k") == ["a/ssd"], "and yet it comes back, told by its node"
 
 
+def test_what_was_removed_while_its_node_was_away_stays_removed(nodes: Nodes) -> None:
+    a, b = Place(nodes, "a"), Place(nodes, "b")
+    old, stays = nodes.put("k", "stays", host="a")
+    a.held = {
+        place.object_id: entry(key, place.object_id, 1024 * n)
+        for n, (key, place) in enumerate((("k", old), ("stays", stays)))
+    }
+    nodes.lose(a.connection)
+    for _ in range(int(TTL_S) + 1):
+        nodes.wait(1.0)
+        b.beat()
+    (new,) = nodes.put("k", host="b")
+    assert new.object_id > old.object_id and nodes.remove("k") is True
+    again = Place(nodes, "a", rest_s=35.0, entries=list(a.held.values()))
+    assert again.mounted.wants_report
+    assert again.held.keys() == {stays.object_id} and where(nodes, "k") == []
+    assert where(nodes, "stays") == ["a"]
+
+
 def test_a_segment_is_described_with_its_host(nodes: Nodes) -> None:
     Place(nodes, "a", host="rack 1")
     described = nodes.say(m.Describe([("a", 7), ("a", 8)]))
