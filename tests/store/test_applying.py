@@ -129,3 +129,11 @@ def test_places_that_there_are_not_are_passed_over(voice: Voice, place: tuple[st
     mounted = next(one for one in voice.records if isinstance(one, SegmentMounted))
     master.apply(mounted, 0.0)
     assert contents(master) == before
+
+
+def test_a_successor_that_takes_over_at_once_is_sound(voice: Voice) -> None:
+    """Replicas went a moment ago: what rests for them is longer than a lease."""
+    lived(voice)
+    master = follower(voice.records)
+    master.settle(100.0)
+    master.check()
