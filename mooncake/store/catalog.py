@@ -543,6 +543,8 @@ def record_of(stored: StoredObject) -> ObjectReadable:
         stored.group,
         stored.parent,
         stored.data_type,
+        stored.policy.num_replicas,
+        stored.policy.is_durable,
     )
 
 

@@ -356,6 +356,8 @@ class Objects:
         stored.is_hard_pinned = record.is_hard_pinned
         stored.group, stored.parent = record.group, record.parent
         stored.data_type = record.data_type
+        if record.num_replicas != 1 or record.is_durable:
+            stored.policy = PutPolicy(record.num_replicas, is_durable=record.is_durable)
         self._last_id = max(self._last_id, record.object_id)
         for extent in extents:
             extent.segment.holders[extent.offset] = stored

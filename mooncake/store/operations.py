@@ -142,6 +142,10 @@ class Target:
     pieces: dict[int, list[tuple[int, int, int]]] = dataclasses.field(default_factory=dict)
     """Chunk -> (offset in it, length, CRC32C) of parts of a chunk that isn't complete yet."""
 
+    @property
+    def is_complete(self) -> bool:
+        return self.failure is None and b"\0" not in self.is_written.tobytes()
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PutGrant:
@@ -163,7 +167,10 @@ class PutGrant:
     @property
     def lead(self) -> Target:
         """The first target that can be written."""
-        return next((target for target in self.targets if target.failure is None), self.targets[0])
+        for target in self.targets:
+            if target.failure is None:
+                return target
+        return self.targets[0]
 
     @property
     def segment(self) -> Any:
@@ -193,12 +200,15 @@ class PutGrant:
 
     def settle(self) -> list[str]:
         """All that could be written is: decide what the put comes to. The segments without the object."""
-        complete = [one for one in self.targets if one.failure is None and one.is_written.all()]
+        complete = [one for one in self.targets if one.is_complete]
         if self.failure is None and not complete:
             missing = int(self.is_written.size - self.is_written.sum())
             self.failure = Refusal("incomplete", f"{missing} chunks of {self.key!r} were not written")
+        if len(complete) == len(self.targets) == 1:
+            return []
         # Replicas that differ: the source changed between two transfers. The announced one counts.
-        good = [one for one in complete if np.array_equal(one.checksums, complete[0].checksums)]
+        sums = [one.checksums.tobytes() for one in complete]
+        good = [one for one, each in zip(complete, sums, strict=True) if each == sums[0]]
         left_out = [one for one in self.targets if one not in good]
         for one in left_out:
             one.failure = one.failure or Refusal("incomplete", "not written like the others")
@@ -864,10 +874,14 @@ def _put_grant(
 
 def _spread(grants: Sequence[PutGrant], columns: Columns) -> tuple[list[Target], list[PutGrant], Columns]:
     """The slices for every target that can still be written: (targets, whose each is, slices of them)."""
+    num_ranks = max((len(grant.targets) for grant in grants), default=0)
+    if num_ranks == 1:
+        flags = [grant.failure is None for grant in grants]
+        return [grant.targets[0] for grant in grants], list(grants), columns.only(flags)
     places: list[Target] = []
     owners: list[PutGrant] = []
     parts: list[Columns] = []
-    for rank in range(max((len(grant.targets) for grant in grants), default=0)):
+    for rank in range(num_ranks):
         numbers = np.full(len(grants), -1)
         for index, grant in enumerate(grants):
             if grant.failure is None and rank < len(grant.targets) and grant.targets[rank].failure is None:
@@ -876,7 +890,7 @@ def _spread(grants: Sequence[PutGrant], columns: Columns) -> tuple[list[Target],
                 owners.append(grant)
         part = columns.where(numbers[columns.grant] >= 0)
         parts.append(part.renumbered(numbers))
-    return places, owners, parts[0] if len(parts) == 1 else Columns.joined(parts)
+    return places, owners, Columns.joined(parts)
 
 
 def _lost(replica: m.Replica, reason: str) -> Refusal:

@@ -48,6 +48,10 @@ class ObjectReadable(msgspec.Struct, frozen=True, array_like=True, tag="object_r
     group: str = ""
     parent: str = ""
     data_type: int = 0
+    num_replicas: int = 1
+    """How many its writer wanted in memory."""
+    is_durable: bool = False
+    """Its writer is answered when it is on SSD, whichever master does it."""
 
 
 class ObjectGone(msgspec.Struct, frozen=True, array_like=True, tag="object_gone"):

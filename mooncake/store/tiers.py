@@ -305,6 +305,8 @@ class Tiers:
         objects = self._scans[0]
         for stored in objects[-SCAN_OBJECTS:]:
             if stored.is_readable:
+                if stored.policy.is_durable and not stored.complete(Tier.SSD):
+                    self._make_durable(stored, now)
                 self._note_dirty(stored, now)
         del objects[-SCAN_OBJECTS:]
         if not objects:

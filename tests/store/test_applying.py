@@ -117,6 +117,28 @@ def test_an_ssd_that_another_process_serves_keeps_its_content() -> None:
     assert stored is not None and stored.replicas[1].epoch == 8
 
 
+def test_a_durable_put_that_a_successor_hears_of_waits_for_the_ssd_too() -> None:
+    """Its writer asks again after the first master died between put-end and the copy."""
+    nodes = Nodes(SETTINGS)
+    with_ssd(nodes)
+    place = nodes.start("k", host="a", policy=m.PutPolicy(is_durable=True)).reserved[0]
+    assert place is not None
+    end = m.PutEnd(["k"], [place.object_id], [b"crc!"])
+    nodes.post(end, "client", "end")
+    other = Nodes(SETTINGS)
+    other.master.restore(nodes.records, 0.0)
+    other.post(end, "client", "again")
+    memory, ssd = with_ssd(other)
+    assert other.where("k") == ["a"] and "again" not in other.late
+    for _ in range(5):
+        other.wait(1.0)
+        memory.beat()
+        ssd.beat()
+        ssd.work()
+    assert other.where("k") == ["a", "a/ssd"]
+    assert other.late.pop("again") == [m.Outcomes([False])]
+
+
 @pytest.mark.parametrize("place", [("nowhere", 0), ("a", 1 << 30), ("a", 32)])
 def test_places_that_there_are_not_are_passed_over(voice: Voice, place: tuple[str, int]) -> None:
     lived(voice)
