@@ -14,6 +14,7 @@ caller can look at. A broken world raises from this tree::
     ├── ModelError           a model folder is missing, damaged or of an unknown family
     └── Unavailable          something that should answer does not; trying again later may help
         ├── PeerLost         the connection broke or was refused
+        ├── NotLeader        of several masters this one does not lead; ``leader`` is who does, if it is known
         └── DeadlineExceeded the peer did not answer in time
 
 A broken program asserts. Every message names the peer or the thing, the operation, and what to do.
@@ -80,6 +81,11 @@ class Unavailable(MooncakeError):
 
 class PeerLost(Unavailable):
     code = "peer_lost"
+
+
+class NotLeader(Unavailable):
+    code = "not_leader"
+    leader = ""
 
 
 class DeadlineExceeded(Unavailable):

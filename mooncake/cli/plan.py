@@ -81,14 +81,19 @@ class UpSettings:
         return self.model.rstrip("/").rpartition("/")[2]
 
 
-def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_key: str) -> dict[str, Plan]:
-    """Every role with its flags, in the order in which they are shown."""
+def plan_cluster(
+    settings: UpSettings, given: Given, model_folder: str, admin_key: str, folder: Path
+) -> dict[str, Plan]:
+    """Every role with its flags, in the order in which they are shown. ``folder``: for what is kept."""
     prefill = [f"prefill-{number}" for number in range(settings.prefill)]
     decode = [f"decode-{number}" for number in range(settings.decode)]
     names = ["metadata", "master", "node", *prefill, *decode, "conductor", "gateway"]
     ports = dict(zip(names, free_ports(INSIDE, len(names), Random()), strict=True))
     ports["gateway"] = settings.port or ports["gateway"]
     at = {name: f"{INSIDE}:{port}" for name, port in ports.items()}
+
+    # A master that is started again knows what it knew. By port, because no two clusters share one.
+    oplog = folder / f"master-{ports['gateway']}.oplog"
 
     # Listening everywhere has no address to call; this machine is reached at its own.
     called = INSIDE if settings.host in ("0.0.0.0", "::") else settings.host
@@ -128,7 +133,7 @@ def plan_cluster(settings: UpSettings, given: Given, model_folder: str, admin_ke
 
     plans = [
         plan(RoleSpec("metadata"), "metadata", [], HttpCheck("/health")),
-        plan(RoleSpec("master"), "master", [], None),
+        plan(RoleSpec("master"), "master", ["--oplog", str(oplog)], None),
         plan(RoleSpec("node", ("master",), leans_on=("metadata",)), "node", node_flags, is_mounted),
         *(worker(name, "prefill") for name in prefill),
         *(worker(name, "decode") for name in decode),

@@ -37,7 +37,7 @@ def up(given: Given) -> None:
 
 async def _run(settings: UpSettings, given: Given, model_folder: str, log_folder: Path) -> int:
     admin_key = settings.admin_api_key or secrets.token_urlsafe(18)
-    plans = plan_cluster(settings, given, model_folder, admin_key)
+    plans = plan_cluster(settings, given, model_folder, admin_key, log_folder)
     master, gateway = plans["master"], plans["gateway"]
     url = f"http://{gateway.address}"
     is_ready = False

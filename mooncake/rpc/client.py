@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import select
 import socket
 import ssl
@@ -91,11 +92,19 @@ class _Wire(asyncio.Protocol):
 class AsyncClient:
     """Calls ``address`` from an event loop. ``replies``: every message type a reply may have.
 
-    ``name`` says in errors who the peer is ("the master").
+    ``name`` says in errors who the peer is ("the master"); ``is_patient`` as in ``BlockingClient``.
     """
 
-    def __init__(self, address: str, replies: Iterable[type[Message]], name: str = "peer") -> None:
+    def __init__(
+        self,
+        address: str,
+        replies: Iterable[type[Message]],
+        name: str = "peer",
+        *,
+        is_patient: bool = True,
+    ) -> None:
         self._host, self._port = split_address(address)
+        self._is_patient = is_patient
         self.peer = f"{name} at {address}"
         self.decoder = decoder_for(replies)
         self._ids = itertools.count(1)
@@ -131,6 +140,8 @@ class AsyncClient:
             stage = "can't be reached" if future is None else f"didn't answer {what}"
             raise DeadlineExceeded(f"{self.peer} {stage} within {timeout_s:.3g} s") from None
         except PeerLost as error:
+            if future is None:
+                raise
             raise PeerLost(f"lost {self.peer} during {what}: {error}") from None
         finally:
             if wire is not None:
@@ -179,6 +190,8 @@ class AsyncClient:
 
     def _connecting_done(self, task: asyncio.Task[_Wire]) -> None:
         self._connecting = None
+        if not task.cancelled():
+            task.exception()  # whoever still waits for it gets it; it is no news to asyncio
 
     async def _connect(self) -> _Wire:
         loop = asyncio.get_running_loop()
@@ -186,7 +199,10 @@ class AsyncClient:
         while True:
             try:
                 _, wire = await loop.create_connection(lambda: _Wire(self), self._host, self._port)
-            except OSError:
+            except OSError as error:
+                if not self._is_patient:
+                    reason = os.strerror(error.errno) if error.errno else str(error)
+                    raise PeerLost(f"{self.peer} can't be reached: {reason}; is it running?") from error
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             else:

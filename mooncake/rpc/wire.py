@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from mooncake import errors
-from mooncake.errors import InvalidArgument, MooncakeError, ProtocolError
+from mooncake.errors import InvalidArgument, MooncakeError, NotLeader, ProtocolError
 
 PREFACE = b"mooncake-rpc-2\r\n"
 MAX_BODY_BYTES = 64 << 20
@@ -169,5 +169,10 @@ def error_of(failure: Failure, peer: str) -> MooncakeError:
     """The exception that a ``Failure`` from ``peer`` stands for."""
     kind = _errors_by_code().get(failure.code, MooncakeError)
     error = kind.__new__(kind)
-    Exception.__init__(error, f"{failure.message} (from {peer})")
+    if isinstance(error, NotLeader):
+        error.leader = failure.message
+        whose = f"{error.leader} does" if error.leader else "nobody does that it knows of"
+        Exception.__init__(error, f"{peer} does not lead; {whose}")
+    else:
+        Exception.__init__(error, f"{failure.message} (from {peer})")
     return error

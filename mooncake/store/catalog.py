@@ -409,9 +409,16 @@ class Catalog:
         """All space that is promised without being a replica that can be read."""
         for segment in self.segments.mounted.values():
             for offset, stored in segment.holders.items():
-                extent = stored.on(segment)
-                if extent is None or extent.offset != offset or not extent.is_complete:
+                if self.is_held(segment, offset):
                     yield SpaceHeld([(segment.name, offset)], stored.size_bytes)
+
+    def is_held(self, segment: Segment, offset: int) -> bool:
+        """Whether the space there is promised without being a replica that can be read."""
+        stored = segment.holders.get(offset)
+        if stored is None:
+            return False
+        extent = stored.on(segment)
+        return extent is None or extent.offset != offset or not extent.is_complete
 
     def release(self, segment: Segment, offset: int) -> None:
         """Space that rests is free at once: another master has given it out again."""
@@ -467,9 +474,7 @@ class Catalog:
 
     def expire(self, now: float) -> None:
         """Do what has become due: give up writers that are late, space that rests, nodes that are silent."""
-        while self._timers and self._timers[0][0] <= now:
-            _, _, stored, extent = heapq.heappop(self._timers)
-            self._timer(stored, extent, now)
+        self.end_rests(now)
         deadline = self.segments.deadline()
         if deadline is not None and now >= deadline:
             silent, gone = self.segments.expire(now)
@@ -481,6 +486,12 @@ class Catalog:
             instant = clock.deadline()
             if instant is not None and instant <= now:
                 clock.expire(now)
+
+    def end_rests(self, now: float) -> None:
+        """What is due of objects and their space; all of it that a master which only follows may do."""
+        while self._timers and self._timers[0][0] <= now:
+            _, _, stored, extent = heapq.heappop(self._timers)
+            self._timer(stored, extent, now)
 
     def _timer(self, stored: StoredObject, extent: Extent | None, now: float) -> None:
         if extent is None:

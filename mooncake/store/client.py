@@ -28,9 +28,9 @@ from mooncake.config import Size
 from mooncake.errors import InvalidArgument, MooncakeError, Refusal
 from mooncake.log import get_logger
 from mooncake.metrics import registry
-from mooncake.rpc import AsyncClient, BlockingClient
 from mooncake.store import messages as m
 from mooncake.store.buffers import Buffer, LocalMemory
+from mooncake.store.leader import AsyncLeader, BlockingLeader
 from mooncake.store.objects import DEFAULT_POLICY
 from mooncake.store.operations import (
     Answer,
@@ -152,9 +152,17 @@ class Store(_Faces):
         engine: TransferEngine | None = None,
         settings: StoreSettings = StoreSettings(),
     ) -> None:
-        self._rpc = BlockingClient(master, m.REPLIES, "the master")
+        self._rpc = BlockingLeader(master, m.REPLIES)
         super().__init__(master, engine, settings)
         self._keeper = LeaseKeeper(self._renew)
+
+    def connect(self, timeout_s: float = 2.0) -> None:
+        """Find the master now rather than at the first call.
+
+        Raises:
+            Unavailable: it does not answer; at once, if there is one only and nobody listens there.
+        """
+        self._rpc.connect(timeout_s)
 
     # Whole objects
 
@@ -497,8 +505,12 @@ class AsyncStore(_Faces):
         engine: TransferEngine | None = None,
         settings: StoreSettings = StoreSettings(),
     ) -> None:
-        self._rpc = AsyncClient(master, m.REPLIES, "the master")
+        self._rpc = AsyncLeader(master, m.REPLIES)
         super().__init__(master, engine, settings)
+
+    async def connect(self, timeout_s: float = 2.0) -> None:
+        """As ``Store.connect``, but it waits for a master that is not there yet."""
+        await self._rpc.connect(timeout_s)
 
     async def put(
         self,

@@ -20,8 +20,8 @@ from msgspec import Meta
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
-from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
+from mooncake.store.leader import AsyncLeader
 from mooncake.store.node import MIN_BYTES, Node, NodeSettings
 from mooncake.store.server import running
 from mooncake.store.settings import MasterSettings
@@ -140,7 +140,7 @@ async def serve(settings: DaemonSettings) -> None:
     """
     async with AsyncExitStack() as stack:
         if settings.master:
-            client = AsyncClient(settings.master, m.REPLIES, "the master")
+            client = AsyncLeader(settings.master, m.REPLIES)
             stack.push_async_callback(client.close)
             failed: Awaitable[Any] = asyncio.get_running_loop().create_future()
             master = settings.master

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from random import Random
@@ -19,12 +20,12 @@ from mooncake.driver import Driver
 from mooncake.errors import MooncakeError, PeerLost, Refusal
 from mooncake.log import get_logger
 from mooncake.machine import Wake
-from mooncake.rpc import AsyncClient
 from mooncake.store import errands as e
 from mooncake.store import membership as ms
 from mooncake.store import messages as m
 from mooncake.store.disk import Disk
 from mooncake.store.indexlog import IndexLog
+from mooncake.store.leader import AsyncLeader, Guide
 from mooncake.store.porter import Porter, Target, Together
 from mooncake.transfer import Region, TransferEngine
 from mooncake.types import Tier
@@ -69,6 +70,7 @@ class Lent:
         self.offer = offer
         self._engine = engine
         self._master = master
+        self._guide = Guide(master)
         self._on_change = on_change
         descriptor = engine.describe()
         self._membership = ms.Membership(
@@ -91,7 +93,7 @@ class Lent:
         self._held: dict[int, m.Entry] = {}
         """The journal of memory."""
         self._left = asyncio.Event()
-        self._link: AsyncClient | None = None
+        self._link: AsyncLeader | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._runs: list[e.Run] = []
         """Tasks of the answer that is being worked off."""
@@ -138,6 +140,7 @@ class Lent:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._guide.close)
 
     # Membership
 
@@ -155,7 +158,7 @@ class Lent:
 
     def _perform(self, effect: ms.Effect) -> None:
         if isinstance(effect, ms.Connect):
-            self._link = AsyncClient(self._master, m.REPLIES, "the master")
+            self._link = AsyncLeader(self._guide, m.REPLIES, doubt_s=math.inf)
             self._spawn(self._connect(self._link))
         elif isinstance(effect, ms.Disconnect):
             link, self._link = self._link, None
@@ -174,7 +177,7 @@ class Lent:
             assert isinstance(effect, ms.Left)
             self._left.set()
 
-    async def _connect(self, link: AsyncClient) -> None:
+    async def _connect(self, link: AsyncLeader) -> None:
         """Connect, and report the loss of the connection when it comes."""
         try:
             await link.connect(ms.ANSWER_S)
@@ -185,7 +188,7 @@ class Lent:
         await link.lost.wait()
         self._report(link, ms.Closed("connection lost"))
 
-    async def _send(self, link: AsyncClient, message: msgspec.Struct) -> None:
+    async def _send(self, link: AsyncLeader, message: msgspec.Struct) -> None:
         try:
             reply = await link.call(message, ms.ANSWER_S)
         except PeerLost:
@@ -195,7 +198,7 @@ class Lent:
         else:
             self._report(link, ms.Answered(reply))
 
-    def _report(self, link: AsyncClient, event: ms.Event) -> None:
+    def _report(self, link: AsyncLeader, event: ms.Event) -> None:
         """What an earlier connection still has to say is of no interest."""
         if link is self._link:
             self._post(event)
@@ -219,7 +222,7 @@ class Lent:
             assert isinstance(effect, e.Remount)
             self._post(ms.Answered(m.Beat(is_known=False)))
 
-    async def _ask(self, link: AsyncClient, ask: e.Ask) -> None:
+    async def _ask(self, link: AsyncLeader, ask: e.Ask) -> None:
         try:
             reply = await link.call(ask.message, e.PATIENCE_S)
         except PeerLost:
@@ -269,7 +272,7 @@ class Lent:
         if self.offer.disk is not None:  # of memory the master tells, as of everything that comes there
             self._log_block("block_write", entry, self.offer.tier, self.offer.name)
 
-    async def _tell_all(self, link: AsyncClient) -> None:
+    async def _tell_all(self, link: AsyncLeader) -> None:
         """The master's changes begin after those we know of; what we lack comes after the report."""
         entries = list(self.entries())
         parts = e.reports(self.offer.name, self._engine.epoch, entries)

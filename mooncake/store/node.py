@@ -49,7 +49,7 @@ class NodeSettings:
     """Lend this host's memory and SSD to the store."""
 
     master: str = "127.0.0.1:50051"
-    "`host:port` of the store's master."
+    "`host:port` of the store's master, or several with commas, or `etcd://…`, `redis://…` where they elect."
 
     name: str = ""
     "Name of this node's segment; empty takes `<host name>-<process id>-<number>`."

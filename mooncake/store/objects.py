@@ -292,6 +292,10 @@ def check_put(key: ObjectKey, size_bytes: int, chunk_bytes: int) -> Refusal | No
     return None
 
 
+LEAP = 1 << 30
+"""More ids than a master gives out for objects of which its successor does not know."""
+
+
 class Objects:
     """The two tables. Every object in them has extents in segments that are mounted."""
 
@@ -301,6 +305,10 @@ class Objects:
         self.groups: dict[str, Group] = {}
         """Of readable objects, by scoped name."""
         self._last_id = last_id
+
+    def ids_from(self, first: int) -> None:
+        """Give out none that another master may have given out, of which nothing is known here."""
+        self._last_id = max(first, self._last_id + LEAP)
 
     def begin(
         self,

@@ -1,65 +1,95 @@
-"""The master's process: connections, the driver of the core, metrics. Decides nothing.
+"""The master's process: connections, the driver of the core, what is kept, who leads. Decides nothing.
 
 All requests are handled on one loop, in the order in which they arrive, by plain function calls;
-that is what makes the core's answers consistent without a lock, and fast.
+that is what makes the core's answers consistent without a lock, and fast. Where masters are elected,
+nothing is said before the election is asked whether this one still leads, and before every standby
+that may lead next has what it was said upon (``follow.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
+import importlib
 import secrets
-from collections.abc import AsyncIterator, Generator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from mooncake import clock
 from mooncake.driver import Driver
-from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
+from mooncake.errors import MooncakeError, Unavailable
 from mooncake.log import get_logger
+from mooncake.machine import Wake
 from mooncake.metrics import registry
 from mooncake.rpc import Call, Connection, RpcServer
+from mooncake.rpc.client import split_address
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store import tenantfile
-from mooncake.store.admin.app import make_app
 from mooncake.store.admin.desk import Leadership, Publisher
 from mooncake.store.admin.exported import summary
 from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
+from mooncake.store.election import Election, Standby
+from mooncake.store.exports import MasterMetrics
+from mooncake.store.follow import Follow, Followed, Followers, Leads, WhoLeads
+from mooncake.store.keeping import Keeping
 from mooncake.store.master import Master
-from mooncake.store.oplog import Oplog
 from mooncake.store.records import Record
 from mooncake.store.settings import MasterSettings
-from mooncake.web import WebServer, listen
+from mooncake.store.succession import Succession
 
 log = get_logger(__name__)
 
 
 class MasterServer:
-    """Serves one ``Master`` to clients and nodes."""
+    """Serves one ``Master`` to clients and nodes, alone or as one of several of which one leads."""
 
     def __init__(self, settings: MasterSettings, other: str = "") -> None:
         """``other``: Unix socket of the server for clients that open with another protocol."""
         self.settings = settings
         self.publisher: Publisher | None = None
-        # Random, so that a client of an earlier master can't mean an object of this one.
-        self.master = Master(settings, first_object_id=secrets.randbits(42) << 20)
-        self._driver: Driver[Event, Effect] = Driver(self.master, self._perform)
-        self._oplog = Oplog(Path(settings.oplog)) if settings.oplog else None
+        self.master = self._new_master()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises when this master must not go on."""
-        self._rpc = RpcServer(dict.fromkeys(m.REQUESTS, self._received), self._connection_lost, other=other)
-        self._metrics = _Metrics(self.master)
-        self._is_serving = False
+        handlers: dict[type[msgspec.Struct], Any] = dict.fromkeys(m.REQUESTS, self._received)
+        self._rpc = RpcServer(
+            {**handlers, Follow: self._follow, WhoLeads: self._who_leads}, self._connection_lost, other=other
+        )
+        self._keeping = Keeping(settings.oplog)
+        self._driver: Driver[Event, Effect] | None = None
+        self._succession: Succession | None = None
+        self._followers: Followers | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._all_said = asyncio.Event()
+        """No reply is held back."""
+        self._all_said.set()
+        self._copied: Master | None = None
+        """Becomes ``master`` once it knows all that the leader knows."""
+        self._needs_settling = True
+        """``master`` comes from a log, or a leader: it does not know what was promised."""
+        self._gone: list[Connection] = []
+        """Lost while this master did not lead; it will be told when it does."""
+        self._metrics = MasterMetrics(self)
+        self._is_serving = self._is_leading = False
 
     @property
     def port(self) -> int:
         return self._rpc.port
+
+    @property
+    def address(self) -> str:
+        """At which others reach this master."""
+        host = self.settings.host
+        if self.settings.advertise or host not in ("0.0.0.0", "::"):
+            return self.settings.advertise or (
+                f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+            )
+        from mooncake.transfer.host import reachable_host, with_port  # late: transfer takes long to load
+
+        return with_port(reachable_host(host), self.port)
 
     @property
     def connections(self) -> list[Connection]:
@@ -68,82 +98,297 @@ class MasterServer:
     async def start(self) -> int:
         """Take over what an earlier master wrote down, and listen. Returns the port.
 
+        Where masters are elected this one may answer that it does not lead, for as long as that is so.
+
         Raises:
             AddressInUse: the port is taken.
-            InvalidArgument: the oplog can't be used.
+            InvalidArgument: the oplog, the election or the address can't be used.
         """
-        if self._oplog is not None:
-            self.master.restore(self._oplog.read(), clock.monotonic())
-            self._oplog.rewrite(self.master.snapshot())
-            num_objects = len(self.master.objects.readable)
-            log.info("oplog_read", path=self.settings.oplog, num_objects=num_objects)
-        port = await self._rpc.start(self.settings.host, self.settings.port)
+        settings = self.settings
+        if settings.advertise:
+            split_address(settings.advertise)
+        ballot = None
+        if settings.election:
+            from mooncake.store.ballot import make_ballot  # late: transfer takes long to load
+
+            ballot = make_ballot(settings.election, settings.cluster_id, settings.election_lease_s / 4)
+        records, now = self._keeping.read(), clock.monotonic()
+        for record in records:
+            self.master.apply(record, now)
+        if not records:
+            self._guarded(lambda: self._keeping.keep(self.master.snapshot(), self.master.catalog))
+        if settings.oplog:
+            log.info("oplog_read", path=settings.oplog, num_objects=len(self.master.objects.readable))
+        if ballot is None:
+            self.lead(0, True)
+        port = await self._rpc.start(settings.host, settings.port)
         registry.register(self._metrics)
         self._is_serving = True
+        if ballot is not None:
+            me = Standby(self._keeping.id or secrets.token_hex(8), self.address)
+            election = Election(
+                me,
+                settings.election_lease_s,
+                settings.orphan_s,
+                has_log=bool(settings.oplog),
+                has_state=bool(records),
+                keeps_records=ballot.keeps_records,
+            )
+            self._succession = Succession(election, ballot, self)
+            self._succession.on_change = self._look_around
+            self._succession.start()
         return port
+
+    async def close(self) -> None:
+        """Stop serving; a standby that has everything leads from now on. Harmless when repeated."""
+        if not self._is_serving:
+            return
+        if self._succession is not None and self._is_leading:
+            await self._hand_over(self._succession)
+        self._is_serving = self._is_leading = False
+        if self._driver is not None:
+            self._driver.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._succession is not None:
+            await self._succession.close()
+        await self._rpc.close()
+        registry.unregister(self._metrics)
+        self._keeping.close()
+
+    # What its HTTP side and its metrics look at
 
     @property
     def leadership(self) -> Leadership:
         """Who leads: a master that has no others always does."""
-        return Leadership(True, "serving", f"{self.settings.host}:{self.port}", 0)
+        succession = self._succession
+        if succession is None:
+            return Leadership(True, "serving", self.address, 0)
+        record = succession.election.record
+        state = "serving" if succession.leads() else "standby" if succession.is_in_sync else "catching_up"
+        return Leadership(succession.leads(), state, succession.leader, record.term if record else 0)
 
     @property
     def num_clients(self) -> int:
         return len(self._rpc.connections)
 
     @property
+    def num_standbys(self) -> int:
+        """That have everything."""
+        return len(self._followers.listed) if self._followers is not None else 0
+
+    @property
     def replication(self) -> dict[str, float]:
-        return {}
+        followers = self._followers
+        if followers is None:
+            is_standby = self._succession is not None and self._succession.is_in_sync
+            return {"ha_standby_state": float(is_standby)}
+        return {
+            "ha_oplog_last_sequence_id": followers.number,
+            "ha_oplog_applied_sequence_id": followers.number - followers.lag,
+            "ha_oplog_standby_lag": followers.lag,
+            "ha_oplog_pending_entries": followers.num_held,
+        }
 
     async def ask(self, message: msgspec.Struct) -> msgspec.Struct:
         """What a client that sent ``message`` would be answered; from this process, for its HTTP side."""
         own = _OwnCall()
         try:
-            self._driver.post(Received(own, own, message))
+            self._take(Received(own, own, message))
         except MooncakeError as error:
             return Failure(error.code, str(error))
         return await own.answer
 
-    async def close(self) -> None:
-        """Stop serving. Harmless when repeated."""
+    # What clients and nodes say
+
+    def _received(self, message: msgspec.Struct, call: Call) -> None:
+        self._take(Received(call, call.connection, message))
+
+    def _take(self, event: Received) -> None:
+        if not self._is_leading or self._driver is None:
+            leader = self._succession.leader if self._succession is not None else ""
+            event.origin.reply(Failure("not_leader", "" if leader == self.address else leader))
+            return
+        self._driver.post(event)
+
+    def _connection_lost(self, connection: Connection) -> None:
+        if self._followers is not None:
+            self._followers.lost(connection)
+            self._look_around()
         if not self._is_serving:
             return
-        self._is_serving = False
-        self._driver.close()
-        await self._rpc.close()
-        registry.unregister(self._metrics)
-        if self._oplog is not None:
-            self._oplog.close()
+        if self._is_leading and self._driver is not None:
+            self._driver.post(ConnectionLost(connection))
+        else:
+            self._gone.append(connection)
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Reply):
-            effect.origin.reply(effect.message)
+            if self._followers is None:
+                effect.origin.reply(effect.message)
+            else:
+                self._say(effect, self._followers)
         elif isinstance(effect, Keep):
             self._keep(effect.records)
         else:
             log.info(effect.event, **effect.fields)
 
     def _keep(self, records: list[Record]) -> None:
-        if self._oplog is None:
-            return
         try:
-            self._oplog.append(records)
-            if self._oplog.wants_compaction:
-                self._oplog.rewrite(self.master.snapshot())
-        except (OSError, InvalidArgument) as error:
-            failure = Unavailable(
-                f"the oplog {self.settings.oplog} can't be written ({error}); free some space"
+            self._keeping.keep(records, self.master.catalog)
+        except Unavailable as error:
+            self._fail(error)
+            raise
+        if self._followers is not None:
+            _send(self._followers.keep(records, clock.monotonic()))
+
+    def _fail(self, error: MooncakeError) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    # What standbys say
+
+    def _say(self, reply: Reply, followers: Followers) -> None:
+        """At once, if this master leads and nobody's word is wanting."""
+        assert self._succession is not None
+        now = clock.monotonic()
+        leads = self._succession.election.leads(now)
+        _send(followers.say(reply, now, may_go=leads))
+        if followers.num_held:
+            self._all_said.clear()
+            if self._timer is None:
+                self._arm()
+
+    def _follow(self, message: Follow, call: Call) -> None:
+        succession, followers = self._succession, self._followers
+        if succession is None or followers is None or message.term != succession.election.term:
+            call.reply(Failure("not_leader", succession.leader if succession is not None else ""))
+            return
+        _send(followers.follow(message, call, call.connection, clock.monotonic()))
+        self._look_around()
+
+    def _who_leads(self, _: WhoLeads, call: Call) -> Leads:
+        lead = self.leadership
+        return Leads(lead.leader, lead.term, lead.is_leader and self._is_leading)
+
+    def _look_around(self) -> None:
+        """Something has happened to standbys, or in the election: it may free replies, or change the list."""
+        succession, followers = self._succession, self._followers
+        if succession is None or followers is None:
+            return
+        succession.list_as_in_sync(tuple(followers.listed.values()))
+        if succession.leads() and self._followers is followers:
+            _send(followers.let_go())
+        if not followers.num_held:
+            self._all_said.set()
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._followers.deadline() if self._followers is not None else None
+        if deadline is not None:
+            delay_s = max(0.0, deadline - clock.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._followers is not None:
+            _send(self._followers.expire(clock.monotonic()))
+            self._look_around()
+
+    # What the election says (``succession.Office``)
+
+    def lead(self, term: int, is_complete: bool) -> None:
+        """Answer from now on, with what this master has, or with nothing."""
+        now = clock.monotonic()
+        self._copied = None
+        if not is_complete:
+            self.master = self._new_master()
+            self._guarded(self._keeping.begin_copy)
+            self._guarded(lambda: self._keeping.copied(self.master.snapshot(), is_complete=True))
+        elif self._needs_settling:
+            self.master.settle(now)
+        self.master.objects.ids_from(_first_id())
+        self._needs_settling = False
+        if self._succession is not None:
+            election = self._succession.election
+            inherited = list(election.record.standbys) if election.record is not None else []
+            first_session = secrets.randbits(40)
+            self._followers = Followers(
+                self.master.catalog, inherited, election.eligible, self.settings.standby_ack_s, first_session
             )
-            if not self.failed.done():
-                self.failed.set_exception(failure)
-            raise failure from error
-
-    def _received(self, message: msgspec.Struct, call: Call) -> None:
-        self._driver.post(Received(call, call.connection, message))
-
-    def _connection_lost(self, connection: Connection) -> None:
-        if self._is_serving:
+            num_objects = len(self.master.objects.readable)
+            log.info("leads", term=term, num_objects=num_objects, is_complete=is_complete)
+        self._driver = Driver(self.master, self._perform)
+        self._is_leading = True
+        gone, self._gone = self._gone, []
+        self._driver.post(Wake())
+        for connection in gone:
             self._driver.post(ConnectionLost(connection))
+
+    def step_down(self, reason: str) -> None:
+        log.warning("steps_down", reason=reason)
+        self._is_leading = False
+        if self._driver is not None:
+            self._driver.close()
+        followers, self._followers = self._followers, None
+        self._arm()
+        if followers is not None:
+            for reply in followers.take_back():
+                reply.origin.reply(Failure("not_leader", ""))
+        # Whoever was answered nothing asks somebody else, or here again.
+        for connection in self.connections:
+            connection.close()
+
+    def begin_to_follow(self) -> None:
+        self._copied = self._new_master()
+        self._guarded(self._keeping.begin_copy)
+
+    def take(self, answer: Followed) -> None:
+        master = self._copied or self.master
+        now = clock.monotonic()
+        for record in answer.records:
+            master.apply(record, now)
+        master.catalog.end_rests(now)
+        if self._copied is None:
+            self._guarded(lambda: self._keeping.keep(answer.records, master.catalog))
+            return
+        self._guarded(lambda: self._keeping.copied(answer.records, answer.is_complete))
+        if answer.is_complete:
+            self.master, self._copied = master, None
+            self._needs_settling, self._gone = True, []
+            log.info("in_step_with_leader", num_objects=len(master.objects.readable))
+
+    def _guarded(self, keep: Callable[[], None]) -> None:
+        try:
+            keep()
+        except Unavailable as error:
+            self._fail(error)
+            raise
+
+    async def _hand_over(self, succession: Succession) -> None:
+        """Let what was said reach everybody, and name a successor."""
+        self._is_leading = False  # nothing new is begun
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.standby_ack_s):
+                await self._all_said.wait()
+        successor = await succession.resign(self.settings.election_lease_s)
+        log.info("handed_over", successor=successor.address if successor else "")
+
+    def _new_master(self) -> Master:
+        return Master(self.settings, _first_id())
+
+
+def _first_id() -> int:
+    """Larger than what masters before this one began with, so that the newer of two objects is known."""
+    return (int(clock.wall() * 1000) << 20) + secrets.randbits(20)
+
+
+def _send(replies: list[Reply]) -> None:
+    for reply in replies:
+        reply.origin.reply(reply.message)
 
 
 class _OwnCall:
@@ -180,14 +425,11 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
     gc.set_threshold(100_000, 50, 1_000_000)
     quotas = tenantfile.read(settings.tenants_file) if settings.tenants_file else {}
     server = MasterServer(settings, other)
-    metrics_host = settings.metrics_host or settings.host
-    web = WebServer(make_app(server), listen(metrics_host, settings.metrics_port))
-    stack = contextlib.AsyncExitStack()
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(server.close)
         port = await server.start()
-        await web.start()
-        address, metrics_address = f"{settings.host}:{port}", f"{metrics_host}:{web.port}"
-        log.info("ready", role="master", address=address, metrics=metrics_address)
+        metrics_address = await stack.enter_async_context(_web(server))
+        log.info("ready", role="master", address=f"{settings.host}:{port}", metrics=metrics_address)
         log.info(f"Master service started on port {port}")  # the words that existing launchers wait for
         if settings.tenants_file:
             for tenant, size_bytes in quotas.items():
@@ -198,10 +440,22 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
         if settings.kv_events_endpoint:
             await stack.enter_async_context(_publishing(server))
         yield server
+
+
+@contextlib.asynccontextmanager
+async def _web(server: MasterServer) -> AsyncIterator[str]:
+    """Its HTTP side; yields the address. Loaded when clients are served already: that takes half a second."""
+    await asyncio.to_thread(importlib.import_module, "mooncake.store.admin.app")
+    from mooncake.store.admin.app import make_app
+    from mooncake.web import WebServer, listen
+
+    host = server.settings.metrics_host or server.settings.host
+    web = WebServer(make_app(server), listen(host, server.settings.metrics_port))
+    try:
+        await web.start()
+        yield f"{host}:{web.port}"
     finally:
-        await stack.aclose()
         await web.close()
-        await server.close()
 
 
 async def _report(server: MasterServer, every_s: float) -> None:
@@ -222,62 +476,3 @@ async def _publishing(server: MasterServer) -> AsyncIterator[None]:
         yield
     finally:
         await server.publisher.close()
-
-
-_GAUGES = {
-    "objects": "Objects that can be read",
-    "objects_writing": "Objects being written",
-    "capacity_bytes": "Memory of the nodes that are alive",
-    "allocated_bytes": "Memory of the nodes that are alive, in use or reserved",
-    "segments": "Nodes' segments that are alive",
-}
-_COUNTERS = {
-    "puts": "Objects that became readable",
-    "refused_puts": "Puts that were refused",
-    "expired_puts": "Puts whose writer missed its deadline",
-    "lookups": "Keys looked up",
-    "lookup_hits": "Keys looked up and found",
-    "evicted_objects": "Objects evicted",
-    "evicted_bytes": "Bytes evicted",
-    "evicted_replicas": "Replicas evicted whose object stayed readable on another tier",
-    "removed_objects": "Objects removed by request",
-    "corrupt_objects": "Objects dropped because a reader found wrong bytes",
-    "corrupt_replicas": "Replicas dropped because a reader found wrong bytes",
-    "lost_objects": "Objects dropped because their node was lost",
-    "done_tasks": "Copies that nodes made",
-    "failed_tasks": "Copies that were given up",
-    "demoted_objects": "Objects copied from memory to SSD",
-    "demoted_bytes": "Bytes copied from memory to SSD",
-    "promoted_objects": "Objects copied from SSD to memory because they were read again",
-    "promoted_bytes": "Bytes copied from SSD to memory because they were read again",
-    "promotions_admitted": "Such copies that were begun",
-    "promotions_failed": "Such copies that were given up",
-    "promotions_too_rare": "Lookups that found an object only on SSD, and too rarely",
-    "promotions_no_room": "Lookups that found an object only on SSD, and no memory for it",
-    "reported_objects": "Objects known because their node said so",
-}
-
-
-class _Metrics(Collector):
-    """Exports what the core counts, at the moment of the scrape."""
-
-    def __init__(self, master: Master) -> None:
-        self._master = master
-
-    def describe(self) -> list[Metric]:
-        return []  # so that a second master in one process (a test) is no duplicate
-
-    def collect(self) -> Generator[Metric, None, None]:
-        master = self._master
-        gauges = {
-            "objects": len(master.objects.readable),
-            "objects_writing": len(master.objects.writing),
-            "capacity_bytes": master.capacity_bytes,
-            "allocated_bytes": master.allocated_bytes,
-            "segments": sum(segment.is_alive for segment in master.segments.mounted.values()),
-        }
-        for name, documentation in _GAUGES.items():
-            yield GaugeMetricFamily(f"mooncake_store_{name}", documentation, value=gauges[name])
-        counts = dataclasses.asdict(master.counts)
-        for name, documentation in _COUNTERS.items():
-            yield CounterMetricFamily(f"mooncake_store_{name}", documentation, value=counts[name])

@@ -22,7 +22,7 @@ from mooncake.config import LogSettings
 
 def planned(settings: UpSettings, file: Path | None = None) -> dict[str, Plan]:
     given = Given(settings, LogSettings(level="debug"), file)
-    return plan_cluster(settings, given, "/models/smollm2", "swordfish")
+    return plan_cluster(settings, given, "/models/smollm2", "swordfish", Path("/state"))
 
 
 def flag(plan: Plan, name: str) -> str:
@@ -50,6 +50,11 @@ def test_a_gateway_that_listens_everywhere_is_called_here() -> None:
     plans = planned(UpSettings(host="0.0.0.0"))
     assert (flag(plans["gateway"], "--host"), plans["gateway"].host) == ("0.0.0.0", "127.0.0.1")
     assert (flag(plans["master"], "--host"), plans["master"].host) == ("127.0.0.1", "127.0.0.1")
+
+
+def test_the_master_keeps_its_log_by_the_port_of_the_cluster() -> None:
+    plans = planned(UpSettings(port=8123))
+    assert flag(plans["master"], "--oplog") == "/state/master-8123.oplog"
 
 
 def test_roles_are_told_about_each_other() -> None:

@@ -16,9 +16,14 @@ def records(first: int, count: int) -> list[Record]:
 
 def opened(path: Path) -> tuple[Oplog, list[Record]]:
     log = Oplog(path)
-    found = log.read()
-    log.rewrite(found)
-    return log, found
+    return log, log.read()
+
+
+def rewrite(log: Oplog, records: list[Record]) -> None:
+    anew = log.begin_anew()
+    anew.append(records)
+    anew.sync()
+    anew.commit()
 
 
 def test_what_is_appended_is_there_for_the_next_one(tmp_path: Path) -> None:
@@ -62,7 +67,7 @@ def test_it_asks_for_compaction_when_most_of_it_is_old(
     for count in (10, 100):
         log.append(records(0, count))
         wanted.append(log.wants_compaction)
-    log.rewrite(records(0, 100))
+    rewrite(log, records(0, 100))
     assert [*wanted, log.wants_compaction] == [False, True, False]
     log.append(records(0, 1))
     log.close()
@@ -74,6 +79,41 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         Oplog(tmp_path / "missing" / "log").read()
 
 
-def test_a_file_of_another_kind_counts_as_torn(tmp_path: Path) -> None:
-    (tmp_path / "log").write_bytes(b"#!/bin/sh\n" * 100)
-    assert Oplog(tmp_path / "log").read() == []
+def test_a_file_of_another_kind_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"#!/bin/sh\n" * 100)
+    with pytest.raises(InvalidArgument, match="this version"):
+        Oplog(path).read()
+    assert path.read_bytes() == b"#!/bin/sh\n" * 100
+
+
+def test_a_file_whose_first_write_was_cut_off_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(oplog.MAGIC[:5])
+    log, found = opened(path)
+    log.append(records(0, 1))
+    log.close()
+    assert found == [] and opened(path)[1] == records(0, 1)
+
+
+def test_a_log_keeps_its_id_and_no_two_have_the_same(tmp_path: Path) -> None:
+    log, _ = opened(tmp_path / "log")
+    first = log.id
+    rewrite(log, records(0, 5))
+    log.append(records(5, 1))
+    log.close()
+    log, found = opened(tmp_path / "log")
+    assert log.id == first and found == records(0, 6)
+    assert opened(tmp_path / "other")[0].id != first
+
+
+def test_a_rewriting_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
+    log, _ = opened(tmp_path / "log")
+    log.append(records(0, 2))
+    anew = log.begin_anew()
+    anew.append(records(5, 100))
+    anew.abandon()
+    log.append(records(2, 1))
+    log.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+    assert opened(tmp_path / "log")[1] == records(0, 3)

@@ -51,6 +51,18 @@ class EtcdBackend:
     def remove(self, key: str) -> bool:
         return int(self._call("kv/deleterange", {"key": _text(key.encode())}).get("deleted", 0)) > 0
 
+    def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+        """Set ``new`` if the value is ``old`` (None: there is none). After an error it may have happened."""
+        at = _text(key.encode())
+        what = (
+            {"target": "VERSION", "version": "0"} if old is None else {"target": "VALUE", "value": _text(old)}
+        )
+        compare = [{"key": at, "result": "EQUAL", **what}]
+        answer = self._call(
+            "kv/txn", {"compare": compare, "success": [{"requestPut": {"key": at, "value": _text(new)}}]}
+        )
+        return bool(answer.get("succeeded"))
+
     def list(self, prefix: str) -> list[str]:
         first = prefix.encode() or b"\0"
         asked = {"key": _text(first), "range_end": _text(_end_of(prefix.encode())), "keys_only": True}

@@ -1,6 +1,6 @@
 """The metadata backend that speaks to Redis (or whatever answers its protocol, RESP2).
 
-Six commands over one socket: less than a client library would bring, and nothing to install. Blocking;
+Eight commands over one socket: less than a client library would bring, and nothing to install. Blocking;
 one connection, opened again when the service was restarted. Every command here may be repeated.
 """
 
@@ -18,6 +18,11 @@ Reply = bytes | int | None | list["Reply"]
 
 MAX_REPLY_BYTES = 64 << 20
 MAX_REPLY_ITEMS = 1 << 20
+SWAP = b"""
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2])
+return 1
+"""
 
 
 class RedisBackend:
@@ -69,6 +74,12 @@ class RedisBackend:
 
     def remove(self, key: str) -> bool:
         return self._call(b"DEL", key.encode()) == 1
+
+    def swap(self, key: str, old: bytes | None, new: bytes) -> bool:
+        """Set ``new`` if the value is ``old`` (None: there is none). After an error it may have happened."""
+        if old is None:
+            return self._call(b"SET", key.encode(), new, b"NX") is not None
+        return self._call(b"EVAL", SWAP, b"1", key.encode(), old, new) == 1
 
     def list(self, prefix: str) -> list[str]:
         pattern = b"".join(b"\\" + char if char in b"*?[]\\^-" else char for char in _chars(prefix)) + b"*"

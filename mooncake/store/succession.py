@@ -1,0 +1,186 @@
+"""A master's part in who leads, as a shell: it asks the ballot, follows the leader, tells its server.
+
+``election.py`` decides when to lead and when to stop; ``follow.py`` is the leader's side of following. The
+ballot is asked in a thread, one question at a time, because its clients block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from mooncake import clock
+from mooncake.driver import Driver
+from mooncake.errors import MooncakeError
+from mooncake.log import get_logger
+from mooncake.machine import Wake
+from mooncake.rpc import AsyncClient
+from mooncake.store.election import (
+    Effect,
+    Election,
+    Event,
+    Failed,
+    Heard,
+    InSync,
+    Lead,
+    LeaderLost,
+    Look,
+    Mandate,
+    Resign,
+    Resigned,
+    Seen,
+    Standby,
+    StepDown,
+    Swap,
+    Swapped,
+)
+from mooncake.store.follow import IDLE_S, Follow, Followed
+
+if TYPE_CHECKING:
+    from mooncake.store.ballot import Ballot  # which brings transfer, and takes long to load
+
+log = get_logger(__name__)
+
+ANSWER_S = 4 * IDLE_S
+"""How long a leader may take to answer a Follow, which it does every ``IDLE_S``."""
+AGAIN_S = 0.1
+
+
+class Office(Protocol):
+    """What a server does with what it is told here. Nothing blocks."""
+
+    def lead(self, term: int, is_complete: bool) -> None: ...
+
+    def step_down(self, reason: str) -> None: ...
+
+    def begin_to_follow(self) -> None:
+        """What comes next is a copy of all that the leader knows."""
+        ...
+
+    def take(self, answer: Followed) -> None:
+        """What the leader wrote down; to be kept before this returns."""
+        ...
+
+
+class Succession:
+    """Runs one ``Election``."""
+
+    def __init__(self, election: Election, ballot: Ballot, office: Office) -> None:
+        self.election = election
+        self._ballot = ballot
+        self._office = office
+        self._driver: Driver[Event, Effect] = Driver(election, self._perform)
+        self._asking: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._followed: Mandate | None = None
+        self._resigned: asyncio.Future[Standby | None] = asyncio.get_running_loop().create_future()
+        self._listed: tuple[Standby, ...] = ()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after everything that happened here."""
+        self.is_in_sync = False
+        """The leader says so, or this one leads."""
+
+    @property
+    def leader(self) -> str:
+        """Address of who leads, as far as this master knows; "" when it does not."""
+        record = self.election.record
+        return "" if record is None else record.address
+
+    def leads(self) -> bool:
+        return self.election.leads(clock.monotonic())
+
+    def start(self) -> None:
+        self._post(Wake())
+
+    def list_as_in_sync(self, standbys: tuple[Standby, ...]) -> None:
+        if standbys != self._listed:
+            self._listed = standbys
+            log.info("standbys_in_sync", standbys=[one.address for one in standbys])
+            self._post(InSync(standbys))
+
+    async def resign(self, timeout_s: float) -> Standby | None:
+        """Lead no more; the standby that does now, if one could be named in time."""
+        self._stop_following()
+        self._post(Resign())
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(asyncio.shield(self._resigned), timeout_s)
+        return None
+
+    async def close(self) -> None:
+        self._driver.close()
+        self._stop_following()
+        if self._asking is not None:
+            self._asking.cancel()
+        await asyncio.to_thread(self._ballot.close)
+
+    def _post(self, event: Event | Wake) -> None:
+        self._driver.post(event)
+        self.on_change()
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, Look | Swap):
+            self._asking = asyncio.create_task(self._ask(effect))
+        elif isinstance(effect, Lead):
+            self._stop_following()
+            self._listed = tuple(self.election.record.standbys) if self.election.record else ()
+            self.is_in_sync = True
+            self._office.lead(effect.term, effect.is_complete)
+        elif isinstance(effect, StepDown):
+            self.is_in_sync = False
+            self._office.step_down(effect.reason)
+        elif isinstance(effect, Heard):
+            self._stop_following()
+            self._followed = effect.record
+            if effect.record.leader not in ("", self.election.me.id):
+                self._following = asyncio.create_task(self._follow(effect.record))
+        else:
+            assert isinstance(effect, Resigned)
+            if not self._resigned.done():
+                self._resigned.set_result(effect.successor)
+
+    async def _ask(self, what: Look | Swap) -> None:
+        event: Event
+        try:
+            if isinstance(what, Look):
+                event = Seen(await asyncio.to_thread(self._ballot.read))
+            else:
+                event = Swapped(await asyncio.to_thread(self._ballot.swap, what.old, what.new))
+        except MooncakeError as error:
+            log.warning("ballot_silent", reason=str(error))
+            event = Failed(str(error))
+        self._post(event)
+
+    def _stop_following(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
+
+    async def _follow(self, record: Mandate) -> None:
+        """Until somebody else leads."""
+        while True:
+            link = AsyncClient(record.address, (Followed,), "the leader")
+            try:
+                await link.connect(ANSWER_S)
+                await self._take_all(link, record)
+            except MooncakeError as error:
+                log.warning("leader_lost", leader=record.address, term=record.term, reason=str(error))
+            finally:
+                self.is_in_sync = False
+                await link.close()
+            self._post(LeaderLost())
+            await asyncio.sleep(AGAIN_S)
+
+    async def _take_all(self, link: AsyncClient, record: Mandate) -> None:
+        me = self.election.me
+        session = have = 0
+        while True:
+            question = Follow(me.id, me.address, record.term, session, have)
+            answer: Followed = await link.call(question, ANSWER_S)
+            if answer.session != session:
+                session = answer.session
+                self._office.begin_to_follow()
+            self._office.take(answer)
+            have = answer.number
+            self.is_in_sync = self.is_in_sync or answer.is_complete
