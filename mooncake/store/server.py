@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import secrets
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -40,6 +41,7 @@ from mooncake.store.master import Master
 from mooncake.store.records import Record
 from mooncake.store.settings import MasterSettings
 from mooncake.store.succession import Succession
+from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
 
@@ -426,9 +428,11 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
     quotas = tenantfile.read(settings.tenants_file) if settings.tenants_file else {}
     server = MasterServer(settings, other)
     async with contextlib.AsyncExitStack() as stack:
+        sock = listen(settings.metrics_host or settings.host, settings.metrics_port)
+        stack.callback(sock.close)
         stack.push_async_callback(server.close)
         port = await server.start()
-        metrics_address = await stack.enter_async_context(_web(server))
+        metrics_address = await stack.enter_async_context(_web(server, sock))
         log.info("ready", role="master", address=f"{settings.host}:{port}", metrics=metrics_address)
         log.info(f"Master service started on port {port}")  # the words that existing launchers wait for
         if settings.tenants_file:
@@ -443,17 +447,15 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
 
 
 @contextlib.asynccontextmanager
-async def _web(server: MasterServer) -> AsyncIterator[str]:
+async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
     """Its HTTP side; yields the address. Loaded when clients are served already: that takes half a second."""
     await asyncio.to_thread(importlib.import_module, "mooncake.store.admin.app")
     from mooncake.store.admin.app import make_app
-    from mooncake.web import WebServer, listen
 
-    host = server.settings.metrics_host or server.settings.host
-    web = WebServer(make_app(server), listen(host, server.settings.metrics_port))
+    web = WebServer(make_app(server), sock)
     try:
         await web.start()
-        yield f"{host}:{web.port}"
+        yield f"{server.settings.metrics_host or server.settings.host}:{web.port}"
     finally:
         await web.close()
 
