@@ -49,6 +49,10 @@ class EmbeddedNode:
             self.close()
             raise
 
+    def is_on_it(self) -> bool:
+        """The caller runs on its thread."""
+        return threading.current_thread() is self._thread
+
     def lend(self, region: Region, name: str) -> None:
         """Mount a further segment.
 

@@ -1,7 +1,8 @@
-"""Closes what a program leaves open: when the interpreter ends, and when it is told to by a signal.
+"""What a program leaves open when it ends: closed at the interpreter's exit, unmounted on a signal.
 
 A signal is only taken where nobody else wants it: a program's own handler stays, and whoever sets one
-later replaces ours. After closing, the signal does what it would have done.
+later replaces ours. The handler runs in the middle of whatever the main thread is doing, locks held, so
+another thread does the work and is not waited for long; then the signal does what it would have done.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ import weakref
 from types import FrameType
 from typing import Protocol
 
+PATIENCE_S = 3.0
+"""For the good-byes of a process that is told to end."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Closes(Protocol):
     def close(self) -> None: ...
+
+    def unmount(self) -> None:
+        """Only tell the master that this process's memory goes away."""
 
 
 _open: weakref.WeakSet[Closes] = weakref.WeakSet()
@@ -27,12 +33,12 @@ _is_registered = False
 
 
 def close_at_exit(session: Closes) -> None:
-    """``session.close()`` is called when the process ends, if it still lives."""
+    """``session`` is closed when the process ends, if it still lives."""
     global _is_registered
     with _lock:
         _open.add(session)
         if not _is_registered:
-            atexit.register(close_all)
+            atexit.register(_close_all)
             _is_registered = True
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
@@ -40,13 +46,19 @@ def close_at_exit(session: Closes) -> None:
                 signal.signal(number, _end)
 
 
-def close_all() -> None:
-    """Close every session that is open."""
+def _close_all() -> None:
     for session in list(_open):
         session.close()
 
 
+def _unmount_all() -> None:
+    for session in list(_open):
+        session.unmount()
+
+
 def _end(number: int, _: FrameType | None) -> None:
-    close_all()
+    farewell = threading.Thread(target=_unmount_all, daemon=True)
+    farewell.start()
+    farewell.join(PATIENCE_S)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -65,7 +65,8 @@ class Life:
             except MooncakeError as error:
                 log.error(f"setup: {error}")
                 return -1 if isinstance(error, Unavailable) else code_of_error(error)
-            self._finalizer = weakref.finalize(self, session.close)
+            self._finalizer = weakref.finalize(self, _close_elsewhere, session)
+            self._finalizer.atexit = False  # exits.py sees to that
             return int(Code.OK)
 
     def close(self) -> int:
@@ -131,3 +132,11 @@ class Life:
             return failed(int(Code.INVALID_PARAMS))
         finally:
             session.leave()
+
+
+def _close_elsewhere(session: Session) -> None:
+    """The garbage collector calls from any thread, also the node's own, which must not wait."""
+    closing = threading.Thread(target=session.close, name="store-close", daemon=True)
+    closing.start()
+    if not session.is_on_node():
+        closing.join()

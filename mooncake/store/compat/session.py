@@ -110,6 +110,15 @@ class Session:
                 self._node = EmbeddedNode(settings or nothing, self.engine, self.settings.setup_timeout_s)
             return self._node
 
+    def is_on_node(self) -> bool:
+        """The caller runs on the thread of this process's node."""
+        return self._node is not None and self._node.is_on_it()
+
+    def unmount(self) -> None:
+        """Tell the master that this process's memory goes away; all that matters when it is ending."""
+        if self.is_usable and self._node is not None:
+            self._node.close()
+
     def close(self) -> None:
         """Unmount, and let go of everything. Harmless when repeated, and in a forked child."""
         if not self.is_usable:

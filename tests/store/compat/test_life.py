@@ -173,6 +173,15 @@ def test_with_an_engine(master: RunningMaster) -> None:
     assert engine.send_probe(f"127.0.0.1:{engine.get_rpc_port()}") == 0, "the program's engine lives on"
 
 
+@pytest.mark.parametrize(("hostname", "shown"), [("[::1]", "[::1]:"), ("localhost", "localhost:")])
+def test_other_ways_to_name_a_host(master: RunningMaster, hostname: str, shown: str) -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup(hostname, "P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address) == 0
+    assert store.get_hostname().startswith(shown)
+    assert store.put("host", b"v") == 0 and store.get("host") == b"v"
+    store.close()
+
+
 def test_a_master_that_dies_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_DROPIN_TIMEOUT_S", "0.5")
     monkeypatch.setenv("MOONCAKE_DROPIN_PROBE_TIMEOUT_S", "0.2")
@@ -233,6 +242,8 @@ assert os.wait()[1] == 0
 if sys.argv[2] == "handler":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 print(store.get_hostname(), flush=True)
+while sys.argv[2] == "busy":
+    store.upsert("busy", b"v"), store.get("busy")
 if sys.argv[2] != "exit":
     signal.pause()
 """
@@ -245,6 +256,8 @@ if sys.argv[2] != "exit":
         ("exit", 0, 0),
         ("signal", signal.SIGTERM, -signal.SIGTERM),
         ("signal", signal.SIGINT, -signal.SIGINT),
+        ("signal", signal.SIGHUP, -signal.SIGHUP),
+        ("busy", signal.SIGTERM, -signal.SIGTERM),
         ("handler", signal.SIGTERM, 7),
     ],
 )
