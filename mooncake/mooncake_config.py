@@ -7,6 +7,7 @@ the same file.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from dataclasses import dataclass
@@ -98,6 +99,10 @@ class MooncakeConfig:
         for field in _REQUIRED:
             if given.get(field) in (None, ""):
                 raise ValueError(f"Missing required config field: {field}")
+        for key in given.keys() - _VARIABLES.keys():  # programs keep keys of their own there
+            close = difflib.get_close_matches(key, _VARIABLES, 1, cutoff=0.85)
+            if close:
+                log.warning(f"{file_path}: {key!r} means nothing; did you mean {close[0]!r}?")
         return _of(given)
 
     @staticmethod

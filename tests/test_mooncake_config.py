@@ -79,6 +79,11 @@ def test_a_file_with_everything(tmp_path: Path) -> None:
     assert (config.client_http_port, config.cluster_id, config.root_fs_dir) == (9400, "c1", "/mnt/x")
 
 
+def test_a_misspelt_key_is_pointed_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    MooncakeConfig.from_file(write(tmp_path, LEAST | {"global_segment_sise": 1, "mode": "embedded"}))
+    assert "did you mean 'global_segment_size'?" in caplog.text and "mode" not in caplog.text
+
+
 @pytest.mark.parametrize("missing", LEAST)
 def test_what_is_required_is_named(tmp_path: Path, missing: str) -> None:
     given = {field: value for field, value in LEAST.items() if field != missing}

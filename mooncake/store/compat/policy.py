@@ -40,7 +40,14 @@ class Asked:
 
 
 def asked_of(config: ReplicateConfig, num_keys: int) -> Asked:
-    """Raises InvalidArgument: a value that cannot be, or that contradicts another."""
+    """What ``config`` comes to.
+
+    Raises:
+        InvalidArgument: a value that cannot be, or that contradicts another.
+        TypeError: it is no configuration.
+    """
+    if not isinstance(config, ReplicateConfig):
+        raise TypeError(f"config must be a ReplicateConfig, not {type(config).__name__}")
     if config.replica_num < 1:
         raise InvalidArgument("replica_num", config.replica_num, "1 or more")
     if config.nof_replica_num or config.preferred_nof_segments:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from mooncake.store import MooncakeDistributedStore
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from mooncake.transfer.compat import TransferEngine
 from tests.contract.metadata_servers import free_port
-from tests.store.compat.servers import RunningMaster, a_store
+from tests.store.compat.servers import RunningMaster, a_store, segments_of
 
 MIB = 1 << 20
 WORDS = ("127.0.0.1", "P2PHANDSHAKE", 0, MIB, "tcp", "")
@@ -277,3 +277,25 @@ def test_a_program_that_never_closes(master: RunningMaster, how: str, number: in
     assert program.wait(30) == code
     assert master.server is not None
     assert name not in master.server.master.segments.mounted, "it said good-bye"
+
+
+@pytest.mark.processes
+def test_a_program_that_is_killed(master: RunningMaster, store: MooncakeDistributedStore) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, master.address, "killed"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert program.stdout is not None
+    name = program.stdout.readline().strip()
+    config = ReplicateConfig()
+    config.preferred_segment = name
+    assert store.put("on the victim", b"v", config) == 0
+    assert segments_of(store, "on the victim") == [name]
+    program.kill()
+    program.wait(30)
+    while store.is_exist("on the victim"):
+        pass
+    assert store.get("on the victim") == b""
+    assert store.put("after it", b"v", config) == 0, "somewhere else"
