@@ -309,6 +309,12 @@ class Operations:
         """
         outcomes: list[Refusal | None] = [None] * len(keys)
         wanted, avoid = list(range(len(keys))), list[str]()
+        if len(keys) == 1 and sizes[0] <= chunk_bytes and not (groups or parents or replace):
+            is_settled, outcome = yield from self._put_small(
+                keys[0], addresses[0], sizes[0], deadline, policy, avoid
+            )
+            if is_settled:
+                return [outcome]
         for attempt in range(MAX_PUT_ATTEMPTS):
             grants = yield from self.start_puts(
                 [keys[i] for i in wanted],
@@ -352,7 +358,13 @@ class Operations:
         Raises:
             InvalidArgument: an object is larger than its buffer (nothing was read).
         """
-        grants = yield from self.open_reads(keys, deadline)
+        if len(keys) == 1:
+            answer, _ = yield from self._ask(m.Lookup(list(keys), self.tenant), deadline)
+            if (yield from self._get_small(answer, addresses[0], capacities[0], deadline)):
+                return [answer.reply.objects[0].size_bytes]
+            grants = yield from self._granted(keys, answer, deadline)
+        else:
+            grants = yield from self.open_reads(keys, deadline)
         for grant, capacity in zip(grants, capacities, strict=True):
             if grant is not None and grant.size_bytes > capacity:
                 raise InvalidArgument(f"buffer of {grant.key!r}", capacity, f"{grant.size_bytes} bytes")
@@ -375,6 +387,65 @@ class Operations:
         self, grants: Sequence[PutGrant], addresses: Sequence[int], deadline: float
     ) -> Operation[None]:
         yield from self._write(grants, whole(grants, addresses), deadline)
+
+    # One object of one chunk and one replica, when all goes well: the same without columns of slices,
+    # which cost more than its bytes. Whatever else happens, the general way is gone from there.
+
+    def _put_small(
+        self,
+        key: ObjectKey,
+        address: int,
+        size_bytes: int,
+        deadline: float,
+        policy: m.PutPolicy,
+        avoid: list[str],
+    ) -> Operation[tuple[bool, Refusal | None]]:
+        """Whether that was all, and the outcome. If not, ``avoid`` has what could not be reached."""
+        chunk_bytes = max(1, size_bytes)
+        put_id = next(self._put_ids)
+        message = m.PutStart(put_id, self._host, [key], [size_bytes], [chunk_bytes], [], policy)
+        if self.tenant:
+            message = msgspec.structs.replace(message, tenant=self.tenant)
+        answer, first_asked_at = yield from self._ask(message, deadline)
+        reserved = answer.reply.reserved[0]
+        if reserved is None:
+            return True, answer.reply.refusals.get(0)
+        expires_at = first_asked_at + answer.reply.put_s
+        handles = yield from self._open([reserved], deadline)
+        replica = reserved.replicas[0]
+        if len(reserved.replicas) == 1 and handles[replica.segment] is not None:
+            slices = _one_slice(handles[replica.segment], address, replica.address, size_bytes)
+            moved = (yield Move(True, [slices], min(deadline, expires_at)))[0]
+            if moved.checksums is not None and moved.now < expires_at:
+                checksums = [moved.checksums.tobytes()]
+                ended = m.PutEnd([key], [reserved.object_id], checksums, [], self.tenant)
+                answer, _ = yield from self._ask(ended, deadline)
+                outcome = answer.reply.outcomes[0]
+                return True, outcome if isinstance(outcome, Refusal) else None
+        grant = _put_grant(key, size_bytes, chunk_bytes, reserved, expires_at, handles)
+        yield from self._write_whole([grant], [address], deadline)
+        outcome = (yield from self.end_puts([grant], deadline))[0]
+        if outcome is None or outcome.code != "peer_lost":
+            return True, outcome
+        avoid += [target.replica.segment for target in grant.targets]
+        return False, None
+
+    def _get_small(self, answer: Answer, address: int, capacity: int, deadline: float) -> Operation[bool]:
+        """Whether the one object that was found has arrived."""
+        stored: m.Stored | None = answer.reply.objects[0]
+        if stored is None or len(stored.replicas) > 1:
+            return False
+        replica, size_bytes = stored.replicas[0], stored.size_bytes
+        if size_bytes > min(stored.chunk_bytes, capacity):
+            return False
+        handle = (yield from self._open([stored], deadline))[replica.segment]
+        if handle is None:
+            return False
+        expires_at = answer.asked_at + answer.reply.lease_s
+        slices = _one_slice(handle, address, replica.address, size_bytes)
+        moved = (yield Move(False, [slices], min(deadline, expires_at)))[0]
+        is_right = moved.checksums is not None and moved.checksums.tobytes() == stored.checksums
+        return is_right and moved.now < expires_at
 
     # Parts of objects
 
@@ -497,13 +568,20 @@ class Operations:
         for start in range(0, len(keys), m.MAX_KEYS):
             part = list(keys[start : start + m.MAX_KEYS])
             answer, _ = yield from self._ask(m.Lookup(part, self.tenant), deadline)
-            expires_at = answer.asked_at + answer.reply.lease_s
-            found = answer.reply.objects
-            handles = yield from self._open([stored for stored in found if stored is not None], deadline)
-            for key, stored in zip(part, found, strict=True):
-                grant = None if stored is None else self._read_grant(key, stored, expires_at, handles)
-                grants.append(grant)
+            grants += yield from self._granted(part, answer, deadline)
         return grants
+
+    def _granted(
+        self, keys: Sequence[ObjectKey], answer: Answer, deadline: float
+    ) -> Operation[list[ReadGrant | None]]:
+        """What the master's answer to a lookup of ``keys`` allows."""
+        expires_at = answer.asked_at + answer.reply.lease_s
+        found = answer.reply.objects
+        handles = yield from self._open([stored for stored in found if stored is not None], deadline)
+        return [
+            None if stored is None else self._read_grant(key, stored, expires_at, handles)
+            for key, stored in zip(keys, found, strict=True)
+        ]
 
     # Metadata
 
@@ -842,6 +920,11 @@ class Operations:
         """Memory on this host, memory elsewhere, SSD on this host, SSD elsewhere; a device after memory."""
         is_far = self._hosts.get(replica.segment) != self._host
         return replica.tier is Tier.SSD, is_far, replica.tier is Tier.DEVICE
+
+
+def _one_slice(handle: Any, local: int, remote: int, length: int) -> Slices:
+    columns = np.array(((local,), (remote,), (length,)), dtype=np.uint64)
+    return Slices(handle, columns[0], columns[1], columns[2])
 
 
 def _put_grant(
