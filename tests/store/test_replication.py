@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 
+from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
 from mooncake.types import Tier
 from tests.store.conftest import LEASE_S, SETTINGS
 from tests.store.nodes import Nodes, Place, with_ssd
+from tests.store.test_processes import MIB, Processes, content, num_writable, until
 from tests.store.test_tiers import put_durable, where, work
 
 
@@ -245,3 +248,33 @@ def test_a_target_that_goes_away_is_replaced_by_another(nodes: Nodes) -> None:
     nodes.say(m.Unmount("b", 7), b.connection)
     live(nodes, 3.0, a, c)
     assert where(nodes, "k") == ["c"] and drained(nodes, job)[0] == "done"
+
+
+@pytest.mark.processes
+def test_a_node_is_drained_under_reads_and_unmounted() -> None:
+    """With real processes: nobody misses anything, and the drained process may go."""
+    keys = [f"k{number}" for number in range(16)]
+    with contextlib.closing(Processes()) as processes:
+        processes.start_master()
+        processes.start_node("one")
+        with Store(processes.address, settings=StoreSettings(timeout_s=20.0)) as store:
+            until(lambda: num_writable(store) == 1)
+            for number, key in enumerate(keys):
+                assert store.put(key, content(number, MIB)) is None
+            processes.start_node("two")
+            until(lambda: num_writable(store) == 2)
+            job = store.ask(m.Drain(["one"], [], unmount_after_s=60.0)).status
+
+            def is_done() -> bool:
+                for number, key in enumerate(keys):
+                    assert store.get(key) == content(number, MIB), key
+                status = store.job(job.job_id)
+                assert status is not None and status.state not in ("failed", "cancelled"), status
+                return status.state == "done"
+
+            until(is_done)
+            assert store.job(job.job_id).moved_bytes == len(keys) * MIB  # type: ignore[union-attr]
+            assert [one.segment for one in store.ask(m.Status()).segments] == ["two"]
+            processes.kill("one")
+            for number, key in enumerate(keys):
+                assert store.get(key) == content(number, MIB), key

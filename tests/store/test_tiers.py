@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from pathlib import Path
 
 import pytest
 
+from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
 from mooncake.store.settings import MasterSettings
 from mooncake.store.tiers import Frequency
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS
 from tests.store.nodes import SSD_BYTES, Nodes, Place, with_ssd
+from tests.store.test_processes import MIB, Processes, content, num_writable, until
 
 
 def settings(**changed: float) -> MasterSettings:
@@ -276,3 +280,34 @@ def test_counts_say_how_often_lately() -> None:
     assert frequency.add(1) == 3, "halved, and one more"
     frequency.forget(1)
     assert frequency.add(1) == 1
+
+
+@pytest.mark.processes
+def test_more_than_fits_into_memory_is_kept_and_what_is_read_again_comes_back(tmp_path: Path) -> None:
+    """With real processes and bytes."""
+    keys = [f"k{number}" for number in range(40)]
+    with contextlib.closing(Processes()) as processes:
+        processes.start_master("--demote-watermark", "0.3", "--no-evict-undemoted")
+        ssd = ("--ssd-path", str(tmp_path / "ssd"), "--ssd-size", "128MiB")
+        processes.start_node("node", "12MiB", *ssd)
+        with Store(processes.address, settings=StoreSettings(timeout_s=20.0)) as store:
+            until(lambda: num_writable(store) == 2)
+            for number, key in enumerate(keys):
+                until(lambda: store.put(key, content(number, MIB + number)) is None)  # noqa: B023
+            assert store.put("durable", content(99, MIB), m.PutPolicy(is_durable=True)) is None
+            for number, key in enumerate(keys):
+                assert store.get(key) == content(number, MIB + number), key
+
+            def tiers() -> list[Tier]:
+                (found,) = store.inspect(["k0"])
+                assert found is not None
+                return [one.tier for one in found.replicas if one.is_complete]
+
+            def is_back() -> bool:
+                assert store.get("k0") == content(0, MIB)
+                return Tier.MEMORY in tiers()
+
+            until(is_back)
+            counts = store.ask(m.Status()).counts
+            assert counts["demoted_objects"] >= 28 and counts["promoted_objects"] >= 1, counts
+            assert counts["evicted_objects"] == 0 and counts["failed_tasks"] == 0, counts
