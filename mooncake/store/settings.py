@@ -92,7 +92,7 @@ class MasterSettings:
     poll_s: Seconds = 10.0
     "Seconds after which a node that waits for tasks is answered that there are none."
 
-    tasks_per_segment: Annotated[int, msgspec.Meta(ge=1)] = 16
+    tasks_per_segment: Annotated[int, msgspec.Meta(ge=1)] = 64
     "Copies that may be under way to one segment of a node at a time."
 
     eviction_policy: Literal["lru", "lfu", "chain"] = "lru"

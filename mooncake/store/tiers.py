@@ -38,6 +38,10 @@ LOOK_S = 1.0
 SCAN_S = 0.02
 SCAN_OBJECTS = 10_000
 """Objects looked at in one go when an SSD has come to memory that is full already."""
+WORTH_WHILE = 16
+"""Objects for which the coldest are looked for while others are being copied."""
+MAX_WAITING = 4096
+"""Demotions to one SSD; what comes beyond that waits until it is looked for."""
 MAX_VICTIMS = 64
 """Replicas that leave memory for one that is promoted."""
 
@@ -47,6 +51,7 @@ class _Home:
     """The memory of one node, seen as what may have to be copied."""
 
     segment: Segment
+    num_dirty: int = 0
     dirty_bytes: int = 0
     """Of the objects that have no copy on SSD."""
     planned_bytes: int = 0
@@ -116,6 +121,13 @@ class Tiers:
 
         self._demote(stored, max(alive, key=merit), now, is_urgent=True)
 
+    def _demote_at_once(self, stored: StoredObject, now: float) -> None:
+        """No need to look for the coldest: all are wanted."""
+        home, _ = self._dirty.get(stored.object_id, (None, None))
+        ssd = None if home is None else self._ssd_of(home.segment)
+        if ssd is not None and ssd.num_tasks < MAX_WAITING and stored.object_id not in self._planned:
+            self._demote(stored, ssd, now)
+
     def _demote(self, stored: StoredObject, ssd: Segment, now: float, *, is_urgent: bool = False) -> None:
         self._planned[stored.object_id] = self._tasks.plan(
             stored, ssd, "demote", now, self._demoted, makes_room=True, is_urgent=is_urgent
@@ -147,11 +159,16 @@ class Tiers:
         if excess_bytes <= 0 or home.blocked_until > now:
             return
         ssd = self._ssd_of(home.segment)
-        room = 0 if ssd is None else 2 * settings.tasks_per_segment - ssd.num_tasks
-        if ssd is None or room <= 0:
-            return  # those that are planned ask again when they end
+        if ssd is None:
+            return
+        # Those that are planned are looked at again, so it is worth while for several; and they ask when
+        # they end.
+        room = 2 * settings.tasks_per_segment - ssd.num_tasks
+        wanted = min(room, 1 + int(excess_bytes * home.num_dirty / home.dirty_bytes))
+        if wanted <= 0 or (wanted < WORTH_WHILE and ssd.num_tasks):
+            return
         num_before = len(self._planned)
-        for stored in self._catalog.eviction.coldest(home.segment, room + ssd.num_tasks):
+        for stored in self._catalog.eviction.coldest(home.segment, wanted + ssd.num_tasks):
             if excess_bytes <= 0 or len(self._planned) >= num_before + room:
                 return
             known = self._dirty.get(stored.object_id)
@@ -179,6 +196,7 @@ class Tiers:
             if any(one.tier is Tier.SSD for one in self._catalog.segments.of(segment.node)):
                 home = self._homes.setdefault(extent.segment, _Home(extent.segment))
                 self._dirty[stored.object_id] = home, stored
+                home.num_dirty += 1
                 home.dirty_bytes += stored.size_bytes
                 if stored.object_id in self._planned:
                     home.planned_bytes += stored.size_bytes
@@ -191,6 +209,7 @@ class Tiers:
             return
         if stored.object_id in self._planned:
             home.planned_bytes -= stored.size_bytes
+        home.num_dirty -= 1
         home.dirty_bytes -= stored.size_bytes
         del self._dirty[stored.object_id]
 
@@ -246,6 +265,8 @@ class Tiers:
             self._make_durable(stored, now)
         if self._catalog.segments.num_ssds:
             self._note_dirty(stored, now)
+            if not self._catalog.settings.demote_watermark:
+                self._demote_at_once(stored, now)
 
     def completed(self, stored: StoredObject, extent: Extent, now: float) -> None:
         """One more replica."""
@@ -315,6 +336,7 @@ class Tiers:
     def check(self) -> None:
         for home in self._homes.values():
             dirty = [stored for where, stored in self._dirty.values() if where is home]
+            assert home.num_dirty == len(dirty)
             assert home.dirty_bytes == sum(stored.size_bytes for stored in dirty), home
             planned = [stored for stored in dirty if stored.object_id in self._planned]
             assert home.planned_bytes == sum(stored.size_bytes for stored in planned), home

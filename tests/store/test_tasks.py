@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -187,7 +188,8 @@ def test_a_task_that_keeps_failing_is_given_up_with_the_reason(nodes: Nodes) -> 
     assert "given up: disk_failed: the disk is on fire" in nodes.master.story("k")[-1]
 
 
-def test_a_segment_has_so_many_tasks_at_a_time(nodes: Nodes) -> None:
+def test_a_segment_has_so_many_tasks_at_a_time() -> None:
+    nodes = Nodes(dataclasses.replace(SETTINGS, tasks_per_segment=16))
     Place(nodes, "a")
     b = Place(nodes, "b")
     keys = [f"k{n}" for n in range(20)]

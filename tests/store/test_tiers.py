@@ -97,10 +97,14 @@ def test_a_full_ssd_gives_its_coldest_away() -> None:
 
 def test_what_the_ssd_gave_away_is_not_copied_there_again() -> None:
     nodes = Nodes(settings(demote_watermark=0.0))
-    _, ssd = with_ssd(nodes, memory_bytes=65536, ssd_bytes=2 * 4096)
+    memory, ssd = with_ssd(nodes, memory_bytes=65536, ssd_bytes=2 * 4096)
+    nodes.wait(1.1)
     nodes.put(*"abcd", size_bytes=1024, host="a")
     assert work(nodes, ssd) == 2
-    nodes.wait(1.1)
+    for _ in range(2):
+        nodes.wait(1.1)
+        memory.beat()
+        ssd.beat()
     assert work(nodes, ssd) == 2
     assert [len(where(nodes, key)) for key in "abcd"] == [1, 1, 2, 2]
     nodes.wait(1.5)
