@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +31,18 @@ MOCKED = (
     "sglang.srt.mem_cache.memory_pool_host",
     "sglang.srt.observability",
     "sglang.srt.distributed",
+    "vllm.config",
+    "vllm.distributed.kv_events",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
+    "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator",
+    "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data",
+    "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.metrics",
+    "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.protocol",
+    "vllm.envs",
     "vllm.logger",
     "vllm.utils",
+    "vllm.v1",
 )
 BARE = (
     "vllm",
@@ -43,6 +54,7 @@ BARE = (
     "vllm.distributed.kv_transfer.kv_connector",
     "vllm.distributed.kv_transfer.kv_connector.v1",
     "vllm.distributed.kv_transfer.kv_connector.v1.mooncake",
+    "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store",
     "vllm_omni",
     "vllm_omni.distributed",
     "vllm_omni.distributed.omni_connectors",
@@ -94,11 +106,11 @@ class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def prepare(folder: str) -> None:
     sys.path.append(folder)
+    finder = Missing()
     for name in BARE:
-        package = types.ModuleType(name)
+        package = finder.create_module(importlib.machinery.ModuleSpec(name, finder, is_package=True))
         package.__path__ = [str(Path(folder, *name.split(".")))]
         sys.modules[name] = package
-    finder = Missing()
     for name in MOCKED:
         spec = finder.find_spec(name, None)
         assert spec is not None
@@ -152,11 +164,88 @@ def vllm_omni(master: str) -> None:
     connector.close()
 
 
+class Blocks:
+    """What vLLM's worker asks of its token database and its layout: three layers of paged KV cache."""
+
+    block_size = hash_block_size = 16
+
+    def __init__(self, num_blocks: int) -> None:
+        self.layers = [torch.randn(num_blocks, 16, 256) for _ in range(3)]
+        self.metadata = types.SimpleNamespace(cache_prefix="", model_name="model", store_namespace="")
+        self.store_layout = self
+        self.local_shard_ids = [0]
+
+    def process_tokens(self, token_len: int, hashes: list[str], mask_num: int = 0, **_: Any) -> Any:
+        for number in range(mask_num // 16, token_len // 16):
+            yield number * 16, number * 16 + 16, hashes[number]
+
+    def key_for(self, shard: int, block_hash: str) -> str:
+        return f"model@{shard}@{block_hash}"
+
+    def prepare_values(self, chunks: Any, block_ids: list[int], _: Any) -> tuple[Any, Any, list[int]]:
+        blocks = [block_ids[start // 16] for start, _ in chunks]
+        addresses = [[layer[block].data_ptr() for layer in self.layers] for block in blocks]
+        return addresses, [[layer[block].nbytes for layer in self.layers] for block in blocks], blocks
+
+
+def vllm_store(master: str) -> None:
+    """The threads that save and load blocks, and the reset; doubles say which blocks those are."""
+    from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+    root = "vllm.distributed"
+    worker: Any = importlib.import_module(f"{root}.kv_transfer.kv_connector.v1.mooncake.store.worker")
+    shared: Any = importlib.import_module(f"{root}.mooncake_store")
+    worker.NULL_BLOCK_ID = 0
+    worker.envs.VLLM_MOONCAKE_STORE_TIER_LOG = True
+    words = _config(master)
+    config = shared.MooncakeStoreConfig("P2PHANDSHAKE", master, "tcp", "", global_segment_size=16 << 20)
+    store = MooncakeDistributedStore()
+    shared.setup_mooncake_store(store, config, words["local_hostname"])
+    blocks = Blocks(12)
+    for layer in blocks.layers:
+        assert store.register_buffer(layer.data_ptr(), layer.nbytes) == 0
+    masks = types.SimpleNamespace(
+        lcm_block_size=16,
+        store_mask=lambda length, *_, **__: [[True] * (length // 16)],
+        load_mask=lambda hashes, length: [[True] * (length // 16)],
+    )
+    replicas = ReplicateConfig()
+    is_supported = worker._replicate_config_supports_group_ids(ReplicateConfig, replicas)
+    sender = worker.KVCacheStoreSendingThread(
+        *(store, masks, [blocks], 16, 0, [1], "kv_both", threading.Event(), False, replicas),
+        *(is_supported, is_supported),
+    )
+    sender._maybe_offload_boundary_states = lambda _: True
+    hashes = [f"h{number}" for number in range(5)]
+    for job, length in enumerate((32, 64)):  # the second finds two of its four blocks stored
+        sender.stored_requests["request"] = {job}
+        request = types.SimpleNamespace(
+            req_id="request", store_job_id=job, token_ids=None, token_ids_start=0, token_len_chunk=length
+        )
+        request.block_ids, request.block_hashes = [[1, 2, 3, 4]], hashes
+        request.current_event, request.prefill_end_tokens = None, 64
+        sender.add_request(request)
+        sender._handle_request(sender.request_queue.get())
+        assert sender._saved_offset["request"] == length
+        sender._saved_offset.clear()
+    receiver = worker.KVCacheStoreRecvingThread(store, masks, [blocks], 16, 0, threading.Event())
+    load = types.SimpleNamespace(token_len=80, vllm_cached_tokens=0, tail_key_boundaries=[])
+    request = types.SimpleNamespace(req_id="other", load_spec=load, block_ids=[[7, 8, 9, 10, 11]])
+    request.block_hashes = hashes
+    receiver.add_request(request)
+    receiver._handle_request(receiver.request_queue.get())
+    assert receiver.get_and_clear_block_ids_with_load_errors() == {11}, "the fifth was never saved"
+    assert all(torch.equal(layer[1:5], layer[7:11]) for layer in blocks.layers)
+    assert store.remove_all(force=True) == 4
+    assert store.close() == 0
+
+
 def vllm_embeddings(master: str) -> None:
     root = "vllm.distributed.ec_transfer.ec_connector.mooncake_store_embedding"
     module: Any = importlib.import_module(f"{root}.store_client")
     data = importlib.import_module(f"{root}.data")
     module.get_ip = lambda: "127.0.0.1"
+    importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.rdma_utils")
     words = {**_config(master), "global_segment_size": "16MB", "tenant_id": "team"}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(words, file)
@@ -350,7 +439,7 @@ def checkpoint_engine(_: str) -> None:
 
 
 CLIENTS = (
-    *(transfer_queue, vllm_embeddings, vllm_omni, sglang_embeddings, sglang_hicache, lmcache),
+    *(transfer_queue, vllm_store, vllm_embeddings, vllm_omni, sglang_embeddings, sglang_hicache, lmcache),
     checkpoint_engine,
 )
 

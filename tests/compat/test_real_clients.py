@@ -39,6 +39,7 @@ def master() -> Iterator[RunningMaster]:
     ("name", "package"),
     [
         ("transfer_queue", "transfer_queue"),
+        ("vllm_store", "vllm"),
         ("vllm_embeddings", "vllm"),
         ("vllm_omni", "vllm_omni"),
         ("sglang_embeddings", "sglang"),
