@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 from mooncake.errors import Refusal
 from mooncake.store.client import Store
-from mooncake.store.compat.arguments import check_keys, is_span, numbers, rows
+from mooncake.store.compat.arguments import check_keys, numbers, rows
 from mooncake.store.compat.batches import cut, pick
 from mooncake.store.compat.codes import Code, code_of_refusal
-from mooncake.store.compat.lending import lent
+from mooncake.store.compat.lending import is_memory, lent
 from mooncake.store.compat.partial import columns_of, open_reads, read_parts
 from mooncake.store.compat.policy import asked_of
 from mooncake.store.compat.ranges import Part
@@ -25,6 +25,7 @@ from mooncake.store.compat.session import Session
 from mooncake.store.compat.values import ReplicateConfig
 from mooncake.store.compat.writing import WriteCalls
 from mooncake.store.operations import PutGrant, ReadGrant
+from mooncake.transfer.memory import is_mapped
 
 SESSION_CHUNK_BYTES = 64 << 10
 """Small, because what is read later by ranges is fetched in whole chunks."""
@@ -76,7 +77,7 @@ class SessionCalls(ReadCalls, WriteCalls):
                 open_ones = [
                     (number, grant, parts)
                     for number, (grant, parts) in enumerate(zip(grants, wanted, strict=True))
-                    if grant is not None and parts is not None and _fits(parts, grant.size_bytes)
+                    if grant is not None and parts is not None and _fits(session, parts, grant.size_bytes)
                 ]
                 good = read_parts(session, [g for _, g, _ in open_ones], [parts for _, _, parts in open_ones])
                 failed: list[int] = []
@@ -88,6 +89,7 @@ class SessionCalls(ReadCalls, WriteCalls):
                 if again or not failed:
                     break
                 grants = self._reopened(session, keys, grants, failed)
+            session.measures.moved("read", sum(size for size in results if size > 0))
             return results
 
         return self._in_session("batch_get_into_multi_buffer_ranges", act, self._failed(keys))
@@ -173,15 +175,17 @@ class SessionCalls(ReadCalls, WriteCalls):
             open_ones: list[tuple[int, PutGrant, list[Part]]] = []
             for number, (key, parts) in enumerate(zip(keys, given, strict=True)):
                 grant = self._writing(key, session.store)
-                if grant is not None and parts is not None and _fits(parts, grant.size_bytes):
+                if grant is not None and parts is not None and _fits(session, parts, grant.size_bytes):
                     open_ones.append((number, grant, parts))
             for at in cut([sum(length for _, _, length in parts) for _, _, parts in open_ones]):
                 some = pick(open_ones, at)
                 with lent(session, [(a, n) for _, _, parts in some for _, a, n in parts]):
                     columns = columns_of([parts for _, _, parts in some])
                     outcomes = session.store.write_ranges([grant for _, grant, _ in some], *columns)
-                for (number, _, _), outcome in zip(some, outcomes, strict=True):
+                for (number, _, parts), outcome in zip(some, outcomes, strict=True):
                     results[number] = _code(outcome)
+                    if outcome is None:
+                        session.measures.moved("write", sum(length for _, _, length in parts))
             return results
 
         return self._in_session("batch_put_from_multi_buffer_ranges", act, self._failed(keys))
@@ -233,9 +237,12 @@ def _parts(what: str, keys: Sequence[str], *columns: Rows) -> list[list[Part] | 
     ]
 
 
-def _fits(parts: Sequence[Part], size_bytes: int) -> bool:
+def _fits(session: Session, parts: Sequence[Part], size_bytes: int) -> bool:
+    """Within the object, and in memory that the program may move."""
     return all(
-        offset >= 0 and 0 <= length <= size_bytes - offset and is_span((address, length))
+        offset >= 0
+        and 0 <= length <= size_bytes - offset
+        and (is_mapped(address, length) or is_memory(session, (address, length)))
         for offset, address, length in parts
     )
 

@@ -225,6 +225,7 @@ class TensorCalls(ReadCalls, WriteCalls):
             present = [(g, f) for g, f in zip(found, fetched, strict=True) if g is not None and f is not None]
             parts = [[(0, fresh.address, fresh.size_bytes)] for _, fresh in present]
             good = iter(read_parts(session, [grant for grant, _ in present], parts))
+            session.measures.moved("read", sum(fresh.size_bytes for _, fresh in present))
             return [fresh if fresh is not None and next(good) else None for fresh in fetched]
 
         return self._in_session(what, act, lambda _: [None] * len(keys))
@@ -261,7 +262,7 @@ def header_at(address: int, size_bytes: int) -> Header:
     Raises:
         ValueError: it is no tensor.
     """
-    if size_bytes < HEADER_BYTES or not is_mapped(address, HEADER_BYTES):
+    if size_bytes < HEADER_BYTES or not is_mapped(address, size_bytes):
         raise ValueError(f"{size_bytes} bytes at {address:#x} are no tensor")
     return decode(ctypes.string_at(address, HEADER_BYTES), size_bytes)
 

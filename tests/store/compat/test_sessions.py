@@ -171,6 +171,22 @@ def test_before_setup_and_of_an_earlier_life(master: RunningMaster) -> None:
         assert read(store, key, [(0, 1)])[0] == -600, "that session ended with its store"
 
 
+def test_pointers_to_nothing_cost_their_own_key(store: MooncakeDistributedStore) -> None:
+    keys = [new_key(), new_key()]
+    assert store.put_batch(keys, [bytes(1000)] * 2) == 0
+    target = np.zeros(1000, dtype=np.uint8)
+    at = target.ctypes.data
+    assert store.batch_get_session_start(keys) == [0, 0]
+    for nothing in (0, 8, 1 << 50, -5, 1 << 70):
+        got = store.batch_get_into_multi_buffer_ranges(keys, [[nothing], [at]], [[100]] * 2, [[7]] * 2)
+        assert got == [-600, 100]
+    assert store.batch_get_session_end(keys) == 0
+    other = new_key()
+    assert store.batch_put_session_start([other], [100]) == [0]
+    assert store.batch_put_from_multi_buffer_ranges([other], [[1 << 50]], [[100]], [[0]]) == [-600]
+    assert store.batch_put_session_revoke([other]) == [0]
+
+
 def test_wrong_types_are_type_errors(store: MooncakeDistributedStore) -> None:
     for wrong in ("key", None, [1]):
         with pytest.raises(TypeError):
