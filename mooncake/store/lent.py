@@ -15,11 +15,13 @@ from random import Random
 from typing import Any
 
 import msgspec
+from prometheus_client import Counter
 
 from mooncake.driver import Driver
 from mooncake.errors import MooncakeError, PeerLost, Refusal
 from mooncake.log import get_logger
 from mooncake.machine import Wake
+from mooncake.metrics import registry
 from mooncake.store import errands as e
 from mooncake.store import membership as ms
 from mooncake.store import messages as m
@@ -31,6 +33,13 @@ from mooncake.transfer import Region, TransferEngine
 from mooncake.types import Tier
 
 log = get_logger(__name__)
+
+COPIED = Counter(
+    "mooncake_store_copied_bytes", "Bytes that tasks brought here", ["source", "target"], registry=registry
+)
+FAILED = Counter(
+    "mooncake_store_failed_tasks", "Tasks of this node that failed", ["reason"], registry=registry
+)
 
 TOGETHER_BYTES = 16 << 20
 """What is carried together, about."""
@@ -266,8 +275,10 @@ class Lent:
         entry, source = task.entry, task.source
         if refusal is not None:
             self._log_block("block_read", entry, source.tier, source.segment, refused=refusal.code)
+            FAILED.labels(refusal.code).inc()
             log.warning("task_failed", segment=self.offer.name, key=entry.key, reason=str(refusal))
             return
+        COPIED.labels(str(source.tier), str(self.offer.tier)).inc(entry.size_bytes)
         self._log_block("block_read", entry, source.tier, source.segment)
         if self.offer.disk is not None:  # of memory the master tells, as of everything that comes there
             self._log_block("block_write", entry, self.offer.tier, self.offer.name)

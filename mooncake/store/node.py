@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 from pathlib import Path
 from typing import Annotated
 
@@ -269,6 +270,8 @@ async def serve(settings: NodeSettings) -> None:
         AddressInUse: a port is taken.
         MooncakeError: see ``Node.start``.
     """
+    # Journals are many long-lived objects and no cycles, as in the master: full collections cost pauses.
+    gc.set_threshold(100_000, 50, 1_000_000)
     metrics, metrics_port = serve_metrics(settings.host, settings.metrics_port)
     node = Node(settings)
     try:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument, OutOfSpace, Unavailable
+from mooncake.metrics import registry
 from mooncake.store import messages as m
 from mooncake.store.node import Node, NodeSettings
 from mooncake.store.porter import Together
@@ -25,6 +26,7 @@ from tests.store.scripted_master import ScriptedMaster, entry_of
 
 MIB = 1 << 20
 SIZE = 3 * MIB + 777
+DOWN = {"source": "memory", "target": "ssd"}
 
 
 @pytest.fixture
@@ -84,9 +86,11 @@ async def test_down_to_ssd_and_up_again(
         memory = await master.until_polled("n")
         ssd = await master.until_polled("n/ssd")
         memory_of(node).view()[4096 : 4096 + SIZE] = data
+        copied = registry.get_sample_value("mooncake_store_copied_bytes_total", DOWN) or 0
         down = entry_of(data, 8192)
         assert (await master.run("n/ssd", down, place(memory, 4096))).refusal is None
         assert list(node.lent["n/ssd"].entries()) == [down]
+        assert registry.get_sample_value("mooncake_store_copied_bytes_total", DOWN) == copied + SIZE
         up = entry_of(data, 8 * MIB)
         assert (await master.run("n", up, place(ssd, 8192))).refusal is None
         assert bytes(memory_of(node).view()[8 * MIB : 8 * MIB + SIZE]) == data
