@@ -74,6 +74,8 @@ class MasterServer:
         """``master`` comes from a log, or a leader: it does not know what was promised."""
         self._gone: list[Connection] = []
         """Lost while this master did not lead; it will be told when it does."""
+        self.at_first: list[msgspec.Struct] = []
+        """What this master is told by its own settings once it leads."""
         self._metrics = MasterMetrics(self)
         self._is_serving = self._is_leading = False
 
@@ -329,6 +331,10 @@ class MasterServer:
         self._driver.post(Wake())
         for connection in gone:
             self._driver.post(ConnectionLost(connection))
+        at_first, self.at_first = self.at_first, []
+        for message in at_first:
+            own = _OwnCall()
+            self._driver.post(Received(own, own, message))
 
     def step_down(self, reason: str) -> None:
         log.warning("steps_down", reason=reason)
@@ -427,6 +433,7 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
     gc.set_threshold(100_000, 50, 1_000_000)
     quotas = tenantfile.read(settings.tenants_file) if settings.tenants_file else {}
     server = MasterServer(settings, other)
+    server.at_first = [m.SetQuota(tenant, size_bytes) for tenant, size_bytes in quotas.items()]
     async with contextlib.AsyncExitStack() as stack:
         sock = listen(settings.metrics_host or settings.host, settings.metrics_port)
         stack.callback(sock.close)
@@ -435,9 +442,6 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
         metrics_address = await stack.enter_async_context(_web(server, sock))
         log.info("ready", role="master", address=f"{settings.host}:{port}", metrics=metrics_address)
         log.info(f"Master service started on port {port}")  # the words that existing launchers wait for
-        if settings.tenants_file:
-            for tenant, size_bytes in quotas.items():
-                await server.ask(m.SetQuota(tenant, size_bytes))
         if settings.report_s:
             reporting = asyncio.create_task(_report(server, settings.report_s))
             stack.callback(reporting.cancel)
