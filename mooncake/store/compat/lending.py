@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mooncake.errors import InvalidArgument
-from mooncake.store.compat.arguments import Span, is_span
+from mooncake.store.compat.arguments import MAX_ADDRESS, Span, is_span
 from mooncake.store.compat.session import Session
 from mooncake.transfer.memory import is_mapped
 
@@ -32,6 +32,19 @@ def is_memory(session: Session, span: Span) -> bool:
     except InvalidArgument:
         return False
     return True
+
+
+def are_memory(session: Session, rows: Sequence[Sequence[Span]]) -> list[bool]:
+    """Of each row, whether all of it ``is_memory``. Quick when all of them lie in registered memory."""
+    spans = [span for row in rows for span in row]
+    with contextlib.suppress(OverflowError):
+        columns = np.array(spans, dtype=np.int64).reshape(-1, 2)
+        addresses, sizes = columns[:, 0], columns[:, 1]
+        good = (sizes == 0) | ((sizes > 0) & (addresses > 0) & (addresses < MAX_ADDRESS - sizes))
+        where = addresses.astype(np.uint64), sizes.astype(np.uint64)
+        if good.all() and session.registered.uncovered(*where) is None:
+            return [True] * len(rows)
+    return [all(is_memory(session, span) for span in row) for row in rows]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from mooncake.store.compat.arguments import (
 from mooncake.store.compat.batches import cut, pick
 from mooncake.store.compat.buffers import BufferHandle
 from mooncake.store.compat.codes import Code
-from mooncake.store.compat.lending import is_memory
+from mooncake.store.compat.lending import are_memory, is_memory
 from mooncake.store.compat.memory_calls import MemoryCalls
 from mooncake.store.compat.partial import open_reads, read_parts
 from mooncake.store.compat.ranges import Part
@@ -203,8 +203,8 @@ class ReadCalls(MemoryCalls):
 
 def _read_some(session: Session, keys: list[str], parts: list[Sequence[Span]]) -> list[int]:
     """Sizes or codes. The usual case, one good buffer per object, leaves all of it to the store."""
-    spans = [row[0] for row in parts if len(row) == 1 and is_memory(session, row[0])]
-    if len(spans) == len(parts) and all(map(is_good_key, keys)):
+    spans = [row[0] for row in parts if len(row) == 1]
+    if len(spans) == len(parts) and all(map(is_good_key, keys)) and all(are_memory(session, parts)):
         with contextlib.suppress(InvalidArgument):  # one is too small; which one, the slow way tells
             sizes = session.store.get_batch_into(keys, spans)
             session.measures.moved("read", sum(size or 0 for size in sizes))
@@ -216,10 +216,11 @@ def _read(session: Session, grants: Sequence[ReadGrant | None], parts: Sequence[
     """Sizes or codes."""
     codes = [MISS] * len(grants)
     wanted: dict[int, tuple[ReadGrant, list[Part]]] = {}
+    are_there = are_memory(session, parts)
     for at, (grant, spans) in enumerate(zip(grants, parts, strict=True)):
         if grant is None:
             continue
-        if total_bytes(spans) < grant.size_bytes or not all(is_memory(session, span) for span in spans):
+        if total_bytes(spans) < grant.size_bytes or not are_there[at]:
             codes[at] = INVALID
         else:
             wanted[at] = grant, _filled(spans, grant.size_bytes)

@@ -26,7 +26,7 @@ from mooncake.store.compat.arguments import (
 )
 from mooncake.store.compat.batches import cut, on_good, pick
 from mooncake.store.compat.codes import Code, code_of
-from mooncake.store.compat.lending import is_memory, lent
+from mooncake.store.compat.lending import are_memory, lent
 from mooncake.store.compat.memory_calls import MemoryCalls
 from mooncake.store.compat.policy import Asked, asked_of
 from mooncake.store.compat.ranges import chunk_bytes_for
@@ -199,10 +199,7 @@ class WriteCalls(MemoryCalls):
                 return self._put_in(session, pick(keys, at), pick(parts, at), asked.at(at), replace)
 
             asked = asked_of(config, len(keys))
-            good = [
-                fit and all(is_memory(session, span) for span in spans)
-                for fit, spans in zip(fits, parts, strict=True)
-            ]
+            good = [fit and is_there for fit, is_there in zip(fits, are_memory(session, parts), strict=True)]
             return on_good(good, put_those)
 
         return self._in_session(what, put, lambda code: [code] * len(keys))

@@ -182,6 +182,14 @@ def test_other_ways_to_name_a_host(master: RunningMaster, hostname: str, shown: 
     store.close()
 
 
+def test_several_masters_to_try(master: RunningMaster) -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup(*WORDS, "k8s://default/mooncake") == -600
+    assert store.setup(*WORDS, f"127.0.0.1:{free_port()},{master.address}") == 0
+    assert store.health_check() == 0
+    store.close()
+
+
 def test_a_master_that_dies_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_DROPIN_TIMEOUT_S", "0.5")
     monkeypatch.setenv("MOONCAKE_DROPIN_PROBE_TIMEOUT_S", "0.2")
