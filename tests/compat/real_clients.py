@@ -27,7 +27,11 @@ import torch
 PACKAGES = ("sglang", "lmcache", "transfer_queue", "checkpoint_engine", "vllm", "vllm_omni")
 MOCKED = (
     "sglang.srt.mem_cache.hybrid_cache",
+    "sglang.srt.mem_cache.cache_init_params",
     "sglang.srt.mem_cache.pool_host",
+    "sglang.srt.mem_cache.unified_cache",
+    "sglang.srt.runtime_context",
+    "sglang.srt.utils",
     "sglang.srt.mem_cache.memory_pool_host",
     "sglang.srt.observability",
     "sglang.srt.distributed",
@@ -322,6 +326,61 @@ def sglang_hicache(master: str) -> None:
     store.clear()
 
 
+class LayeredPool:
+    """A device pool of layers, and where a page's layers lie in its object."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.layers = torch.zeros(4, num_pages, 3000)
+
+    def prepare_locations(self, indices: torch.Tensor) -> list[int]:
+        return indices.tolist()
+
+    def get_prepared_layer_range_meta(self, pages: list[int], layer: int) -> Any:
+        size = self.layers[layer, 0].nbytes
+        pointers = [[self.layers[layer, page].data_ptr()] for page in pages]
+        return pointers, [[size]] * len(pages), [[layer * size]] * len(pages)
+
+
+def sglang_direct_linker(master: str) -> None:
+    """Its loading of a batch, layer by layer; two requests share a page."""
+    from mooncake.store import MooncakeDistributedStore
+
+    linker = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
+    importlib.import_module(linker).UnifiedCacheLinker = object  # type: ignore[attr-defined]
+    name = "sglang.srt.mem_cache.storage.mooncake_store.mooncake_direct_linker"
+    module: Any = importlib.import_module(name)
+    store = MooncakeDistributedStore()
+    assert store.setup("127.0.0.1", "P2PHANDSHAKE", 16 << 20, 16 << 20, "tcp", "", master) == 0
+    pages = torch.randn(3, 4, 3000)
+    keys = [f"page{number}" for number in range(3)]
+    pointers = [[layer.data_ptr() for layer in page] for page in pages]
+    sizes = [[layer.nbytes for layer in page] for page in pages]
+    assert store.batch_put_from_multi_buffers(keys, pointers, sizes) == [0, 0, 0]
+    pool, done = LayeredPool(6), mock.MagicMock()
+    storage = types.SimpleNamespace(store=store, _tag_keys=lambda keys: keys)
+    storage._get_hybrid_page_component_keys = lambda keys, _: (keys, 1)
+    itself = types.SimpleNamespace(storage=storage, pools={"kv": pool}, num_layers=4, layer_done_counter=done)
+    module.MooncakeDirectLinker.register_buffers(
+        types.SimpleNamespace(
+            storage=storage,
+            pools={"kv": types.SimpleNamespace(get_hybrid_pool_buffer=lambda: [pool.layers])},
+        )
+    )
+    requests = [
+        [types.SimpleNamespace(name="kv", keys=["page0", "page1"], host_indices=torch.tensor([5, 0]))],
+        [types.SimpleNamespace(name="kv", keys=["page0", "page2"], host_indices=torch.tensor([2, 3]))],
+    ]
+    module.MooncakeDirectLinker.load_layer_wise(itself, 7, requests)
+    done.fail.assert_not_called()
+    assert [call.args for call in done.complete.call_args_list] == [(7, layer) for layer in range(4)]
+    for page, at in ((0, 5), (1, 0), (0, 2), (2, 3)):
+        assert torch.equal(pool.layers[:, at], pages[page])
+    missing = types.SimpleNamespace(name="kv", keys=["none"], host_indices=torch.tensor([1]))
+    module.MooncakeDirectLinker.load_layer_wise(itself, 8, [[missing]])
+    assert done.fail.called
+    store.close()
+
+
 class Chunk:
     """A chunk in LMCache's pinned memory."""
 
@@ -439,8 +498,8 @@ def checkpoint_engine(_: str) -> None:
 
 
 CLIENTS = (
-    *(transfer_queue, vllm_store, vllm_embeddings, vllm_omni, sglang_embeddings, sglang_hicache, lmcache),
-    checkpoint_engine,
+    *(transfer_queue, vllm_store, vllm_embeddings, vllm_omni, sglang_embeddings, sglang_hicache),
+    *(sglang_direct_linker, lmcache, checkpoint_engine),
 )
 
 if __name__ == "__main__":

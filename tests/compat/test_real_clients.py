@@ -44,6 +44,7 @@ def master() -> Iterator[RunningMaster]:
         ("vllm_omni", "vllm_omni"),
         ("sglang_embeddings", "sglang"),
         ("sglang_hicache", "sglang"),
+        ("sglang_direct_linker", "sglang"),
         ("lmcache", "lmcache"),
         ("checkpoint_engine", "checkpoint_engine"),
     ],
