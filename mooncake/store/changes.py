@@ -50,13 +50,17 @@ class Changes:
     def noted(self, seen: int) -> bool:
         """The node has everything up to ``seen``. False: some that it lacks are not here any more."""
         if seen > self.last:
-            # A number of another life, larger by mishap: skip so far that the node must notice.
-            self.first = seen + 2
+            # A number of another life, larger by mishap.
+            self.miss(seen)
             return False
         while self._waiting and self.first <= seen:
             self._waiting.popleft()
             self.first += 1
         return self.first == seen + 1
+
+    def miss(self, seen: int) -> None:
+        """Skip so far that a node that has noted ``seen`` must notice."""
+        self.first = seen + 2
 
     def take(self, limit: int) -> list[Entry | int]:
         """The oldest ones; they stay until they are noted."""

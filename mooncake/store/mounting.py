@@ -161,6 +161,7 @@ class Mounting:
         if segment.wants_report:
             self._catalog.note("segment_reported", segment, num_objects=len(segment.reported))
         segment.wants_report = False
+        segment.report_asked = None
         segment.reported = {}
 
     def heartbeat(self, message: m.Heartbeat, event: Received, now: float) -> m.Beat:

@@ -72,6 +72,7 @@ class Segment:
         "node",
         "num_tasks",
         "polls",
+        "report_asked",
         "reported",
         "rests_until",
         "state",
@@ -113,6 +114,8 @@ class Segment:
         """Its content is not known; the node has been asked."""
         self.reported: dict[int, None] = {}
         """The ids of the objects in a report that has begun."""
+        self.report_asked: Hashable = None
+        """The connection over which its node was told that it lacks changes, until it has reported."""
         self.is_draining = False
         """Nothing new may come here."""
         self.polls = False

@@ -155,7 +155,12 @@ class Tasks:
         earlier = self._unpark(segment)
         if earlier is not None and earlier.connection == event.connection:
             self._catalog.replies.append(Reply(earlier.origin, m.Polled(0, [], [])))
-        if not segment.changes.noted(message.seen):
+        has_all = segment.changes.noted(message.seen)
+        if has_all and segment.report_asked not in (None, event.connection):
+            segment.changes.miss(message.seen)  # it was asked, and its report was lost on the way
+            has_all = False
+        if not has_all:
+            segment.report_asked = event.connection
             return m.Polled(segment.changes.first, segment.changes.take(MAX_CHANGES), [])
         self._parked[segment] = _Parked(event.origin, event.connection, max(0, message.max_tasks), now)
         self._ripe.setdefault(segment, now)
@@ -208,9 +213,11 @@ class Tasks:
         if stored is None or done.refusal is not None:
             return
         extent = stored.on(segment) if stored.is_readable else None
-        is_there = extent is not None and extent.is_complete
-        change = entry_of(stored, extent.offset) if extent is not None and is_there else stored.object_id
-        self.note(segment, change, now)
+        if extent is None:
+            self.note(segment, stored.object_id, now)
+        elif extent.is_complete:
+            self.note(segment, entry_of(stored, extent.offset), now)
+        # Else another task is writing there: its entry will take the place of the first one's.
 
     def _drop_source(self, task: Task, now: float) -> None:
         assert task.source is not None
@@ -406,7 +413,9 @@ class Tasks:
         is_over = parked.arrived_at + self._catalog.settings.poll_s <= now
         if not segment.is_alive and not is_over:
             return
-        tasks = self._start_some(segment, parked, now)
+        # What went must be known there before what comes: a change that is late would take it away again.
+        is_behind = len(segment.changes) > MAX_CHANGES
+        tasks = [] if is_behind else self._start_some(segment, parked, now)
         is_due = parked.changes_due is not None and parked.changes_due <= now
         changes = segment.changes.take(MAX_CHANGES)
         if changes and parked.changes_due is None:

@@ -147,6 +147,46 @@ def test_what_a_task_wrote_in_vain_is_dropped_from_the_index(nodes: Nodes) -> No
     assert not ssd.held
 
 
+def test_what_is_written_again_is_not_taken_away_by_the_first_attempt(nodes: Nodes) -> None:
+    a, b = Place(nodes, "a"), Place(nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5)
+    nodes.put("k", host="a")
+    copy(nodes, "k", "b/ssd")
+    (first,) = b.poll()
+    for _ in range(30):
+        nodes.wait(1.0)
+        a.beat()
+        b.beat()
+    (second,) = b.poll()
+    b.poll(m.TaskDone(first.task_id, None))
+    b.work(second)
+    for _ in range(3):
+        nodes.wait(0.1)
+        b.poll()
+    assert where(nodes, "k") == ["a", "b/ssd"]
+    assert [entry.offset for entry in b.held.values()] == [second.entry.offset]
+
+
+def test_a_report_that_was_lost_is_asked_for_again(nodes: Nodes) -> None:
+    a = Place(nodes, "a", polls=False)
+    nodes.put("k", host="a")
+    nodes.post(m.Poll("a", 7, [], 0, 16), a.connection, "first")
+    (polled,) = nodes.late.pop("first")
+    assert polled.first > 1
+    seen = polled.first + len(polled.changes) - 1
+    nodes.post(m.Poll("a", 7, [], seen, 16), a.connection, "second")
+    assert "second" not in nodes.late, "the report may be on its way"
+    nodes.lose(a.connection)
+    again = Place(nodes, "a", polls=False)
+    again.connection = "another one"
+    nodes.post(m.Poll("a", 7, [], seen, 16), "another one", "third")
+    (polled,) = nodes.late.pop("third")
+    assert polled.first > seen + 1
+    nodes.say(m.Report("a", 7, [], True), "another one")
+    seen = polled.first + len(polled.changes) - 1
+    nodes.post(m.Poll("a", 7, [], seen, 16), "a fourth", "fourth")
+    assert "fourth" not in nodes.late
+
+
 def test_a_source_that_is_wrong_goes_and_the_next_one_is_read(nodes: Nodes) -> None:
     a, b, c = (Place(nodes, name) for name in "abc")
     nodes.put("k", host="a")
