@@ -65,6 +65,7 @@ CORES = {
     "store.eviction",
     "store.follow",
     "store.framing",
+    "store.grants",
     "store.hot",
     "store.index",
     "store.kvevents",

@@ -13,8 +13,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mooncake.store.grants import PutGrant, ReadGrant
 from mooncake.store.master import Master
-from mooncake.store.operations import Operation, PutGrant, ReadGrant
+from mooncake.store.operations import Operation
 
 if TYPE_CHECKING:
     from mooncake.sim.cluster import Cluster, SimClient, SimNode

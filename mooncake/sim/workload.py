@@ -12,7 +12,7 @@ from typing import Any
 from mooncake.errors import Refusal
 from mooncake.sim.checkers import Violation
 from mooncake.sim.cluster import SimClient
-from mooncake.store.operations import PutGrant, ReadGrant
+from mooncake.store.grants import PutGrant, ReadGrant
 
 CHUNK_BYTES = 256
 TIMEOUT_S = 6.0

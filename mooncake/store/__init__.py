@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mooncake.store.compat.parallelism import ParallelAxis, ReadTarget, TensorParallelism
     from mooncake.store.compat.store import MooncakeDistributedStore
     from mooncake.store.compat.values import ReplicateConfig
-    from mooncake.store.operations import PutGrant, ReadGrant
+    from mooncake.store.grants import PutGrant, ReadGrant
 
 __all__ = [
     "AsyncStore",
@@ -38,9 +38,9 @@ __all__ = [
 
 _OWNERS = {
     "AsyncStore": "mooncake.store.client",
-    "PutGrant": "mooncake.store.operations",
+    "PutGrant": "mooncake.store.grants",
     "PutPolicy": "mooncake.store.messages",
-    "ReadGrant": "mooncake.store.operations",
+    "ReadGrant": "mooncake.store.grants",
     "Refusal": "mooncake.errors",
     "Store": "mooncake.store.client",
     "StoreSettings": "mooncake.store.client",

@@ -30,6 +30,7 @@ from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.store import messages as m
 from mooncake.store.buffers import Buffer, LocalMemory
+from mooncake.store.grants import PutGrant, ReadGrant
 from mooncake.store.leader import AsyncLeader, BlockingLeader
 from mooncake.store.objects import DEFAULT_POLICY
 from mooncake.store.operations import (
@@ -41,8 +42,6 @@ from mooncake.store.operations import (
     Operation,
     Operations,
     Pause,
-    PutGrant,
-    ReadGrant,
     Slices,
 )
 from mooncake.store.steering import Steering

@@ -33,10 +33,9 @@ from mooncake.store.columns import (
     distinct,
     whole,
 )
+from mooncake.store.grants import Checksums, Place, PutGrant, ReadGrant, Target, peer_lost, put_grant
 from mooncake.store.objects import DEFAULT_POLICY
 from mooncake.types import ObjectKey, Tier
-
-Checksums: TypeAlias = npt.NDArray[np.uint32]
 
 DEFAULT_CHUNK_BYTES = 1 << 20
 FIRST_PAUSE_S = 0.02
@@ -120,137 +119,6 @@ class Pause:
 Effect = Ask | Open | Move | Pause
 ResultT = TypeVar("ResultT")
 Operation: TypeAlias = Generator[Effect, Any, ResultT]
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Target:
-    """One replica of an object that is being put."""
-
-    segment: Any
-    """Transfer's handle, or None when it can't be opened."""
-    address: int
-    """Of the object's first byte, absolute in the peer."""
-    replica: m.Replica
-    size_bytes: int
-    chunk_bytes: int
-    checksums: Checksums
-    """CRC32C per chunk."""
-    is_written: npt.NDArray[np.bool_]
-    """Which chunks are complete; set together with ``checksums``."""
-    failure: Refusal | None = None
-    """Why this replica can't be written any more."""
-    pieces: dict[int, list[tuple[int, int, int]]] = dataclasses.field(default_factory=dict)
-    """Chunk -> (offset in it, length, CRC32C) of parts of a chunk that isn't complete yet."""
-
-    @property
-    def is_complete(self) -> bool:
-        return self.failure is None and b"\0" not in self.is_written.tobytes()
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class PutGrant:
-    """Space in one or more segments, to be written before ``expires_at`` (this process's monotonic clock).
-
-    Who writes by itself instead of with ``write_ranges`` sees the first target that can be written,
-    fills in its ``checksums`` and ``is_written``, and so gives up the others.
-    """
-
-    key: ObjectKey
-    size_bytes: int
-    chunk_bytes: int
-    expires_at: float
-    object_id: int
-    targets: list[Target]
-    failure: Refusal | None = None
-    """Why this put can't succeed any more."""
-
-    @property
-    def lead(self) -> Target:
-        """The first target that can be written."""
-        for target in self.targets:
-            if target.failure is None:
-                return target
-        return self.targets[0]
-
-    @property
-    def segment(self) -> Any:
-        return self.lead.segment
-
-    @property
-    def address(self) -> int:
-        return self.lead.address
-
-    @property
-    def replica(self) -> m.Replica:
-        return self.lead.replica
-
-    @property
-    def checksums(self) -> Checksums:
-        return self.lead.checksums
-
-    @property
-    def is_written(self) -> npt.NDArray[np.bool_]:
-        return self.lead.is_written
-
-    def give_up(self, target: Target, failure: Refusal) -> None:
-        """Go on without that replica, while there are others."""
-        target.failure = target.failure or failure
-        if self.failure is None and all(one.failure is not None for one in self.targets):
-            self.failure = self.targets[0].failure
-
-    def settle(self) -> list[str]:
-        """All that could be written is: decide what the put comes to. The segments without the object."""
-        complete = [one for one in self.targets if one.is_complete]
-        if self.failure is None and not complete:
-            missing = int(self.is_written.size - self.is_written.sum())
-            self.failure = Refusal("incomplete", f"{missing} chunks of {self.key!r} were not written")
-        if len(complete) == len(self.targets) == 1:
-            return []
-        # Replicas that differ: the source changed between two transfers. The announced one counts.
-        sums = [one.checksums.tobytes() for one in complete]
-        good = [one for one, each in zip(complete, sums, strict=True) if each == sums[0]]
-        left_out = [one for one in self.targets if one not in good]
-        for one in left_out:
-            one.failure = one.failure or Refusal("incomplete", "not written like the others")
-        return [one.replica.segment for one in left_out]
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class ReadGrant:
-    """A readable object under a lease that ends at ``expires_at`` (this process's monotonic clock)."""
-
-    key: ObjectKey
-    size_bytes: int
-    chunk_bytes: int
-    segment: Any
-    address: int
-    checksums: Checksums
-    expires_at: float
-    object_id: int
-    replica: m.Replica
-    others: list[tuple[m.Replica, Any]]
-    """(replica, transfer's handle) of what to try when this one fails, the nearest first."""
-
-    def turn_to_next(self) -> bool:
-        """Read another replica from now on; False: there is none."""
-        if not self.others:
-            return False
-        self.replica, self.segment = self.others.pop(0)
-        self.address = self.replica.address
-        return True
-
-    def each(self) -> list[ReadGrant]:
-        """One grant per replica."""
-        places = [(self.replica, self.segment), *self.others]
-        return [
-            dataclasses.replace(self, replica=replica, segment=handle, address=replica.address, others=[])
-            for replica, handle in places
-        ]
-
-
-Grant: TypeAlias = PutGrant | ReadGrant
-Place: TypeAlias = Target | ReadGrant
-"""Where the bytes of a slice are moved to or from."""
 
 
 @dataclasses.dataclass
@@ -422,7 +290,7 @@ class Operations:
                 answer, _ = yield from self._ask(ended, deadline)
                 outcome = answer.reply.outcomes[0]
                 return True, outcome if isinstance(outcome, Refusal) else None
-        grant = _put_grant(key, size_bytes, chunk_bytes, reserved, expires_at, handles)
+        grant = put_grant(key, size_bytes, chunk_bytes, reserved, expires_at, handles)
         yield from self._write_whole([grant], [address], deadline)
         outcome = (yield from self.end_puts([grant], deadline))[0]
         if outcome is None or outcome.code != "peer_lost":
@@ -489,7 +357,7 @@ class Operations:
                     outcomes.append(started.refusals.get(offset))
                     continue
                 outcomes.append(
-                    _put_grant(keys[at], sizes[at], chunk_bytes[at], reserved, expires_at, handles)
+                    put_grant(keys[at], sizes[at], chunk_bytes[at], reserved, expires_at, handles)
                 )
         return outcomes
 
@@ -729,7 +597,7 @@ class Operations:
                 if moved.now >= grant.expires_at:
                     grant.failure = Refusal("expired", "the deadline for writing has passed")
                 elif moved.checksums is None:
-                    grant.give_up(places[index], _lost(places[index].replica, moved.reason))
+                    grant.give_up(places[index], peer_lost(places[index].replica, moved.reason))
             if moved.checksums is not None:
                 self._account(places, part, moved.checksums)
 
@@ -927,34 +795,6 @@ def _one_slice(handle: Any, local: int, remote: int, length: int) -> Slices:
     return Slices(handle, columns[0], columns[1], columns[2])
 
 
-def _put_grant(
-    key: ObjectKey,
-    size_bytes: int,
-    chunk_bytes: int,
-    reserved: m.Reserved,
-    expires_at: float,
-    handles: dict[str, Any],
-) -> PutGrant:
-    num_chunks = -(-size_bytes // chunk_bytes)
-    targets = [
-        Target(
-            segment=handles.get(replica.segment),
-            address=replica.address,
-            replica=replica,
-            size_bytes=size_bytes,
-            chunk_bytes=chunk_bytes,
-            checksums=np.zeros(num_chunks, dtype="<u4"),
-            is_written=np.zeros(num_chunks, dtype=np.bool_),
-        )
-        for replica in reserved.replicas
-    ]
-    grant = PutGrant(key, size_bytes, chunk_bytes, expires_at, reserved.object_id, targets)
-    for target in targets:
-        if target.segment is None:
-            grant.give_up(target, _lost(target.replica, "it can't be opened"))
-    return grant
-
-
 def _spread(grants: Sequence[PutGrant], columns: Columns) -> tuple[list[Target], list[PutGrant], Columns]:
     """The slices for every target that can still be written: (targets, whose each is, slices of them)."""
     num_ranks = max((len(grant.targets) for grant in grants), default=0)
@@ -974,7 +814,3 @@ def _spread(grants: Sequence[PutGrant], columns: Columns) -> tuple[list[Target],
         part = columns.where(numbers[columns.grant] >= 0)
         parts.append(part.renumbered(numbers))
     return places, owners, Columns.joined(parts)
-
-
-def _lost(replica: m.Replica, reason: str) -> Refusal:
-    return Refusal("peer_lost", f"the node of segment {replica.segment!r} can't be reached: {reason}")

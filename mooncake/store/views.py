@@ -17,7 +17,7 @@ import numpy as np
 from mooncake import clock
 from mooncake.errors import MooncakeError, Unavailable
 from mooncake.log import get_logger
-from mooncake.store.operations import ReadGrant
+from mooncake.store.grants import ReadGrant
 from mooncake.transfer import TransferEngine, crc32c_columns
 from mooncake.types import ObjectKey
 

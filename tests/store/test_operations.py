@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, Refusal
 from mooncake.sim.cluster import checksum, combine
 from mooncake.store import messages as m
+from mooncake.store.grants import PutGrant, ReadGrant
 from mooncake.store.objects import DEFAULT_POLICY
 from mooncake.store.operations import (
     Answer,
@@ -26,8 +27,6 @@ from mooncake.store.operations import (
     Operation,
     Operations,
     Pause,
-    PutGrant,
-    ReadGrant,
 )
 from tests.store.conftest import SETTINGS, Voice
 

@@ -44,7 +44,7 @@ from mooncake.store.compat.session import Session
 from mooncake.store.compat.tensor_memory import Fresh, Tensor, empty, place, span_of
 from mooncake.store.compat.tensors import TensorCalls, checked, header_at
 from mooncake.store.compat.tensorwire import HEADER_BYTES, Axis, Header, Manifest, decode, decode_manifest
-from mooncake.store.operations import ReadGrant
+from mooncake.store.grants import ReadGrant
 
 Shape: TypeAlias = tuple[int, ...]
 

@@ -18,7 +18,7 @@ from mooncake.store.compat.batches import cut, pick
 from mooncake.store.compat.lending import lent
 from mooncake.store.compat.ranges import Part, Plan, plan_parts
 from mooncake.store.compat.session import Session
-from mooncake.store.operations import ReadGrant
+from mooncake.store.grants import ReadGrant
 from mooncake.transfer import Op, Status
 from mooncake.transfer.compat.machine import has_cuda
 from mooncake.transfer.memory import is_mapped

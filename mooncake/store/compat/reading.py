@@ -28,7 +28,7 @@ from mooncake.store.compat.memory_calls import MemoryCalls
 from mooncake.store.compat.partial import open_reads, read_parts
 from mooncake.store.compat.ranges import Part
 from mooncake.store.compat.session import Session
-from mooncake.store.operations import ReadGrant
+from mooncake.store.grants import ReadGrant
 
 INVALID = int(Code.INVALID_PARAMS)
 MISS = int(Code.OBJECT_NOT_FOUND)

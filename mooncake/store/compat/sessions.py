@@ -24,7 +24,7 @@ from mooncake.store.compat.reading import ReadCalls
 from mooncake.store.compat.session import Session
 from mooncake.store.compat.values import ReplicateConfig
 from mooncake.store.compat.writing import WriteCalls
-from mooncake.store.operations import PutGrant, ReadGrant
+from mooncake.store.grants import PutGrant, ReadGrant
 from mooncake.transfer.memory import is_mapped
 
 SESSION_CHUNK_BYTES = 64 << 10

@@ -32,7 +32,7 @@ from mooncake.store.compat.policy import Asked, asked_of
 from mooncake.store.compat.ranges import chunk_bytes_for
 from mooncake.store.compat.session import Session
 from mooncake.store.compat.values import ReplicateConfig
-from mooncake.store.operations import PutGrant
+from mooncake.store.grants import PutGrant
 
 INVALID = int(Code.INVALID_PARAMS)
 MAX_ATTEMPTS = 3
