@@ -121,13 +121,8 @@ class Applying:
         segment = self._catalog.segments.mounted.get(record.segment)
         extent = None if stored is None or segment is None else stored.on(segment)
         if stored is not None and extent is not None:
-            leased_until = stored.lease_until
-            stored.lease_until = now + self._catalog.settings.rest_s
+            self._catalog.hold(extent, now + self._catalog.settings.rest_s)
             self._catalog.drop_extent(stored, extent, "gone", now)
-            # Only the space of what went; the order of eviction must never see a lease become shorter.
-            stored.lease_until = leased_until
-            if stored.is_readable:
-                self._catalog.eviction.changed(stored, now)
             self._rests(extent)
 
     def _object_pinned(self, record: ObjectPinned, now: float) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from mooncake.store import messages as m
 from mooncake.store.master import Master
+from mooncake.store.objects import StoredObject
 from mooncake.store.records import Record, SegmentMounted, SpaceHeld
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice
@@ -25,10 +26,11 @@ def follower(records: list[Record]) -> Master:
 
 
 def contents(master: Master) -> dict[str, tuple[int, list[tuple[str, int]]]]:
-    return {
-        key: (stored.object_id, sorted((e.segment.name, e.offset) for e in stored.complete()))
-        for key, stored in master.objects.readable.items()
-    }
+    return {key: (stored.object_id, places_of(stored)) for key, stored in master.objects.readable.items()}
+
+
+def places_of(stored: StoredObject) -> list[tuple[str, int]]:
+    return sorted((extent.segment.name, extent.offset) for extent in stored.complete())
 
 
 def facts(master: Master) -> list[Record]:
@@ -137,6 +139,17 @@ def test_a_durable_put_that_a_successor_hears_of_waits_for_the_ssd_too() -> None
         ssd.work()
     assert other.where("k") == ["a", "a/ssd"]
     assert other.late.pop("again") == [m.Outcomes([False])]
+
+
+def test_a_replica_that_went_rests_and_its_object_grows_no_older(voice: Voice) -> None:
+    lived(voice)
+    master = follower(voice.records)
+    assert master.segments.mounted["a"].allocator.allocated_bytes > sum(
+        stored.size_bytes for stored in master.objects.readable.values() if "a" in dict(places_of(stored))
+    )
+    master.settle(100.0)
+    master.check()
+    assert master.objects.readable["m"].leased_until == 100.0 + SETTINGS.lease_s
 
 
 @pytest.mark.parametrize("place", [("nowhere", 0), ("a", 1 << 30), ("a", 32)])
