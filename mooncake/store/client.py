@@ -465,11 +465,12 @@ class Store(_Faces):
 
     def _move(self, effect: Move) -> list[Moved]:
         op = Op.WRITE if effect.is_write else Op.READ
-        timeout_s = _timeout_s(effect)
+        timeout_s = effect.deadline - clock.monotonic()
         if timeout_s <= 0:
             return _too_late(effect)
         if len(effect.transfers) == 1:
             t = effect.transfers[0]
+            timeout_s = _of_slices(timeout_s, t)
             done = self.engine.run(
                 op, t.handle, t.local, t.remote, t.lengths, timeout_s=timeout_s, checksum=t.is_checked
             )
@@ -485,7 +486,7 @@ class Store(_Faces):
                 t.remote,
                 t.lengths,
                 checksum=t.is_checked,
-                timeout_s=timeout_s,
+                timeout_s=_of_slices(timeout_s, t),
             )
         # Each ends by its own deadline, and until it has ended its memory is in use.
         ended: dict[int, Completion] = {}
@@ -737,7 +738,7 @@ class AsyncStore(_Faces):
             return Answer(reply, None, asked_at, clock.monotonic())
         if isinstance(effect, Move):
             op = Op.WRITE if effect.is_write else Op.READ
-            timeout_s = _timeout_s(effect)
+            timeout_s = effect.deadline - clock.monotonic()
             if timeout_s <= 0:
                 return _too_late(effect)
             return list(await asyncio.gather(*(self._transfer(op, t, timeout_s) for t in effect.transfers)))
@@ -747,15 +748,15 @@ class AsyncStore(_Faces):
         return None
 
     async def _transfer(self, op: Op, t: Slices, timeout_s: float) -> Moved:
+        timeout_s = _of_slices(timeout_s, t)
         completion = await self.engine.transfer(
             op, t.handle, t.local, t.remote, t.lengths, timeout_s=timeout_s, checksum=t.is_checked
         )
         return self._moved(t, completion)
 
 
-def _timeout_s(effect: Move) -> float:
-    left_s = effect.deadline - clock.monotonic()
-    return left_s / 2 if effect.has_others else left_s
+def _of_slices(timeout_s: float, t: Slices) -> float:
+    return timeout_s / 2 if t.has_others else timeout_s
 
 
 def _too_late(effect: Move) -> list[Moved]:

@@ -81,6 +81,8 @@ class Slices:
     lengths: Addresses
     is_checked: bool = True
     """Checksums are wanted."""
+    has_others: bool = False
+    """All of it can be read elsewhere too: better fail after half of the time than have none left."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,8 +96,6 @@ class Move:
     is_write: bool
     transfers: list[Slices]
     deadline: float
-    has_others: bool = False
-    """There is somewhere else to read from: better fail after half of the time than have none left."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -672,8 +672,7 @@ class Operations:
         """Which grants another replica may still serve; those that came too late are bad for good."""
         indices = distinct(columns.grant)
         until = min(deadline, max(grants[index].expires_at for index in indices))
-        has_others = any(grants[index].others for index in indices)
-        moving = self._move(False, grants, columns, until, has_others=has_others, is_checked=is_checked)
+        moving = self._move(False, grants, columns, until, is_checked=is_checked)
         failed: dict[int, None] = {}
         for moved, part in (yield from moving):
             of_part = distinct(part.grant)
@@ -728,8 +727,6 @@ class Operations:
         places: Sequence[Place],
         columns: Columns,
         deadline: float,
-        *,
-        has_others: bool = False,
         is_checked: bool = True,
     ) -> Operation[list[tuple[Moved, Columns]]]:
         """One transfer per segment, all at once. ``columns.grant`` is an index of ``places``."""
@@ -743,11 +740,12 @@ class Operations:
             part = columns if len(segments) == 1 else columns.where(of_slice == number)
             if part.grant.size:
                 remote = bases[part.grant] + part.offset
-                handle = places[int(part.grant[0])].segment
-                checks = is_checked or self._must_be_checked(places[int(part.grant[0])].replica)
-                transfers.append(Slices(handle, part.local, remote, part.length, checks))
+                first = places[int(part.grant[0])]
+                checks = is_checked or self._must_be_checked(first.replica)
+                has_others = isinstance(first, ReadGrant) and _have_others(places, part)
+                transfers.append(Slices(first.segment, part.local, remote, part.length, checks, has_others))
                 parts.append(part)
-        outcomes: list[Moved] = yield Move(is_write, transfers, deadline, has_others)
+        outcomes: list[Moved] = yield Move(is_write, transfers, deadline)
         for moved, part in zip(outcomes, parts, strict=True):
             if moved.checksums is None:
                 self.counts.failed_transfers += 1
@@ -793,6 +791,12 @@ class Operations:
 def _one_slice(handle: Any, local: int, remote: int, length: int) -> Slices:
     columns = np.array(((local,), (remote,), (length,)), dtype=np.uint64)
     return Slices(handle, columns[0], columns[1], columns[2])
+
+
+def _have_others(places: Sequence[Place], part: Columns) -> bool:
+    """Whether there is another replica of every object that is read."""
+    read = (places[index] for index in distinct(part.grant))
+    return all(isinstance(place, ReadGrant) and place.others for place in read)
 
 
 def _spread(grants: Sequence[PutGrant], columns: Columns) -> tuple[list[Target], list[PutGrant], Columns]:

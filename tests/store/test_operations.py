@@ -498,7 +498,7 @@ def test_the_next_replica_is_tried_when_one_fails_or_is_wrong(fault: str) -> Non
     else:
         world.before_move = lambda segment: "reset" if segment == "a" else ""
     assert world.get("k0", "k1", "k2") == values
-    assert world.moves[-2].has_others and not world.moves[-1].has_others
+    assert [part.has_others for move in world.moves[-2:] for part in move.transfers] == [True, False]
     if fault == "wrong":
         assert [world.voice.where(f"k{number}") for number in range(3)] == [["a", "b"], ["b"], ["a", "b"]]
         assert sum(len(part.lengths) for part in world.moves[-1].transfers) == 3, (
@@ -506,6 +506,16 @@ def test_the_next_replica_is_tried_when_one_fails_or_is_wrong(fault: str) -> Non
         )
     else:
         assert world.voice.where("k1") == ["a", "b"]
+
+
+def test_a_slow_read_is_cut_short_only_where_all_of_it_is_elsewhere_too() -> None:
+    world = two()
+    put_twice(world, b"x")
+    world.run(world.operations.put(["alone"], [0], [5], 100, world.deadline))
+    world.get("k0", "alone")
+    assert [part.has_others for part in world.moves[-1].transfers] == [False]
+    world.get("k0")
+    assert [part.has_others for part in world.moves[-1].transfers] == [True]
 
 
 def test_when_every_replica_is_wrong_it_is_a_miss_and_all_of_them_go() -> None:
