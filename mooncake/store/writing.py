@@ -15,6 +15,8 @@ from mooncake.store.tenants import Account, check_tenant
 from mooncake.types import ObjectKey
 
 MAX_REPLICAS = 64
+MAX_CIRCLE = 64
+"""Of parents: a longer one is not noticed."""
 
 
 class Writing:
@@ -73,7 +75,7 @@ class Writing:
         account: Account,
         now: float,
     ) -> m.Reserved | Refusal | None:
-        catalog, policy, parent = self._catalog, message.policy, ""
+        catalog, policy = self._catalog, message.policy
         name, size_bytes, chunk_bytes = message.keys[index], message.sizes[index], message.chunk_bytes[index]
         refusal = check_put(name, size_bytes, chunk_bytes)
         if refusal is not None:
@@ -93,11 +95,24 @@ class Writing:
         if message.groups and message.groups[index]:
             stored.group = scoped(message.tenant, message.groups[index])
         if message.parents and message.parents[index]:
-            parent = scoped(message.tenant, message.parents[index])
-        stored.parent = parent if parent != key else ""
+            stored.parent = self._without_circle(key, scoped(message.tenant, message.parents[index]))
         where = ", ".join(extent.segment.name for extent in room)
         catalog.tell(now, key, "put started as #{} on {}", stored.object_id, where)
         return m.Reserved(stored.object_id, stored.replicas())
+
+    def _without_circle(self, key: ObjectKey, parent: ObjectKey) -> ObjectKey:
+        """``parent``, or "" when it descends from ``key``: such objects would keep each other for ever."""
+        if self._catalog.settings.eviction_policy != "chain":
+            return parent
+        above = parent
+        for _ in range(MAX_CIRCLE):
+            if above == key:
+                return ""
+            stored = self._catalog.objects.readable.get(above) or self._catalog.objects.writing.get(above)
+            if stored is None or not stored.parent:
+                break
+            above = stored.parent
+        return parent
 
     def _known(self, key: ObjectKey, put_id: int, replaces: bool, now: float) -> m.Reserved | bool | None:
         """The answer to the same request again; True: the key is taken; None: it is free to be put."""

@@ -265,6 +265,16 @@ def test_a_parent_stays_while_its_children_do() -> None:
     assert voice.there("abcdef") == "adef"
 
 
+def test_objects_that_call_each_other_parents_can_still_leave() -> None:
+    voice = Voice(dataclasses.replace(SETTINGS, eviction_policy="chain"))
+    voice.mount(size_bytes=4096)
+    voice.put("a", "b", "c", "d", parents=["c", "a", "b", "d"])
+    parents = [status.parent for key in "abcd" if (status := voice.inspect(key)) is not None]
+    assert parents == ["c", "a", "", ""]
+    voice.put(*"efgh")
+    assert voice.there("abcdefgh") == "efgh"
+
+
 # Durable
 
 
