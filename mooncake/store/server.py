@@ -21,7 +21,7 @@ import msgspec
 
 from mooncake import clock
 from mooncake.driver import Driver
-from mooncake.errors import MooncakeError, Unavailable
+from mooncake.errors import AddressInUse, MooncakeError, Unavailable
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.metrics import registry
@@ -44,6 +44,9 @@ from mooncake.store.succession import Succession
 from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
+
+LOOK_S = 0.2
+"""Between looks whether this master leads now."""
 
 
 class MasterServer:
@@ -435,7 +438,7 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
     server = MasterServer(settings, other)
     server.at_first = [m.SetQuota(tenant, size_bytes) for tenant, size_bytes in quotas.items()]
     async with contextlib.AsyncExitStack() as stack:
-        sock = listen(settings.metrics_host or settings.host, settings.metrics_port)
+        sock = _listen(settings)
         stack.callback(sock.close)
         stack.push_async_callback(server.close)
         port = await server.start()
@@ -450,6 +453,13 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
         yield server
 
 
+def _listen(settings: MasterSettings) -> socket.socket:
+    try:
+        return listen(settings.metrics_host or settings.host, settings.metrics_port)
+    except AddressInUse as error:
+        raise AddressInUse(f"{error}: --metrics-port") from error
+
+
 @contextlib.asynccontextmanager
 async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
     """Its HTTP side; yields the address. Loaded when clients are served already: that takes half a second."""
@@ -462,6 +472,14 @@ async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
         yield f"{server.settings.metrics_host or server.settings.host}:{web.port}"
     finally:
         await web.close()
+
+
+async def _set_quotas(server: MasterServer, quotas: dict[str, int]) -> None:
+    """As the file says; where masters are elected, when this one leads."""
+    while not server.leadership.is_leader:
+        await asyncio.sleep(LOOK_S)
+    for tenant, size_bytes in quotas.items():
+        await server.ask(m.SetQuota(tenant, size_bytes))
 
 
 async def _report(server: MasterServer, every_s: float) -> None:

@@ -17,6 +17,7 @@ from mooncake.cli import daemon_role
 from mooncake.errors import InvalidArgument
 from mooncake.store import Store
 from mooncake.store.daemon import DaemonSettings
+from mooncake.store.messages import PutPolicy
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed (extra grpc)")
 
@@ -76,6 +77,17 @@ def test_one_process_is_a_whole_store(tmp_path: Path) -> None:
         assert process.wait(20) == 0
     with daemon(*flags, "--name", "here") as (address, _, _), Store(address) as store:
         assert (tmp_path / "ssd" / "master.oplog").exists()
+
+
+def test_blocks_are_logged(tmp_path: Path) -> None:
+    flags = ["--capacity-dram", "0.016", "--capacity-nvme", "0.064", "--nvme-path", str(tmp_path)]
+    with daemon(*flags) as (address, _, process), Store(address) as store:
+        assert store.put("logged", b"value", PutPolicy(is_durable=True)) is None
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        told = process.stderr.read()
+        assert re.search(r"block_write .*tier=ssd", told), told
+        assert "logged" in told
 
 
 def test_reflection_finds_the_service(tmp_path: Path) -> None:

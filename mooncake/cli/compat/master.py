@@ -11,7 +11,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from mooncake.cli import run_program
 from mooncake.cli.compat.master_flags import BOOLEANS, FLAGS, USED
 from mooncake.cli.gflags import split_flags
 from mooncake.cli.roles import run_until_stopped
-from mooncake.errors import InvalidArgument
+from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.log import get_logger, setup_logging
 from mooncake.store.settings import MasterSettings
 
@@ -81,9 +81,17 @@ async def _serve(asked: Asked) -> None:
                 from mooncake.transfer.metadata.server import MetadataSettings
                 from mooncake.transfer.metadata.server import serve as serve_metadata
 
-                group.create_task(serve_metadata(MetadataSettings(*asked.metadata)))
+                group.create_task(_named(serve_metadata(MetadataSettings(*asked.metadata))))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+async def _named(serving: Coroutine[Any, Any, None]) -> None:
+    """A taken port is that of the metadata service, and its flag is said."""
+    try:
+        await serving
+    except AddressInUse as error:
+        raise AddressInUse(f"{error}: --http_metadata_server_port") from error
 
 
 def read(words: Sequence[str], environment: Mapping[str, str]) -> Asked:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -255,3 +256,18 @@ def test_bad_flags_end_the_program_with_one_line() -> None:
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ})
     assert found.returncode == 2
     assert found.stderr.strip().splitlines() == ["error: flag is '--prot=1'; allowed: --port?"]
+
+
+@pytest.mark.parametrize("flag", ["--metrics_port", "--http_metadata_server_port", "--port"])
+def test_a_taken_port_names_its_flag(flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {"--metrics_port": 0, "--http_metadata_server_port": 0, "--port": 0}
+        ports[flag] = taken.getsockname()[1]
+        words = [f"{name}={port}" for name, port in ports.items()]
+        words += ["--enable_http_metadata_server", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+        words += ["--http_metadata_server_host=127.0.0.1"]
+        command = [sys.executable, "-c", "from mooncake.cli.compat.master import main; main()", *words]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2
+    error = found.stderr.strip().splitlines()[-1]
+    assert str(ports[flag]) in error and flag.replace("_", "-") in error.replace("_", "-")
