@@ -476,7 +476,7 @@ async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
 
 async def _set_quotas(server: MasterServer, quotas: dict[str, int]) -> None:
     """As the file says; where masters are elected, when this one leads."""
-    while not server.leadership.is_leader:
+    while not server.leadership.is_leader:  # noqa: ASYNC110
         await asyncio.sleep(LOOK_S)
     for tenant, size_bytes in quotas.items():
         await server.ask(m.SetQuota(tenant, size_bytes))
