@@ -45,9 +45,6 @@ from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
 
-LOOK_S = 0.2
-"""Between looks whether this master leads now."""
-
 
 class MasterServer:
     """Serves one ``Master`` to clients and nodes, alone or as one of several of which one leads."""
@@ -472,14 +469,6 @@ async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
         yield f"{server.settings.metrics_host or server.settings.host}:{web.port}"
     finally:
         await web.close()
-
-
-async def _set_quotas(server: MasterServer, quotas: dict[str, int]) -> None:
-    """As the file says; where masters are elected, when this one leads."""
-    while not server.leadership.is_leader:  # noqa: ASYNC110
-        await asyncio.sleep(LOOK_S)
-    for tenant, size_bytes in quotas.items():
-        await server.ask(m.SetQuota(tenant, size_bytes))
 
 
 async def _report(server: MasterServer, every_s: float) -> None:
