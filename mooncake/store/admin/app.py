@@ -12,7 +12,7 @@ from mooncake import metrics
 from mooncake.errors import StorageError
 from mooncake.store import messages as m
 from mooncake.store.admin import changing, exported, looking
-from mooncake.store.admin.answers import Refused, good, json
+from mooncake.store.admin.answers import Refused, json
 from mooncake.store.admin.desk import Desk
 
 
@@ -79,14 +79,14 @@ def make_app(desk: Desk) -> FastAPI:
 
     @app.get("/metrics")
     async def page() -> Response:
-        status = good(await desk.ask(m.Status()))
+        status = exported.status_here(desk)
         quotas = await desk.ask(m.AskQuotas())
         existing = exported.page(desk, status, quotas.quotas if isinstance(quotas, m.Quotas) else [])
         return Response(metrics.page() + existing.encode(), media_type=metrics.CONTENT_TYPE)
 
     @app.get("/metrics/summary")
     async def summary() -> Response:
-        return PlainTextResponse(exported.summary(desk, good(await desk.ask(m.Status()))) + "\n")
+        return PlainTextResponse(exported.summary(desk, exported.status_here(desk)) + "\n")
 
     @app.get("/kv_events/status")
     async def kv_events() -> Response:

@@ -14,6 +14,8 @@ from typing import Any
 from mooncake import clock
 from mooncake.store import messages as m
 from mooncake.store.admin.desk import Desk
+from mooncake.store.asking import Asking
+from mooncake.store.effects import Received
 from mooncake.store.tally import SIZE_BOUNDS, Tally
 from mooncake.types import Tier
 
@@ -70,6 +72,12 @@ def page(desk: Desk, status: m.MasterStatus, quotas: Iterable[m.QuotaStatus]) ->
         _write(lines, name, "counter", [("", value)])
     _write_quotas(lines, list(quotas))
     return "\n".join(lines) + "\n"
+
+
+def status_here(desk: Desk) -> m.MasterStatus:
+    """As this process knows it; a standby's is that of the leader a moment ago."""
+    now = clock.monotonic()
+    return Asking(desk.master.catalog).status(m.Status(), Received(None, None, m.Status()), now)
 
 
 def _gauges(desk: Desk, status: m.MasterStatus) -> dict[str, float]:
