@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import signal
 import subprocess
@@ -55,7 +56,7 @@ class Load:
         self._thread.start()
 
     def _run(self) -> None:
-        number, last = 0, clock.monotonic()
+        number, last = 0, math.inf
         while not self._is_over.is_set():
             try:
                 refusal = self.store.put(f"k{number}", content(number))
