@@ -79,6 +79,8 @@ class Succession:
         self._listed: tuple[Standby, ...] = ()
         self.on_change: Callable[[], None] = lambda: None
         """Called after everything that happened here."""
+        self._is_silent = False
+        """The ballot does not answer, and that was said."""
         self.is_in_sync = False
         """The leader says so, or this one leads."""
 
@@ -148,8 +150,14 @@ class Succession:
             else:
                 event = Swapped(await asyncio.to_thread(self._ballot.swap, what.old, what.new))
         except MooncakeError as error:
-            log.warning("ballot_silent", reason=str(error))
+            if not self._is_silent:
+                log.warning("ballot_silent", reason=str(error))
+            self._is_silent = True
             event = Failed(str(error))
+        else:
+            if self._is_silent:
+                log.info("ballot_answers")
+            self._is_silent = False
         self._post(event)
 
     def _stop_following(self) -> None:
