@@ -24,6 +24,9 @@ SIZE_BOUNDS = (4096, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 <<
 """Bytes, of the histogram of objects' sizes."""
 
 
+MAX_REJECTED = 2000
+
+
 class Tally:
     """``counts`` by ``<name>_<what>``; ``num_by_size`` per bucket, the last for what is larger."""
 
@@ -35,6 +38,8 @@ class Tally:
         self.counts: defaultdict[str, int] = defaultdict(int)
         self.num_by_size = [0] * (len(SIZE_BOUNDS) + 1)
         self.put_bytes = 0
+        self.rejected: dict[tuple[str, str], int] = {}
+        """Puts by tenant and reason; of the first so many tenants, because any name may come."""
         self._names: dict[type, Callable[[Any, Any], None]] = {
             m.Exists: lambda asked, _: self._batch("exist_key", len(asked.keys), 0),
             m.Lookup: self._lookup,
@@ -116,6 +121,10 @@ class Tally:
         self._batch("put_start", len(asked.keys), len(said.refusals))
         for refusal in said.refusals.values():
             self.counts["put_start_alloc_failures"] += refusal.code == "no_space"
+            if refusal.code in ("quota_exceeded", "unknown_tenant"):
+                which = (asked.tenant or "default", refusal.code)
+                if which in self.rejected or len(self.rejected) < MAX_REJECTED:
+                    self.rejected[which] = self.rejected.get(which, 0) + 1
         wanted = asked.policy.num_replicas
         for size_bytes, reserved in zip(asked.sizes, said.reserved, strict=False):
             if reserved is None:

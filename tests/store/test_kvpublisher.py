@@ -14,7 +14,7 @@ from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
 from mooncake.store.kvpublisher import KvEventPublisher
-from mooncake.store.server import MasterServer
+from mooncake.store.server import MasterServer, running
 from mooncake.store.settings import MasterSettings
 
 SETTINGS = MasterSettings(
@@ -114,3 +114,11 @@ async def test_endpoints_that_are_none_or_taken(house: House) -> None:
     with pytest.raises(AddressInUse, match="kv_events_endpoint"):
         publisher.start()
     await publisher.close()
+
+
+async def test_a_running_master_publishes_when_it_is_told_to() -> None:
+    async with running(SETTINGS) as server:
+        assert server.publisher is not None
+        assert server.publisher.status()["endpoint"].startswith("tcp://127.0.0.1:")
+    async with running(MasterSettings(port=0)) as server:
+        assert server.publisher is None

@@ -71,6 +71,12 @@ def page(desk: Desk, status: m.MasterStatus, quotas: Iterable[m.QuotaStatus]) ->
     for name, value in _counters(counts).items():
         _write(lines, name, "counter", [("", value)])
     _write_quotas(lines, list(quotas))
+    if tally.rejected:
+        samples = [
+            (f'{_label(tenant)[:-1]},reason="{reason}"}}', float(number))
+            for (tenant, reason), number in tally.rejected.items()
+        ]
+        _write(lines, "mooncake_tenant_quota_reject_total", "counter", samples)
     return "\n".join(lines) + "\n"
 
 

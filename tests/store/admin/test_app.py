@@ -169,6 +169,9 @@ async def test_quotas_are_set_told_and_forgotten(house: House) -> None:
     _, page = await house.ask("/metrics")
     assert 'mooncake_tenant_quota_requested_bytes{tenant_id="t"} 4096.0' in page
     assert 'mooncake_tenant_quota_charged_bytes{tenant_id="t"} 100.0' in page
+    await house.rpc.call(m.PutStart(2, "h", ["b"], [8192], [8192], tenant="t"), 5)
+    _, page = await house.ask("/metrics")
+    assert 'mooncake_tenant_quota_reject_total{tenant_id="t",reason="quota_exceeded"} 1.0' in page
     await house.rpc.call(m.Remove(["a"], True, tenant="t"), 5)
     assert (await house.ask(f"{path}?tenant_id=t", "DELETE"))[0] == 200
     assert (await house.ask(path))[1]["tenant_quotas"] == []
