@@ -6,11 +6,9 @@ the others of the batch are read.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from mooncake.errors import InvalidArgument
 from mooncake.store.compat.arguments import (
     Span,
     check_key,
@@ -22,16 +20,10 @@ from mooncake.store.compat.arguments import (
 )
 from mooncake.store.compat.batches import cut, pick
 from mooncake.store.compat.buffers import BufferHandle
-from mooncake.store.compat.codes import Code
-from mooncake.store.compat.lending import are_memory, is_memory
+from mooncake.store.compat.fetching import INVALID, MISS, read_fragments, read_granted, read_objects
 from mooncake.store.compat.memory_calls import MemoryCalls
-from mooncake.store.compat.partial import open_reads, read_parts
-from mooncake.store.compat.ranges import Part
+from mooncake.store.compat.partial import open_reads
 from mooncake.store.compat.session import Session
-from mooncake.store.grants import ReadGrant
-
-INVALID = int(Code.INVALID_PARAMS)
-MISS = int(Code.OBJECT_NOT_FOUND)
 
 
 class ReadCalls(MemoryCalls):
@@ -120,7 +112,7 @@ class ReadCalls(MemoryCalls):
                 ]
                 for i, j in places
             ]
-            found = iter(_read_fragments(session, grants, fragments))
+            found = iter(read_fragments(session, grants, fragments))
             return [[next(found) for _ in row] for row in keys]
 
         return self._in_session(what, get, lambda code: [[[code] * num for num in row] for row in shape])
@@ -174,7 +166,7 @@ class ReadCalls(MemoryCalls):
             grants = open_reads(session, keys)
             handles = [None if grant is None else BufferHandle(grant.size_bytes) for grant in grants]
             parts = [[] if handle is None else [(handle.ptr(), handle.size())] for handle in handles]
-            codes = _read(session, grants, parts)
+            codes = read_granted(session, grants, parts)
             return [handle if code >= 0 else None for handle, code in zip(handles, codes, strict=True)]
 
         return self._in_session(what, get, lambda _: [None] * len(keys))
@@ -195,75 +187,7 @@ class ReadCalls(MemoryCalls):
         def get(session: Session) -> list[int]:
             codes: list[int] = []
             for at in cut([total_bytes(spans) for spans in parts]):
-                codes += _read_some(session, pick(keys, at), pick(parts, at))
+                codes += read_objects(session, pick(keys, at), pick(parts, at))
             return codes
 
         return self._in_session(what, get, lambda code: [code] * len(keys))
-
-
-def _read_some(session: Session, keys: list[str], parts: list[Sequence[Span]]) -> list[int]:
-    """Sizes or codes. The usual case, one good buffer per object, leaves all of it to the store."""
-    spans = [row[0] for row in parts if len(row) == 1]
-    if len(spans) == len(parts) and all(map(is_good_key, keys)) and all(are_memory(session, parts)):
-        with contextlib.suppress(InvalidArgument):  # one is too small; which one, the slow way tells
-            sizes = session.store.get_batch_into(keys, spans)
-            session.measures.moved("read", sum(size or 0 for size in sizes))
-            return [MISS if size is None else size for size in sizes]
-    return _read(session, open_reads(session, keys), parts)
-
-
-def _read(session: Session, grants: Sequence[ReadGrant | None], parts: Sequence[Sequence[Span]]) -> list[int]:
-    """Sizes or codes."""
-    codes = [MISS] * len(grants)
-    wanted: dict[int, tuple[ReadGrant, list[Part]]] = {}
-    are_there = are_memory(session, parts)
-    for at, (grant, spans) in enumerate(zip(grants, parts, strict=True)):
-        if grant is None:
-            continue
-        if total_bytes(spans) < grant.size_bytes or not are_there[at]:
-            codes[at] = INVALID
-        else:
-            wanted[at] = grant, _filled(spans, grant.size_bytes)
-    are_good = read_parts(
-        session, [grant for grant, _ in wanted.values()], [row for _, row in wanted.values()]
-    )
-    for (at, (grant, _)), is_good in zip(wanted.items(), are_good, strict=True):
-        if is_good:
-            codes[at] = grant.size_bytes
-    session.measures.moved("read", sum(code for code in codes if code > 0))
-    return codes
-
-
-def _filled(spans: Sequence[Span], size_bytes: int) -> list[Part]:
-    """What of ``spans`` an object of this size fills."""
-    filled: list[Part] = []
-    offset = 0
-    for address, room in spans:
-        taken = min(room, size_bytes - offset)
-        if taken:
-            filled.append((offset, address, taken))
-            offset += taken
-    return filled
-
-
-def _read_fragments(
-    session: Session, grants: Sequence[ReadGrant | None], fragments: Sequence[Sequence[Part]]
-) -> list[list[int]]:
-    """Per object, sizes or codes of its fragments."""
-    codes: list[list[int]] = []
-    wanted: list[tuple[int, ReadGrant, list[Part]]] = []
-    for at, (grant, row) in enumerate(zip(grants, fragments, strict=True)):
-        codes.append([MISS if grant is None else INVALID] * len(row))
-        if grant is None:
-            continue
-        good = [
-            offset >= 0 and offset + size <= grant.size_bytes and is_memory(session, (address, size))
-            for offset, address, size in row
-        ]
-        codes[at] = [size if is_good else INVALID for (_, _, size), is_good in zip(row, good, strict=True)]
-        wanted.append((at, grant, [part for part, is_good in zip(row, good, strict=True) if is_good]))
-    are_good = read_parts(session, [grant for _, grant, _ in wanted], [parts for _, _, parts in wanted])
-    for (at, _, _), is_good in zip(wanted, are_good, strict=True):
-        if not is_good:
-            codes[at] = [MISS if code >= 0 else code for code in codes[at]]
-    return codes

@@ -1,8 +1,7 @@
 """The calls that store objects: from bytes, from pointers, whole or in parts, new or in another's place.
 
-All of them come down to ``_put``: per key the places where its bytes lie, one number per key in return.
-An object that exists stays as it is and counts as stored. Batches are cut, so that a call's deadline
-does not depend on how much it carries.
+All of them come down to ``store_parts``: per key the places where its bytes lie, one number per key in
+return. An object that exists stays as it is and counts as stored.
 """
 
 from __future__ import annotations
@@ -10,34 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from mooncake.errors import Refusal
-from mooncake.store.client import Store
 from mooncake.store.compat.arguments import (
     Span,
     check_key,
     check_keys,
-    is_good_key,
     numbers,
     rows,
     span_of_value,
     total_bytes,
 )
-from mooncake.store.compat.batches import cut, on_good, pick
-from mooncake.store.compat.codes import Code, code_of
-from mooncake.store.compat.lending import are_memory, lent
+from mooncake.store.compat.batches import on_good, pick
+from mooncake.store.compat.codes import Code
+from mooncake.store.compat.lending import are_memory
 from mooncake.store.compat.memory_calls import MemoryCalls
-from mooncake.store.compat.policy import Asked, asked_of
-from mooncake.store.compat.ranges import chunk_bytes_for
+from mooncake.store.compat.policy import asked_of
 from mooncake.store.compat.session import Session
+from mooncake.store.compat.storing import store_parts
 from mooncake.store.compat.values import ReplicateConfig
-from mooncake.store.grants import PutGrant
 
 INVALID = int(Code.INVALID_PARAMS)
-MAX_ATTEMPTS = 3
-"""How often an object in parts looks for another segment after a node could not be reached."""
-
 _DEFAULT = ReplicateConfig()
 
 
@@ -173,7 +163,7 @@ class WriteCalls(MemoryCalls):
 
         def put(session: Session) -> list[int]:
             def put_those(at: list[int]) -> list[int]:
-                return self._put_in(session, pick(keys, at), pick(parts, at), asked.at(at), replace)
+                return store_parts(session, pick(keys, at), pick(parts, at), asked.at(at), replace)
 
             asked = asked_of(config, len(keys))
             limit = session.words.local_buffer_size
@@ -196,7 +186,7 @@ class WriteCalls(MemoryCalls):
 
         def put(session: Session) -> list[int]:
             def put_those(at: list[int]) -> list[int]:
-                return self._put_in(session, pick(keys, at), pick(parts, at), asked.at(at), replace)
+                return store_parts(session, pick(keys, at), pick(parts, at), asked.at(at), replace)
 
             asked = asked_of(config, len(keys))
             good = [fit and is_there for fit, is_there in zip(fits, are_memory(session, parts), strict=True)]
@@ -215,105 +205,9 @@ class WriteCalls(MemoryCalls):
         """One code per key; ``parts``: per key the places of its bytes, which the caller vouches for."""
         return self._in_session(
             what,
-            lambda session: self._put_in(session, keys, parts, asked_of(config, len(keys)), replace),
+            lambda session: store_parts(session, keys, parts, asked_of(config, len(keys)), replace),
             lambda code: [code] * len(keys),
         )
-
-    def _put_in(
-        self,
-        session: Session,
-        keys: Sequence[str],
-        parts: Sequence[Sequence[Span]],
-        asked: Asked,
-        replace: bool,
-    ) -> list[int]:
-        spans = [[span for span in row if span[1]] for row in parts]
-        good = [is_good_key(key) and bool(row) for key, row in zip(keys, spans, strict=True)]
-
-        def put(at: list[int]) -> list[int]:
-            if replace:
-                return self._put_again(session, pick(keys, at), pick(spans, at), asked.at(at))
-            codes: list[int] = []
-            for part in cut([total_bytes(spans[i]) for i in at]):
-                chosen = [at[i] for i in part]
-                codes += _put_some(
-                    session, pick(keys, chosen), pick(spans, chosen), asked.at(chosen), replace
-                )
-            return codes
-
-        return on_good(good, put)
-
-    def _put_again(
-        self, session: Session, keys: list[str], spans: list[list[Span]], asked: Asked
-    ) -> list[int]:
-        """In the place of what is there; one that is pinned or in a group stays so, unless told otherwise."""
-        found = session.store.inspect(keys)
-        codes = [0] * len(keys)
-        plain = []
-        for at, there in enumerate(found):
-            if there is None or (there.pinned_s == 0 and not there.group):
-                plain.append(at)
-            else:
-                alone = asked.at([at]).keeping(there)
-                codes[at] = _put_some(session, [keys[at]], [spans[at]], alone, True)[0]
-        for part in cut([total_bytes(spans[at]) for at in plain]):
-            chosen = [plain[i] for i in part]
-            again = _put_some(session, pick(keys, chosen), pick(spans, chosen), asked.at(chosen), True)
-            for at, code in zip(chosen, again, strict=True):
-                codes[at] = code
-        return codes
-
-
-def _put_some(
-    session: Session, keys: list[str], parts: list[list[Span]], asked: Asked, replace: bool
-) -> list[int]:
-    if all(len(spans) == 1 for spans in parts):
-        spans = [spans[0] for spans in parts]
-        outcomes = session.store.put_batch(keys, spans, asked.policy, groups=asked.groups, replace=replace)
-        return _counted(session, parts, outcomes)
-    with lent(session, [span for spans in parts for span in spans]):
-        outcomes = [None] * len(keys)
-        wanted = list(range(len(keys)))
-        for _ in range(MAX_ATTEMPTS):
-            there, where = pick(keys, wanted), pick(parts, wanted)
-            found = _write(session.store, there, where, asked.at(wanted), replace)
-            for at, outcome in zip(wanted, found, strict=True):
-                outcomes[at] = outcome
-            wanted = [at for at in wanted if (lost := outcomes[at]) is not None and lost.code == "peer_lost"]
-            if not wanted:
-                break
-    return _counted(session, parts, outcomes)
-
-
-def _counted(session: Session, parts: list[list[Span]], outcomes: Sequence[Refusal | None]) -> list[int]:
-    stored = [spans for spans, outcome in zip(parts, outcomes, strict=True) if outcome is None]
-    session.measures.moved("write", sum(map(total_bytes, stored)))
-    return [code_of(outcome) for outcome in outcomes]
-
-
-def _write(
-    store: Store, keys: list[str], parts: list[list[Span]], asked: Asked, replace: bool
-) -> list[Refusal | None]:
-    """Objects whose bytes lie in several places, each written where it belongs."""
-    sizes = [total_bytes(spans) for spans in parts]
-    largest = store.settings.chunk_bytes
-    chunk_bytes = [
-        min(size_bytes, chunk_bytes_for([length for _, length in spans], largest))
-        for size_bytes, spans in zip(sizes, parts, strict=True)
-    ]
-    started = store.start_puts(keys, sizes, chunk_bytes, asked.policy, groups=asked.groups, replace=replace)
-    outcomes = [grant if isinstance(grant, Refusal) else None for grant in started]
-    held = [(at, grant) for at, grant in enumerate(started) if isinstance(grant, PutGrant)]
-    for num_slices in dict.fromkeys(len(parts[at]) for at, _ in held):
-        alike = [(at, grant) for at, grant in held if len(parts[at]) == num_slices]
-        columns = np.array([parts[at] for at, _ in alike], dtype=np.uint64)
-        ends = np.cumsum(columns[:, :, 1], axis=1)
-        lengths = columns[:, :, 1]
-        offsets = (ends - lengths).ravel()
-        store.write_ranges([grant for _, grant in alike], offsets, columns[:, :, 0].ravel(), lengths.ravel())
-    for (at, _), outcome in zip(held, store.end_puts([grant for _, grant in held]), strict=True):
-        outcomes[at] = outcome
-    return outcomes
 
 
 def _check_part(part: Any) -> None:
