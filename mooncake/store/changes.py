@@ -26,6 +26,7 @@ class Changes:
     def __init__(self, first: int) -> None:
         self.first = first
         self._waiting: deque[Entry | int] = deque()
+        self._last_gone = first - 1
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -38,9 +39,16 @@ class Changes:
     def add(self, change: Entry | int) -> None:
         """``Entry``: it is held now; an object's id: its replica here went."""
         self._waiting.append(change)
+        if isinstance(change, int):
+            self._last_gone = self.last
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
             self.first += 1
+
+    @property
+    def has_gone(self) -> bool:
+        """Something that went is among those that wait."""
+        return self._last_gone >= self.first
 
     def skip(self) -> None:
         """Something changed, and nobody listens."""

@@ -33,6 +33,9 @@ from mooncake.types import Tier
 
 JOURNAL_DELAY_S = 0.05
 """How long a change waits for others to travel with it."""
+GONE_DELAY_S = 0.002
+"""The same if something went: its space is used again, and until the node has noted that, a master that
+had nothing but the journals would believe that the old object is there."""
 MAX_CHANGES = 4096
 """In one answer."""
 MAX_ATTEMPTS = 3
@@ -101,6 +104,8 @@ class Tasks:
         """The one that came first is first."""
         self._due: dict[Segment, float] = {}
         """Parked Polls that are answered for their changes, in order."""
+        self._soon: dict[Segment, float] = {}
+        """The same, of those that are in a hurry."""
         self._ripe: dict[Segment, float] = {}
         """Segments whose Poll may be answerable, since when."""
         self._look_at: float | None = None
@@ -367,10 +372,19 @@ class Tasks:
             return
         segment.changes.add(change)
         parked = self._parked.get(segment)
-        if parked is not None and parked.changes_due is None:
-            parked.changes_due = self._due[segment] = now + JOURNAL_DELAY_S
+        if parked is not None:
+            self._hurry(segment, parked, now)
         if len(segment.changes) >= MAX_CHANGES:
             self._ripe.setdefault(segment, now)
+
+    def _hurry(self, segment: Segment, parked: _Parked, now: float) -> None:
+        """There are changes: say when its Poll is answered for them."""
+        if segment.changes.has_gone:
+            if segment not in self._soon and (parked.changes_due is None or segment in self._due):
+                self._due.pop(segment, None)
+                parked.changes_due = self._soon[segment] = now + GONE_DELAY_S
+        elif parked.changes_due is None:
+            parked.changes_due = self._due[segment] = now + JOURNAL_DELAY_S
 
     # A clock of the catalog
 
@@ -378,6 +392,9 @@ class Tasks:
         # Asked after every event of the master, so without building anything.
         soonest = math.inf if self._look_at is None else self._look_at
         for instant in self._ripe.values():
+            soonest = min(soonest, instant)
+            break
+        for instant in self._soon.values():
             soonest = min(soonest, instant)
             break
         for instant in self._due.values():
@@ -392,9 +409,10 @@ class Tasks:
         poll_s = self._catalog.settings.poll_s
         if self._look_at is not None and self._look_at <= now:
             self._look(now)
-        while self._due and (first := next(iter(self._due.items())))[1] <= now:
-            self._ripe.setdefault(first[0], now)
-            del self._due[first[0]]
+        for queue in (self._soon, self._due):
+            while queue and (first := next(iter(queue.items())))[1] <= now:
+                self._ripe.setdefault(first[0], now)
+                del queue[first[0]]
         for segment, parked in self._parked.items():
             if parked.arrived_at + poll_s > now:
                 break
@@ -418,8 +436,8 @@ class Tasks:
         tasks = [] if is_behind else self._start_some(segment, parked, now)
         is_due = parked.changes_due is not None and parked.changes_due <= now
         changes = segment.changes.take(MAX_CHANGES)
-        if changes and parked.changes_due is None:
-            parked.changes_due = self._due[segment] = now + JOURNAL_DELAY_S
+        if changes:
+            self._hurry(segment, parked, now)
         if tasks or is_due or is_over or len(changes) == MAX_CHANGES:
             self._unpark(segment)
             self._catalog.replies.append(
@@ -460,6 +478,7 @@ class Tasks:
 
     def _unpark(self, segment: Segment) -> _Parked | None:
         self._due.pop(segment, None)
+        self._soon.pop(segment, None)
         return self._parked.pop(segment, None)
 
     def check(self) -> None:
@@ -477,7 +496,9 @@ class Tasks:
             assert line.num_under_way == sum(t.target is segment for t in self._under_way.values()), segment
             num_tasks = len(line.urgent) + len(line.others) + line.num_under_way
             assert segment.num_tasks == num_tasks, segment
-        assert self._due.keys() <= self._parked.keys()
+        for queue in (self._due, self._soon):
+            assert queue.keys() <= self._parked.keys()
+            assert list(queue.values()) == sorted(queue.values())
         assert not (self._lines or self._parked) or self._look_at is not None
 
     def __repr__(self) -> str:

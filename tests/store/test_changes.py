@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from mooncake.store.changes import MAX_WAITING, Changes
+from mooncake.store.messages import Entry
 
 
 def test_changes_wait_until_they_are_noted() -> None:
@@ -13,6 +14,19 @@ def test_changes_wait_until_they_are_noted() -> None:
     assert changes.noted(2) and changes.take(9) == [9]
     assert changes.noted(2) and changes.take(9) == [9], "the same request again"
     assert changes.noted(3) and len(changes) == 0
+
+
+def test_what_went_is_told_apart() -> None:
+    changes = Changes(1)
+    changes.add(Entry("k", 5, 10, 10, b"crc!", 0))
+    told = [changes.has_gone]
+    changes.add(5)
+    changes.add(Entry("k", 6, 10, 10, b"crc!", 0))
+    told.append(changes.has_gone)
+    for seen in (1, 2):
+        changes.noted(seen)
+        told.append(changes.has_gone)
+    assert told == [False, True, True, False] and len(changes) == 1
 
 
 def test_a_node_that_lags_too_far_finds_numbers_missing() -> None:
