@@ -20,7 +20,7 @@ from mooncake.store.tasks import Tasks, entry_of
 from mooncake.types import ObjectKey, Tier
 
 MAX_REST_S = 3600.0
-MAX_WENT = 1 << 16
+MAX_WENT = 1 << 18
 BETWEEN_REPORTS_S = 5.0
 """How long the next part of a report may take, until memory is given out without it."""
 
@@ -32,8 +32,8 @@ class Mounting:
         self._catalog = catalog
         self._tasks = tasks
         self._went: dict[ObjectKey, int] = {}
-        """The last keys whose object went while its node was there, and that object's id: what a node that
-        was away says of it is out of date."""
+        """The least object id that is news of each of the last keys whose object went: what a node that was
+        away says of an older one is out of date. A lost object may come back itself, a removed one not."""
         catalog.on_left.append(self._left)
 
     def mount(self, message: m.Mount, event: Received, now: float) -> m.Mounted:
@@ -103,8 +103,9 @@ class Mounting:
         return extent is not None and extent.offset == entry.offset
 
     def _left(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        if extent.segment.is_mounted and not stored.is_readable:
-            self._went[stored.key] = stored.object_id
+        if not stored.is_readable:
+            news = stored.object_id + extent.segment.is_mounted
+            self._went[stored.key] = max(news, self._went.pop(stored.key, 0))
             if len(self._went) > MAX_WENT:
                 del self._went[next(iter(self._went))]
 
@@ -126,8 +127,8 @@ class Mounting:
             self._catalog.records.append(added)
             self._catalog.tell(now, stored.key, "#{} is on {} too, says its node", *_what(entry, segment))
             return True
-        newest = stored.object_id if stored is not None else self._went.get(entry.key, -1)
-        if newest >= entry.object_id:
+        news = stored.object_id if stored is not None else self._went.get(entry.key, 0)
+        if entry.object_id < news:
             return False
         if not segment.allocator.take(entry.offset, entry.size_bytes):
             return False

@@ -237,6 +237,23 @@ def test_what_was_removed_while_its_node_was_away_stays_removed(nodes: Nodes) ->
     assert where(nodes, "stays") == ["a"]
 
 
+def test_an_older_value_does_not_come_back_when_the_newer_one_was_lost(nodes: Nodes) -> None:
+    a, b = Place(nodes, "a"), Place(nodes, "b")
+    (old,) = nodes.put("k", host="a")
+    a.held = {old.object_id: entry("k", old.object_id)}
+    nodes.lose(a.connection)
+    for _ in range(int(TTL_S) + 1):
+        nodes.wait(1.0)
+        b.beat()
+    (new,) = nodes.put("k", host="b")
+    nodes.lose(b.connection)
+    nodes.wait(TTL_S)
+    again = Place(nodes, "a", rest_s=35.0, entries=list(a.held.values()))
+    assert not again.held and where(nodes, "k") == [], "a miss, but nothing stale"
+    Place(nodes, "b", rest_s=35.0, entries=[entry("k", new.object_id)])
+    assert where(nodes, "k") == ["b"], "the lost one itself may come back"
+
+
 def test_a_segment_is_described_with_its_host(nodes: Nodes) -> None:
     Place(nodes, "a", host="rack 1")
     described = nodes.say(m.Describe([("a", 7), ("a", 8)]))
