@@ -2,8 +2,9 @@
 
 The object is readable at once; only its writer waits, because an answer means that the bytes
 outlive the process. Who copies them, another part decides when it hears of the object
-(``catalog.Watcher.readable``). A writer that would wait too long is refused, and the object goes
-with it: were it left, the next put of the key would find it and call it stored.
+(``catalog.Watcher.readable``). A writer that would wait too long is refused, and the object stays in
+memory: it may have taken the place of one that was durable, and of two values one must be left. The next
+durable put of the key is told that it is not on SSD (``writing.py``).
 """
 
 from __future__ import annotations
@@ -89,6 +90,4 @@ class Durable:
         late = [parked for parked in self._parked if parked.deadline <= now]
         for parked in late:
             for object_id in list(parked.waiting):
-                stored = parked.objects[object_id]
-                if stored.is_readable:
-                    self._catalog.unlink(stored, "no copy was on SSD in time", now)
+                self._end(parked.objects[object_id], Refusal("no_ssd", "no copy was on SSD in time"))

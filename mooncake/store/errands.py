@@ -8,7 +8,8 @@
 
 One Poll is parked as a rule; what ends meanwhile goes with a second one, whose arrival makes the master
 answer the first. Deadlines of tasks count from before the Poll was sent that they came with. What ended
-after the connection was lost is not told to the next one: there the same number may mean another task.
+after the connection was lost is not told to the next one: there the same number may mean another task. But
+what it has written is reported, so that it is kept or dropped.
 This class opens no socket and touches no byte; the shell does what it says, and so does the simulator.
 """
 
@@ -71,6 +72,13 @@ class AllEnded:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """What ``Tell`` asked for is over; ``is_complete``: the master has heard everything."""
+
+    is_complete: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Ask:
     """Effect: send this; Answered or Failed follows, unless the connection is lost."""
 
@@ -96,7 +104,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tell:
-    """Effect: changes were lost; report all that the segment holds."""
+    """Effect: changes were lost; report all that the segment holds. Told follows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +112,7 @@ class Remount:
     """Effect: the master does not know the segment."""
 
 
-Event = Began | Parted | Answered | Failed | Ended | AllEnded
+Event = Began | Parted | Answered | Failed | Ended | AllEnded | Told
 Effect = Ask | Change | Run | Tell | Remount
 
 
@@ -126,6 +134,8 @@ class Errands:
         self._running: dict[tuple[int, int], float] = {}
         """(life, task id) -> deadline."""
         self._done: list[m.TaskDone] = []
+        self._is_untold = False
+        """The journal has what no master may know of, or lacks something: all of it is to be reported."""
         self._wake_at: float | None = None
         self._lines: list[str] = []
 
@@ -147,6 +157,11 @@ class Errands:
                 self._ended(end, now)
         elif self._wake_at is not None and self._wake_at <= now:
             self._wake_at = None
+        if isinstance(event, Told):
+            self._is_untold |= not event.is_complete  # the next event brings another try
+        elif self._is_untold and self.is_mounted:
+            self._is_untold = False
+            effects.append(Tell())
         return effects + self._poll(now)
 
     def deadline(self) -> float | None:
@@ -166,6 +181,8 @@ class Errands:
     def _part(self) -> None:
         self.is_mounted = False
         self._life += 1
+        untold = [*self._done, *(one for _, done in self._polls.values() for one in done)]
+        self._is_untold |= any(one.refusal is None for one in untold)
         self._polls.clear()
         self._done.clear()
         self._wake_at = None
@@ -182,8 +199,7 @@ class Errands:
         fresh = reply.changes[max(0, self.seen + 1 - reply.first) :]
         if fresh:
             effects.append(Change(list(fresh)))
-        if reply.first > self.seen + 1:
-            effects.append(Tell())
+        self._is_untold |= reply.first > self.seen + 1
         self.seen = max(self.seen, reply.first + len(reply.changes) - 1)
         for task in reply.tasks:
             deadline = poll[0] + task.deadline_s
@@ -207,6 +223,8 @@ class Errands:
         self._tell(now, "", f"task {event.task_id}: {event.refusal or 'done'}")
         if event.life == self._life and self.is_mounted:
             self._done.append(m.TaskDone(event.task_id, event.refusal))
+        elif event.refusal is None:
+            self._is_untold = True
 
     def _poll(self, now: float) -> list[Effect]:
         num_idle = self._max_tasks - len(self._running)

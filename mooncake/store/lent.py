@@ -293,8 +293,10 @@ class Lent:
                 reply = await link.call(part, ms.ANSWER_S)
             except MooncakeError as error:
                 log.warning("report_failed", segment=self.offer.name, reason=str(error))
+                self._errand_driver.post(e.Told(is_complete=False))
                 return
             self._drop(reply.unwanted)
+        self._errand_driver.post(e.Told(is_complete=True))
 
     async def _describe(self, segment: str, epoch: int) -> bytes | None:
         reply = await self.ask(m.Describe([(segment, epoch)]))

@@ -12,7 +12,7 @@ from mooncake.store.objects import State, StoredObject, check_put, scoped, scope
 from mooncake.store.placement import Placement
 from mooncake.store.space import Space
 from mooncake.store.tenants import Account, check_tenant
-from mooncake.types import ObjectKey
+from mooncake.types import ObjectKey, Tier
 
 MAX_REPLICAS = 64
 MAX_CIRCLE = 64
@@ -83,6 +83,9 @@ class Writing:
         key = scoped(message.tenant, name)
         known = self._known(key, put_id, message.replace, now)
         if known is not None:
+            readable = catalog.objects.readable.get(key)
+            if known is True and policy.is_durable and readable and not readable.complete(Tier.SSD):
+                return Refusal("no_ssd", "it is stored, but no copy of it is on SSD")
             return known if isinstance(known, m.Reserved) else None
         if policy.is_durable and not placement.segments:
             return Refusal("no_ssd", "a durable put needs memory on a node whose SSD is mounted")

@@ -22,6 +22,7 @@ from mooncake.store.errands import (
     Remount,
     Run,
     Tell,
+    Told,
     changed,
     reports,
 )
@@ -136,6 +137,22 @@ def test_lost_changes_are_made_up_for(node: Node) -> None:
     assert effects[0] == Tell() and the_ask(effects).message.seen == 699
 
 
+def test_a_report_that_was_not_heard_is_made_again(node: Node) -> None:
+    ask = the_ask(node.answer(node.begin(), first=500))
+    assert node.tell(Told(is_complete=False)) == [], "the connection may just be breaking"
+    assert Tell() in node.answer(ask)
+    node.tell(Told(is_complete=True))
+    node.tell(Parted())
+    assert Tell() not in node.tell(Began())
+
+
+def test_what_was_done_and_not_heard_is_reported_after_a_loss(node: Node) -> None:
+    node.answer(node.begin(), task(1), task(2))
+    node.tell(Ended(1, 1, None))
+    node.tell(Parted())
+    assert Tell() in node.tell(Began())
+
+
 def test_a_poll_that_failed_is_sent_again_after_a_pause(node: Node) -> None:
     node.answer(node.begin(), task(1), task(2))
     ask = the_ask(node.tell(Ended(1, 1, None)))
@@ -151,8 +168,9 @@ def test_after_a_loss_nothing_of_before_is_told(node: Node) -> None:
     node.tell(Ended(1, 1, None))
     assert node.tell(Parted()) == []
     assert node.tell(Ended(2, 1, None)) == [], "there is nobody to tell"
-    again = node.begin()
-    assert again.message.done == [] and again.message.max_tasks == 2
+    told, again = node.tell(Began())
+    assert told == Tell(), "a master must hear of what they have written"
+    assert isinstance(again, Ask) and again.message.done == [] and again.message.max_tasks == 2
     assert node.tell(Answered(ask.number, m.Polled(1, [], [task(3)]))) == [], "of another connection"
 
 
@@ -160,7 +178,8 @@ def test_a_task_of_before_still_takes_a_hand(node: Node) -> None:
     node.answer(node.begin(), task(1), task(2))
     node.tell(Parted())
     assert node.tell(Began()) == [], "both hands are full"
-    assert the_ask(node.tell(Ended(1, 1, None))).message == m.Poll("a/ssd", 7, [], 0, 1)
+    effects = node.tell(Ended(1, 1, None))
+    assert effects[0] == Tell() and the_ask(effects).message == m.Poll("a/ssd", 7, [], 0, 1)
 
 
 def test_a_master_that_forgot_is_mounted_again(node: Node) -> None:

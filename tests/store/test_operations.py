@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, Refusal
-from mooncake.sim.cluster import checksum, combine
+from mooncake.sim.nodes import checksum, combine
 from mooncake.store import messages as m
 from mooncake.store.grants import PutGrant, ReadGrant
 from mooncake.store.objects import DEFAULT_POLICY

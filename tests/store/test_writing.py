@@ -304,7 +304,7 @@ def test_without_an_ssd_a_durable_put_is_refused() -> None:
     assert refusal_of(nodes.start("l", host="a", policy=DURABLE)).code == "no_ssd"
 
 
-def test_a_durable_put_that_takes_too_long_is_none() -> None:
+def test_a_durable_put_that_takes_too_long_is_refused_and_loses_no_value() -> None:
     nodes = Nodes(SETTINGS)
     memory, ssd = with_ssd(nodes)
     place = nodes.start("k", host="a", policy=DURABLE).reserved[0]
@@ -315,7 +315,9 @@ def test_a_durable_put_that_takes_too_long_is_none() -> None:
         memory.beat()
         ssd.beat()
     (answer,) = nodes.late.pop("end")
-    assert answer.outcomes[0].code == "no_ssd" and nodes.inspect("k") is None
+    assert answer.outcomes[0].code == "no_ssd" and nodes.find("k") is not None
+    assert refusal_of(nodes.start("k", host="a", policy=DURABLE)).code == "no_ssd", "not called stored"
+    assert nodes.start("k", host="a").reserved == [None] and nodes.start("k", host="a").refusals == {}
 
 
 def test_a_durable_object_that_goes_before_it_is_on_ssd() -> None:
