@@ -1,6 +1,7 @@
 """``python -m mooncake.sim --seeds 100``: many runs, each under faults of its own seed.
 
-Two worlds: the store's cluster (``store``), and transfers over links that fail (``transfer``).
+Three worlds: the store's cluster (``store``), transfers over links that fail (``transfer``), and masters that
+elect one of them (``election``).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mooncake.sim.checkers import Violation
+from mooncake.sim.election_run import ElectionRun
 from mooncake.sim.kernel import Kernel
 from mooncake.sim.store_run import StoreRun
 from mooncake.sim.transfer_run import TransferRun
@@ -30,7 +32,9 @@ class Run(Protocol):
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m mooncake.sim", description=__doc__)
-    parser.add_argument("--world", choices=("store", "transfer", "all"), default="all", help="what to run")
+    parser.add_argument(
+        "--world", choices=("store", "transfer", "election", "all"), default="all", help="what to run"
+    )
     parser.add_argument("--seeds", type=int, default=100, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--batches", type=int, default=100, help="transfers per seed, at least")
@@ -39,6 +43,7 @@ def main() -> int:
     worlds: dict[str, Callable[[int], Run]] = {
         "store": StoreRun,
         "transfer": lambda seed: TransferRun(seed, given.batches),
+        "election": ElectionRun,
     }
     for name, world in worlds.items():
         if given.world in (name, "all") and not sweep(name, world, given.first, given.seeds, given.trace):

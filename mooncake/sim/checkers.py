@@ -3,27 +3,46 @@
 * A read that succeeds returns a value that somebody put under that key, whole.
 * Until a lease's end its bytes stay what they are, also for a reader who looks without checking.
 * No space is promised to two at once: not by one master, and not by one and its successor.
-* What was put stays until it is evicted, removed or replaced, or its node is lost.
+* What was put stays until it is evicted, removed or replaced, or its node is lost; what that promises to
+  clients is in ``ledger.py``.
 * Every operation ends by its deadline.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from mooncake.sim.ledger import Ledger, Look
+from mooncake.sim.nodes import NODE_ADDRESS
+from mooncake.store import messages as m
 from mooncake.store.grants import PutGrant, ReadGrant
 from mooncake.store.master import Master
 from mooncake.store.operations import Operation
 
 if TYPE_CHECKING:
-    from mooncake.sim.cluster import Cluster, SimClient, SimNode
+    from mooncake.sim.clients import SimClient
+    from mooncake.sim.cluster import Cluster
+    from mooncake.sim.nodes import SimSegment
 
 SLACK_S = 0.01
 """How long after its deadline an operation may take to notice; the network's delays are in it."""
 
-LOSSES = ("evicted: ", "removed", "replaced while ", "given up", "another process took its name")
+CLOCK_SLACK_S = 0.001
+"""How far two clocks with drift may be apart over the length of a promise."""
+
+LOSSES = (
+    "evicted: ",
+    "removed",
+    "replaced while ",
+    "replaced by a newer put",
+    "given up",
+    "another process took its name",
+    "its content came back as ",
+    "is newer and on ",
+    "no copy was on SSD in time",
+)
 
 
 class Violation(AssertionError):
@@ -34,7 +53,7 @@ class Violation(AssertionError):
 class Promise:
     """Space that somebody may touch until ``ends_at``."""
 
-    node: SimNode
+    segment: SimSegment
     start: int
     end: int
     ends_at: float
@@ -56,6 +75,7 @@ class Checkers:
         self._life = 0
         self._readable: dict[str, int] = {}
         """Key -> object id, as the master had it after its last step."""
+        self.ledger = Ledger(cluster)
         self._open: dict[int, tuple[SimClient, str, float]] = {}
         self._num_begun = 0
         self.counts: dict[str, int] = {
@@ -69,53 +89,98 @@ class Checkers:
 
     @property
     def has_corruption(self) -> bool:
-        """Memory may change by itself: only checksums protect a reader then."""
-        return self._faults.corruption_every_s > 0
+        """Bytes may change by themselves, or be lost before a flush: only checksums protect then."""
+        return self._faults.corruption_every_s > 0 or self._faults.power_loss_chance > 0
+
+    @property
+    def has_liars(self) -> bool:
+        """Disks acknowledge flushes that they did not do."""
+        return self._faults.lying_disk_chance > 0
+
+    @property
+    def has_oplog(self) -> bool:
+        return self._faults.has_oplog
+
+    @property
+    def last_look_s(self) -> float:
+        """How long before the end of its lease a reader must have looked."""
+        return CLOCK_SLACK_S if self._faults.clock_drift else 1e-6
 
     # Values
 
     def value_put(self, key: str, value: bytes) -> None:
         self._values.setdefault(key, []).append(value)
 
-    def value_read(self, key: str, value: bytes, how: str) -> None:
+    def value_read(self, key: str, value: bytes, how: str, look: Look | None = None) -> None:
         if value not in self._values.get(key, ()):
             raise Violation(f"{how} of {key!r} gave {value[:24]!r}..., which nobody put there")
+        wrong = None if look is None else self.ledger.wrong(look, key, value)
+        if wrong is not None:
+            story = "\n    ".join(self._cluster.master.master.story(key))
+            raise Violation(f"{how}: {wrong}\n    {story}")
 
     # Space
 
-    def promised(self, client: SimClient, grant: PutGrant | ReadGrant) -> Promise:
-        """A client was granted space; it must not be anybody else's."""
-        now = self._cluster.kernel.now
-        self._promises = [p for p in self._promises if p.ends_at > now and p.node.is_alive]
-        late_s = self._cluster.faults.late_write_s
+    def promised(self, client: SimClient, grant: PutGrant | ReadGrant) -> list[Promise]:
+        """A client was granted space, one stretch per replica; it must not be anybody else's."""
         is_write = isinstance(grant, PutGrant)
-        promise = Promise(
-            node=grant.segment,
-            start=grant.address,
-            end=grant.address + grant.size_bytes,
-            ends_at=grant.expires_at + (late_s if is_write else 0.0),
-            who=f"{client.name} for {grant.key!r} #{grant.object_id}",
-            is_write=is_write,
-            life=self._life,
-            object_id=grant.object_id,
-        )
+        late_s = self._cluster.faults.late_write_s if is_write else 0.0
+        promises: list[Promise] = []
+        for place in grant.targets if isinstance(grant, PutGrant) else grant.each():
+            if place.segment is None:
+                continue
+            promises.append(
+                Promise(
+                    segment=place.segment,
+                    start=place.address,
+                    end=place.address + grant.size_bytes,
+                    ends_at=self._instant(client, grant.expires_at) + late_s,
+                    who=f"{client.name} for {grant.key!r} #{grant.object_id}",
+                    is_write=is_write,
+                    life=self._life,
+                    object_id=grant.object_id,
+                )
+            )
+            self._add(promises[-1])
+        return promises
+
+    def task_promised(self, segment: SimSegment, task: m.Task, ends_at: float) -> Promise:
+        """A node is going to write a replica; until then nobody else may touch the space."""
+        start = NODE_ADDRESS + task.entry.offset
+        who = f"{segment.name} for a task about {task.entry.key!r} #{task.entry.object_id}"
+        end = start + task.entry.size_bytes
+        promise = Promise(segment, start, end, ends_at, who, True, self._life, task.entry.object_id)
+        self._add(promise)
+        return promise
+
+    def _instant(self, client: SimClient, shown: float) -> float:
+        slack_s = CLOCK_SLACK_S if self._faults.clock_drift else 0.0
+        return client.process.clock.instant(shown) - slack_s
+
+    def _add(self, promise: Promise) -> None:
+        now = self._cluster.kernel.now
+        self._promises = [p for p in self._promises if p.ends_at > now and p.segment.is_alive]
         for other in self._promises:
-            if other.node is not promise.node or other.end <= promise.start or promise.end <= other.start:
+            if (
+                other.segment is not promise.segment
+                or other.end <= promise.start
+                or promise.end <= other.start
+            ):
                 continue
             if other.object_id == promise.object_id and other.life == promise.life:
                 continue
             if other.is_write or promise.is_write:
                 raise Violation(
-                    f"{promise.node.name}: space promised to {promise.who} is promised to {other.who} "
+                    f"{promise.segment.name}: space promised to {promise.who} is promised to {other.who} "
                     f"until {other.ends_at:.3f}"
                 )
         self._promises.append(promise)
-        return promise
 
-    def kept(self, promise: Promise) -> None:
-        """The holder is done with it, and nothing of it is under way."""
-        if promise in self._promises:
-            self._promises.remove(promise)
+    def kept(self, promises: Iterable[Promise]) -> None:
+        """The holder is done with them, and nothing of it is under way."""
+        for promise in promises:
+            if promise in self._promises:
+                self._promises.remove(promise)
 
     # Objects
 
@@ -134,16 +199,17 @@ class Checkers:
     def _check_loss(self, master: Master, key: str, object_id: int) -> None:
         marker = f"#{object_id} unlinked: "
         reasons = [line.split(marker, 1)[1] for line in master.story(key) if marker in line]
-        if len(reasons) != 1:
+        if not reasons:
             raise Violation(f"{key!r} #{object_id} vanished without a reason: {master.story(key)}")
         allowed: tuple[str, ...] = LOSSES
         faults = self._faults
         if faults.is_calm:
             allowed = LOSSES[:2]
-        elif faults.corruption_every_s:
-            allowed = (*LOSSES, "a reader found wrong checksums")
-        if not any(reason in reasons[0] for reason in allowed):
-            raise Violation(f"{key!r} #{object_id} was lost: {reasons[0]}")
+        elif faults.corruption_every_s or faults.power_loss_chance:
+            allowed = (*LOSSES, "a reader found wrong checksums", "its bytes are wrong")
+        self.ledger.vanished(key, reasons[-1])
+        if not any(reason in reasons[-1] for reason in allowed):
+            raise Violation(f"{key!r} #{object_id} was lost: {reasons[-1]}")
 
     # Operations
 
@@ -153,7 +219,7 @@ class Checkers:
         self._num_begun += 1
         number = self._num_begun
         name = getattr(operation, "__name__", "operation")
-        self._open[number] = (client, name, deadline)
+        self._open[number] = (client, name, client.process.clock.instant(deadline))
 
         def ended() -> None:
             del self._open[number]

@@ -37,7 +37,18 @@ class Faults:
     late_write_s: float = 1.0
     """How long after its transfer was given up a write may land; less than the master's grace."""
     corruption_every_s: float = 0.0
-    """Mean time between two bytes of a node's memory changing by themselves."""
+    """Mean time between two bytes of a node's memory or SSD changing by themselves."""
+    power_loss_chance: float = 0.0
+    """That a node which crashes takes what its SSD had not flushed with it."""
+    slow_disk_chance: float = 0.0
+    """That a write, a read or a flush takes up to ``slow_disk_s``."""
+    slow_disk_s: float = 5.0
+    lying_disk_chance: float = 0.0
+    """That a flush is acknowledged and has done nothing."""
+    clock_offset_s: float = 0.0
+    """Clocks begin anywhere up to here."""
+    clock_drift: float = 0.0
+    """And are too fast or too slow by up to this part."""
     has_checksums: bool = True
     """False: checksums always match, so that only leases and deadlines protect a reader."""
 
@@ -47,7 +58,11 @@ class Faults:
     @property
     def is_calm(self) -> bool:
         return self == Faults(
-            delay_s=self.delay_s, has_checksums=self.has_checksums, has_oplog=self.has_oplog
+            delay_s=self.delay_s,
+            has_checksums=self.has_checksums,
+            has_oplog=self.has_oplog,
+            clock_offset_s=self.clock_offset_s,
+            clock_drift=self.clock_drift,
         )
 
 
@@ -74,4 +89,9 @@ def draw(random: Random) -> Faults:
         corruption_every_s=often((2.0, 10.0)) if has_checksums else 0.0,
         has_checksums=has_checksums,
         has_oplog=random.random() < 0.5,
+        power_loss_chance=often((0.3, 1.0)) if has_checksums else 0.0,
+        slow_disk_chance=often((0.02, 0.2)),
+        lying_disk_chance=often((0.1, 1.0)) if has_checksums else 0.0,
+        clock_offset_s=random.choice((0.0, 1000.0)),
+        clock_drift=random.choice((0.0, 2e-5)),
     )

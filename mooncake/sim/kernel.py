@@ -68,11 +68,18 @@ class Kernel:
     def run(self, until: float) -> None:
         """Let time pass to ``until``, or to the end of all plans."""
         while self._heap and self._heap[0][0] <= until:
-            self.now, _, timer = heapq.heappop(self._heap)
-            if not timer.is_void:
-                self.num_steps += 1
-                timer.action()
+            self.run_one(until)
         self.now = max(self.now, until)
+
+    def run_one(self, until: float) -> None:
+        """Let time pass to what is planned next, and that happen; to ``until`` if it comes sooner."""
+        if not self._heap or self._heap[0][0] > until:
+            self.now = max(self.now, until)
+            return
+        self.now, _, timer = heapq.heappop(self._heap)
+        if not timer.is_void:
+            self.num_steps += 1
+            timer.action()
 
     def tell(self, line: str) -> None:
         self.trace.append(f"{self.now:.6f} {line}")
@@ -81,23 +88,49 @@ class Kernel:
         return self.random.random() < probability
 
 
-class Process:
-    """Something that runs on a host and can crash."""
+class Clock:
+    """What one process takes for the time: begun anywhere, and a little too fast or too slow."""
 
-    def __init__(self, kernel: Kernel, name: str) -> None:
+    def __init__(self, offset_s: float = 0.0, rate: float = 1.0) -> None:
+        self._offset_s = offset_s
+        self._rate = rate
+
+    def shown(self, instant: float) -> float:
+        """What it shows at an instant of the kernel."""
+        return self._offset_s + instant * self._rate
+
+    def instant(self, shown: float) -> float:
+        """When it shows that."""
+        return (shown - self._offset_s) / self._rate
+
+    def true_s(self, shown_s: float) -> float:
+        """How long so many of its seconds are."""
+        return shown_s / self._rate
+
+
+class Process:
+    """Something that runs on a host, reads a clock of its own, and can crash."""
+
+    def __init__(self, kernel: Kernel, name: str, clock: Clock | None = None) -> None:
         self.kernel = kernel
         self.name = name
+        self.clock = clock if clock is not None else Clock()
         self.is_alive = True
         self._on_crash: list[Callable[[], None]] = []
 
+    @property
+    def now(self) -> float:
+        """By its own clock."""
+        return self.clock.shown(self.kernel.now)
+
     def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
-        """As ``Kernel.after``, unless the process has died by then."""
+        """As ``Kernel.after``, by its own clock and unless the process has died by then."""
 
         def unless_dead() -> None:
             if self.is_alive:
                 action()
 
-        return self.kernel.after(delay_s, unless_dead)
+        return self.kernel.after(self.clock.true_s(delay_s), unless_dead)
 
     def on_crash(self, action: Callable[[], None]) -> None:
         self._on_crash.append(action)
@@ -130,7 +163,7 @@ class SimDriver(Generic[EventT, EffectT]):
         self.after_step: Callable[[], None] | None = None
 
     def post(self, event: EventT | Wake) -> None:
-        now = self._process.kernel.now
+        now = self._process.now
         effects = self._machine.handle(event, now)
         self._machine.check()
         if self.after_step is not None:

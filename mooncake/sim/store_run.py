@@ -11,6 +11,7 @@ from collections.abc import Callable
 from mooncake.sim import faults as faults_module
 from mooncake.sim.checkers import Violation
 from mooncake.sim.cluster import Cluster
+from mooncake.sim.disks import SimDisk
 from mooncake.sim.faults import Faults
 from mooncake.sim.kernel import Kernel
 from mooncake.sim.workload import TIMEOUT_S, Worker
@@ -22,6 +23,8 @@ SETTINGS = MasterSettings(
 ROUGH_S = 60.0
 CALM_S = 60.0
 """More than restarts, give-ups and rests take, one after the other."""
+QUIET_S = 20.0
+"""Longer than leases, graces and the master's look at what is left."""
 HOSTS = ("left", "right")
 
 
@@ -39,6 +42,7 @@ class StoreRun:
         self._max_bytes = random.choice((64, 700, 2000))
         pool_bytes = random.choice((4096, 16384, 65536))
         self._sizes = {f"node{number}": pool_bytes for number in range(random.randint(1, 3))}
+        self._disks = {name: 2 * pool_bytes for name in self._sizes if random.random() < 0.6}
         self._workers: dict[str, Worker] = {}
 
     @property
@@ -56,6 +60,8 @@ class StoreRun:
             raise Violation(message) from error
 
     def _run(self) -> None:
+        for name, size_bytes in self._disks.items():
+            self.cluster.disks[name] = SimDisk(self.kernel, self.faults, size_bytes)
         for name in self._sizes:
             self._start_node(name)
         for number in range(self._num_clients):
@@ -68,6 +74,9 @@ class StoreRun:
         self.kernel.run(self.kernel.now + CALM_S)
         self.cluster.checkers.check_ends()
         self._prove_health()
+        self._prove_promises()
+        self.kernel.run(self.kernel.now + QUIET_S)
+        self._prove_convergence()
 
     # Starting
 
@@ -112,6 +121,10 @@ class StoreRun:
         name = self.kernel.random.choice(list(self.cluster.nodes))
         if self.cluster.nodes[name].is_alive:
             self.cluster.nodes[name].process.crash()
+            loses_power = name in self.cluster.disks and self.kernel.chance(self.faults.power_loss_chance)
+            if loses_power:
+                self.cluster.disks[name].lose_power()
+            self.cluster.checkers.ledger.node_crashed(name, loses_power)
             self._restart_later(lambda: self._start_node(name))
 
     def _crash_client(self) -> None:
@@ -122,9 +135,10 @@ class StoreRun:
 
     def _corrupt(self) -> None:
         node = self.cluster.nodes[self.kernel.random.choice(list(self.cluster.nodes))]
-        at = self.kernel.random.randrange(len(node.memory))
-        node.memory[at] ^= 1 << self.kernel.random.randrange(8)
-        self.kernel.tell(f"a bit falls at {at} of {node.name}")
+        segment = self.kernel.random.choice(list(node.segments.values()))
+        at = self.kernel.random.randrange(len(segment.bytes))
+        segment.bytes[at] ^= 1 << self.kernel.random.randrange(8)
+        self.kernel.tell(f"a bit falls at {at} of {segment.name}")
 
     # The calm end
 
@@ -132,9 +146,15 @@ class StoreRun:
         self.kernel.tell("calm")
         self._is_rough = False
         self.cluster.network.heal()
-        self.cluster.faults = self.cluster.network.faults = Faults(
-            has_checksums=self.faults.has_checksums, has_oplog=self.faults.has_oplog
+        calm = Faults(
+            has_checksums=self.faults.has_checksums,
+            has_oplog=self.faults.has_oplog,
+            clock_offset_s=self.faults.clock_offset_s,
+            clock_drift=self.faults.clock_drift,
         )
+        self.cluster.faults = self.cluster.network.faults = calm
+        for disk in self.cluster.disks.values():
+            disk.faults = calm
         for worker in self._workers.values():
             worker.stop()
 
@@ -144,7 +164,7 @@ class StoreRun:
                 raise Violation(f"{name} was not started again")
             key, value = f"proof of {name}", name.encode()
             client.memory[: len(value)] = value
-            address, deadline = 1000, self.kernel.now + TIMEOUT_S
+            address, deadline = 1000, client.now + TIMEOUT_S
             results: list[object] = []
 
             def collect(result: object, error: Exception | None, results: list[object] = results) -> None:
@@ -158,3 +178,47 @@ class StoreRun:
             got = bytes(client.memory[address : address + len(value)])
             if results != [[None], [len(value)]] or got != value:
                 raise Violation(f"{name} can't put and get in a healed cluster: {results}")
+
+    def _prove_promises(self) -> None:
+        """Everything that was acknowledged and is still promised can be read."""
+        if self.faults.corruption_every_s:
+            return
+        client = next(iter(self.cluster.clients.values()))
+        for key, value in self.cluster.checkers.ledger.promised().items():
+            results: list[list[int | None]] = []
+            deadline = client.now + TIMEOUT_S
+            operation = client.operations.get_into([key], [1000], [self._max_bytes], deadline)
+            client.run(operation, deadline, lambda sizes, error, into=results: into.append(sizes))  # type: ignore[misc]
+            self.kernel.run(self.kernel.now + 1.0)
+            size = results[0][0] if results and results[0] else None
+            got = None if size is None else bytes(client.memory[1000 : 1000 + size])
+            if got is None or (value is not None and got != value):
+                story = "\n    ".join(self.cluster.master.master.story(key))
+                raise Violation(f"{key!r} was acknowledged and is lost: {results}\n    {story}")
+
+    def _prove_convergence(self) -> None:
+        """Nothing is half done: every copy is finished or given up, every byte taken is an object's, and
+        each node's journal says of its segments what the master does."""
+        master = self.cluster.master.master
+        if master.objects.writing:
+            raise Violation(f"still being written: {list(master.objects.writing.values())}")
+        for stored in master.objects.readable.values():
+            if not all(extent.is_complete for extent in stored.extents):
+                raise Violation(f"{stored} is half copied: {stored.extents}")
+        for segment in master.segments.mounted.values():
+            if segment.num_tasks:
+                raise Violation(f"{segment} has {segment.num_tasks} tasks left")
+            owned = {
+                extent.offset: stored.object_id
+                for stored in master.objects.readable.values()
+                for extent in stored.extents
+                if extent.segment is segment
+            }
+            if owned.keys() != segment.allocator.allocations.keys():
+                lost = segment.allocator.allocations.keys() - owned.keys()
+                raise Violation(f"{segment}: space of nobody at {sorted(lost)}")
+            served = self.cluster.segment(segment.name, segment.epoch)
+            held = {} if served is None else {one.offset: one.object_id for one in served.entries()}
+            if held != owned:
+                wrong = sorted(held.items() ^ owned.items())
+                raise Violation(f"{segment.name}: journal and master differ in {wrong[:8]}")

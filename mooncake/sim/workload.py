@@ -6,17 +6,30 @@ can't be right by accident.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from typing import Any
 
 from mooncake.errors import Refusal
-from mooncake.sim.checkers import Violation
-from mooncake.sim.cluster import SimClient
+from mooncake.sim.checkers import Promise, Violation
+from mooncake.sim.clients import SimClient
+from mooncake.sim.ledger import Change
+from mooncake.store import messages as m
 from mooncake.store.grants import PutGrant, ReadGrant
 
 CHUNK_BYTES = 256
 TIMEOUT_S = 6.0
 MAX_PAUSE_S = 0.4
+
+
+@dataclasses.dataclass(eq=False)
+class Parts:
+    """A put that is written in parts."""
+
+    grants: list[PutGrant]
+    promises: list[list[Promise]]
+    values: dict[str, bytes]
+    change: Change
 
 
 class Worker:
@@ -40,8 +53,8 @@ class Worker:
             return
         random = self._kernel.random
         work = random.choices(
-            (self._put, self._get, self._put_parts, self._look, self._exists, self._remove),
-            (5, 6, 3, 3, 1, 1),
+            (self._put, self._get, self._put_parts, self._look, self._exists, self._remove, self._pin),
+            (5, 6, 3, 3, 1, 1, 0.5),
         )[0]
         self._client.process.after(random.uniform(0, MAX_PAUSE_S), work)
 
@@ -64,21 +77,47 @@ class Worker:
 
     @property
     def _deadline(self) -> float:
-        return self._kernel.now + TIMEOUT_S
+        return self._client.now + TIMEOUT_S
 
     # Whole objects
 
+    def _policy(self) -> m.PutPolicy:
+        random = self._kernel.random
+        if random.random() < 0.5:
+            return m.PutPolicy()
+        return m.PutPolicy(
+            num_replicas=random.choice((1, 2, 3)),
+            soft_pin_ttl_s=random.choice((None, None, 1.0, 10.0)),
+            is_durable=random.random() < 0.5,
+        )
+
     def _put(self) -> None:
-        keys = self._some_keys()
+        keys, policy, replace = self._some_keys(), self._policy(), self._kernel.chance(0.3)
+        change = self._checkers.ledger.begin(self._client, keys)
         values = [self._new_value(key) for key in keys]
         addresses = [self._place(value) for value in values]
         deadline = self._deadline
         operation = self._client.operations.put(
-            keys, addresses, [len(value) for value in values], CHUNK_BYTES, deadline
+            keys,
+            addresses,
+            [len(value) for value in values],
+            CHUNK_BYTES,
+            deadline,
+            policy,
+            [self._kernel.random.choice(("", "a", "b")) for _ in keys] if self._kernel.chance(0.2) else (),
+            replace=replace,
         )
-        self._client.run(operation, deadline, self._put_done)
 
-    def _put_done(self, outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
+        def done(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
+            if outcomes is None:
+                self._checkers.ledger.failed(change)
+            for key, value, outcome in zip(keys, values, outcomes or (), strict=False):
+                self._checkers.ledger.put(change, key, value, outcome, policy.is_durable, replace)
+            self._count_puts(outcomes, error)
+
+        self._client.run(operation, deadline, done)
+
+    def _count_puts(self, outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
         if error is not None:
             self._checkers.counts["errors"] += 1
         for outcome in outcomes or ():
@@ -89,6 +128,7 @@ class Worker:
         keys, deadline = self._some_keys(), self._deadline
         addresses = [self._client.allocate(self._max_bytes) for _ in keys]
         operation = self._client.operations.get_into(keys, addresses, [self._max_bytes] * len(keys), deadline)
+        look = self._checkers.ledger.look(keys)
 
         def done(sizes: list[int | None] | None, error: Exception | None) -> None:
             if error is not None:
@@ -97,7 +137,7 @@ class Worker:
                 self._checkers.counts["misses" if size is None else "hits"] += 1
                 if size is not None:
                     value = bytes(self._client.memory[address : address + size])
-                    self._checkers.value_read(key, value, f"{self._client.name}'s get")
+                    self._checkers.value_read(key, value, f"{self._client.name}'s get", look)
             self._next()
 
         self._client.run(operation, deadline, done)
@@ -108,8 +148,15 @@ class Worker:
         """Start, write in pieces with pauses, then end, abort, or forget about it."""
         keys, deadline = self._some_keys()[:2], self._deadline
         values = {key: self._new_value(key) for key in keys}
+        change = self._checkers.ledger.begin(self._client, keys)
+        policy, replace = self._policy(), self._kernel.chance(0.3)
         operation = self._client.operations.start_puts(
-            keys, [len(values[key]) for key in keys], [CHUNK_BYTES] * len(keys), deadline
+            keys,
+            [len(values[key]) for key in keys],
+            [CHUNK_BYTES] * len(keys),
+            deadline,
+            policy=policy,
+            replace=replace,
         )
 
         def started(outcomes: list[PutGrant | Refusal | None] | None, error: Exception | None) -> None:
@@ -120,50 +167,52 @@ class Worker:
             ]
             promises = [self._checkers.promised(self._client, grant) for grant in grants]
             if grants:
-                self._write_next(grants, promises, values, 0, self._kernel.random.randint(1, 3))
+                self._write_next(
+                    Parts(grants, promises, values, change), 0, self._kernel.random.randint(1, 3)
+                )
             else:
+                self._checkers.ledger.failed(change)
                 self._next()
 
         self._client.run(operation, deadline, started)
 
-    def _write_next(
-        self, grants: list[PutGrant], promises: list[Any], values: dict[str, bytes], part: int, parts: int
-    ) -> None:
+    def _write_next(self, work: Parts, part: int, parts: int) -> None:
         """Write part ``part`` of ``parts`` of every object."""
         deadline = self._deadline
         offsets, addresses, lengths = [], [], []
-        for grant in grants:
-            value = values[grant.key]
+        for grant in work.grants:
+            value = work.values[grant.key]
             start, end = len(value) * part // parts, len(value) * (part + 1) // parts
             offsets.append(start)
             lengths.append(end - start)
             addresses.append(self._place(value[start:end] or b"\0"))
-        operation = self._client.operations.write_ranges(grants, offsets, addresses, lengths, deadline)
+        operation = self._client.operations.write_ranges(work.grants, offsets, addresses, lengths, deadline)
 
         def written(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
             if part + 1 < parts and error is None:
                 pause_s = self._kernel.random.choice((0.0, 0.1, 3.0))
-                self._client.process.after(
-                    pause_s, lambda: self._write_next(grants, promises, values, part + 1, parts)
-                )
+                self._client.process.after(pause_s, lambda: self._write_next(work, part + 1, parts))
             else:
-                self._finish(grants, promises)
+                self._finish(work)
 
         self._client.run(operation, deadline, written)
 
-    def _finish(self, grants: list[PutGrant], promises: list[Any]) -> None:
+    def _finish(self, work: Parts) -> None:
         choice = self._kernel.random.random()
         deadline = self._deadline
+        self._checkers.ledger.failed(work.change)  # whatever comes of it
         if choice < 0.1:
             self._next()
         elif choice < 0.2:
-            self._client.run(self._client.operations.abort_puts(grants, deadline), deadline, self._next)
+            self._client.run(self._client.operations.abort_puts(work.grants, deadline), deadline, self._next)
         else:
-            for grant, promise in zip(grants, promises, strict=True):
+            for grant, promise in zip(work.grants, work.promises, strict=True):
                 if grant.failure is None:
                     # All its writes have ended: it needs the space no more, whatever comes of the end.
                     self._checkers.kept(promise)
-            self._client.run(self._client.operations.end_puts(grants, deadline), deadline, self._put_done)
+            self._client.run(
+                self._client.operations.end_puts(work.grants, deadline), deadline, self._count_puts
+            )
 
     # Looking at memory in place, as a view does
 
@@ -187,7 +236,7 @@ class Worker:
 
     def _look_again(self, grant: ReadGrant, first: bytes, num_renewals: int) -> None:
         self._checkers.counts["looks"] += 1
-        left_s = grant.expires_at - self._kernel.now
+        left_s = grant.expires_at - self._client.now
         if left_s <= 0 or not grant.segment.is_alive:
             self._next()
             return
@@ -195,16 +244,17 @@ class Worker:
         if now != first and not self._checkers.has_corruption:
             raise Violation(f"{grant.key!r} changed under {self._client.name}'s lease")
         if num_renewals and left_s < 2.0:
-            deadline = self._kernel.now + min(left_s, 1.0)
+            deadline = self._client.now + min(left_s, 1.0)
 
             def renewed(flags: list[bool] | None, error: Exception | None) -> None:
                 self._look_again(grant, first, num_renewals - 1)
 
             self._client.run(self._client.operations.renew([grant], deadline), deadline, renewed)
             return
-        # The last look is a microsecond before the end.
-        wait_s = left_s - 1e-6 if left_s < 0.5 else left_s * self._kernel.random.uniform(0.3, 0.95)
-        if left_s <= 2e-6:
+        # The last look is just before the end, by a clock that may be a little slow.
+        last_s = self._checkers.last_look_s
+        wait_s = left_s - last_s if left_s < 0.5 else left_s * self._kernel.random.uniform(0.3, 0.95)
+        if left_s <= 2 * last_s:
             self._next()
             return
         self._client.process.after(wait_s, lambda: self._look_again(grant, first, num_renewals))
@@ -216,8 +266,21 @@ class Worker:
         self._client.run(self._client.operations.exists(self._some_keys(), deadline), deadline, self._next)
 
     def _remove(self) -> None:
-        deadline = self._deadline
+        deadline, keys = self._deadline, self._some_keys()[:2]
         force = self._kernel.chance(0.5)
+        change = self._checkers.ledger.begin(self._client, keys)
+
+        def done(outcomes: list[bool | Refusal] | None, error: Exception | None) -> None:
+            if outcomes is None:
+                self._checkers.ledger.failed(change)
+            for key, outcome in zip(keys, outcomes or (), strict=False):
+                self._checkers.ledger.removed(change, key, outcome)
+            self._next()
+
+        self._client.run(self._client.operations.remove(keys, force, deadline), deadline, done)
+
+    def _pin(self) -> None:
+        deadline, ttl_s = self._deadline, self._kernel.random.choice((0.0, 1.0, 20.0))
         self._client.run(
-            self._client.operations.remove(self._some_keys()[:2], force, deadline), deadline, self._next
+            self._client.operations.pin(self._some_keys(), ttl_s, deadline), deadline, self._next
         )

@@ -5,12 +5,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from mooncake.sim.checkers import Violation
 from mooncake.sim.faults import Faults
 from mooncake.sim.store_run import StoreRun
-from mooncake.store import applying, catalog, master, objects, operations, records, segments, writing
+from mooncake.store import (
+    applying,
+    catalog,
+    durable,
+    errands,
+    master,
+    messages,
+    objects,
+    operations,
+    records,
+    segments,
+    tasks,
+    tiers,
+    writing,
+)
 
 CALM = Faults()
 ROUGH = Faults(
@@ -23,6 +38,10 @@ ROUGH = Faults(
     transfer_failure_chance=0.1,
     slow_transfer_chance=0.1,
     corruption_every_s=5.0,
+    power_loss_chance=0.3,
+    slow_disk_chance=0.1,
+    clock_offset_s=1000.0,
+    clock_drift=2e-5,
 )
 
 
@@ -76,14 +95,21 @@ def test_a_seed_is_one_history() -> None:
 
 FIRST_SEED = {"forgets_the_last_master": 60}
 """Where finding it takes a master without a log and more luck."""
+FAULTS = {
+    "acknowledges_what_is_not_on_ssd": Faults(crash_node_every_s=5.0),
+    "lets_nodes_write_late": Faults(slow_transfer_chance=0.4, slow_disk_chance=0.4, slow_disk_s=20.0),
+}
+"""Where it takes many of one kind."""
 
 
 def reuses_space_at_once(patch: pytest.MonkeyPatch) -> None:
     unlink = catalog.Catalog.unlink
 
-    def broken(self: catalog.Catalog, stored: objects.StoredObject, reason: str, now: float) -> int:
+    def broken(
+        self: catalog.Catalog, stored: objects.StoredObject, reason: str, now: float, **how: bool
+    ) -> int:
         stored.lease_until = now
-        return unlink(self, stored, reason, now)
+        return unlink(self, stored, reason, now, **how)
 
     patch.setattr(catalog.Catalog, "unlink", broken)
 
@@ -132,10 +158,68 @@ def never_asks_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(writing.Writing, "_reserve", broken)
 
 
+def acknowledges_what_is_not_on_ssd(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(durable.Durable, "is_awaited", lambda self, stored: False)
+    patch.setattr(tiers.Tiers, "_make_durable", lambda self, stored, now: None)
+
+
+def forgets_what_was_removed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(applying.Applying, "_object_gone", lambda self, record, now: None)
+
+
+def never_tells_nodes_what_went(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tasks.Tasks, "extent_left", lambda self, stored, extent, now: None)
+
+
+def lets_nodes_write_late(patch: pytest.MonkeyPatch) -> None:
+    answered = errands.Errands._answered
+
+    def broken(self: errands.Errands, event: errands.Answered, now: float) -> list[errands.Effect]:
+        effects = answered(self, event, now)
+        return [
+            errands.Run(one.task, one.deadline + 60.0, one.life) if isinstance(one, errands.Run) else one
+            for one in effects
+        ]
+
+    patch.setattr(errands.Errands, "_answered", broken)
+
+
+def leaves_half_a_copy(patch: pytest.MonkeyPatch) -> None:
+    """A task that failed keeps its space, and nobody tries again."""
+
+    def broken(self: tasks.Tasks, task: tasks.Task, refusal: object, now: float) -> None:
+        del self._under_way[task.task_id]
+        self._lines[task.target].num_under_way -= 1
+        task.target.num_tasks -= 1
+        self._by_object[task.stored.object_id].remove(task)
+        if not self._by_object[task.stored.object_id]:
+            del self._by_object[task.stored.object_id]
+
+    patch.setattr(tasks.Tasks, "_failed", broken)
+
+
+def takes_its_clock_for_everybodys(patch: pytest.MonkeyPatch) -> None:
+    """Deadlines of puts as instants of the master's clock."""
+    put_start = writing.Writing.put_start
+
+    def broken(self: writing.Writing, message: messages.PutStart, *rest: object) -> object:
+        reply = put_start(self, message, *rest)  # type: ignore[arg-type]
+        now: float = rest[-1]  # type: ignore[assignment]
+        return msgspec.structs.replace(reply, put_s=reply.put_s + now) if now > 500.0 else reply  # type: ignore[union-attr]
+
+    patch.setattr(writing.Writing, "put_start", broken)
+
+
 @pytest.mark.parametrize(
     "bug",
     [
         reuses_space_at_once,
+        acknowledges_what_is_not_on_ssd,
+        forgets_what_was_removed,
+        never_tells_nodes_what_went,
+        lets_nodes_write_late,
+        leaves_half_a_copy,
+        takes_its_clock_for_everybodys,
         forgets_the_last_master,
         takes_a_restarted_node_for_its_predecessor,
         believes_any_bytes,
@@ -151,4 +235,4 @@ def test_a_planted_bug_is_found(
     with pytest.raises(Violation, match="seed"):
         first = FIRST_SEED.get(bug.__name__, 0)
         for seed in range(first, first + 30):
-            StoreRun(seed).run()
+            StoreRun(seed, FAULTS.get(bug.__name__)).run()

@@ -1,0 +1,217 @@
+"""A client on the kernel: runs the operations that ship, on virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mooncake.errors import DeadlineExceeded, PeerLost
+from mooncake.rpc.wire import Failure, error_of
+from mooncake.sim.kernel import Process
+from mooncake.sim.links import End, over_the_wire
+from mooncake.sim.nodes import SimSegment, checksum, combine, requests
+from mooncake.store.operations import Answer, Ask, Move, Moved, Open, Operation, Operations, Pause, Slices
+
+if TYPE_CHECKING:
+    from mooncake.sim.cluster import Cluster
+
+
+class SimClient:
+    """A client process: runs operations on virtual time."""
+
+    def __init__(self, cluster: Cluster, name: str, host: str) -> None:
+        self.cluster = cluster
+        self.kernel = cluster.kernel
+        self.name = name
+        self.process = Process(cluster.kernel, name, cluster.new_clock())
+        joined = combine if cluster.faults.has_checksums else lambda a, b, length_b: 0
+        self.operations = Operations(host, joined, cluster.kernel.random.getrandbits(62))
+        self.memory = bytearray(1 << 20)
+        self._allocated = 0
+        self._end: End | None = None
+        self._is_connecting = False
+        self._waiting: dict[int, Callable[[Any], None]] = {}
+        """Request id -> what to do with the reply; with None when the connection is lost."""
+        self._queued: list[tuple[int, Any]] = []
+        self._last_id = 0
+
+    @property
+    def now(self) -> float:
+        return self.process.now
+
+    def allocate(self, length: int) -> int:
+        """An address in this client's memory, in turn; old content is overwritten after a while."""
+        if self._allocated + length > len(self.memory):
+            self._allocated = 0
+        self._allocated += length
+        return self._allocated - length
+
+    def run(
+        self, operation: Operation[Any], deadline: float, done: Callable[[Any, Exception | None], None]
+    ) -> None:
+        """Run to the end, then ``done(result, error)``. The checkers see to it that the end comes."""
+        ended = self.cluster.checkers.operation_began(self, operation, deadline)
+
+        def step(outcome: Any) -> None:
+            try:
+                effect = operation.send(outcome)
+            except StopIteration as stop:
+                ended()
+                done(stop.value, None)
+            except (PeerLost, DeadlineExceeded) as error:
+                ended()
+                done(None, error)
+            else:
+                self._perform(effect, step)
+
+        self.process.after(0.0, lambda: step(None))
+
+    def _perform(self, effect: Ask | Open | Move | Pause, resume: Callable[[Any], None]) -> None:
+        if isinstance(effect, Ask):
+            self._ask(effect, resume)
+        elif isinstance(effect, Move):
+            self._move(effect, resume)
+        elif isinstance(effect, Open):
+            # As in transfer, opening connects to nobody yet.
+            segment = self.cluster.segment(effect.segment, effect.epoch)
+            self.process.after(0.0, lambda: resume(segment))
+        else:
+            self.process.after(effect.seconds, lambda: resume(None))
+
+    # Asking the master
+
+    def _ask(self, effect: Ask, resume: Callable[[Any], None]) -> None:
+        asked_at = self.now
+        self._last_id += 1
+        request_id = self._last_id
+
+        def answered(reply: Any) -> None:
+            timer.cancel()
+            now = self.now
+            if reply is None:
+                resume(Answer(None, PeerLost("lost the master"), asked_at, now))
+            elif isinstance(reply, Failure):
+                resume(Answer(None, error_of(reply, "the master"), asked_at, now))
+            else:
+                resume(Answer(reply, None, asked_at, now))
+
+        def too_late() -> None:
+            del self._waiting[request_id]
+            error = DeadlineExceeded("the master didn't answer")
+            resume(Answer(None, error, asked_at, self.now))
+
+        timer = self.process.after(effect.deadline - asked_at, too_late)
+        self._waiting[request_id] = answered
+        frame = (request_id, over_the_wire(effect.message, requests))
+        if self._end is not None:
+            self._end.send(frame)
+        else:
+            self._queued.append(frame)
+            self._connect()
+
+    def _connect(self) -> None:
+        if self._is_connecting:
+            return
+        self._is_connecting = True
+
+        def opened(end: End) -> None:
+            self._is_connecting = False
+            self._end = end
+            end.on_message = self._replied
+            end.on_closed = self._lost
+            queued, self._queued = self._queued, []
+            for frame in queued:
+                if frame[0] in self._waiting:
+                    end.send(frame)
+
+        def refused(reason: str) -> None:
+            self._is_connecting = False
+            self.process.after(0.05, lambda: self._connect() if self._queued else None)
+
+        self.cluster.network.connect(self.process, self.cluster.leader, opened, refused)
+
+    def _replied(self, frame: tuple[int, Any]) -> None:
+        request_id, reply = frame
+        answered = self._waiting.pop(request_id, None)
+        if answered is not None:
+            answered(reply)
+
+    def _lost(self, reason: str) -> None:
+        self._end = None
+        queued = [request_id for request_id, _ in self._queued]
+        for request_id in [number for number in self._waiting if number not in queued]:
+            self._waiting.pop(request_id)(None)
+
+    # Moving bytes
+
+    def _move(self, effect: Move, resume: Callable[[Any], None]) -> None:
+        if self.now >= effect.deadline:
+            late = [Moved(None, "timed_out", self.now) for _ in effect.transfers]
+            self.process.after(0.0, lambda: resume(late))
+            return
+        outcomes: list[Moved | None] = [None] * len(effect.transfers)
+
+        def ended(number: int, moved: Moved) -> None:
+            outcomes[number] = moved
+            if all(outcome is not None for outcome in outcomes):
+                resume(list(outcomes))
+
+        for number, slices in enumerate(effect.transfers):
+            self._transfer(effect, slices, lambda moved, number=number: ended(number, moved))  # type: ignore[misc]
+
+    def _transfer(self, effect: Move, slices: Slices, ended: Callable[[Moved], None]) -> None:
+        """Copy each slice at an instant of its own; fail, be slow, or write late as the faults say."""
+        segment: SimSegment = slices.handle
+        faults, kernel = self.cluster.faults, self.kernel
+        took_s = 0.001 * kernel.random.uniform(0.1, 2.0)
+        if kernel.chance(faults.slow_transfer_chance):
+            took_s = kernel.random.uniform(0.0, faults.slow_transfer_s)
+        if segment.disk is not None and kernel.chance(faults.slow_disk_chance):
+            took_s += kernel.random.uniform(0.0, faults.slow_disk_s)
+        start_s = self._delay(segment.process.name)
+        fails = kernel.chance(faults.transfer_failure_chance)
+        end_s = start_s + took_s
+        limit_s = max(0.0, effect.deadline - self.now)
+        is_late = end_s > limit_s
+        reported_s = min(end_s, limit_s)
+        sums: list[int] = [0] * len(slices.lengths)
+
+        def copy(index: int, local: int, remote: int, length: int) -> None:
+            if not segment.is_alive:
+                return
+            if effect.is_write:
+                data = bytes(self.memory[local : local + length])
+                segment.write(remote, data)
+            elif self.process.is_alive:
+                data = segment.read(remote, length)
+                self.memory[local : local + length] = data
+            else:
+                return
+            sums[index] = checksum(data) if faults.has_checksums else 0
+
+        rows = zip(slices.local.tolist(), slices.remote.tolist(), slices.lengths.tolist(), strict=True)
+        for index, (local, remote, length) in enumerate(rows):
+            at_s = kernel.random.uniform(start_s, end_s)
+            if fails or is_late:
+                if not effect.is_write and at_s >= reported_s:
+                    continue  # a reader's memory is left alone once it has been told
+                if effect.is_write:
+                    if kernel.chance(0.3):
+                        continue
+                    # Already sent, it lands whatever became of the sender.
+                    at_s = min(at_s, reported_s + kernel.random.uniform(0, faults.late_write_s))
+            action = lambda i=index, a=local, b=remote, n=length: copy(i, a, b, n)  # noqa: E731
+            (kernel if effect.is_write else self.process).after(at_s, action)
+
+        def report() -> None:
+            if fails or is_late or not segment.is_alive:
+                ended(Moved(None, "timed_out" if is_late else "peer_lost", self.now))
+            else:
+                ended(Moved(np.array(sums, dtype=np.uint32), "", self.now))
+
+        self.process.after(reported_s, report)
+
+    def _delay(self, peer: str) -> float:
+        return self.cluster.network.delay_s(self.name, peer)

@@ -1,0 +1,189 @@
+"""What clients were promised about keys, and whether the store keeps to it.
+
+A key is known only while nobody is changing it: a change (put, replace, remove) that overlaps another, has no
+clear answer or was asked twice leaves it unknown until a clear one. Then:
+
+* **No phantom**: after an acknowledged removal nobody reads the key, until somebody begins to put it.
+* **No stale value**: after an acknowledged put of a key that was absent, or an acknowledged replacement,
+  nobody reads another value.
+* **No acknowledged loss**: what was put is there at the end, if it is on SSD (durable) or a node that has had
+  it in memory lives on, and the master has not evicted it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from mooncake.errors import Refusal
+from mooncake.types import Tier
+
+if TYPE_CHECKING:
+    from mooncake.sim.clients import SimClient
+    from mooncake.sim.cluster import Cluster
+
+LATE_S = 15.0
+"""A question whose answer was lost may be in the network for so long, and take effect then."""
+
+
+@dataclasses.dataclass(eq=False)
+class Known:
+    """Of one key."""
+
+    num_open: int = 0
+    """Changes that are under way."""
+    generation: int = 0
+    """Changes that began."""
+    unclear_until: float = 0.0
+    has_vanished: bool = False
+    """The master has dropped it since the last change began."""
+    is_absent: bool = True
+    is_present: bool = False
+    value: bytes | None = None
+    """The one that must be read; None: not known."""
+    is_durable: bool = False
+    nodes: dict[str, None] = dataclasses.field(default_factory=dict)
+    """That have it in memory."""
+
+    def forget(self) -> None:
+        self.is_absent = self.is_present = self.is_durable = False
+        self.value = None
+        self.nodes = {}
+
+
+@dataclasses.dataclass(eq=False)
+class Change:
+    """One that began."""
+
+    client: SimClient
+    was_alone: dict[str, bool]
+    was_absent: dict[str, bool]
+    generations: dict[str, int]
+    num_repeated: int
+
+
+@dataclasses.dataclass(eq=False)
+class Look:
+    """A read that began: what was known then, by key."""
+
+    generations: dict[str, int]
+    absent: dict[str, None]
+    values: dict[str, bytes]
+
+
+class Ledger:
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._keys: dict[str, Known] = {}
+
+    def of(self, key: str) -> Known:
+        return self._keys.setdefault(key, Known())
+
+    # Changes
+
+    def begin(self, client: SimClient, keys: Iterable[str]) -> Change:
+        change = Change(client, {}, {}, {}, client.operations.counts.repeated_requests)
+        for key in keys:
+            known = self.of(key)
+            change.was_alone[key] = not known.num_open
+            change.was_absent[key] = known.is_absent
+            known.num_open += 1
+            known.generation += 1
+            known.has_vanished = False
+            change.generations[key] = known.generation
+            known.forget()
+        return change
+
+    def failed(self, change: Change) -> None:
+        """It may have happened, and it may still."""
+        for key in change.generations:
+            known = self.of(key)
+            known.num_open -= 1
+            known.unclear_until = self._cluster.kernel.now + LATE_S
+
+    def _ended(self, change: Change, key: str) -> Known | None:
+        """What is known of it, if this change was alone and its answer is clear."""
+        known, now = self.of(key), self._cluster.kernel.now
+        known.num_open -= 1
+        if change.client.operations.counts.repeated_requests != change.num_repeated:
+            known.unclear_until = now + LATE_S
+        is_alone = known.generation == change.generations[key] and not known.num_open
+        return known if is_alone and change.was_alone[key] and known.unclear_until <= now else None
+
+    def removed(self, change: Change, key: str, outcome: bool | Refusal) -> None:
+        known = self._ended(change, key)
+        if known is not None and isinstance(outcome, bool):
+            # False: there was none to be found; that of a node which is away may come back with it.
+            known.is_absent = outcome or change.was_absent[key]
+
+    def put(
+        self, change: Change, key: str, value: bytes, outcome: Refusal | None, is_durable: bool, replace: bool
+    ) -> None:
+        known = self._ended(change, key)
+        if outcome is not None:  # what it reserved may be there for a while, and others are told to wait
+            self.of(key).unclear_until = self._cluster.kernel.now + LATE_S
+        if known is None or outcome is not None or known.has_vanished:
+            return
+        if change.was_absent[key] or replace:
+            known.value, known.is_durable = value, is_durable
+        stored = self._cluster.master.master.objects.readable.get(key)
+        if stored is not None:
+            known.nodes = {
+                extent.segment.node: None
+                for extent in stored.complete(Tier.MEMORY)
+                if extent.segment.is_alive
+            }
+        known.is_present = known.is_durable or bool(known.nodes)
+
+    # What takes promises away
+
+    def vanished(self, key: str, reason: str) -> None:
+        """The master has it no more, and says why."""
+        known = self.of(key)
+        if reason.startswith(("evicted", "removed", "replaced")) or "wrong" in reason:
+            known.forget()
+            known.has_vanished = True
+        elif not known.is_durable:
+            known.is_present = False
+        known.nodes = {}
+
+    def node_crashed(self, name: str, has_lost_power: bool) -> None:
+        for known in self._keys.values():
+            known.nodes.pop(name, None)
+            if has_lost_power and self._cluster.checkers.has_liars:
+                known.is_durable = False
+            known.is_present &= known.is_durable or bool(known.nodes)
+
+    def master_crashed(self) -> None:
+        """Without a log, what the nodes say counts; and they hear of changes a moment later."""
+        if self._cluster.checkers.has_oplog:
+            return
+        for known in self._keys.values():
+            known.is_absent, known.nodes, known.value = False, {}, None
+            known.is_present &= known.is_durable
+
+    # Reads
+
+    def look(self, keys: Iterable[str]) -> Look:
+        known = {key: self.of(key) for key in keys}
+        return Look(
+            {key: one.generation for key, one in known.items()},
+            {key: None for key, one in known.items() if one.is_absent and not one.num_open},
+            {key: one.value for key, one in known.items() if one.value is not None},
+        )
+
+    def wrong(self, look: Look, key: str, value: bytes) -> str | None:
+        """Why ``value`` can't have been read, if nobody has changed the key since ``look``."""
+        known = self.of(key)
+        if known.generation != look.generations[key]:
+            return None
+        if key in look.absent and known.is_absent:
+            return f"a phantom: {key!r} was read, after it was removed"
+        if key in look.values and known.value == look.values[key] != value:
+            return f"a stale value: {key!r} was read as it was before its last put"
+        return None
+
+    def promised(self) -> dict[str, bytes | None]:
+        """What must be readable, and the value if it is known."""
+        return {key: known.value for key, known in self._keys.items() if known.is_present}
