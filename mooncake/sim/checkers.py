@@ -41,7 +41,6 @@ LOSSES = (
     "another process took its name",
     "its content came back as ",
     "is newer and on ",
-    "no copy was on SSD in time",
 )
 
 
@@ -204,7 +203,7 @@ class Checkers:
         allowed: tuple[str, ...] = LOSSES
         faults = self._faults
         if faults.is_calm:
-            allowed = LOSSES[:2]
+            allowed = ("evicted: ", "removed", "replaced by a newer put")
         elif faults.corruption_every_s or faults.power_loss_chance:
             allowed = (*LOSSES, "a reader found wrong checksums", "its bytes are wrong")
         self.ledger.vanished(key, reasons[-1])

@@ -1,4 +1,4 @@
-"""``scripts/integrity``: bits that change in memory and on the wire. Exits 1 if one was read as good."""
+"""``scripts/integrity``: bits that change in memory, on SSD, on the wire. Exits 1 if one was read as good."""
 
 from __future__ import annotations
 

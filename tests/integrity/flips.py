@@ -1,14 +1,15 @@
-"""Bits that change in memory and on the wire, one at a time, and what a reader gets then.
+"""Bits that change in memory, on SSD and on the wire, one at a time, and what a reader gets then.
 
-Allowed are the right bytes, a miss, and an error; never another value. A flip in a node's memory must also
-be counted by the client and by the master, be in the master's log with the key's story, and leave the key
-free to be put again. Every place of a flip is drawn from a seed.
+Allowed are the right bytes, a miss, and an error; never another value. A flip in a node's memory or file
+must also be counted by the client and by the master, be in the master's log with the key's story, and leave
+the key free to be put again. Every place of a flip is drawn from a seed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -28,7 +29,9 @@ from mooncake.cli.ports import free_ports
 from mooncake.errors import MooncakeError
 from mooncake.store import ReadGrant, Store, StoreSettings
 from mooncake.store import messages as m
+from mooncake.store.index import Index
 from mooncake.transfer import Op, TransferEngine, TransferSettings
+from mooncake.types import Tier
 from tests.faults.proxy import Proxy
 from tests.kill.processes import PATIENCE_S, ROOT, Cluster
 
@@ -57,8 +60,9 @@ class Outcome:
 class Objects:
     """A few objects of all sizes; each has one value."""
 
-    def __init__(self, store: Store, random: Random) -> None:
+    def __init__(self, store: Store, random: Random, on_ssd: bool = False) -> None:
         self._store = store
+        self._on_ssd = on_ssd
         self._random = random
         self.values = {
             f"k{number}": random.randbytes(SIZES[number % len(SIZES)] + number) for number in range(NUM_KEYS)
@@ -69,9 +73,16 @@ class Objects:
         """Put what is not there."""
         until = time.monotonic() + PATIENCE_S
         keys = list(self.values)
-        while (refused := self._store.put_batch(keys, list(self.values.values()))) != [None] * len(keys):
-            assert time.monotonic() < until, refused
+        policy = m.PutPolicy(is_durable=self._on_ssd)
+        while (got := self._store.put_batch(keys, list(self.values.values()), policy)) != [None] * len(keys):
+            assert time.monotonic() < until, got
             time.sleep(0.02)
+        if self._on_ssd:  # so that reads come from there
+            self._store.drop_replicas([key for key in keys if self._is_in_memory(key)])
+
+    def _is_in_memory(self, key: str) -> bool:
+        status = self._store.inspect([key])[0]
+        return status is not None and any(one.tier is Tier.MEMORY for one in status.replicas)
 
     def any_key(self) -> str:
         return self._random.choice(list(self.values))
@@ -179,6 +190,59 @@ def _check_counted(store: Store, cluster: Cluster, outcome: Outcome) -> None:
     outcome.wrong += [f"{who} {n} of {num_flips} flips" for who, n in counts.items() if n != num_flips]
 
 
+# On SSD
+
+
+def flip_ssd(num_flips: int, seed: int = 0) -> Outcome:
+    """A bit of the node's file changes under an object that is nowhere else."""
+    outcome, random = Outcome(), Random(seed)
+    with running(has_ssd=True) as cluster, Store(cluster.master, settings=SETTINGS) as store:
+        objects = Objects(store, random, on_ssd=True)
+        file = os.open(cluster.folder / cluster.nodes[0] / "mooncake.data", os.O_RDWR)
+        while outcome.num_flips < num_flips:
+            key = objects.any_key()
+            status = store.inspect([key])[0]
+            if status is None or [one.tier for one in status.replicas] != [Tier.SSD]:
+                objects.fill()
+                continue
+            (base,) = [one.address for one in store.ask(m.Status()).segments if one.tier is Tier.SSD]
+            bit = random.randrange(status.size_bytes * 8)
+            at = status.replicas[0].address - base + bit // 8
+            os.pwrite(file, bytes([os.pread(file, 1, at)[0] ^ 1 << bit % 8]), at)
+            outcome.num_flips += 1
+            reader = READERS[outcome.num_flips % len(READERS)]
+            objects.judge(key, reader(store, key, status.size_bytes), reader.__name__, outcome)
+            if store.exists([key])[0]:
+                outcome.wrong.append(f"flip {outcome.num_flips}: {key} was not dropped")
+            objects.fill()
+        os.close(file)
+        _check_counted(store, cluster, outcome)
+    return outcome
+
+
+def flip_index(num_flips: int, seed: int = 0) -> Outcome:
+    """A bit of the index of an SSD changes: what it says then was so, up to the record that is damaged."""
+    outcome, random = Outcome(), Random(seed)
+    index = Index()
+    log, after = [b""], [dict[int, m.Entry]()]
+    for number in range(200):
+        entry = m.Entry(f"k{number}", number, 1 + number, 64, random.randbytes(8), 4096 * (number % 50))
+        is_drop = random.random() < 0.2
+        log.append(index.drop([random.randrange(number + 1)]) if is_drop else index.hold(entry))
+        after.append(dict(index.entries))
+    content = b"".join(log)
+    ends = list(itertools.accumulate(map(len, log)))
+    for _ in range(num_flips):
+        outcome.num_flips += 1
+        damaged, bit = bytearray(content), random.randrange(len(content) * 8)
+        damaged[bit // 8] ^= 1 << bit % 8
+        expected = after[max(n for n, end in enumerate(ends) if end <= bit // 8)]
+        if Index(bytes(damaged)).entries != expected:
+            outcome.wrong.append(f"flip {outcome.num_flips}: bit {bit} of the index was believed")
+        outcome.counts["miss"] += 1
+    return outcome
+
+
 # On the wire
 
 
@@ -187,7 +251,7 @@ def flip_wire(num_flips: int, seed: int = 0) -> Outcome:
     outcome, random = Outcome(), Random(seed)
     with running(behind_proxy=True) as cluster, contextlib.ExitStack() as stack:
         assert cluster.proxy is not None
-        to_master = Proxy(cluster.port)
+        to_master = Proxy(cluster.ports[0])
         stack.callback(to_master.close)
         objects = Objects(stack.enter_context(Store(cluster.master, settings=SETTINGS)), random)
         engine = TransferEngine(TransferSettings(transports=("tcp",)))
@@ -271,9 +335,9 @@ class Damaged(Cluster):
 
 
 @contextlib.contextmanager
-def running(behind_proxy: bool = False) -> Iterator[Damaged]:
+def running(behind_proxy: bool = False, has_ssd: bool = False) -> Iterator[Damaged]:
     folder = Path(tempfile.mkdtemp(prefix="integrity-"))
-    with contextlib.closing(Damaged(folder, (), 1)) as cluster:
+    with contextlib.closing(Damaged(folder, (), 1, has_ssd)) as cluster:
         if behind_proxy:
             cluster.put_proxy()
         cluster.start()
@@ -281,4 +345,9 @@ def running(behind_proxy: bool = False) -> Iterator[Damaged]:
     shutil.rmtree(folder)
 
 
-KINDS: dict[str, Callable[[int, int], Outcome]] = {"memory": flip_memory, "wire": flip_wire}
+KINDS: dict[str, Callable[[int, int], Outcome]] = {
+    "memory": flip_memory,
+    "wire": flip_wire,
+    "ssd": flip_ssd,
+    "index": flip_index,
+}

@@ -18,12 +18,16 @@ from typing import Any
 from mooncake.errors import MooncakeError
 from mooncake.store import PutGrant, Refusal, Store, StoreSettings
 from mooncake.store import messages as m
+from mooncake.types import Tier
 from tests.kill.journal import Journal, Line, content
 
 NUM_THREADS = 2
-MOST_KEYS = 120
+MOST_KEYS = 80
 LEAST_KEYS = 40
 """Of one thread at a time; what is beyond is removed, so that the pools never fill up."""
+POLICIES = {"durable": m.PutPolicy(is_durable=True), "replicated": m.PutPolicy(num_replicas=2)}
+REFUSED = ("no_space", "too_large")
+"""After these nothing was written."""
 
 
 class Gate:
@@ -101,14 +105,14 @@ class Worker:
         return keys
 
     def _put(self, kind: str) -> None:
-        if kind == "replace":
+        if kind.startswith("replace"):
             some = self._random.sample(list(self._mine), min(2, len(self._mine)))
             keys = {key: self._mine.pop(key) + 1 for key in some}
         else:
             keys = self._fresh_keys(1 if kind == "parts" else self._random.randint(1, 6))
         if not keys:
             return
-        is_durable = kind == "durable"
+        is_durable = kind.endswith("durable")
         self._journal.write(*(Line("put", key, version, is_durable) for key, version in keys.items()))
         try:
             outcomes = self._put_parts(keys) if kind == "parts" else self._put_whole(keys, kind)
@@ -123,15 +127,16 @@ class Worker:
             if outcome is None:
                 lines.append(Line("put_done", key, version, is_durable, places.get(key, [])))
                 self._mine[key] = version
-            elif kind == "replace" or outcome.code in ("expired", "peer_lost", "busy"):
-                lines.append(Line("unknown", key, more=str(outcome)))
-            else:
+            elif outcome.code in REFUSED and not kind.startswith("replace"):
                 lines.append(Line("put_refused", key, version, more=str(outcome)))
+            else:
+                lines.append(Line("unknown", key, more=str(outcome)))
         self._journal.write(*lines)
 
     def _put_whole(self, keys: dict[str, int], kind: str) -> list[Refusal | None]:
         values = [content(key, version) for key, version in keys.items()]
-        return self._store.put_batch(list(keys), values)
+        policy = POLICIES.get(kind.removeprefix("replace-"), m.PutPolicy())
+        return self._store.put_batch(list(keys), values, policy, replace=kind.startswith("replace"))
 
     def _put_parts(self, keys: dict[str, int]) -> list[Refusal | None]:
         """Slowly, so that a kill falls in the middle of it."""
@@ -150,13 +155,13 @@ class Worker:
     def _places(self, keys: list[str]) -> dict[str, list[str]]:
         """The memory segments that have a complete replica, as far as the master says so now."""
         try:
-            found = self._store.ask(m.Lookup(keys)).objects if keys else []
+            found = self._store.inspect(keys) if keys else []
         except MooncakeError:
             return {}
         return {
-            key: [replica.segment for replica in stored.replicas]
-            for key, stored in zip(keys, found, strict=True)
-            if stored is not None
+            key: [one.segment for one in status.replicas if one.is_complete and one.tier is Tier.MEMORY]
+            for key, status in zip(keys, found, strict=True)
+            if status is not None
         }
 
     def _get(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from random import Random
 from typing import IO, ClassVar
 
 from mooncake.cli.ports import free_ports
+from mooncake.store.ballot import make_ballot
+from mooncake.store.election import Mandate, decode
+from tests.contract.metadata_servers import PROGRAMS, MetadataServer
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30.0
@@ -65,15 +69,33 @@ class Client:
         assert line == word.encode() + b"\n", f"the client said {line!r} instead of {word!r}"
 
 
+def elector() -> MetadataServer | None:
+    """A service through which masters elect; None where none is installed: then they take a file."""
+    kind = next((kind for kind, (program, _) in PROGRAMS.items() if shutil.which(program)), None)
+    return None if kind is None else MetadataServer(kind)
+
+
 class Cluster:
     """Everything that runs, in one folder. Killed at the end whatever happened."""
 
     master_flags: ClassVar[dict[str, str]] = MASTER_FLAGS
 
-    def __init__(self, folder: Path, kinds: tuple[str, ...], num_nodes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kinds: tuple[str, ...],
+        num_nodes: int,
+        has_ssd: bool = False,
+        num_masters: int = 1,
+    ) -> None:
+        self.has_ssd = has_ssd
         self.folder = folder
         self.kinds = kinds
-        self.port = free_ports("127.0.0.1", 1, Random())[0]
+        self.ports = free_ports("127.0.0.1", num_masters, Random())
+        self.masters = [f"master{number}" for number in range(num_masters)] if num_masters > 1 else ["master"]
+        self._service = elector() if num_masters > 1 else None
+        self._elects = f"file://{folder}" if self._service is None else self._service.url
+        self._ballot = make_ballot(self._elects) if num_masters > 1 else None
         self.log: IO[bytes] = (folder / "log").open("ab")
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.nodes = [f"node{number}" for number in range(num_nodes)]
@@ -83,22 +105,47 @@ class Cluster:
 
     @property
     def master(self) -> str:
-        """Where clients and nodes find it."""
-        return f"127.0.0.1:{self.port}"
+        """Where clients and nodes find it, or them."""
+        return ",".join(f"127.0.0.1:{port}" for port in self.ports)
+
+    def mandate(self) -> Mandate | None:
+        """The record that says who leads, and which standbys have all that was acknowledged."""
+        assert self._ballot is not None, "there is one master only"
+        found = self._ballot.read()
+        return None if found is None else decode(found)
+
+    def leader(self) -> str:
+        """Which master leads, as far as the record says."""
+        mandate = self.mandate()
+        assert mandate is not None, "nobody has led yet"
+        return self.masters[self.ports.index(int(mandate.address.rpartition(":")[2]))]
+
+    def wait_for_standbys(self) -> None:
+        """Until all masters but the leader have all that was acknowledged."""
+        until = time.monotonic() + PATIENCE_S
+        while (mandate := self.mandate()) is None or len(mandate.standbys) < len(self.masters) - 1:
+            assert time.monotonic() < until, f"the standbys don't come into step: {mandate}"
+            time.sleep(0.02)
 
     def start(self) -> None:
-        self.start_master()
+        for name in self.masters:
+            self.start_master(name)
         for name in self.nodes:
             self.start_node(name)
 
-    def start_master(self) -> None:
+    def start_master(self, name: str = "master") -> None:
         flags = [word for flag in self.master_flags.items() for word in flag]
-        self._start(
-            "master", "master", "--port", str(self.port), "--oplog", str(self.folder / "oplog"), *flags
-        )
+        flags += ["--port", str(self.ports[self.masters.index(name)])]
+        if len(self.masters) == 1:
+            flags += ["--oplog", str(self.folder / "oplog")]
+        else:  # what one of them acknowledged, only the others keep
+            flags += ["--election", self._elects, "--election-lease-s", "1"]
+        self._start(name, "master", *flags)
 
     def start_node(self, name: str) -> None:
         flags = ["--master", self.master, "--name", name, "--pool-size", "64MiB", "--no-huge-pages"]
+        if self.has_ssd:
+            flags += ["--ssd-path", str(self.folder / name), "--ssd-size", "256MiB"]
         self._start(name, "node", *flags)
 
     def _start(self, name: str, role: str, *flags: str) -> None:
@@ -139,3 +186,7 @@ class Cluster:
     def close(self) -> None:
         self.kill(*self.running)
         self.log.close()
+        if self._ballot is not None:
+            self._ballot.close()
+        if self._service is not None:
+            self._service.stop()

@@ -59,8 +59,10 @@ class Scenario:
     kinds: tuple[str, ...]
     """What the client puts (``client.py``)."""
     num_nodes: int
+    has_ssd: bool
     strike: Callable[[Rounds], tuple[float, list[str]]]
     """Kill and start again; returns the instant of the kill and the names of the killed."""
+    num_masters: int = 1
 
 
 class Rounds:
@@ -68,7 +70,9 @@ class Rounds:
 
     def __init__(self, scenario: Scenario, folder: Path, seed: int) -> None:
         self.random = Random(seed)
-        self.cluster = Cluster(folder, scenario.kinds, scenario.num_nodes)
+        self.cluster = Cluster(
+            folder, scenario.kinds, scenario.num_nodes, scenario.has_ssd, scenario.num_masters
+        )
         self.book = Book()
         self.outcome = Outcome()
         self._scenario = scenario
@@ -89,7 +93,8 @@ class Rounds:
 
     def _wait_for_nodes(self, store: Store) -> None:
         until = time.monotonic() + PATIENCE_S
-        while sum(one.state == "alive" for one in store.ask(m.Status()).segments) < len(self.cluster.nodes):
+        num_segments = len(self.cluster.nodes) * (2 if self._scenario.has_ssd else 1)
+        while sum(_is_open(one) for one in store.ask(m.Status()).segments) < num_segments:
             assert time.monotonic() < until, "the nodes don't mount"
             time.sleep(0.02)
 
@@ -117,10 +122,11 @@ class Rounds:
     # The runner's own objects are in the book as well
 
     def _put(self, store: Store, key: str) -> bool:
-        self.book.note(Line("put", key, 1))
-        is_done = store.put(key, content(key, 1)) is None
+        is_durable = self._scenario.has_ssd
+        self.book.note(Line("put", key, 1, is_durable))
+        is_done = store.put(key, content(key, 1), m.PutPolicy(is_durable=is_durable)) is None
         if is_done:
-            self.book.note(Line("put_done", key, 1))
+            self.book.note(Line("put_done", key, 1, is_durable))
         return is_done
 
     def _remove(self, store: Store, keys: list[str]) -> None:
@@ -136,15 +142,17 @@ class Rounds:
 
     def _recover(self, store: Store, killed_at: float, old: str) -> None:
         """Until an object from before can be read (if it is still there), and a new one put and got."""
-        new, was_read = f"new-{self.outcome.num_rounds}", False
-        while True:
+        new = f"new-{self.outcome.num_rounds}"
+        waits_for_old, waits_for_new = self._scenario.has_ssd, True
+        while waits_for_old or waits_for_new:
             with contextlib.suppress(MooncakeError):
-                if not was_read and store.get(old) is not None:
-                    was_read = True
+                if waits_for_old and store.get(old) is not None:
+                    waits_for_old = False
                     self.outcome.reading_s.append(time.monotonic() - killed_at)
-                if self._put(store, new) and store.get(new) == content(new, 1):
+            with contextlib.suppress(MooncakeError):
+                if waits_for_new and self._put(store, new) and store.get(new) == content(new, 1):
+                    waits_for_new = False
                     self.outcome.recovery_s.append(time.monotonic() - killed_at)
-                    return
             if time.monotonic() > killed_at + RECOVERY_S:
                 self.outcome.broken.append(f"no put and get within {RECOVERY_S:g} s of the kill")
                 return
@@ -200,9 +208,36 @@ class Rounds:
             time.sleep(0.05)
 
 
+def _is_open(segment: m.SegmentStatus) -> bool:
+    return segment.state == "alive" and not segment.rests_s
+
+
 def kill_master(rounds: Rounds) -> tuple[float, list[str]]:
     killed_at = rounds.cluster.kill("master")
     rounds.cluster.start_master()
+    return killed_at, []
+
+
+def kill_leader(rounds: Rounds) -> tuple[float, list[str]]:
+    cluster = rounds.cluster
+    cluster.wait_for_standbys()
+    leader = cluster.leader()
+    killed_at = cluster.kill(leader)
+    cluster.start_master(leader)
+    return killed_at, []
+
+
+def kill_standby(rounds: Rounds) -> tuple[float, list[str]]:
+    """The leader, and while another takes over, one of those who may."""
+    cluster = rounds.cluster
+    cluster.wait_for_standbys()
+    leader = cluster.leader()
+    killed_at = cluster.kill(leader)
+    time.sleep(rounds.random.uniform(0.0, 1.5))
+    other = rounds.random.choice([name for name in cluster.masters if name != leader])
+    cluster.kill(other)
+    cluster.start_master(leader)
+    cluster.start_master(other)
     return killed_at, []
 
 
@@ -217,13 +252,29 @@ def kill_daemon(rounds: Rounds) -> tuple[float, list[str]]:
     return killed_at, [name]
 
 
-PLAIN = ("whole", "whole", "parts")
+def kill_cluster(rounds: Rounds) -> tuple[float, list[str]]:
+    """Everybody at once, and then started again in any order."""
+    cluster = rounds.cluster
+    killed_at = cluster.kill(*cluster.running)
+    starts: list[Callable[[], None]] = [lambda: cluster.start_master("master")]
+    starts += [lambda name=name: cluster.start_node(name) for name in cluster.nodes]  # type: ignore[misc]
+    rounds.random.shuffle(starts)
+    for start in starts:
+        start()
+    return killed_at, cluster.nodes
+
+
+PLAIN = ("whole", "parts", "replace")
+DURABLE = ("durable", "durable", "replace-durable")
 SCENARIOS = {
     one.name: one
     for one in (
-        Scenario("master", PLAIN, 1, kill_master),
-        Scenario("client", (*PLAIN, "parts", "parts"), 1, kill_client),
-        Scenario("daemon", PLAIN, 2, kill_daemon),
+        Scenario("master", (*PLAIN, *DURABLE), 1, True, kill_master),
+        Scenario("leader", (*PLAIN, *DURABLE), 1, True, kill_leader, num_masters=3),
+        Scenario("standby", (*PLAIN, *DURABLE), 1, True, kill_standby, num_masters=3),
+        Scenario("client", (*PLAIN, "parts", "parts"), 1, False, kill_client),
+        Scenario("daemon", (*PLAIN, *DURABLE, "replicated", "replicated"), 2, True, kill_daemon),
+        Scenario("cluster", (*PLAIN, *DURABLE, "replicated"), 2, True, kill_cluster),
     )
 }
 
