@@ -216,7 +216,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_suggests_one(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, error = outcome(["mastre"], capsys)
     assert status == 2
-    assert "Did you mean 'master'?" in error
+    assert "Did you mean 'master'" in error
 
 
 def test_an_error_is_one_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
