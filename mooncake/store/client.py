@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import random
 import time
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -29,7 +31,7 @@ from mooncake.errors import InvalidArgument, MooncakeError, Refusal
 from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.store import messages as m
-from mooncake.store.buffers import Buffer, LocalMemory
+from mooncake.store.buffers import Buffer, Lent, LocalMemory
 from mooncake.store.grants import PutGrant, ReadGrant
 from mooncake.store.leader import AsyncLeader, BlockingLeader
 from mooncake.store.objects import DEFAULT_POLICY
@@ -89,6 +91,9 @@ class StoreSettings:
     "Whether reads from memory on this host are checked too; reads from elsewhere or from SSD always are."
 
 
+DURABLE_PART_BYTES = 16 << 20
+MAX_DURABLE_PARTS = 8
+
 _UNCHECKED = np.zeros(0, dtype=np.uint32)
 
 
@@ -118,6 +123,39 @@ class _Faces:
         self._memory.close()
         if self._owns_engine:
             self.engine.close()
+
+    def _puts(
+        self,
+        keys: Sequence[ObjectKey],
+        lent: Lent,
+        policy: m.PutPolicy,
+        groups: Sequence[str],
+        parents: Sequence[ObjectKey],
+        replace: bool,
+    ) -> list[Operation[list[Refusal | None]]]:
+        """The batch as one operation; a large durable one as a few, to be run at the same time.
+
+        While one part is being copied to SSD, the next is written to memory.
+        """
+        deadline, chunk_bytes = self._deadline(), self.settings.chunk_bytes
+        num_parts = min(sum(lent.sizes) // DURABLE_PART_BYTES, MAX_DURABLE_PARTS, len(keys))
+        if not policy.is_durable or num_parts < 2:
+            num_parts = 1
+        borders = [len(keys) * number // num_parts for number in range(num_parts + 1)]
+        return [
+            self.operations.put(
+                keys[start:end],
+                lent.addresses[start:end],
+                lent.sizes[start:end],
+                chunk_bytes,
+                deadline,
+                policy,
+                groups[start:end],
+                parents[start:end],
+                replace,
+            )
+            for start, end in itertools.pairwise(borders)
+        ]
 
     def _open(self, effect: Open) -> Any:
         try:
@@ -204,20 +242,11 @@ class Store(_Faces):
         _check_pairs(keys, buffers, "buffers")
         _check_names(keys, groups, parents)
         with PUT_SECONDS.time(), self._memory.source(buffers) as lent:
-            chunk_bytes = self.settings.chunk_bytes
-            return self._run(
-                self.operations.put(
-                    keys,
-                    lent.addresses,
-                    lent.sizes,
-                    chunk_bytes,
-                    self._deadline(),
-                    policy,
-                    groups,
-                    parents,
-                    replace,
-                )
-            )
+            puts = self._puts(keys, lent, policy, groups, parents, replace)
+            if len(puts) == 1:
+                return self._run(puts[0])
+            with ThreadPoolExecutor(len(puts), "store-put") as threads:
+                return list(itertools.chain.from_iterable(threads.map(self._run, puts)))
 
     def get(self, key: ObjectKey) -> bytes | None:
         """The object's bytes, or None."""
@@ -545,20 +574,15 @@ class AsyncStore(_Faces):
         _check_pairs(keys, buffers, "buffers")
         _check_names(keys, groups, parents)
         with PUT_SECONDS.time(), self._memory.source(buffers) as lent:
-            chunk_bytes = self.settings.chunk_bytes
-            return await self._run(
-                self.operations.put(
-                    keys,
-                    lent.addresses,
-                    lent.sizes,
-                    chunk_bytes,
-                    self._deadline(),
-                    policy,
-                    groups,
-                    parents,
-                    replace,
-                )
-            )
+            puts = self._puts(keys, lent, policy, groups, parents, replace)
+            # Each to its end, whatever becomes of the others: until then the memory is in use.
+            done = await asyncio.gather(*(self._run(put) for put in puts), return_exceptions=True)
+        outcomes: list[Refusal | None] = []
+        for part in done:
+            if isinstance(part, BaseException):
+                raise part
+            outcomes += part
+        return outcomes
 
     async def get(self, key: ObjectKey) -> bytes | None:
         return (await self.get_batch([key]))[0]
