@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from mooncake.errors import InvalidArgument
+from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.store.allocator import Allocator
 from mooncake.transfer import Region, TransferEngine
 from mooncake.transfer.memory import span_of
@@ -75,13 +75,17 @@ class Lent:
         """Rows of one array touch, and are registered as one range."""
         self.addresses = [address for address, _ in ranges]
         start = end = 0
-        for address, size_bytes in sorted(ranges):
-            if address <= end and start < end:
-                end = max(end, address + size_bytes)
-                continue
+        try:
+            for address, size_bytes in sorted(ranges):
+                if address <= end and start < end:
+                    end = max(end, address + size_bytes)
+                    continue
+                self._register(start, end)
+                start, end = address, address + size_bytes
             self._register(start, end)
-            start, end = address, address + size_bytes
-        self._register(start, end)
+        except MooncakeError:
+            self._memory.give_back(self._regions, None)  # nobody else knows of them yet
+            raise
 
     def _register(self, start: int, end: int) -> None:
         if start < end and not self._memory.has(start, end - start):

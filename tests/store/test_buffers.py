@@ -88,6 +88,13 @@ def test_an_empty_value_needs_no_memory(memory: LocalMemory) -> None:
         assert lent.sizes == [0] and registered(memory) == []
 
 
+def test_a_buffer_that_is_no_memory_leaves_none_of_the_others_registered(memory: LocalMemory) -> None:
+    row = np.zeros(STAGED_BYTES + 1, dtype=np.uint8)
+    with pytest.raises(InvalidArgument, match="not mapped"):
+        memory.target([row, (1 << 56, STAGED_BYTES)])
+    assert registered(memory) == []
+
+
 def test_bad_buffers_are_named(memory: LocalMemory) -> None:
     with pytest.raises(InvalidArgument, match="writable"):
         memory.target([b"read-only"])
