@@ -35,6 +35,7 @@ HERE, DEFAULT = "127.0.0.1:50051", "default"
 @contextmanager
 def opened(master: str, tenant: str = DEFAULT, timeout_s: float = 10.0) -> Iterator[Store]:
     with Store(master, settings=StoreSettings(timeout_s=timeout_s, tenant=tenant)) as store:
+        store.connect()  # a person at a terminal wants to hear at once that nobody listens there
         yield store
 
 
