@@ -304,6 +304,7 @@ class Damaged(Cluster):
         "--put-s": "1",
         "--grace-s": "0.2",
         "--heartbeat-s": "5",
+        "--promote-after-hits": "0",  # else a promotion may find a changed bit before the reader does
     }
 
     proxy: Proxy | None = None
