@@ -22,6 +22,7 @@ from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
 from mooncake.store.objects import Extent, StoredObject
 from mooncake.store.records import (
+    AllRemoved,
     LineBegan,
     ObjectGone,
     ObjectPinned,
@@ -56,6 +57,7 @@ class Applying:
             SpaceHeld: self._space_held,
             LineBegan: self._line_began,
             QuotaSet: self._quota_set,
+            AllRemoved: self._all_removed,
         }
 
     def apply(self, record: Record, now: float) -> None:
@@ -157,6 +159,9 @@ class Applying:
         at = bisect.bisect_left(offsets, extent.offset)
         if offsets[at : at + 1] != [extent.offset]:
             offsets.insert(at, extent.offset)
+
+    def _all_removed(self, record: AllRemoved, _: float) -> None:
+        self._catalog.cleared[record.tenant] = record.before
 
     def _find(self, key: ObjectKey, object_id: int) -> StoredObject | None:
         stored = self._catalog.objects.readable.get(key)

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 from mooncake.store.effects import Note, Reply
 from mooncake.store.eviction import Eviction
 from mooncake.store.messages import Mount
-from mooncake.store.objects import Extent, Objects, State, StoredObject
+from mooncake.store.objects import Extent, Objects, State, StoredObject, split_scoped
 from mooncake.store.records import (
+    AllRemoved,
     ObjectGone,
     ObjectPinned,
     ObjectReadable,
@@ -40,6 +41,7 @@ from mooncake.store.tenants import Tenants
 from mooncake.types import ObjectKey, Tier
 
 STORY_LINES = 100_000
+MAX_WENT = 1 << 18
 
 
 @dataclasses.dataclass
@@ -117,6 +119,11 @@ class Catalog:
         """The keys of the last lookups, a list each; ``hot.py`` looks at them now and then."""
         self.is_evicting = False
         """Watchers may ask whether what goes is evicted."""
+        self.went: dict[ObjectKey, int] = {}
+        """The least object id that is news of each of the last keys that went: what a node that was away
+        says of an older one is out of date."""
+        self.cleared: dict[str, int] = {}
+        """The same for all keys of a tenant that was emptied."""
         self.notes: list[Note] = []
         """What operators should know of the event that is being handled."""
         self.replies: list[Reply] = []
@@ -265,6 +272,22 @@ class Catalog:
             for watcher in self.watchers:
                 watcher.gone(stored, now)
         return released_bytes
+
+    def forget_before(self, key: ObjectKey, object_id: int) -> None:
+        """What a node that comes back holds under ``key`` is taken only from this id on."""
+        self.went[key] = max(object_id, self.went.pop(key, 0))
+        if len(self.went) > MAX_WENT:
+            del self.went[next(iter(self.went))]
+
+    def clear_before(self, tenant: str, object_id: int) -> None:
+        """The same for everything of a tenant."""
+        self.cleared[tenant] = object_id
+        self.records.append(AllRemoved(tenant, object_id))
+
+    def news_of(self, key: ObjectKey) -> int:
+        """The least object id that is news of ``key``, which is not readable."""
+        tenant = split_scoped(key)[0] if self.cleared else ""
+        return max(self.went.get(key, 0), self.cleared.get(tenant, 0))
 
     # Replicas
 

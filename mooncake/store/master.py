@@ -36,7 +36,7 @@ from mooncake.store.objects import Objects
 from mooncake.store.pinning import Pinning
 from mooncake.store.quotas import QuotaKeeping
 from mooncake.store.reading import Reading
-from mooncake.store.records import LineBegan, Record
+from mooncake.store.records import AllRemoved, LineBegan, Record
 from mooncake.store.removing import Removing
 from mooncake.store.replication import Replication
 from mooncake.store.segments import Segments
@@ -214,6 +214,7 @@ class Master:
         records: list[Record] = [LineBegan(segments.line)]
         records += [record_of_segment(one) for one in segments.mounted.values()]
         records += self.catalog.tenants.records()
+        records += [AllRemoved(tenant, before) for tenant, before in self.catalog.cleared.items()]
         records += [record_of(stored) for stored in self.catalog.objects.readable.values()]
         records += self.catalog.held()
         return records

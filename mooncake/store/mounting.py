@@ -17,10 +17,9 @@ from mooncake.store.objects import Extent, StoredObject, check_put, split_scoped
 from mooncake.store.records import ObjectReadable, ReplicaAdded
 from mooncake.store.segments import Segment
 from mooncake.store.tasks import Tasks, entry_of
-from mooncake.types import ObjectKey, Tier
+from mooncake.types import Tier
 
 MAX_REST_S = 3600.0
-MAX_WENT = 1 << 18
 BETWEEN_REPORTS_S = 5.0
 """How long the next part of a report may take, until memory is given out without it."""
 
@@ -31,9 +30,6 @@ class Mounting:
     def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
         self._catalog = catalog
         self._tasks = tasks
-        self._went: dict[ObjectKey, int] = {}
-        """The least object id that is news of each of the last keys whose object went: what a node that was
-        away says of an older one is out of date. A lost object may come back itself, a removed one not."""
         catalog.on_left.append(self._left)
 
     def mount(self, message: m.Mount, event: Received, now: float) -> m.Mounted:
@@ -104,10 +100,8 @@ class Mounting:
 
     def _left(self, stored: StoredObject, extent: Extent, now: float) -> None:
         if not stored.is_readable:
-            news = stored.object_id + extent.segment.is_mounted
-            self._went[stored.key] = max(news, self._went.pop(stored.key, 0))
-            if len(self._went) > MAX_WENT:
-                del self._went[next(iter(self._went))]
+            # A lost object may come back itself, a removed one not.
+            self._catalog.forget_before(stored.key, stored.object_id + extent.segment.is_mounted)
 
     def _adopt(self, segment: Segment, entry: m.Entry, now: float) -> bool:
         """Believe the node that its segment holds this."""
@@ -127,7 +121,7 @@ class Mounting:
             self._catalog.records.append(added)
             self._catalog.tell(now, stored.key, "#{} is on {} too, says its node", *_what(entry, segment))
             return True
-        news = stored.object_id if stored is not None else self._went.get(entry.key, 0)
+        news = stored.object_id if stored is not None else self._catalog.news_of(entry.key)
         if entry.object_id < news:
             return False
         if not segment.allocator.take(entry.offset, entry.size_bytes):

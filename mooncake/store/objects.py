@@ -306,6 +306,11 @@ class Objects:
         """Of readable objects, by scoped name."""
         self._last_id = last_id
 
+    @property
+    def last_id(self) -> int:
+        """The largest object id that was given out."""
+        return self._last_id
+
     def ids_from(self, first: int) -> None:
         """Give out none that another master may have given out, of which nothing is known here."""
         self._last_id = max(first, self._last_id + LEAP)

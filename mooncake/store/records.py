@@ -96,6 +96,14 @@ class LineBegan(msgspec.Struct, frozen=True, array_like=True, tag="line_began"):
     line: int
 
 
+class AllRemoved(msgspec.Struct, frozen=True, array_like=True, tag="all_removed"):
+    """Everything of a tenant, also what is away with its node: what it brings back is not taken."""
+
+    tenant: str
+    before: int
+    """The least object id of what came afterwards."""
+
+
 class QuotaSet(msgspec.Struct, frozen=True, array_like=True, tag="quota_set"):
     tenant: str
     size_bytes: int | None
@@ -111,6 +119,7 @@ Record: TypeAlias = (
     | ObjectPinned
     | SpaceHeld
     | LineBegan
+    | AllRemoved
     | QuotaSet
 )
 

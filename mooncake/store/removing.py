@@ -25,8 +25,14 @@ class Removing:
 
     def remove(self, message: m.Remove, _: Received, now: float) -> m.Outcomes:
         readable = self._catalog.objects.readable
-        keys = scoped_all(message.tenant, message.keys)
-        return m.Outcomes([self._remove(readable.get(key), message.force, now) for key in keys])
+        outcomes: list[bool | Refusal] = []
+        for key in scoped_all(message.tenant, message.keys):
+            stored = readable.get(key)
+            if stored is None:
+                # It may be away with its node, and is to stay removed when that comes back.
+                self._catalog.forget_before(key, self._catalog.objects.last_id + 1)
+            outcomes.append(self._remove(stored, message.force, now))
+        return m.Outcomes(outcomes)
 
     def remove_matching(self, message: m.RemoveMatching, _: Received, now: float) -> m.Removed | Failure:
         if len(message.pattern) > MAX_PATTERN:
@@ -43,6 +49,8 @@ class Removing:
                 is_removed = self._remove(stored, message.force, now) is True
                 num_removed += is_removed
                 num_leased += not is_removed
+        if not message.pattern:
+            self._catalog.clear_before(tenant, self._catalog.objects.last_id + 1)
         return m.Removed(num_removed, num_leased)
 
     def _remove(self, stored: StoredObject | None, force: bool, now: float) -> bool | Refusal:

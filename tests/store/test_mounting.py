@@ -237,6 +237,27 @@ def test_what_was_removed_while_its_node_was_away_stays_removed(nodes: Nodes) ->
     assert where(nodes, "stays") == ["a"]
 
 
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_what_is_removed_after_it_was_lost_does_not_come_back_with_its_node(
+    nodes: Nodes, is_cleared: bool
+) -> None:
+    memory, ssd = with_ssd(nodes)
+    nodes.put("k", host="a")
+    work(nodes, ssd)
+    nodes.lose(memory.connection)
+    nodes.lose(ssd.connection)
+    nodes.wait(TTL_S)
+    if is_cleared:
+        nodes.say(m.RemoveMatching("", True))
+        successor = Master(DEMOTES)
+        successor.restore(nodes.master.snapshot(), nodes.now)
+        assert successor.catalog.cleared == nodes.master.catalog.cleared != {}
+    else:
+        assert nodes.remove("k") is False
+    again = ssd_again(nodes, ssd)
+    assert not again.held and where(nodes, "k") == []
+
+
 def test_an_older_value_does_not_come_back_when_the_newer_one_was_lost(nodes: Nodes) -> None:
     a, b = Place(nodes, "a"), Place(nodes, "b")
     (old,) = nodes.put("k", host="a")
