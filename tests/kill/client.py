@@ -72,6 +72,8 @@ class Worker:
         """Key -> the version that was acknowledged."""
         self._free: dict[str, int] = {}
         """Removed keys, and the last version they had."""
+        self._doubtful: list[str] = []
+        """Put without a clear answer: perhaps there; removed some time, so that the pools never fill up."""
         self._num_keys = 0
 
     def run(self) -> None:
@@ -81,6 +83,9 @@ class Worker:
             time.sleep(self._random.choice((0.0, 0.0, 0.002, 0.01)))
 
     def _act(self) -> None:
+        if self._doubtful and self._random.random() < 0.2:
+            self._clear()
+            return
         if len(self._mine) > MOST_KEYS:
             self._remove()
             return
@@ -118,6 +123,7 @@ class Worker:
             outcomes = self._put_parts(keys) if kind == "parts" else self._put_whole(keys, kind)
         except MooncakeError as error:
             self._journal.write(*(Line("unknown", key, more=str(error)) for key in keys))
+            self._doubtful += keys
             return
         done = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is None]
         places = self._places(done)
@@ -131,6 +137,7 @@ class Worker:
                 lines.append(Line("put_refused", key, version, more=str(outcome)))
             else:
                 lines.append(Line("unknown", key, more=str(outcome)))
+                self._doubtful.append(key)
         self._journal.write(*lines)
 
     def _put_whole(self, keys: dict[str, int], kind: str) -> list[Refusal | None]:
@@ -176,6 +183,14 @@ class Worker:
             if value is not None and value != content(key, version):
                 self._journal.write(Line("wrong", key, version, more=f"a get gave {value[:20]!r}..."))
 
+    def _clear(self) -> None:
+        keys, self._doubtful = self._doubtful[:8], self._doubtful[8:]
+        self._journal.write(*(Line("remove", key) for key in keys))
+        try:
+            self._store.remove(keys, force=True)
+        except MooncakeError:
+            self._doubtful += keys
+
     def _remove(self) -> None:
         keys = self._random.sample(list(self._mine), self._random.randint(1, 3))
         self._journal.write(*(Line("remove", key) for key in keys))
@@ -184,6 +199,7 @@ class Worker:
             outcomes = self._store.remove(keys, force=self._random.random() < 0.7)
         except MooncakeError as error:
             self._journal.write(*(Line("unknown", key, more=str(error)) for key in keys))
+            self._doubtful += keys
             return
         lines: list[Line] = []
         for key, outcome in zip(keys, outcomes, strict=True):

@@ -24,6 +24,9 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30.0
 """For a process to start or to answer on a machine that is busy with other things."""
 
+POOL = "256MiB"
+"""Far more than there ever is: what was evicted would be taken for lost."""
+
 MASTER_FLAGS = {
     "--lease-s": "0.5",
     "--put-s": "1",
@@ -143,7 +146,7 @@ class Cluster:
         self._start(name, "master", *flags)
 
     def start_node(self, name: str) -> None:
-        flags = ["--master", self.master, "--name", name, "--pool-size", "64MiB", "--no-huge-pages"]
+        flags = ["--master", self.master, "--name", name, "--pool-size", POOL, "--no-huge-pages"]
         if self.has_ssd:
             flags += ["--ssd-path", str(self.folder / name), "--ssd-size", "256MiB"]
         self._start(name, "node", *flags)
