@@ -227,6 +227,11 @@ class Catalog:
         """Put-end: readable from now on, in the place of what was readable under the key."""
         old = self.objects.readable.get(stored.key)
         if old is not None:
+            if stored.policy.is_durable:
+                stored.before = self._set_aside(old, now)
+            elif old.before is not None:
+                before, old.before = old.before, None
+                self.let_go(before, now)
             # The record of the new one says it too, so that no torn log has neither.
             self.unlink(old, "replaced by a newer put", now, is_recorded=False)
         self.objects.finish(stored, checksums, now)
@@ -234,7 +239,8 @@ class Catalog:
             extent.held_until = 0.0  # its writer has nothing under way any more
         self.tenants.shown(stored)
         self.eviction.add(stored, now)
-        self.records.append(record_of(stored))
+        if stored.before is None:
+            self.records.append(record_of(stored))
         for watcher in self.watchers:
             watcher.readable(stored, now)
 
@@ -271,7 +277,59 @@ class Catalog:
             self._may_free_its_parent(stored, now)
             for watcher in self.watchers:
                 watcher.gone(stored, now)
+            before, stored.before = stored.before, None
+            if before is not None:
+                self._bring_back(before, now)
         return released_bytes
+
+    # A durable object that is replaced by one that is not durable yet: put-end is answered only when that
+    # is on SSD too, so until then the old one is what was acknowledged. Readers see the new one, but its
+    # record is not written, and the old one's bytes on SSD stay taken: whoever loses the new one has the old.
+
+    def _set_aside(self, old: StoredObject, now: float) -> StoredObject | None:
+        """Cut from ``old``, which is about to be unlinked, what is kept of it. None: it is not durable."""
+        if old.before is not None:
+            before, old.before = old.before, None  # that one is: ``old`` never was
+            return before
+        kept = old.complete(Tier.SSD)
+        if not kept:
+            return None
+        record = record_of(old)
+        for extent in old.complete():
+            if extent not in kept:
+                self.records.append(ReplicaGone(old.key, old.object_id, extent.segment.name))
+        for extent in kept:
+            self.eviction.left(old, extent)
+            old.extents.remove(extent)
+        before = StoredObject(old.key, old.object_id, 0, old.size_bytes, old.chunk_bytes, kept, 0.0)
+        before.state, before.account = State.UNLINKED, old.account
+        before.lease_until = old.leased_until
+        before.kept = record
+        for extent in kept:
+            extent.segment.holders[extent.offset] = before
+        return before
+
+    def confirm(self, stored: StoredObject, now: float) -> None:
+        """``stored`` is durable: what it replaced goes for good."""
+        before, stored.before = stored.before, None
+        if before is not None:
+            self.records.append(record_of(stored))
+            self.let_go(before, now)
+
+    def let_go(self, before: StoredObject, now: float) -> None:
+        """Nobody wants back what was set aside."""
+        extents, before.extents = before.extents, []
+        self._left(before, extents, now)
+        for extent in extents:
+            self._rest(before, extent, before.lease_until, now)
+
+    def _bring_back(self, before: StoredObject, now: float) -> None:
+        """The new object is lost before it was acknowledged."""
+        extents, before.extents = before.extents, []
+        if not extents or before.kept is None:
+            return
+        self.adopt(before.kept, extents, now).lease_until = max(now, before.lease_until)
+        self.tell(now, before.key, "#{} is back: its successor was lost", before.object_id)
 
     def forget_before(self, key: ObjectKey, object_id: int) -> None:
         """What a node that comes back holds under ``key`` is taken only from this id on."""
@@ -432,7 +490,7 @@ class Catalog:
         """All space that is promised without being a replica that can be read."""
         for segment in self.segments.mounted.values():
             for offset, stored in segment.holders.items():
-                if self.is_held(segment, offset):
+                if self.is_held(segment, offset) or stored.before is not None:
                     yield SpaceHeld([(segment.name, offset)], stored.size_bytes)
 
     def is_held(self, segment: Segment, offset: int) -> bool:
@@ -470,6 +528,9 @@ class Catalog:
             stored.resting = [extent for extent in stored.resting if extent.segment is not segment]
             extent = stored.on(segment)
             if extent is None:
+                continue
+            if stored.state is State.UNLINKED:
+                stored.extents.remove(extent)  # set aside
                 continue
             was_readable = stored.is_readable
             # SegmentGone says it of each.

@@ -3,8 +3,8 @@
 The object is readable at once; only its writer waits, because an answer means that the bytes
 outlive the process. Who copies them, another part decides when it hears of the object
 (``catalog.Watcher.readable``). A writer that would wait too long is refused, and the object stays in
-memory: it may have taken the place of one that was durable, and of two values one must be left. The next
-durable put of the key is told that it is not on SSD (``writing.py``).
+memory; a durable one that it replaced is kept until it is on SSD, or comes back when it is lost
+(``catalog.confirm``). The next durable put of the key is told that it is not on SSD (``writing.py``).
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Durable:
 
     def _completed(self, stored: StoredObject, extent: Extent, now: float) -> None:
         if extent.segment.tier is Tier.SSD and stored.policy.is_durable:
+            self._catalog.confirm(stored, now)
             self._end(stored, None)
 
     def gone(self, stored: StoredObject, now: float) -> None:

@@ -215,7 +215,13 @@ class Master:
         records += [record_of_segment(one) for one in segments.mounted.values()]
         records += self.catalog.tenants.records()
         records += [AllRemoved(tenant, before) for tenant, before in self.catalog.cleared.items()]
-        records += [record_of(stored) for stored in self.catalog.objects.readable.values()]
+        for stored in self.catalog.objects.readable.values():
+            before = stored.before
+            if before is None:
+                records.append(record_of(stored))
+            elif before.extents and before.kept is not None:
+                places = [(extent.segment.name, extent.offset) for extent in before.extents]
+                records.append(msgspec.structs.replace(before.kept, places=places))
         records += self.catalog.held()
         return records
 

@@ -95,6 +95,8 @@ class Mounting:
     def _knows(self, segment: Segment, entry: m.Entry) -> bool:
         """Whether that is there indeed, or is just being written by a task."""
         stored = self._catalog.objects.readable.get(entry.key)
+        if stored is not None and stored.before is not None and stored.before.object_id == entry.object_id:
+            stored = stored.before
         extent = None if stored is None or stored.object_id != entry.object_id else stored.on(segment)
         return extent is not None and extent.offset == entry.offset
 

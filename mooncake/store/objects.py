@@ -111,6 +111,7 @@ class StoredObject:
 
     __slots__ = (
         "account",
+        "before",
         "chunk_bytes",
         "data_type",
         "extents",
@@ -118,6 +119,7 @@ class StoredObject:
         "is_hard_pinned",
         "is_plain",
         "joint",
+        "kept",
         "key",
         "lease_until",
         "num_uses",
@@ -168,6 +170,10 @@ class StoredObject:
         """The name of its group, with the tenant; "": none."""
         self.joint: Group | None = None
         """That group, while the object is readable."""
+        self.before: StoredObject | None = None
+        """The durable object whose place it took, until it is durable itself (``catalog.set_aside``)."""
+        self.kept: ObjectReadable | None = None
+        """Of an object that was set aside, how to bring it back."""
         self.account: Any = None
         """Of the tenant whose it is (``tenants.py``)."""
         self.is_plain = False

@@ -10,6 +10,7 @@ from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
 from mooncake.store.effects import Note, Received
 from mooncake.store.objects import StoredObject, scoped_all, split_scoped
+from mooncake.store.records import ObjectGone
 from mooncake.types import Tier
 
 MAX_PATTERN = 1024
@@ -59,6 +60,10 @@ class Removing:
         if stored.lease_until > now and not force:
             return _leased(stored.lease_until - now)
         self._catalog.counts.removed_objects += 1
+        if stored.before is not None:
+            self._catalog.records.append(ObjectGone(stored.key, stored.before.object_id))
+            self._catalog.let_go(stored.before, now)
+            stored.before = None
         self._catalog.unlink(stored, "removed by force" if force else "removed", now)
         return True
 

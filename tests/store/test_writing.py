@@ -10,6 +10,8 @@ import pytest
 from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
+from mooncake.store.master import Master
+from mooncake.store.records import Record
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice
 from tests.store.nodes import Nodes, Place, with_ssd
@@ -329,3 +331,128 @@ def test_a_durable_object_that_goes_before_it_is_on_ssd() -> None:
     assert nodes.remove("k", force=True) is True
     (answer,) = nodes.late.pop("end")
     assert answer.outcomes[0].code == "no_ssd"
+
+
+# A durable object that is replaced by one that is not on SSD yet
+
+
+def replaced(nodes: Nodes, ssd: Place) -> tuple[int, int]:
+    """The ids of a durable object and of its successor, whose put-end waits as "end"."""
+    place = nodes.start("k", host="a", policy=DURABLE).reserved[0]
+    assert place is not None
+    nodes.post(m.PutEnd(["k"], [place.object_id], [b"old!"]), "client", "first")
+    ssd.work()
+    assert nodes.late.pop("first") == [m.Outcomes([True])]
+    again = nodes.start("k", host="a", policy=DURABLE, replace=True).reserved[0]
+    assert again is not None
+    nodes.post(m.PutEnd(["k"], [again.object_id], [b"new!"]), "client", "end")
+    assert "end" not in nodes.late
+    nodes.master.check()
+    return place.object_id, again.object_id
+
+
+def told(nodes: Nodes, ssd: Place) -> None:
+    """The node has heard of what went."""
+    ssd.poll()
+    nodes.wait(0.1)
+    ssd.answered()
+
+
+def successor_of(nodes: Nodes, records: list[Record]) -> Master:
+    successor = Master(SETTINGS)
+    successor.restore(records, nodes.now)
+    successor.check()
+    return successor
+
+
+def test_readers_see_the_new_one_and_a_successor_the_old_one() -> None:
+    nodes = Nodes(SETTINGS)
+    _, ssd = with_ssd(nodes)
+    old, new = replaced(nodes, ssd)
+    found = nodes.find("k")
+    assert found is not None and found.object_id == new
+    for records in (nodes.records, nodes.master.snapshot()):
+        kept = successor_of(nodes, records).objects.readable["k"]
+        assert kept.object_id == old and [e.segment.name for e in kept.complete()] == ["a/ssd"]
+
+
+def test_the_old_one_goes_when_the_new_one_is_on_ssd() -> None:
+    nodes = Nodes(SETTINGS)
+    _, ssd = with_ssd(nodes)
+    _, new = replaced(nodes, ssd)
+    ssd.work()
+    assert nodes.late.pop("end") == [m.Outcomes([True])]
+    told(nodes, ssd)
+    assert ssd.held.keys() == {new}
+    for records in (nodes.records, nodes.master.snapshot()):
+        assert successor_of(nodes, records).objects.readable["k"].object_id == new
+    assert len(nodes.master.segments.mounted["a/ssd"].holders) == 1, "its space is free again"
+
+
+def test_the_old_one_is_back_when_the_new_one_is_lost() -> None:
+    nodes = Nodes(SETTINGS)
+    memory, ssd = with_ssd(nodes)
+    old, _ = replaced(nodes, ssd)
+    nodes.lose(memory.connection)
+    Place(nodes, "a", epoch=8)
+    (answer,) = nodes.late.pop("end")
+    assert answer.outcomes[0].code == "no_ssd"
+    found = nodes.find("k")
+    assert found is not None and found.object_id == old and nodes.where("k") == ["a/ssd"]
+    assert successor_of(nodes, nodes.records).objects.readable["k"].object_id == old
+    assert old in ssd.held and "its successor was lost" in nodes.master.story("k")[-1]
+
+
+def test_both_go_when_the_key_is_removed() -> None:
+    nodes = Nodes(SETTINGS)
+    _, ssd = with_ssd(nodes)
+    replaced(nodes, ssd)
+    assert nodes.remove("k", force=True) is True
+    told(nodes, ssd)
+    assert nodes.find("k") is None and not ssd.held
+    for records in (nodes.records, nodes.master.snapshot()):
+        assert "k" not in successor_of(nodes, records).objects.readable
+
+
+def test_a_third_one_is_kept_apart_from_the_first_too() -> None:
+    nodes = Nodes(SETTINGS)
+    memory, ssd = with_ssd(nodes)
+    old, new = replaced(nodes, ssd)
+    place = nodes.start("k", host="a", policy=DURABLE, replace=True).reserved[0]
+    assert place is not None and place.object_id > new
+    nodes.post(m.PutEnd(["k"], [place.object_id], [b"3rd!"]), "client", "third")
+    assert nodes.late.pop("end")[0].outcomes[0].code == "no_ssd"
+    assert successor_of(nodes, nodes.records).objects.readable["k"].object_id == old
+    nodes.lose(memory.connection)
+    Place(nodes, "a", epoch=8)
+    found = nodes.find("k")
+    assert found is not None and found.object_id == old
+
+
+def test_a_plain_put_replaces_both() -> None:
+    nodes = Nodes(SETTINGS)
+    memory, ssd = with_ssd(nodes)
+    replaced(nodes, ssd)
+    place = nodes.start("k", host="a", replace=True).reserved[0]
+    assert place is not None
+    assert nodes.end("k", place.object_id) is True
+    told(nodes, ssd)
+    assert not ssd.held
+    assert successor_of(nodes, nodes.records).objects.readable["k"].object_id == place.object_id
+    nodes.lose(memory.connection)
+    Place(nodes, "a", epoch=8)
+    assert nodes.find("k") is None, "nothing stale comes back"
+
+
+def test_what_was_set_aside_may_be_lost_as_well() -> None:
+    nodes = Nodes(SETTINGS)
+    memory, ssd = with_ssd(nodes)
+    _, new = replaced(nodes, ssd)
+    nodes.say(m.Unmount("a/ssd", 7), ssd.connection)
+    found = nodes.find("k")
+    assert found is not None and found.object_id == new
+    nodes.master.check()
+    nodes.lose(memory.connection)
+    Place(nodes, "a", epoch=8)
+    assert nodes.find("k") is None
+    nodes.master.check()
