@@ -189,7 +189,10 @@ class Checkers:
             self._readable = {}
 
     def master_stepped(self, master: Master) -> None:
-        readable = {key: stored.object_id for key, stored in master.objects.readable.items()}
+        # Of a durable object that is not durable yet, what it replaced is what was acknowledged.
+        readable = {
+            key: (stored.before or stored).object_id for key, stored in master.objects.readable.items()
+        }
         for key, object_id in self._readable.items():
             if readable.get(key) != object_id:
                 self._check_loss(master, key, object_id)

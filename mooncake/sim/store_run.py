@@ -42,7 +42,7 @@ class StoreRun:
         self._max_bytes = random.choice((64, 700, 2000))
         pool_bytes = random.choice((4096, 16384, 65536))
         self._sizes = {f"node{number}": pool_bytes for number in range(random.randint(1, 3))}
-        self._disks = {name: 2 * pool_bytes for name in self._sizes if random.random() < 0.6}
+        self._disks = {name: 4 * pool_bytes for name in self._sizes if random.random() < 0.6}
         self._workers: dict[str, Worker] = {}
 
     @property
