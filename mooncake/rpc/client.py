@@ -35,9 +35,9 @@ SILENT = (
 )
 """What may be wrong with a peer that hung up before its first answer, without TLS and with."""
 
-AWAKE_S = 40e-6
+AWAKE_S = 100e-6
 """How long a blocked caller looks for its reply before it sleeps: waking an idle core of a virtual machine
-takes about 25 us, and a one-key call of the store is answered in that time."""
+takes about 25 us on each side, and a one-key call of the store is answered in that time."""
 _READ_BYTES = 256 << 10
 _ID_MASK = 0xFFFFFFFF
 

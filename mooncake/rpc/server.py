@@ -54,8 +54,9 @@ class Limits:
     max_body_bytes: int = MAX_BODY_BYTES
 
 
-AWAKE_S = 40e-6
-"""How long the loop looks for the next request before it sleeps; see ``client.AWAKE_S``."""
+AWAKE_S = 100e-6
+"""How long the loop looks for the next request before it sleeps: the end of a small put follows its start
+within that time. See ``client.AWAKE_S``."""
 
 Handler: TypeAlias = Callable[[Any, "Call"], Message | Awaitable[Message | None] | None]
 """``handler(message, call)``: returns the reply, or an awaitable of it, or None to answer later."""
