@@ -26,25 +26,7 @@ from mooncake.errors import (
 from mooncake.transfer.memory import device_span_of
 from mooncake.transfer.segment import RegionInfo
 from mooncake.transfer.transports import Carrier, Site
-
-
-class CudaCarrier:
-    def __init__(self, peer: _native.CudaPeer) -> None:
-        self._peer = peer
-        self.run = peer.run
-        self.submit = peer.submit
-        self.cancel = peer.cancel
-        self.close = peer.close
-
-    @property
-    def is_lost(self) -> bool:
-        return self._peer.is_lost
-
-    def view(self, address: int, size_bytes: int, timeout_s: float) -> None:
-        return None
-
-    def set_regions(self, regions: Sequence[RegionInfo]) -> None:
-        self._peer.set_remote(open_to_others(regions))
+from mooncake.transfer.transports.carrier import NativeCarrier
 
 
 class CudaTransport:
@@ -110,7 +92,7 @@ class CudaTransport:
     def connect(self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float) -> Carrier:
         peer = self._start()[1].connect(endpoint, epoch, open_to_others(regions), timeout_s)
         if isinstance(peer, _native.CudaPeer):
-            return CudaCarrier(peer)
+            return NativeCarrier(peer, open_to_others)
         if peer == Status.TIMED_OUT:
             raise DeadlineExceeded(
                 f"cuda peer {endpoint} did not answer within {timeout_s:g} s; is it stopped?"

@@ -30,6 +30,7 @@ from mooncake.errors import (
 from mooncake.log import get_logger
 from mooncake.transfer.segment import RegionInfo
 from mooncake.transfer.transports import Carrier, Site
+from mooncake.transfer.transports.carrier import NativeCarrier
 
 log = get_logger(__name__)
 
@@ -48,27 +49,6 @@ class FileCarrier:
     @property
     def is_lost(self) -> bool:
         return self._transport.is_closed
-
-    def view(self, address: int, size_bytes: int, timeout_s: float) -> None:
-        return None
-
-    def set_regions(self, regions: Sequence[RegionInfo]) -> None:
-        self._peer.set_remote(files_only(regions))
-
-
-class SharedFileCarrier:
-    """File regions of another process of this host."""
-
-    def __init__(self, peer: _native.SharedFilePeer) -> None:
-        self._peer = peer
-        self.run = peer.run
-        self.submit = peer.submit
-        self.cancel = peer.cancel
-        self.close = peer.close
-
-    @property
-    def is_lost(self) -> bool:
-        return self._peer.is_lost
 
     def view(self, address: int, size_bytes: int, timeout_s: float) -> None:
         return None
@@ -103,7 +83,7 @@ class FileTransport:
             return FileCarrier(self.regions, here, regions)
         peer = self._start().connect(endpoint, epoch, files_only(regions), timeout_s)
         if isinstance(peer, _native.SharedFilePeer):
-            return SharedFileCarrier(peer)
+            return NativeCarrier(peer, files_only)
         if peer == Status.TIMED_OUT:
             raise DeadlineExceeded(
                 f"file peer {endpoint} did not answer within {timeout_s:g} s; is it stopped?"

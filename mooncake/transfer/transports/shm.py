@@ -13,25 +13,16 @@ from mooncake._native import Status, View
 from mooncake.errors import AccessDenied, DeadlineExceeded, PeerLost
 from mooncake.transfer.segment import RegionInfo
 from mooncake.transfer.transports import Carrier, Site
+from mooncake.transfer.transports.carrier import NativeCarrier
 
 
-class ShmCarrier:
+class ShmCarrier(NativeCarrier):
     def __init__(self, peer: _native.ShmPeer) -> None:
-        self._peer = peer
-        self.run = peer.run
-        self.submit = peer.submit
-        self.cancel = peer.cancel
-        self.close = peer.close
-
-    @property
-    def is_lost(self) -> bool:
-        return self._peer.is_lost
+        super().__init__(peer, shared_only)
+        self._shm = peer
 
     def view(self, address: int, size_bytes: int, timeout_s: float) -> View | None:
-        return self._peer.view(address, size_bytes, timeout_s)
-
-    def set_regions(self, regions: Sequence[RegionInfo]) -> None:
-        self._peer.set_remote(shared_only(regions))
+        return self._shm.view(address, size_bytes, timeout_s)
 
 
 class ShmTransport:
