@@ -20,8 +20,10 @@ from mooncake.sim.nodes import SimNode, SimSegment
 from mooncake.store import messages as m
 from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
 from mooncake.store.master import Master
+from mooncake.store.objects import Extent, StoredObject
 from mooncake.store.records import decode, encode
 from mooncake.store.settings import MasterSettings
+from mooncake.types import Tier
 
 MASTER = "master"
 
@@ -44,7 +46,12 @@ class SimMaster:
             self.master.check()
         self._driver: SimDriver[Event, Effect] = SimDriver(self.process, self.master, self._perform)
         self._driver.after_step = lambda: cluster.checkers.master_stepped(self.master)
+        self.master.catalog.on_left.append(self._left)
         cluster.network.listen(MASTER, self.process, self._accept)
+
+    def _left(self, stored: StoredObject, extent: Extent, _: float) -> None:
+        if self.master.catalog.is_evicting and extent.segment.tier is Tier.MEMORY:
+            self._cluster.checkers.ledger.evicted(stored.key, extent.segment.node)
 
     def _accept(self, end: End) -> None:
         def received(frame: tuple[int, msgspec.Struct]) -> None:

@@ -7,7 +7,8 @@ clear answer or was asked twice leaves it unknown until a clear one. Then:
 * **No stale value**: after an acknowledged put of a key that was absent, or an acknowledged replacement,
   nobody reads another value.
 * **No acknowledged loss**: what was put is there at the end, if it is on SSD (durable) or a node that has had
-  it in memory lives on, and the master has not evicted it.
+  it in memory lives on, and the master has not evicted it. A disk that lies deceives the master, too: what it
+  evicted from memory because of a copy on SSD is promised no more once power was lost.
 """
 
 from __future__ import annotations
@@ -44,12 +45,19 @@ class Known:
     """The one that must be read; None: not known."""
     is_durable: bool = False
     nodes: dict[str, None] = dataclasses.field(default_factory=dict)
-    """That have it in memory."""
+    """That have it in memory, or had until it was evicted there because it is on SSD."""
+    spared: dict[str, None] = dataclasses.field(default_factory=dict)
+    """The latter of them."""
 
     def forget(self) -> None:
         self.is_absent = self.is_present = self.is_durable = False
         self.value = None
-        self.nodes = {}
+        self.nodes, self.spared = {}, {}
+
+    def doubt_ssds(self) -> None:
+        self.is_durable = False
+        for name in self.spared:
+            self.nodes.pop(name, None)
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,6 +84,8 @@ class Ledger:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._keys: dict[str, Known] = {}
+        self._doubts_ssds = False
+        """What is said to be there may not be: one of them lied, and has lost its power."""
 
     def of(self, key: str) -> Known:
         return self._keys.setdefault(key, Known())
@@ -149,10 +159,21 @@ class Ledger:
         known.nodes = {}
 
     def node_crashed(self, name: str, has_lost_power: bool) -> None:
+        has_lied = has_lost_power and self._cluster.checkers.has_liars
+        self._doubts_ssds |= has_lied
         for known in self._keys.values():
             known.nodes.pop(name, None)
-            if has_lost_power and self._cluster.checkers.has_liars:
-                known.is_durable = False
+            if has_lied:
+                known.doubt_ssds()
+            known.is_present &= known.is_durable or bool(known.nodes)
+
+    def evicted(self, key: str, node: str) -> None:
+        """From a node's memory, and the master takes it to be readable elsewhere."""
+        known = self.of(key)
+        if node in known.nodes:
+            known.spared[node] = None
+        if self._doubts_ssds:
+            known.nodes.pop(node, None)
             known.is_present &= known.is_durable or bool(known.nodes)
 
     def master_crashed(self) -> None:

@@ -357,6 +357,8 @@ class Carriage:
         elif (disk := self._target.disk) is None:
             self._end(None)
         else:
+            # Every byte is in place. While they are flushed, another master may hear of them from the index.
+            self._cluster.checkers.kept([self._promise])
             disk.hold(entry)
             begun = disk.flush()
 
