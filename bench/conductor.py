@@ -14,7 +14,7 @@ from random import Random
 from mooncake.conductor.conductor import Conductor
 from mooncake.conductor.load import ProbeOutcome, SchedulingSettings
 from mooncake.conductor.messages import AddInstance, BlocksStored, Place, Probed
-from mooncake.prefix import BlockHash
+from mooncake.prefix import BlockKey
 from mooncake.types import Role
 
 PROMPT_BLOCKS = 256  # 8,192 tokens of 32
@@ -35,14 +35,14 @@ def main() -> None:
 def measure(num_instances: int, blocks_per_instance: int) -> str:
     random = Random(0)
     conductor = Conductor(SchedulingSettings(), random)
-    prompt = [random.randbytes(32) for _ in range(PROMPT_BLOCKS)]
+    prompt = [random.getrandbits(64) for _ in range(PROMPT_BLOCKS)]
     before_bytes = _memory_bytes()
     storing_s = 0.0
     for number in range(num_instances):
         name = f"10.0.{number // 256}.{number % 256}:8000"
         conductor.handle(AddInstance(name, Role.PREFILL if number % 2 else Role.DECODE), 0.0)
         conductor.handle(Probed(name, ProbeOutcome.READY), 0.0)
-        blocks: list[BlockHash] = [random.randbytes(32) for _ in range(blocks_per_instance)]
+        blocks: list[BlockKey] = [random.getrandbits(64) for _ in range(blocks_per_instance)]
         began = time.perf_counter()
         conductor.handle(BlocksStored(name, blocks), 0.0)
         storing_s += time.perf_counter() - began
@@ -57,7 +57,7 @@ def measure(num_instances: int, blocks_per_instance: int) -> str:
     )
 
 
-def _decide(conductor: Conductor, prompt: list[BlockHash], number: int) -> float:
+def _decide(conductor: Conductor, prompt: list[BlockKey], number: int) -> float:
     place = Place(f"r{number}", PROMPT_BLOCKS * 32, prompt)
     # CPU time: a decision does not wait for anything, and neighbours on the machine are not its cost.
     began = time.thread_time()

@@ -19,6 +19,9 @@ from collections.abc import Sequence
 BlockHash = bytes
 """32 bytes naming a prefix that ends at a block boundary (or at a partial tail)."""
 
+BlockKey = int
+"""What the conductor knows a block by: the first 64 bits of its hash. A hint may err once in 2**64."""
+
 _VERSION = b"mooncake-prefix-1"
 
 
@@ -27,6 +30,11 @@ def root_hash(salt: str = "", adapter: str = "") -> BlockHash:
     parts = [part.encode() for part in (salt, adapter)]
     framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return hashlib.sha256(_VERSION + framed).digest()
+
+
+def short_key(block_hash: BlockHash) -> BlockKey:
+    """The key of a block to whoever keeps hints only."""
+    return int.from_bytes(block_hash[:8], "little")
 
 
 def extend(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:

@@ -141,7 +141,7 @@ class Conductor:
     def _place(self, event: Place, now: float) -> list[Effect]:
         effects = self._release(event.request_id, now)
         settings = self._settings
-        full_blocks = event.hashes[: event.num_tokens // settings.block_tokens]
+        full_blocks = event.keys[: event.num_tokens // settings.block_tokens]
         job = Job(
             event.num_tokens,
             self.index.matches(full_blocks),
@@ -218,7 +218,15 @@ class Conductor:
         self._drop_stale_timers()
         keys = tuple(key for key in (event.request_id, prefill_id, decode.instance.id) if key)
         self._tell(now, keys, f"placed {event.request_id}: {reason}")
-        return Decision(event.request_id, prefill_id, decode.instance.id, reason, num_cached, degraded)
+        return Decision(
+            event.request_id,
+            prefill_id,
+            decode.instance.id,
+            reason,
+            num_cached,
+            degraded,
+            policy=self._settings.scheduling,
+        )
 
     def _refuse(self, event: Place, exclude: dict[InstanceId, None], full: Role | None, now: float) -> Refuse:
         """``full``: the role whose instances all have as many requests as they may; None: nobody is there."""
@@ -337,11 +345,11 @@ class Conductor:
 
     def _blocks_stored(self, event: BlocksStored, now: float) -> list[Effect]:
         if event.instance in self.instances:
-            self.index.store(event.instance, event.hashes, event.tier)
+            self.index.store(event.instance, event.keys, event.tier)
         return []
 
     def _blocks_removed(self, event: BlocksRemoved, now: float) -> list[Effect]:
-        self.index.remove(event.instance, event.hashes, event.tier)
+        self.index.remove(event.instance, event.keys, event.tier)
         return []
 
     def _blocks_cleared(self, event: BlocksCleared, now: float) -> list[Effect]:

@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from mooncake.log import get_logger
-from mooncake.prefix import BlockHash, extend, root_hash
+from mooncake.prefix import BlockHash, BlockKey, extend, root_hash, short_key
 from mooncake.types import InstanceId, Tier
 
 log = get_logger(__name__)
@@ -124,9 +124,9 @@ class EventReader:
                 continue
             tier = _TIERS.get((event.medium or "gpu").lower(), Tier.DEVICE)
             if isinstance(event, BlockStored):
-                facts.append(BlocksStored(self._instance, self._stored(event), tier))
+                facts.append(BlocksStored(self._instance, _keys(self._stored(event)), tier))
             else:
-                facts.append(BlocksRemoved(self._instance, self._removed(event), tier))
+                facts.append(BlocksRemoved(self._instance, _keys(self._removed(event)), tier))
         return facts
 
     def _stored(self, event: BlockStored) -> list[BlockHash]:
@@ -155,6 +155,10 @@ class EventReader:
             return _named_by(event.object_key)
         found = [one if isinstance(one, bytes) else self._own_hashes.get(one) for one in event.block_hashes]
         return [one for one in found if one is not None]
+
+
+def _keys(hashes: list[BlockHash]) -> list[BlockKey]:
+    return [short_key(block_hash) for block_hash in hashes]
 
 
 def _named_by(key: str) -> list[BlockHash]:

@@ -1,4 +1,4 @@
-"""Block hash to the instances that hold it, and from that the longest cached prefix on each.
+"""Block key to the instances that hold it, and from that the longest cached prefix on each.
 
 It owns this one relation and refuses to know load, health or tokens. What it holds is a hint: an answer
 is never wrong because the index is, so it may keep 64 bits of a hash where correctness would need 256.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mooncake.prefix import BlockHash
+from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId, Tier
 
 _TIER_BIT = {tier: 1 << position for position, tier in enumerate(Tier)}
@@ -25,8 +25,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._slots: dict[InstanceId, int] = {}
         self._instances: dict[int, InstanceId] = {}  # slot -> instance, the inverse of _slots
-        self._holders: dict[int, int] = {}  # short hash -> mask of slots, never 0
-        self._held: dict[InstanceId, dict[int, int]] = {}  # instance -> short hash -> mask of tiers, never 0
+        self._holders: dict[int, int] = {}  # key -> mask of slots, never 0
+        self._held: dict[InstanceId, dict[int, int]] = {}  # instance -> key -> mask of tiers, never 0
         self._shared_masks: dict[int, int] = {}
 
     def __repr__(self) -> str:
@@ -40,25 +40,23 @@ class PrefixIndex:
     def num_blocks_of(self, instance: InstanceId) -> int:
         return len(self._held.get(instance, ()))
 
-    def store(self, instance: InstanceId, hashes: Iterable[BlockHash], tier: Tier = Tier.DEVICE) -> None:
+    def store(self, instance: InstanceId, keys: Iterable[BlockKey], tier: Tier = Tier.DEVICE) -> None:
         """``instance`` now holds these blocks on ``tier``."""
         held = self._held.setdefault(instance, {})
         own = 1 << self._slot_of(instance)
         tier_bit = _TIER_BIT[tier]
         holders = self._holders
-        for block_hash in hashes:
-            key = _short(block_hash)
+        for key in keys:
             held[key] = held.get(key, 0) | tier_bit
             mask = holders.get(key, 0)
             if not mask & own:
                 holders[key] = self._shared(mask | own)
 
-    def remove(self, instance: InstanceId, hashes: Iterable[BlockHash], tier: Tier = Tier.DEVICE) -> None:
+    def remove(self, instance: InstanceId, keys: Iterable[BlockKey], tier: Tier = Tier.DEVICE) -> None:
         """``instance`` no longer holds these blocks on ``tier``. Unknown blocks are no news."""
         held = self._held.get(instance, {})
         tier_bit = _TIER_BIT[tier]
-        for block_hash in hashes:
-            key = _short(block_hash)
+        for key in keys:
             tiers = held.get(key, 0) & ~tier_bit
             if tiers:
                 held[key] = tiers
@@ -75,22 +73,21 @@ class PrefixIndex:
             del self._instances[slot]
         return len(held)
 
-    def matches(self, hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
-        """Instance -> number of leading blocks of ``hashes`` that it holds; without any it is absent."""
+    def matches(self, keys: Sequence[BlockKey]) -> dict[InstanceId, int]:
+        """Instance -> number of leading blocks of ``keys`` that it holds; without any it is absent."""
         found: dict[InstanceId, int] = {}
         alive = -1
         holders_of = self._holders.get
-        to_int = int.from_bytes  # written out rather than _short: this loop is the cost of a decision
         position = 0
-        for position, block_hash in enumerate(hashes):
-            still = alive & holders_of(to_int(block_hash[:8], "little"), 0)
+        for position, key in enumerate(keys):
+            still = alive & holders_of(key, 0)
             if still != alive:
                 if position:
                     self._record(found, alive ^ still, position)
                 alive = still
                 if not alive:
                     return found
-        if hashes:
+        if keys:
             self._record(found, alive, position + 1)
         return found
 
@@ -131,7 +128,3 @@ class PrefixIndex:
         if len(self._shared_masks) > 65536:
             self._shared_masks.clear()
         return self._shared_masks.setdefault(mask, mask)
-
-
-def _short(block_hash: BlockHash) -> int:
-    return int.from_bytes(block_hash[:8], "little")

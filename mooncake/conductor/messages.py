@@ -10,7 +10,7 @@ import msgspec
 
 from mooncake.conductor.load import ProbeOutcome
 from mooncake.errors import Refusal
-from mooncake.prefix import BlockHash
+from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId, Role, Tier
 
 # --- events ------------------------------------------------------------------------------------------
@@ -21,7 +21,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     request_id: str
     num_tokens: int
-    hashes: list[BlockHash] = []
+    keys: list[BlockKey] = []
     "The prompt's full blocks, in order."
     affinity: str = ""
     exclude: list[InstanceId] = []
@@ -30,18 +30,71 @@ class Place(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "False when the prompt's KV was computed before and only a decode instance is wanted."
     lifetime_s: float = 3600.0
     "After so long the placement counts as finished, in case nobody reports it."
+    slo_ttft_s: float = 0.0
+    "The first token is wanted within this time; 0 for the conductor's setting."
+    slo_tbt_s: float = 0.0
+    "The next ones are wanted within this time of each other; 0 for the conductor's setting."
+    priority: int = 0
+    "Lower goes first."
+    max_output_tokens: int = 0
+    "0 when nobody knows."
+    scope: str = ""
+    "Tenant, model and adapter: requests of one scope resemble each other."
+    bare_keys: list[BlockKey] = []
+    "The same tokens' blocks without a salt, to tell a miss by salt from others. May be empty."
 
 
 class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The prompt is computed; from now on only its decode instance is busy with it."""
+    """The prompt is computed; from now on only its decode instance is busy with it. 0: not measured."""
 
     request_id: str
+    queued_s: float = 0.0
+    computed_s: float = 0.0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    "Tokens that were in the instance's own memory."
+    loaded_s: float = 0.0
+    num_loaded_tokens: int = 0
+    "Tokens whose KV came from elsewhere."
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The request has ended, well or not; its instances are free of it."""
+    """The request has ended, well or not; its instances are free of it. 0: not measured."""
 
     request_id: str
+    num_output_tokens: int = 0
+    ttft_s: float = 0.0
+    tbt_s: float = 0.0
+    is_complete: bool = False
+    "The client got its whole answer."
+
+
+class ChunkMeasured(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """``instance`` computed the prompt tokens from ``first_token`` on in one go."""
+
+    instance: InstanceId
+    first_token: int
+    num_tokens: int
+    seconds: float
+
+
+class StepMeasured(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """``instance`` made one token for each of ``batch_size`` requests."""
+
+    instance: InstanceId
+    batch_size: int
+    context_tokens: int
+    "Of all requests of the batch together."
+    seconds: float
+
+
+class TransferMeasured(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """KV went from ``source`` to ``target``."""
+
+    source: InstanceId
+    target: InstanceId
+    size_bytes: int
+    seconds: float
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -62,13 +115,13 @@ class Probed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     instance: InstanceId
-    hashes: list[BlockHash]
+    keys: list[BlockKey]
     tier: Tier = Tier.DEVICE
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
     instance: InstanceId
-    hashes: list[BlockHash]
+    keys: list[BlockKey]
     tier: Tier = Tier.DEVICE
 
 
@@ -113,6 +166,32 @@ Event = (
 # --- effects -----------------------------------------------------------------------------------------
 
 
+class Prediction(msgspec.Struct, frozen=True, array_like=True):
+    """What was expected of a request when it was placed."""
+
+    queue_s: float = 0.0
+    "Until its prompt's turn comes."
+    fetch_s: float = 0.0
+    "What loading its cached blocks from elsewhere takes."
+    prefill_s: float = 0.0
+    "What computing the rest takes."
+    ttft_s: float = 0.0
+    "Until its first token; no more than the sum of the above, as they overlap."
+    tbt_s: float = 0.0
+    "Between its next tokens."
+    output_tokens: int = 0
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of the prompt that its prefill instance should have from ``source`` rather than compute."""
+
+    source: InstanceId
+    first_block: int
+    num_blocks: int
+    is_replica: bool = False
+    "They are hot: keep them there, whatever becomes of this request."
+
+
 class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Where a request goes. Without ``prefill`` the decode instance computes the prompt itself."""
 
@@ -124,6 +203,10 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "Prompt tokens that the instance which computes the prompt was believed to hold."
     degraded: str = ""
     "Why this is not the usual walk; empty when it is."
+    prediction: Prediction | None = None
+    fetches: list[Fetch] = []
+    policy: str = ""
+    "By which rule (``SchedulingSettings.scheduling``)."
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -132,6 +215,8 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     refusal: Refusal
     retry_after_s: float
+    prediction: Prediction | None = None
+    "What was expected of it where it would have gone; None when nobody was there."
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=True):

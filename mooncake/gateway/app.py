@@ -37,7 +37,7 @@ from mooncake.inference.openai import (
     to_json,
 )
 from mooncake.log import get_logger
-from mooncake.prefix import block_hashes, root_hash
+from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
@@ -232,7 +232,7 @@ def _answer(
             gateway.workers,
             request_id=answer_id if len(prompts) == 1 else f"{answer_id}/p{number}",
             prompt=prompt,
-            hashes=block_hashes(prompt, settings.block_tokens, root),
+            keys=[short_key(one) for one in block_hashes(prompt, settings.block_tokens, root)],
             headers=passed_on,
             affinity=http.headers.get("x-session-affinity", "")[:256],
             lifetime_s=settings.request_timeout_s + 60.0,

@@ -25,7 +25,7 @@ from mooncake.gateway.workers import WorkerBusy, WorkerFailed, Workers
 from mooncake.inference.answers import Piece
 from mooncake.inference.openai import ApiError, Usage
 from mooncake.log import get_logger
-from mooncake.prefix import BlockHash
+from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId
 
 log = get_logger(__name__)
@@ -100,7 +100,7 @@ class Walk:
         *,
         request_id: str,
         prompt: list[int],
-        hashes: Sequence[BlockHash],
+        keys: Sequence[BlockKey],
         headers: Mapping[str, str],
         affinity: str = "",
         lifetime_s: float,
@@ -112,7 +112,7 @@ class Walk:
         self._scheduling = scheduling
         self._workers = workers
         self._request_id = request_id
-        self._hashes = list(hashes)
+        self._keys = list(keys)
         self._headers = headers
         self._affinity = affinity
         self._lifetime_s = lifetime_s
@@ -248,7 +248,7 @@ class Walk:
                 Place(
                     place_id,
                     len(self.prompt),
-                    self._hashes,
+                    self._keys,
                     self._affinity,
                     list(attempts.exclude),
                     needs_prefill,

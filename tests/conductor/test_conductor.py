@@ -33,11 +33,11 @@ from mooncake.conductor.messages import (
     Watch,
 )
 from mooncake.machine import Wake
-from mooncake.prefix import block_hashes, root_hash
+from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import Role
 
 SETTINGS = SchedulingSettings(block_tokens=16, slow_start_s=0.0, max_requests_per_instance=4)
-HASHES = block_hashes(range(64), 16, root_hash())
+KEYS = [short_key(one) for one in block_hashes(range(64), 16, root_hash())]
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def lose(conductor: Conductor, instance: str, now: float = 2.0) -> list[Effect]:
 
 def test_a_pair_is_chosen_with_its_reason(conductor: Conductor) -> None:
     add(conductor, "p1", "p2", "d1")
-    conductor.handle(BlocksStored("p2", HASHES[:3]), 0.0)
-    decision = decided(conductor, hashes=HASHES)
+    conductor.handle(BlocksStored("p2", KEYS[:3]), 0.0)
+    decision = decided(conductor, keys=KEYS)
     assert (decision.prefill, decision.decode, decision.degraded) == ("p2", "d1", "")
     assert decision.num_cached_tokens == 48
     assert "48 of 64 tokens cached" in decision.reason
@@ -181,7 +181,7 @@ def test_a_suspect_serves_only_when_nobody_else_can(conductor: Conductor) -> Non
 
 def test_a_lost_instance_loses_its_blocks_and_is_watched_again(conductor: Conductor) -> None:
     add(conductor, "p1", "p2", "d1")
-    conductor.handle(BlocksStored("p1", HASHES), 0.0)
+    conductor.handle(BlocksStored("p1", KEYS), 0.0)
     assert Unwatch("p1") in lose(conductor, "p1")
     assert conductor.index.num_blocks == 0
     conductor.handle(Wake(), 100.0)
@@ -221,7 +221,7 @@ def test_removing_forgets_and_late_news_are_harmless(conductor: Conductor) -> No
     conductor.handle(RemoveInstance("p1"), 1.0)
     for late in (
         Probed("p1", ProbeOutcome.READY),
-        BlocksStored("p1", HASHES),
+        BlocksStored("p1", KEYS),
         BlocksCleared("p1"),
         Failed("p1", "gone"),
         Prefilled("r"),
@@ -304,7 +304,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(request=requests, exclude=st.lists(names, max_size=2), needs_prefill=st.booleans())
     def place(self, request: str, exclude: list[str], needs_prefill: bool) -> None:
-        effect = self.send(Place(request, 40, HASHES[:2], "", exclude, needs_prefill, 20.0))[-1]
+        effect = self.send(Place(request, 40, KEYS[:2], "", exclude, needs_prefill, 20.0))[-1]
         if isinstance(effect, Decision):
             assert not {effect.prefill, effect.decode} & {*exclude}
             states = {row.instance: row.health for row in self.conductor.status()}
@@ -322,7 +322,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(name=names)
     def blocks(self, name: str) -> None:
-        self.send(BlocksStored(name, HASHES))
+        self.send(BlocksStored(name, KEYS))
 
     @rule(step=st.floats(0.0, 8.0))
     def wait(self, step: float) -> None:

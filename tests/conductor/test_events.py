@@ -15,7 +15,7 @@ from mooncake.conductor.events import EventReader, EventSource, Fact, follow
 from mooncake.conductor.index import PrefixIndex
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from mooncake.inference.kv_events import BlockRemoved, BlockStored, KvEvent, KvEventPublisher
-from mooncake.prefix import block_hashes, root_hash
+from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
 from mooncake.store.kvpublisher import KvEventPublisher as StoreEvents
@@ -24,6 +24,7 @@ from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
 
 HASHES = block_hashes(range(64), 16, root_hash())
+KEYS = [short_key(one) for one in HASHES]
 END = b"e" * 32
 
 
@@ -43,15 +44,15 @@ class Follower:
 
     def take(self, fact: Fact) -> None:
         if isinstance(fact, BlocksStored):
-            self.index.store(fact.instance, fact.hashes, fact.tier)
+            self.index.store(fact.instance, fact.keys, fact.tier)
         elif isinstance(fact, BlocksRemoved):
-            self.index.remove(fact.instance, fact.hashes, fact.tier)
+            self.index.remove(fact.instance, fact.keys, fact.tier)
         else:
             self.num_clears += 1
             self.index.clear(fact.instance)
 
     def has(self, *hashes: bytes) -> bool:
-        return all(self.index.matches([one]) for one in hashes)
+        return all(self.index.matches([short_key(one)]) for one in hashes)
 
     async def stop(self) -> None:
         self.task.cancel()
@@ -184,7 +185,7 @@ def test_a_worker_on_all_addresses_is_reached_at_its_own() -> None:
 def test_duplicates_are_read_once() -> None:
     reader = EventReader("w")
     payload = batch({"type": "BlockStored", "block_hashes": [HASHES[0]], "medium": "cpu"})
-    assert reader.read(0, payload) == [BlocksStored("w", [HASHES[0]], Tier.MEMORY)]
+    assert reader.read(0, payload) == [BlocksStored("w", KEYS[:1], Tier.MEMORY)]
     assert reader.read(0, payload) == []
     assert not reader.is_restart(0, payload)
     assert reader.is_restart(0, batch(ts=2.0))
@@ -198,10 +199,10 @@ def test_foreign_hashes_are_translated_by_their_tokens() -> None:
     orphan = {**fields, "block_hashes": [44], "parent_block_hash": 99, "token_ids": [*range(16)]}
     facts = reader.read(0, batch(first, then, orphan, {"type": "BlockRemoved", "block_hashes": [22, 77]}))
     assert facts == [
-        BlocksStored("w", HASHES[:2]),
-        BlocksStored("w", HASHES[2:3]),
+        BlocksStored("w", KEYS[:2]),
+        BlocksStored("w", KEYS[2:3]),
         BlocksStored("w", []),
-        BlocksRemoved("w", HASHES[1:2]),
+        BlocksRemoved("w", KEYS[1:2]),
     ]
     salted = {**first, "extra_keys": [["salt"], None]}
     assert reader.read(1, batch(salted)) == [BlocksStored("w", [])]
@@ -222,8 +223,8 @@ def test_the_publisher_and_the_reader_mean_the_same() -> None:
     sent: list[KvEvent] = [stored(HASHES[0], medium="disk"), BlockRemoved(block_hashes=[HASHES[1]])]
     payload = msgspec.msgpack.encode([1.0, sent, None])
     assert EventReader("w").read(0, payload) == [
-        BlocksStored("w", [HASHES[0]], Tier.SSD),
-        BlocksRemoved("w", [HASHES[1]]),
+        BlocksStored("w", KEYS[:1], Tier.SSD),
+        BlocksRemoved("w", KEYS[1:2]),
     ]
 
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.conductor.index import PrefixIndex
-from mooncake.prefix import BlockHash, block_hashes, root_hash
+from mooncake.prefix import BlockKey, block_hashes, root_hash, short_key
 from mooncake.types import Tier
 
-PROMPT = block_hashes(range(128), 16, root_hash())
+PROMPT = [short_key(one) for one in block_hashes(range(128), 16, root_hash())]
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_clear_forgets_one_instance_and_frees_its_place(index: PrefixIndex) -> N
     assert index.clear("nobody") == 0
 
 
-BLOCKS = [bytes([number]) * 32 for number in range(6)]
+BLOCKS = [*range(6)]
 step = st.tuples(
     st.sampled_from(["store", "remove", "clear"]),
     st.sampled_from(["a", "b", "c"]),
@@ -61,9 +61,9 @@ step = st.tuples(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(step, max_size=25))
-def test_equals_a_search_over_sets(steps: list[tuple[str, str, list[BlockHash], Tier]]) -> None:
+def test_equals_a_search_over_sets(steps: list[tuple[str, str, list[BlockKey], Tier]]) -> None:
     index = PrefixIndex()
-    truth: dict[tuple[str, BlockHash], set[Tier]] = {}
+    truth: dict[tuple[str, BlockKey], set[Tier]] = {}
     for action, instance, blocks, tier in steps:
         if action == "store":
             index.store(instance, blocks, tier)

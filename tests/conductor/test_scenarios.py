@@ -39,7 +39,7 @@ from mooncake.conductor.messages import (
     Watch,
 )
 from mooncake.machine import Wake
-from mooncake.prefix import BlockHash, block_hashes, root_hash
+from mooncake.prefix import BlockKey, block_hashes, root_hash, short_key
 from mooncake.types import Role
 from tests.scenarios.play import FOLDER, play
 
@@ -47,9 +47,10 @@ BLOCK_TOKENS = 16
 ANSWERS = {"ready": ProbeOutcome.READY, "alive": ProbeOutcome.ALIVE, "dead": ProbeOutcome.FAILED}
 
 
-def blocks(prompt: str, num_blocks: int) -> list[BlockHash]:
+def blocks(prompt: str, num_blocks: int) -> list[BlockKey]:
     """The first blocks of the endless prompt that a letter stands for."""
-    return block_hashes([ord(prompt)] * (num_blocks * BLOCK_TOKENS), BLOCK_TOKENS, root_hash())
+    tokens = [ord(prompt)] * (num_blocks * BLOCK_TOKENS)
+    return [short_key(one) for one in block_hashes(tokens, BLOCK_TOKENS, root_hash())]
 
 
 class Stage:
@@ -96,9 +97,9 @@ class Stage:
             return AddInstance(first, Role(names[1]))
         if command == "place":
             num_tokens = int(names[1])
-            hashes = blocks(names[2], num_tokens // BLOCK_TOKENS) if len(names) > 2 else []
+            keys = blocks(names[2], num_tokens // BLOCK_TOKENS) if len(names) > 2 else []
             exclude = options["exclude"].split(",") if "exclude" in options else []
-            return Place(first, num_tokens, hashes, options.get("affinity", ""), exclude)
+            return Place(first, num_tokens, keys, options.get("affinity", ""), exclude)
         if command == "resume":
             return Place(first, int(names[1]), exclude=options["exclude"].split(","), needs_prefill=False)
         if command == "stored":

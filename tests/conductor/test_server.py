@@ -15,7 +15,7 @@ from mooncake.conductor.load import SchedulingSettings
 from mooncake.conductor.messages import AddInstance, Decision, Drain, Finished, Place, Refuse
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.inference.kv_events import BlockStored, KvEventPublisher
-from mooncake.prefix import block_hashes, root_hash
+from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import Role
 
 SETTINGS = SchedulingSettings(
@@ -148,7 +148,7 @@ async def test_block_events_reach_the_decision(service: ConductorService, worker
     await until(lambda: is_ready(service, worker.address))
 
     async def is_known() -> bool:
-        answer = await service.place(Place("r", 64, HASHES))
+        answer = await service.place(Place("r", 64, [short_key(one) for one in HASHES]))
         assert isinstance(answer, Decision)
         return answer.num_cached_tokens == 32
 
