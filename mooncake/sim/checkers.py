@@ -20,6 +20,8 @@ from mooncake.store import messages as m
 from mooncake.store.grants import PutGrant, ReadGrant
 from mooncake.store.master import Master
 from mooncake.store.operations import Operation
+from mooncake.store.segments import Segment
+from mooncake.types import Tier
 
 if TYPE_CHECKING:
     from mooncake.sim.clients import SimClient
@@ -74,6 +76,8 @@ class Checkers:
         self._life = 0
         self._readable: dict[str, int] = {}
         """Key -> object id, as the master had it after its last step."""
+        self._mounted: dict[str, Segment] = {}
+        """What it had mounted of memory, by node."""
         self.ledger = Ledger(cluster)
         self._open: dict[int, tuple[SimClient, str, float]] = {}
         self._num_begun = 0
@@ -185,6 +189,7 @@ class Checkers:
 
     def master_started(self) -> None:
         self._life += 1
+        self._mounted = {}
         if not self._faults.has_oplog:
             self._readable = {}
 
@@ -193,6 +198,11 @@ class Checkers:
         readable = {
             key: (stored.before or stored).object_id for key, stored in master.objects.readable.items()
         }
+        mounted = {s.node: s for s in master.segments.mounted.values() if s.tier is Tier.MEMORY}
+        for node, segment in self._mounted.items():
+            if mounted.get(node) is not segment:
+                self.ledger.given_up(node)
+        self._mounted = mounted
         for key, object_id in self._readable.items():
             if readable.get(key) != object_id:
                 self._check_loss(master, key, object_id)
@@ -209,7 +219,11 @@ class Checkers:
             allowed = ("evicted: ", "removed", "replaced by a newer put")
         elif faults.corruption_every_s or faults.power_loss_chance:
             allowed = (*LOSSES, "a reader found wrong checksums", "its bytes are wrong")
-        self.ledger.vanished(key, reasons[-1])
+        left = self.ledger.vanished(key, reasons[-1])
+        if left and not faults.corruption_every_s:
+            raise Violation(
+                f"{key!r} #{object_id} was lost ({reasons[-1]}), but was in memory on {left}, too"
+            )
         if not any(reason in reasons[-1] for reason in allowed):
             raise Violation(f"{key!r} #{object_id} was lost: {reasons[-1]}")
 

@@ -7,7 +7,7 @@ clear answer or was asked twice leaves it unknown until a clear one. Then:
 * **No stale value**: after an acknowledged put of a key that was absent, or an acknowledged replacement,
   nobody reads another value.
 * **No acknowledged loss**: what was put is there at the end, if it is on SSD (durable) or a node that has had
-  it in memory lives on, and the master has not evicted it. A disk that lies deceives the master, too: what it
+  it in memory lives on, and the master has not evicted it. So a replica is lost with its node, and no other. A disk that lies deceives the master, too: what it
   evicted from memory because of a copy on SSD is promised no more once power was lost.
 """
 
@@ -148,15 +148,24 @@ class Ledger:
 
     # What takes promises away
 
-    def vanished(self, key: str, reason: str) -> None:
-        """The master has it no more, and says why."""
+    def vanished(self, key: str, reason: str) -> list[str]:
+        """The master has it no more, and says why. Returns the nodes that had it in memory and live on."""
         known = self.of(key)
+        left: list[str] = []
         if reason.startswith(("evicted", "removed", "replaced")) or "wrong" in reason:
             known.forget()
             known.has_vanished = True
-        elif not known.is_durable:
-            known.is_present = False
-        known.nodes = {}
+        else:
+            left = [name for name in known.nodes if name not in known.spared]
+            known.is_present &= known.is_durable
+        known.nodes, known.spared = {}, {}
+        return left
+
+    def given_up(self, name: str) -> None:
+        """The master has forgotten what that node had in memory: it died, or was silent for too long."""
+        for known in self._keys.values():
+            if known.nodes.pop(name, "") is None:
+                known.is_present &= known.is_durable or bool(known.nodes)
 
     def node_crashed(self, name: str, has_lost_power: bool) -> None:
         has_lied = has_lost_power and self._cluster.checkers.has_liars

@@ -200,6 +200,24 @@ def leaves_half_a_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tasks.Tasks, "_failed", broken)
 
 
+def loses_an_object_with_any_of_its_nodes(patch: pytest.MonkeyPatch) -> None:
+    drop = catalog.Catalog.drop_extent
+
+    def broken(
+        self: catalog.Catalog,
+        stored: objects.StoredObject,
+        extent: objects.Extent,
+        reason: str,
+        now: float,
+        **how: bool,
+    ) -> int:
+        if "another process took its name" in reason and stored.is_readable and extent.is_complete:
+            return self.unlink(stored, reason, now)
+        return drop(self, stored, extent, reason, now, **how)
+
+    patch.setattr(catalog.Catalog, "drop_extent", broken)
+
+
 def takes_its_clock_for_everybodys(patch: pytest.MonkeyPatch) -> None:
     """Deadlines of puts as instants of the master's clock."""
     put_start = writing.Writing.put_start
@@ -221,6 +239,7 @@ def takes_its_clock_for_everybodys(patch: pytest.MonkeyPatch) -> None:
         never_tells_nodes_what_went,
         lets_nodes_write_late,
         leaves_half_a_copy,
+        loses_an_object_with_any_of_its_nodes,
         takes_its_clock_for_everybodys,
         forgets_the_last_master,
         takes_a_restarted_node_for_its_predecessor,
