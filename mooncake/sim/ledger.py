@@ -7,8 +7,9 @@ clear answer or was asked twice leaves it unknown until a clear one. Then:
 * **No stale value**: after an acknowledged put of a key that was absent, or an acknowledged replacement,
   nobody reads another value.
 * **No acknowledged loss**: what was put is there at the end, if it is on SSD (durable) or a node that has had
-  it in memory lives on, and the master has not evicted it. So a replica is lost with its node, and no other. A disk that lies deceives the master, too: what it
-  evicted from memory because of a copy on SSD is promised no more once power was lost.
+  it in memory lives on, and the master has not evicted it. So a replica is lost with its node, and no other.
+  A disk that lies deceives the master, too: what it evicted from memory because of a copy on SSD is promised
+  no more once power was lost.
 """
 
 from __future__ import annotations
