@@ -7,6 +7,7 @@ no such file, a compressed file that was cut off, a line that never ends, a line
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import zlib
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ class Lines:
 
     def __iter__(self) -> Iterator[bytes]:
         try:
-            with open(self.path, "rb", buffering=1 << 20) as raw:
+            with io.BufferedReader(io.FileIO(self.path), 1 << 20) as raw:
                 self.size_bytes = os.fstat(raw.fileno()).st_size
                 is_gzip = raw.peek(2)[:2] == b"\x1f\x8b"
                 if is_gzip:
