@@ -12,8 +12,9 @@ import time
 from random import Random
 
 from mooncake.conductor.conductor import Conductor
-from mooncake.conductor.load import ProbeOutcome, SchedulingSettings
+from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import AddInstance, BlocksStored, Place, Probed
+from mooncake.conductor.settings import SchedulingSettings
 from mooncake.prefix import BlockKey
 from mooncake.types import Role
 

@@ -16,8 +16,8 @@ from random import Random
 
 import msgspec
 
+from mooncake.conductor.health import Health, Instance
 from mooncake.conductor.index import PrefixIndex
-from mooncake.conductor.load import Health, Instance, SchedulingSettings
 from mooncake.conductor.messages import (
     AddInstance,
     BlocksCleared,
@@ -40,7 +40,9 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
+from mooncake.conductor.predict import CostModels
 from mooncake.conductor.select import POLICIES, Choice, Job, Policy
+from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
 from mooncake.machine import Wake
 from mooncake.types import InstanceId, Role
@@ -58,7 +60,8 @@ class _Placement(msgspec.Struct):
 class Conductor:
     """The core. ``random`` serves the policy "random" only."""
 
-    def __init__(self, settings: SchedulingSettings, random: Random) -> None:
+    def __init__(self, settings: SchedulingSettings, random: Random, costs: CostModels | None = None) -> None:
+        self.costs = costs or CostModels()
         self.index = PrefixIndex()
         self.instances: dict[InstanceId, Instance] = {}
         self._settings = settings

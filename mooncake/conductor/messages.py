@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from mooncake.conductor.load import ProbeOutcome
+from mooncake.conductor.health import ProbeOutcome
 from mooncake.errors import Refusal
 from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId, Role, Tier

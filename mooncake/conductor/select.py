@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from mooncake.conductor.load import Instance
+from mooncake.conductor.health import Instance
 from mooncake.types import InstanceId
 
 

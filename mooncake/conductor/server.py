@@ -21,7 +21,7 @@ from prometheus_client import Counter
 from mooncake import metrics
 from mooncake.conductor.conductor import Conductor
 from mooncake.conductor.events import EventSource, follow
-from mooncake.conductor.load import ProbeOutcome, SchedulingSettings
+from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
     AddInstance,
     BlocksCleared,
@@ -49,6 +49,7 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
+from mooncake.conductor.settings import SchedulingSettings
 from mooncake.config import Port
 from mooncake.driver import Driver
 from mooncake.log import get_logger

@@ -14,9 +14,9 @@ from msgspec import Meta
 
 from mooncake import clock
 from mooncake.conductor.client import RemoteConductor, Scheduling
-from mooncake.conductor.load import SchedulingSettings, Seconds
 from mooncake.conductor.messages import AddInstance
 from mooncake.conductor.server import ConductorService
+from mooncake.conductor.settings import SchedulingSettings, Seconds
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.errors import InvalidArgument
 from mooncake.gateway.gate import Gate

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mooncake.conductor.conductor import Conductor
-from mooncake.conductor.load import ProbeOutcome, SchedulingSettings
+from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
     AddInstance,
     BlocksCleared,
@@ -32,6 +32,7 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
+from mooncake.conductor.settings import SchedulingSettings
 from mooncake.machine import Wake
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import Role

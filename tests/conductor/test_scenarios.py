@@ -18,7 +18,7 @@ from random import Random
 import pytest
 
 from mooncake.conductor.conductor import Conductor
-from mooncake.conductor.load import ProbeOutcome, SchedulingSettings
+from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
     AddInstance,
     BlocksRemoved,
@@ -38,6 +38,7 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
+from mooncake.conductor.settings import SchedulingSettings
 from mooncake.machine import Wake
 from mooncake.prefix import BlockKey, block_hashes, root_hash, short_key
 from mooncake.types import Role

@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 
 from mooncake.conductor import select
-from mooncake.conductor.load import Instance
+from mooncake.conductor.health import Instance
 from mooncake.conductor.select import Job
 from mooncake.types import Role
 

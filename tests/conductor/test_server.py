@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from mooncake.conductor.client import RemoteConductor
-from mooncake.conductor.load import SchedulingSettings
 from mooncake.conductor.messages import AddInstance, Decision, Drain, Finished, Place, Refuse
 from mooncake.conductor.server import ConductorServer, ConductorService
+from mooncake.conductor.settings import SchedulingSettings
 from mooncake.inference.kv_events import BlockStored, KvEventPublisher
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import Role

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from mooncake.conductor.load import SchedulingSettings
 from mooncake.conductor.server import ConductorServer, ConductorService
+from mooncake.conductor.settings import SchedulingSettings
 from mooncake.gateway import route, workers
 from mooncake.inference.tokenizer import Tokenizer
 from tests.gateway.conftest import House, running

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mooncake.conductor.load import Health, Instance, ProbeOutcome, SchedulingSettings
+from mooncake.conductor.health import Health, Instance, ProbeOutcome
+from mooncake.conductor.settings import SchedulingSettings
 from mooncake.types import Role
 
 SETTINGS = SchedulingSettings(slow_start_s=10.0)

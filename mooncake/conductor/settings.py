@@ -1,0 +1,42 @@
+"""The settings of the conductor: how instances are chosen and watched, and what is promised to clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+@dataclass(frozen=True)
+class SchedulingSettings:
+    """How instances are chosen and watched."""
+
+    scheduling: Literal["cache_aware", "load", "round_robin", "random"] = "cache_aware"
+    "How an instance is chosen: longest cached prefix less load, load alone, in turn, or at random."
+
+    block_tokens: Annotated[int, Meta(gt=0)] = 32
+    "Tokens per KV block in the workers; prompts are matched in such blocks."
+
+    max_requests_per_instance: Annotated[int, Meta(gt=0)] = 256
+    "Requests that one instance may have at a time; beyond that clients are told to come back later."
+
+    probe_interval_s: Seconds = 2.0
+    "How often a ready instance is asked for its health."
+
+    suspect_probe_interval_s: Seconds = 0.5
+    "How often an instance is asked that is starting, or that failed once."
+
+    max_probe_interval_s: Seconds = 10.0
+    "The slowest rate at which a lost instance is asked; the interval doubles up to it."
+
+    probe_timeout_s: Seconds = 5.0
+    "How long an instance may take to answer a probe."
+
+    failures_to_down: Annotated[int, Meta(gt=0)] = 3
+    "Failed probes in a row after which an instance counts as lost and its cached blocks as gone."
+
+    slow_start_s: Annotated[float, Meta(ge=0)] = 10.0
+    "How long an instance that just became ready gets less than its share of the work."
