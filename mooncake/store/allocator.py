@@ -80,9 +80,7 @@ class Allocator:
         offset = self._find(wanted)
         if offset is None:
             return None
-        hole_bytes = self._remove_hole(offset)
-        if hole_bytes > wanted:
-            self._add_hole(offset + wanted, hole_bytes - wanted)
+        self._shrink(offset, wanted)
         self.allocations[offset] = wanted
         self.allocated_bytes += wanted
         return offset
@@ -103,11 +101,13 @@ class Allocator:
         end = start + self._holes[start]
         if offset + size_bytes > end:
             return False
-        self._remove_hole(start)
-        if start < offset:
+        if start == offset:
+            self._shrink(offset, size_bytes, at)
+        else:
+            self._remove_hole(start)
             self._add_hole(start, offset - start)
-        if offset + size_bytes < end:
-            self._add_hole(offset + size_bytes, end - offset - size_bytes)
+            if offset + size_bytes < end:
+                self._add_hole(offset + size_bytes, end - offset - size_bytes)
         self.allocations[offset] = size_bytes
         self.allocated_bytes += size_bytes
         return True
@@ -165,6 +165,26 @@ class Allocator:
         self._filled |= 1 << number
         if self._starts is not None:
             bisect.insort(self._starts, offset)
+
+    def _shrink(self, offset: int, size_bytes: int, at: int = 0) -> None:
+        """Cut so much from the front of a hole, the one at ``_starts[at]``: what nearly always happens."""
+        hole_bytes = self._holes[offset]
+        rest_bytes = hole_bytes - size_bytes
+        number = _bin_of(hole_bytes)
+        if not rest_bytes or _bin_of(rest_bytes) != number:
+            self._remove_hole(offset)
+            if rest_bytes:
+                self._add_hole(offset + size_bytes, rest_bytes)
+            return
+        rest = offset + size_bytes
+        del self._holes[offset]
+        self._holes[rest] = rest_bytes
+        self._hole_ends[rest + rest_bytes] = rest
+        holes = self._bins[number]
+        del holes[offset]
+        holes[rest] = None
+        if self._starts is not None:
+            self._starts[at] = rest
 
     def _remove_hole(self, offset: int) -> int:
         size_bytes = self._holes.pop(offset)

@@ -13,7 +13,7 @@ Records may come again (a snapshot that overlaps the log): the second time they 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -60,9 +60,10 @@ class Applying:
             AllRemoved: self._all_removed,
         }
 
-    def apply(self, record: Record, now: float) -> None:
+    def apply(self, records: Sequence[Record], now: float) -> None:
         watchers, self._catalog.watchers = self._catalog.watchers, []
-        self._how[type(record)](record, now)
+        for record in _without_kept(records):
+            self._how[type(record)](record, now)
         self._catalog.watchers = watchers
         self._catalog.records = []
         self._catalog.notes = []
@@ -97,12 +98,14 @@ class Applying:
             return
         if known is not None:
             self._unlink(known, "replaced by a newer put", now)
-        extents = [self._taken(name, offset, record.size_bytes) for name, offset in record.places]
-        taken = [extent for extent in extents if extent is not None]
+        taken: list[Extent] = []
+        for name, offset in record.places:
+            extent = self._taken(name, offset, record.size_bytes)
+            if extent is not None:
+                taken.append(extent)
         if taken:
             self._catalog.adopt(record, taken, now)
-            where = ", ".join(extent.segment.name for extent in taken)
-            self._catalog.tell(now, record.key, "restored as #{} on {}", record.object_id, where)
+            self._catalog.tell(now, record.key, "restored as #{} of {}", record.object_id, record.places)
 
     def _object_gone(self, record: ObjectGone, now: float) -> None:
         stored = self._find(record.key, record.object_id)
@@ -193,3 +196,27 @@ class Applying:
                 e.offset == offset and e.segment is segment for e in holder.resting
             ):
                 self._catalog.release(segment, offset)
+
+
+def _without_kept(records: Sequence[Record]) -> Iterable[Record]:
+    """Without promises of space that were kept: what was held is the object's by now.
+
+    Nobody else had that space in between. In a log this is every second record, and to let space rest
+    only to end that again is most of the work.
+    """
+    held: dict[tuple[str, int], tuple[int, SpaceHeld]] = {}
+    """The first place -> where it was promised last."""
+    kept: dict[int, None] = {}
+    for number, record in enumerate(records):
+        if type(record) is SpaceHeld:
+            if record.places:
+                held[record.places[0]] = number, record
+        elif type(record) is ObjectReadable and held and record.places:
+            of, promise = held.pop(record.places[0], (0, None))
+            if (
+                promise is not None
+                and promise.places == record.places
+                and promise.size_bytes == record.size_bytes
+            ):
+                kept[of] = None
+    return (record for number, record in enumerate(records) if number not in kept) if kept else records

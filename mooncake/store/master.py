@@ -17,7 +17,7 @@ anyone; nodes and clients come to it. What it must never get wrong, whatever is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -188,10 +188,10 @@ class Master:
 
     # What an earlier master knew
 
-    def apply(self, record: Record, now: float) -> None:
+    def apply(self, records: Sequence[Record], now: float) -> None:
         """Enter what another master wrote down. Only before this one answers anything."""
         self._soonest = -math.inf
-        self._applying.apply(record, now)
+        self._applying.apply(records, now)
 
     def settle(self, now: float) -> None:
         """From now on this master answers: what it knows by ``apply`` is under promises it does not know.
@@ -202,10 +202,9 @@ class Master:
         self._soonest = -math.inf
         self._applying.settle(now)
 
-    def restore(self, records: Iterable[Record], now: float) -> None:
+    def restore(self, records: Sequence[Record], now: float) -> None:
         """Begin with what ``records`` say; call before anything else."""
-        for record in records:
-            self.apply(record, now)
+        self.apply(records, now)
         self.settle(now)
 
     def snapshot(self) -> list[Record]:

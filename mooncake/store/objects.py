@@ -377,7 +377,8 @@ class Objects:
         stored.data_type = record.data_type
         if record.num_replicas != 1 or record.is_durable:
             stored.policy = PutPolicy(record.num_replicas, is_durable=record.is_durable)
-        self._last_id = max(self._last_id, record.object_id)
+        if record.object_id > self._last_id:
+            self._last_id = record.object_id
         for extent in extents:
             extent.segment.holders[extent.offset] = stored
         self._show(stored, record.checksums, lease_until)

@@ -117,8 +117,7 @@ class MasterServer:
 
             ballot = make_ballot(settings.election, settings.cluster_id, settings.election_lease_s / 4)
         records, now = self._keeping.read(), clock.monotonic()
-        for record in records:
-            self.master.apply(record, now)
+        self.master.apply(records, now)
         if not records:
             self._guarded(lambda: self._keeping.keep(self.master.snapshot(), self.master.catalog))
         if settings.oplog:
@@ -357,8 +356,7 @@ class MasterServer:
     def take(self, answer: Followed) -> None:
         master = self._copied or self.master
         now = clock.monotonic()
-        for record in answer.records:
-            master.apply(record, now)
+        master.apply(answer.records, now)
         master.catalog.end_rests(now)
         if self._copied is None:
             self._guarded(lambda: self._keeping.keep(answer.records, master.catalog))
@@ -438,7 +436,12 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
         sock = _listen(settings)
         stack.callback(sock.close)
         stack.push_async_callback(server.close)
-        port = await server.start()
+        gc.disable()  # what an earlier master wrote down is read now, and none of it is garbage
+        try:
+            port = await server.start()
+        finally:
+            gc.enable()
+        gc.freeze()
         metrics_address = await stack.enter_async_context(_web(server, sock))
         log.info("ready", role="master", address=f"{settings.host}:{port}", metrics=metrics_address)
         log.info(f"Master service started on port {port}")  # the words that existing launchers wait for

@@ -97,7 +97,7 @@ class Tenants:
 
     def account_of(self, key: str) -> Account:
         """Of the tenant whose scoped key this is."""
-        tenant = split_scoped(key)[0]
+        tenant = split_scoped(key)[0] if "\0" in key else ""
         account = self.accounts.get(tenant)
         if account is None:
             account = self.accounts[tenant] = Account(tenant)

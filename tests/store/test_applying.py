@@ -8,7 +8,7 @@ import pytest
 from mooncake.store import messages as m
 from mooncake.store.master import Master
 from mooncake.store.objects import StoredObject
-from mooncake.store.records import Record, SegmentMounted, SpaceHeld
+from mooncake.store.records import ObjectReadable, Record, SegmentMounted, SpaceHeld
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice
 from tests.store.nodes import Nodes, Place, with_ssd
@@ -20,7 +20,7 @@ def follower(records: list[Record]) -> Master:
     """Told one record after another; each leaves it sound."""
     master = Master(SETTINGS)
     for record in records:
-        master.apply(record, 100.0)
+        master.apply([record], 100.0)
         master.check()
     return master
 
@@ -158,11 +158,11 @@ def test_places_that_there_are_not_are_passed_over(voice: Voice, place: tuple[st
     master = follower(voice.records)
     before = contents(master)
     record = next(one for one in voice.records if getattr(one, "key", "") == "k")
-    master.apply(msgspec.structs.replace(record, key="z", object_id=1 << 40, places=[place]), 0.0)
+    master.apply([msgspec.structs.replace(record, key="z", object_id=1 << 40, places=[place])], 0.0)
     master.check()
     assert contents(master) == before
     mounted = next(one for one in voice.records if isinstance(one, SegmentMounted))
-    master.apply(mounted, 0.0)
+    master.apply([mounted], 0.0)
     assert contents(master) == before
 
 
@@ -172,3 +172,31 @@ def test_a_successor_that_takes_over_at_once_is_sound(voice: Voice) -> None:
     master = follower(voice.records)
     master.settle(100.0)
     master.check()
+
+
+def test_records_that_come_together_leave_what_they_leave_one_by_one(voice: Voice) -> None:
+    """A promise that was kept within them is not entered and undone; one that was not must rest."""
+    lived(voice)
+    together = Master(SETTINGS)
+    together.apply(voice.records, 100.0)
+    together.check()
+    one_by_one = follower(voice.records)
+    assert together.snapshot() == one_by_one.snapshot()
+    assert any(isinstance(record, SpaceHeld) for record in together.snapshot())
+
+
+def test_only_the_promise_that_was_kept_does_not_rest(voice: Voice) -> None:
+    voice.mount()
+    voice.put("k")
+    mounted, held, readable = (
+        next(record for record in voice.records if isinstance(record, kind))
+        for kind in (SegmentMounted, SpaceHeld, ObjectReadable)
+    )
+    other = msgspec.structs.replace(held, places=[(held.places[0][0], held.places[0][1] + 65536)])
+    larger = msgspec.structs.replace(readable, size_bytes=readable.size_bytes + 64)
+    for records in ([mounted, held, other, readable], [mounted, other, held, larger]):
+        master = Master(SETTINGS)
+        master.apply(records, 100.0)
+        master.check()
+        assert contents(master) == contents(voice.master)
+        assert [r for r in master.snapshot() if isinstance(r, SpaceHeld)] == [other]

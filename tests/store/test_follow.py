@@ -257,13 +257,13 @@ def test_a_copy_made_while_the_master_works_is_what_the_master_knows(seed: int) 
             now += 0.005
             something()
         for record in records:
-            follower.apply(record, now)
+            follower.apply([record], now)
         records.clear()
     for _ in range(50):
         now += 0.005
         something()
     for record in records:
-        follower.apply(record, now)
+        follower.apply([record], now)
     assert state_of(follower) == state_of(master) and len(state_of(master)) > 5, seed
     assert held_by(follower) >= held_by(master), "what is promised rests there, too"
     assert follower.segments.line == master.segments.line

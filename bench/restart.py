@@ -1,0 +1,143 @@
+"""How long a master is away that is killed with many objects, and where that time goes.
+
+Run ``python -m bench.restart``. A core puts ``--objects`` objects of 64 KiB; what it would have written down
+becomes a log, once as it grows (two records an object) and once written anew (one). Then this process
+enters both (read: the file and its decoding; enter: ``Master.apply``; settle), in CPU time, because a
+restart waits for nothing else; and a master process is started on each and asked until it answers. The
+reference is the same process with no object: the interpreter, the imports and the socket.
+
+What it cannot show: nodes that mount again, which takes as long as their connections do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from mooncake.cli.ports import free_ports
+from mooncake.rpc import BlockingClient
+from mooncake.store import messages as m
+from mooncake.store.effects import Effect, Keep, Received, Reply
+from mooncake.store.keeping import Keeping
+from mooncake.store.master import Master
+from mooncake.store.oplog import Oplog
+from mooncake.store.records import Record
+from mooncake.store.settings import MasterSettings
+
+OBJECT_BYTES = 64 << 10
+BATCH = 128
+NUM_NODES = 4
+ROUNDS = 5
+PATIENCE_S = 60.0
+REPLIES = (m.Flags,)
+
+
+class Life:
+    """A master's core, and what it asks to be written down."""
+
+    def __init__(self, num_objects: int) -> None:
+        self.master = Master(MasterSettings())
+        self.records: list[Record] = self.master.snapshot()
+        pool_bytes = (num_objects // NUM_NODES + BATCH) * OBJECT_BYTES * 2
+        for number in range(NUM_NODES):
+            self.ask(m.Mount(f"node{number}", number + 1, "host", 1 << 40, pool_bytes, bytes(200), 0.0))
+            self.ask(m.Heartbeat(f"node{number}", number + 1))
+        for first in range(0, num_objects, BATCH):
+            self.put([f"{number:064x}" for number in range(first, min(first + BATCH, num_objects))])
+
+    def put(self, keys: list[str]) -> None:
+        sizes = [OBJECT_BYTES] * len(keys)
+        started = self.ask(m.PutStart(1, "host", keys, sizes, sizes))
+        assert isinstance(started, m.PutStarted)
+        ids = [reserved.object_id for reserved in started.reserved if reserved is not None]
+        assert len(ids) == len(keys), started.refusals
+        self.ask(m.PutEnd(keys, ids, [bytes(4)] * len(keys)))
+
+    def ask(self, message: msgspec.Struct) -> msgspec.Struct:
+        effects: list[Effect] = self.master.handle(Received("origin", "connection", message), 100.0)
+        for effect in effects:
+            if isinstance(effect, Keep):
+                self.records += effect.records
+        return next(effect.message for effect in effects if isinstance(effect, Reply))
+
+
+def enter(path: Path) -> tuple[float, float, float]:
+    """Read, enter and settle a log as a master does that starts, in CPU seconds."""
+    gc.collect()
+    gc.disable()  # as a master that starts does
+    began = time.process_time()
+    keeping = Keeping(str(path))
+    records = keeping.read()
+    read = time.process_time()
+    master = Master(MasterSettings())
+    master.apply(records, 100.0)
+    entered = time.process_time()
+    master.settle(100.0)
+    settled = time.process_time()
+    gc.enable()
+    keeping.close()
+    return read - began, entered - read, settled - entered
+
+
+def start(flags: list[str]) -> float:
+    """Seconds from starting a master process until it answers."""
+    (port,) = free_ports("127.0.0.1", 1, Random())
+    client = BlockingClient(f"127.0.0.1:{port}", REPLIES)
+    command = [sys.executable, "-c", "from mooncake.cli import main; main()", "master", "--port", str(port)]
+    began = time.monotonic()
+    with subprocess.Popen([*command, *flags], stderr=subprocess.DEVNULL) as master:
+        client.call(m.Exists(["a key"]), PATIENCE_S)
+        took_s = time.monotonic() - began
+        client.close()
+        master.kill()
+    return took_s
+
+
+def report(what: str, num_objects: int, num_records: int, path: Path | None) -> str:
+    starts = statistics.median(start(["--oplog", str(path)] if path else []) for _ in range(ROUNDS))
+    if path is None:
+        return f"{what:20}  {num_objects:8}  {0:8}  {'':6}  {'':6}  {'':6}  {'':6}  {'':8}  {starts:8.2f}"
+    parts = [enter(path) for _ in range(ROUNDS)]
+    read, entered, settled = (statistics.median(column) for column in zip(*parts, strict=True))
+    whole = statistics.median(map(sum, parts))
+    each_us = whole / num_records * 1e6
+    times = f"{read:6.2f}  {entered:6.2f}  {settled:6.2f}  {whole:6.2f}  {each_us:8.1f}  {starts:8.2f}"
+    return f"{what:20}  {num_objects:8}  {num_records:8}  {times}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--objects", type=int, default=100_000)
+    given = parser.parse_args()
+    loads = ", ".join(f"{load:.1f}" for load in os.getloadavg())
+    print(f"machine: {platform.machine()}, {os.cpu_count()} cores, load {loads}")
+    print(f"command: python -m bench.restart --objects {given.objects}")
+    print(
+        "CPU seconds of read, enter, settle and all; answers: from the start of a process to its first reply"
+    )
+    print("log                    objects   records    read   enter  settle     all  us/record   answers")
+    print(report("none", 0, 0, None), flush=True)
+    life = Life(given.objects)
+    with tempfile.TemporaryDirectory() as folder:
+        for what, records in (("as it grew", life.records), ("written anew", life.master.snapshot())):
+            path = Path(folder) / what.replace(" ", "-")
+            log = Oplog(path)
+            log.read()
+            log.append(records)
+            log.close()
+            print(report(what, given.objects, len(records), path), flush=True)
+
+
+if __name__ == "__main__":
+    main()
