@@ -186,17 +186,18 @@ def test_records_that_come_together_leave_what_they_leave_one_by_one(voice: Voic
 
 
 def test_only_the_promise_that_was_kept_does_not_rest(voice: Voice) -> None:
-    voice.mount()
+    voice.mount(size_bytes=4096)
     voice.put("k")
-    mounted, held, readable = (
-        next(record for record in voice.records if isinstance(record, kind))
-        for kind in (SegmentMounted, SpaceHeld, ObjectReadable)
-    )
-    other = msgspec.structs.replace(held, places=[(held.places[0][0], held.places[0][1] + 65536)])
-    larger = msgspec.structs.replace(readable, size_bytes=readable.size_bytes + 64)
-    for records in ([mounted, held, other, readable], [mounted, other, held, larger]):
+    records = voice.records
+    mounted = next(record for record in records if isinstance(record, SegmentMounted))
+    held = next(record for record in records if isinstance(record, SpaceHeld))
+    readable = next(record for record in records if isinstance(record, ObjectReadable))
+    other = SpaceHeld([("a", 2048)], held.size_bytes)
+    larger = msgspec.structs.replace(readable, size_bytes=held.size_bytes + 64)
+    histories: list[list[Record]] = [[mounted, held, other, readable], [mounted, other, held, larger]]
+    for told in histories:
         master = Master(SETTINGS)
-        master.apply(records, 100.0)
+        master.apply(told, 100.0)
         master.check()
         assert contents(master) == contents(voice.master)
-        assert [r for r in master.snapshot() if isinstance(r, SpaceHeld)] == [other]
+        assert [record for record in master.snapshot() if isinstance(record, SpaceHeld)] == [other]
