@@ -48,6 +48,7 @@ from mooncake.machine import Wake
 from mooncake.types import InstanceId, Role
 
 _STORY_LENGTH = 4000
+_REMEMBERED_BLOCKS = 1 << 20
 
 
 class _Placement(msgspec.Struct):
@@ -62,7 +63,7 @@ class Conductor:
 
     def __init__(self, settings: SchedulingSettings, random: Random, costs: CostModels | None = None) -> None:
         self.costs = costs or CostModels()
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(_REMEMBERED_BLOCKS)
         self.instances: dict[InstanceId, Instance] = {}
         self._settings = settings
         self._random = random
@@ -310,7 +311,7 @@ class Conductor:
                 # Also after a short absence: it may have been restarted in between.
                 effects.append(Watch(instance.id))
             elif instance.health is Health.DOWN:
-                self.index.clear(instance.id)
+                self.index.clear(instance.id, "lost", now)
                 effects.append(Unwatch(instance.id))
         return effects
 
@@ -348,15 +349,15 @@ class Conductor:
 
     def _blocks_stored(self, event: BlocksStored, now: float) -> list[Effect]:
         if event.instance in self.instances:
-            self.index.store(event.instance, event.keys, event.tier)
+            self.index.store(event.instance, event.keys, event.tier, event.scope)
         return []
 
     def _blocks_removed(self, event: BlocksRemoved, now: float) -> list[Effect]:
-        self.index.remove(event.instance, event.keys, event.tier)
+        self.index.remove(event.instance, event.keys, event.tier, event.scope, event.reason, now)
         return []
 
     def _blocks_cleared(self, event: BlocksCleared, now: float) -> list[Effect]:
-        num_blocks = self.index.clear(event.instance)
+        num_blocks = self.index.clear(event.instance, event.reason, now)
         self._tell(now, (event.instance,), f"{event.instance} cleared its {num_blocks} blocks")
         return []
 
@@ -396,7 +397,7 @@ class Conductor:
     def _drop(self, instance: Instance, reason: str, now: float) -> list[Effect]:
         self._choosable.clear()
         del self.instances[instance.id]
-        self.index.clear(instance.id)
+        self.index.forget(instance.id, reason, now)
         for turns in self._turns.values():
             turns.pop(instance.id, None)
         self._tell(now, (instance.id,), f"{instance.id} left: {reason}")

@@ -103,7 +103,7 @@ class EventReader:
         """Forget everything."""
         self.next_sequence = 0
         self._own_hashes.clear()
-        return [BlocksCleared(self._instance)]
+        return [BlocksCleared(self._instance, "restarted")]
 
     def read(self, sequence: int, payload: bytes) -> list[Fact]:
         """The facts in one batch; none when it was read before.

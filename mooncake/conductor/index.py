@@ -1,130 +1,282 @@
-"""Block key to the instances that hold it, and from that the longest cached prefix on each.
+"""Block key to the instances and tiers that hold it, and from that the longest cached prefix on each.
 
 It owns this one relation and refuses to know load, health or tokens. What it holds is a hint: an answer
 is never wrong because the index is, so it may keep 64 bits of a hash where correctness would need 256.
 
-Two views of the same facts. ``_holders`` maps a block to a bit mask of instances, so that one walk along
-a prompt finds the match on all of a thousand instances with one AND per block. ``_held`` maps an instance
-to its blocks (with a bit per tier), so that forgetting an instance costs its own blocks and no more.
-About 130 bytes per block and instance; masks held by many blocks are shared objects.
+Scopes (whatever makes equal keys mean different blocks: tenants, models, adapters) have a table each, from a
+block to a row of ``holders.py``. Instances have slots, small numbers that stay theirs until they are
+forgotten; every array "by slot" has ``num_slots`` places. An instance's blocks are also listed in the order
+in which they came, so that forgetting it costs its own blocks and no more; the list is cleaned when half of
+it is stale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.conductor.holders import NOBODY, PLANE, HolderSets, with_plane, without_slot
+from mooncake.conductor.keytable import Keys, KeyTable, Values, column_of
+from mooncake.conductor.past import Past, Removal
 from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId, Tier
 
-_TIER_BIT = {tier: 1 << position for position, tier in enumerate(Tier)}
+Counts = npt.NDArray[np.int64]
+
+_FIRST_SLOTS = 64
+
+
+class Match:
+    """Who holds how much of the beginning of a prompt: numbers of blocks, by slot."""
+
+    def __init__(self, holders: HolderSets, rows: Values, num_slots: int) -> None:
+        self._holders, self._rows, self._num_slots = holders, rows, num_slots
+        is_missing = rows == NOBODY
+        self.num_held = int(is_missing.argmax()) if is_missing.any() else len(rows)
+        "Leading blocks that anybody holds."
+        self.leading_device, self.leading_memory, self.leading = self._walk()
+        """Leading blocks on the device; there or in memory; anywhere."""
+
+    def tiers_of(self, slot: int) -> list[int]:
+        """For each block of the prompt the tiers on which a slot has it, as bits in the order of ``Tier``."""
+        masks = {row: self._holders.masks(row) for row in np.unique(self._rows).tolist()}
+        bits = {
+            row: sum((mask >> slot & 1) << plane for plane, mask in enumerate(planes))
+            for row, planes in masks.items()
+        }
+        return [bits[row] for row in self._rows.tolist()]
+
+    def _walk(self) -> npt.NDArray[np.int64]:
+        """Follow the prompt with everybody; note who stays behind where. A row of counts for each level."""
+        counts = np.zeros((len(PLANE), self._num_slots), np.int64)
+        rows = self._rows[: self.num_held]
+        if not len(rows):
+            return counts
+        starts = [0, *((rows[1:] != rows[:-1]).nonzero()[0] + 1).tolist()]  # of runs with the same holders
+        runs = rows[starts].tolist()
+        ends = np.array([*starts[1:], len(rows)])
+        width = self._num_slots // 8
+        packed = bytearray().join([self._holders.packed(row, width) for row in runs])
+        held = np.frombuffer(packed, np.uint64).reshape(len(runs), len(PLANE), -1)
+        held[:, 1] |= held[:, 0]  # from here on: on this tier or a faster one
+        held[:, 2] |= held[:, 1]
+        alive = np.bitwise_and.accumulate(held, axis=0)
+        alive[:-1] ^= alive[1:]  # now: those for whom this run was the last
+        last = alive.reshape(-1)
+        words = last.nonzero()[0]
+        bits = np.unpackbits(last[words].view(np.uint8), bitorder="little").view(np.bool_).nonzero()[0]
+        run, level, word = np.unravel_index(words[bits >> 6], alive.shape)
+        counts[level, word * 64 + (bits & 63)] = ends[run]
+        return counts
 
 
 class PrefixIndex:
-    """Which instance holds which blocks."""
+    """Which instance holds which blocks. ``remembered``: how many removed blocks ``past`` keeps."""
 
-    def __init__(self) -> None:
-        self._slots: dict[InstanceId, int] = {}
-        self._instances: dict[int, InstanceId] = {}  # slot -> instance, the inverse of _slots
-        self._holders: dict[int, int] = {}  # key -> mask of slots, never 0
-        self._held: dict[InstanceId, dict[int, int]] = {}  # instance -> key -> mask of tiers, never 0
-        self._shared_masks: dict[int, int] = {}
+    def __init__(self, remembered: int = 0) -> None:
+        self.slots: dict[InstanceId, int] = {}
+        self.num_slots = _FIRST_SLOTS
+        self.past = Past(remembered)
+        self._instances: dict[int, InstanceId] = {}  # slot -> instance, the inverse of slots
+        self._tables: dict[str, KeyTable] = {}
+        self._holders = HolderSets()
+        self._came: dict[tuple[int, str], array[int]] = {}  # slot and scope -> keys as they came, some stale
+        self._num_held: dict[tuple[int, str], int] = {}
 
     def __repr__(self) -> str:
-        return f"<PrefixIndex {len(self._slots)} instances, {self.num_blocks} blocks>"
+        return f"<PrefixIndex {len(self.slots)} instances, {self.num_blocks} blocks>"
 
     @property
     def num_blocks(self) -> int:
         """Distinct blocks held by anyone."""
-        return len(self._holders)
+        return sum(len(table) for table in self._tables.values())
 
     def num_blocks_of(self, instance: InstanceId) -> int:
-        return len(self._held.get(instance, ()))
+        slot = self.slots.get(instance)
+        return sum(num for (its_slot, _), num in self._num_held.items() if its_slot == slot)
 
-    def store(self, instance: InstanceId, keys: Iterable[BlockKey], tier: Tier = Tier.DEVICE) -> None:
-        """``instance`` now holds these blocks on ``tier``."""
-        held = self._held.setdefault(instance, {})
-        own = 1 << self._slot_of(instance)
-        tier_bit = _TIER_BIT[tier]
-        holders = self._holders
-        for key in keys:
-            held[key] = held.get(key, 0) | tier_bit
-            mask = holders.get(key, 0)
-            if not mask & own:
-                holders[key] = self._shared(mask | own)
-
-    def remove(self, instance: InstanceId, keys: Iterable[BlockKey], tier: Tier = Tier.DEVICE) -> None:
-        """``instance`` no longer holds these blocks on ``tier``. Unknown blocks are no news."""
-        held = self._held.get(instance, {})
-        tier_bit = _TIER_BIT[tier]
-        for key in keys:
-            tiers = held.get(key, 0) & ~tier_bit
-            if tiers:
-                held[key] = tiers
-            elif held.pop(key, 0):
-                self._release(instance, key)
-
-    def clear(self, instance: InstanceId) -> int:
-        """Forget all of an instance's blocks; returns how many they were."""
-        held = self._held.pop(instance, {})
-        for key in held:
-            self._release(instance, key)
-        slot = self._slots.pop(instance, None)
-        if slot is not None:
-            del self._instances[slot]
-        return len(held)
-
-    def matches(self, keys: Sequence[BlockKey]) -> dict[InstanceId, int]:
-        """Instance -> number of leading blocks of ``keys`` that it holds; without any it is absent."""
-        found: dict[InstanceId, int] = {}
-        alive = -1
-        holders_of = self._holders.get
-        position = 0
-        for position, key in enumerate(keys):
-            still = alive & holders_of(key, 0)
-            if still != alive:
-                if position:
-                    self._record(found, alive ^ still, position)
-                alive = still
-                if not alive:
-                    return found
-        if keys:
-            self._record(found, alive, position + 1)
-        return found
-
-    def check(self) -> None:
-        assert {slot: instance for instance, slot in self._slots.items()} == self._instances
-        assert self._slots.keys() == self._held.keys()
-        expected: dict[int, int] = {}
-        for instance, held in self._held.items():
-            for key, tiers in held.items():
-                assert 0 < tiers < 1 << len(_TIER_BIT)
-                expected[key] = expected.get(key, 0) | 1 << self._slots[instance]
-        assert expected == self._holders
-
-    def _slot_of(self, instance: InstanceId) -> int:
-        slot = self._slots.get(instance)
+    def slot(self, instance: InstanceId) -> int:
+        """The slot of an instance, given to it when it is first asked for."""
+        slot = self.slots.get(instance)
         if slot is None:
             # The lowest free one, so that masks stay as short as there are instances.
-            slot = next(slot for slot in range(len(self._slots) + 1) if slot not in self._instances)
-            self._slots[instance] = slot
+            slot = next(slot for slot in range(len(self.slots) + 1) if slot not in self._instances)
+            self.slots[instance] = slot
             self._instances[slot] = instance
+            while self.num_slots <= slot:
+                self.num_slots *= 2
         return slot
 
-    def _release(self, instance: InstanceId, key: int) -> None:
-        mask = self._holders[key] & ~(1 << self._slots[instance])
-        if mask:
-            self._holders[key] = self._shared(mask)
+    # --- what happens to blocks
+
+    def store(
+        self,
+        instance: InstanceId,
+        keys: Iterable[BlockKey],
+        tier: Tier = Tier.DEVICE,
+        scope: str = "",
+    ) -> None:
+        """``instance`` now holds these blocks on ``tier``."""
+        column = column_of(keys)
+        if not len(column):
+            return
+        slot, plane = self.slot(instance), PLANE[tier]
+        table = self._tables.get(scope)
+        if table is None:
+            table = self._tables[scope] = KeyTable()
+        bit = 1 << slot
+        found = table.find(column)
+        rows = found.values.copy()
+        num_new = 0
+        for row, which, count in _groups(found.values):
+            masks = self._holders.masks(row)
+            if masks[plane] & bit:
+                continue
+            rows[which] = self._holders.move(row, with_plane(masks, plane, masks[plane] | bit), count)
+            if not (masks[0] | masks[1] | masks[2]) & bit:
+                num_new += count
+                self._came.setdefault((slot, scope), array("Q")).frombytes(column[which].tobytes())
+        table.put(found, rows)
+        if num_new:
+            self._num_held[slot, scope] = self._num_held.get((slot, scope), 0) + num_new
+            self._clean(slot, scope)
+
+    def remove(
+        self,
+        instance: InstanceId,
+        keys: Iterable[BlockKey],
+        tier: Tier = Tier.DEVICE,
+        scope: str = "",
+        reason: str = "evicted",
+        now: float = 0.0,
+    ) -> None:
+        """``instance`` no longer holds these blocks on ``tier``. Unknown blocks are no news."""
+        slot, table = self.slots.get(instance), self._tables.get(scope)
+        if slot is None or table is None:
+            return
+        column = column_of(keys)
+        if not len(column):
+            return
+        plane, bit = PLANE[tier], 1 << slot
+        found = table.find(column)
+        rows = found.values.copy()
+        num_gone = 0
+        for row, which, count in _groups(found.values):
+            masks = self._holders.masks(row)
+            if not masks[plane] & bit:
+                continue
+            after = with_plane(masks, plane, masks[plane] & ~bit)
+            rows[which] = self._holders.move(row, after, count)
+            if not (after[0] | after[1] | after[2]) & bit:
+                num_gone += count
+        table.put(found, rows)
+        self.past.note_removed(scope, column, Removal(now, instance, tier, reason))
+        if num_gone:
+            self._num_held[slot, scope] -= num_gone
+            self._clean(slot, scope)
+
+    def clear(self, instance: InstanceId, reason: str = "cleared", now: float = 0.0) -> int:
+        """An instance holds nothing any more; returns how many blocks they were."""
+        slot = self.slots.get(instance)
+        num_blocks = 0
+        for its_slot, scope in list(self._came):
+            if its_slot != slot:
+                continue
+            table = self._tables[scope]
+            found = table.find(self._held_by(slot, scope))
+            rows = found.values.copy()
+            for row, which, count in _groups(found.values):
+                rows[which] = self._holders.move(row, without_slot(self._holders.masks(row), slot), count)
+            table.put(found, rows)
+            num_blocks += len(rows)
+            self.past.note_removed(scope, found.keys, Removal(now, instance, None, reason))
+            del self._came[slot, scope], self._num_held[slot, scope]
+            if not len(table):
+                del self._tables[scope]
+        return num_blocks
+
+    def forget(self, instance: InstanceId, reason: str = "lost", now: float = 0.0) -> int:
+        """An instance is no more; its slot is free for another."""
+        num_blocks = self.clear(instance, reason, now)
+        slot = self.slots.pop(instance, None)
+        if slot is not None:
+            del self._instances[slot]
+        return num_blocks
+
+    # --- questions
+
+    def match(self, keys: Sequence[BlockKey], scope: str = "") -> Match:
+        """How much of the beginning of a prompt each slot holds."""
+        table = self._tables.get(scope)
+        if table is None:
+            rows: Values = np.zeros(len(keys), np.uint32)
         else:
-            del self._holders[key]
+            rows = table.find(np.array(keys, np.uint64)).values
+        return Match(self._holders, rows, self.num_slots)
 
-    def _record(self, found: dict[InstanceId, int], mask: int, num_blocks: int) -> None:
-        while mask:
-            lowest = mask & -mask
-            found[self._instances[lowest.bit_length() - 1]] = num_blocks
-            mask ^= lowest
+    def matches(self, keys: Sequence[BlockKey], scope: str = "") -> dict[InstanceId, int]:
+        """Instance -> number of leading blocks that it holds; without any it is absent."""
+        leading = self.match(keys, scope).leading
+        return {self._instances[slot]: int(leading[slot]) for slot in leading.nonzero()[0].tolist()}
 
-    def _shared(self, mask: int) -> int:
-        """The one integer object for this mask: at a thousand instances a mask has 160 bytes."""
-        if len(self._shared_masks) > 65536:
-            self._shared_masks.clear()
-        return self._shared_masks.setdefault(mask, mask)
+    def scopes_of(self, key: BlockKey) -> list[str]:
+        """The scopes in which somebody holds a block of this key."""
+        column = np.array([key], np.uint64)
+        return [scope for scope, table in self._tables.items() if table.find(column).values[0] != NOBODY]
+
+    def check(self) -> None:
+        assert {slot: instance for instance, slot in self.slots.items()} == self._instances
+        assert all(slot < self.num_slots for slot in self._instances)
+        assert self._came.keys() == self._num_held.keys()
+        counts: dict[int, int] = {}
+        held: dict[tuple[int, str], int] = {}
+        for scope, table in self._tables.items():
+            table.check()
+            for row, count in table.counts().items():
+                counts[row] = counts.get(row, 0) + count
+                device, memory, ssd = self._holders.masks(row)
+                for slot in _slots_in(device | memory | ssd):
+                    held[slot, scope] = held.get((slot, scope), 0) + count
+        self._holders.check(counts)
+        assert held == {at: num for at, num in self._num_held.items() if num}
+        for slot, scope in self._came:
+            assert len(self._held_by(slot, scope)) == self._num_held[slot, scope]
+
+    def _held_by(self, slot: int, scope: str) -> Keys:
+        """The blocks of a slot, of each the first time it came."""
+        came = np.frombuffer(self._came[slot, scope], np.uint64)
+        keys = came[np.sort(np.unique(came, return_index=True)[1])]
+        rows = self._tables[scope].find(keys).values
+        is_held = np.zeros(len(keys), np.bool_)
+        for row, which, _ in _groups(rows):
+            device, memory, ssd = self._holders.masks(row)
+            is_held[which] = (device | memory | ssd) >> slot & 1
+        return keys[is_held]
+
+    def _clean(self, slot: int, scope: str) -> None:
+        """Drop what is stale in the list of a slot's blocks, when that is half of it."""
+        num_held = self._num_held[slot, scope]
+        if len(self._came[slot, scope]) > 1024 + 2 * num_held:
+            kept = self._held_by(slot, scope)
+            self._came[slot, scope] = array("Q", kept.tobytes())
+
+
+def _groups(rows: Values) -> Iterator[tuple[int, slice | npt.NDArray[np.bool_], int]]:
+    """(row, where it stands, how often) for each different row."""
+    first = rows[:1]
+    if (rows == first).all():
+        if len(rows):
+            yield int(first[0]), slice(None), len(rows)
+        return
+    for row, count in zip(*(column.tolist() for column in np.unique(rows, return_counts=True)), strict=True):
+        yield row, rows == row, count
+
+
+def _slots_in(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest

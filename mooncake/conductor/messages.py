@@ -117,16 +117,21 @@ class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     instance: InstanceId
     keys: list[BlockKey]
     tier: Tier = Tier.DEVICE
+    scope: str = ""
+    "Blocks of different scopes are never the same; empty for our own workers, whose keys say it all."
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
     instance: InstanceId
     keys: list[BlockKey]
     tier: Tier = Tier.DEVICE
+    scope: str = ""
+    reason: str = "evicted"
 
 
 class BlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
     instance: InstanceId
+    reason: str = "cleared"
 
 
 class AddInstance(msgspec.Struct, frozen=True, array_like=True, tag=True):

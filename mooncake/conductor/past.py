@@ -1,0 +1,81 @@
+"""What the index lately forgot, and when and why; under which other names the same tokens were asked for.
+
+It owns a bounded memory for people who ask why a request missed, and decides nothing. What is noted costs
+eight bytes a block and no loop; whoever asks pays for the search, and asks for a request's blocks at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mooncake.conductor.keytable import Keys, column_of
+from mooncake.prefix import BlockKey
+from mooncake.types import InstanceId, Tier
+
+_MAX_NOTES = 20_000
+
+
+class Removal(NamedTuple):
+    """Why an instance no longer holds a block."""
+
+    at: float
+    instance: InstanceId
+    tier: Tier | None
+    "None: on every tier."
+    reason: str
+    "In the words of whoever removed it (``evicted``, ...), or ``cleared``, ``restarted``, ``lost``."
+
+
+class Past:
+    """Remembers the last ``capacity`` removed blocks, and as many blocks of prompts."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._removed: deque[tuple[str, Keys, Removal]] = deque()
+        self._num_removed = 0
+        self._prompts: deque[tuple[Keys, Keys]] = deque()
+        self._num_prompt_blocks = 0
+
+    def note_removed(self, scope: str, keys: Keys, removal: Removal) -> None:
+        keys = keys[-self._capacity :] if self._capacity else keys[:0]
+        if not len(keys):
+            return
+        self._removed.append((scope, keys, removal))
+        self._num_removed += len(keys)
+        while self._num_removed > self._capacity or len(self._removed) > _MAX_NOTES:
+            self._num_removed -= len(self._removed.popleft()[1])
+
+    def removals(self, keys: Sequence[BlockKey], scope: str = "") -> list[Removal | None]:
+        """For each block the last time that an instance lost it, as far as is remembered."""
+        notes = [(gone, removal) for its_scope, gone, removal in self._removed if its_scope == scope]
+        if not notes:
+            return [None] * len(keys)
+        gone = np.concatenate([gone for gone, _ in notes])
+        ends = np.cumsum([len(gone) for gone, _ in notes])
+        [at] = np.isin(gone, column_of(keys)).nonzero()
+        note_of = np.searchsorted(ends, at, side="right")
+        last = dict(zip(gone[at].tolist(), note_of.tolist(), strict=True))
+        return [notes[last[key]][1] if key in last else None for key in keys]
+
+    def note_prompt(self, keys: Iterable[BlockKey], bare_keys: Iterable[BlockKey]) -> None:
+        """A prompt was asked for whose blocks are ``keys`` and would be ``bare_keys`` without a salt."""
+        ours, bare = column_of(keys), column_of(bare_keys)
+        if len(ours) != len(bare) or not 0 < len(ours) <= self._capacity:
+            return
+        self._prompts.append((ours, bare))
+        self._num_prompt_blocks += len(ours)
+        while self._num_prompt_blocks > self._capacity or len(self._prompts) > _MAX_NOTES:
+            self._num_prompt_blocks -= len(self._prompts.popleft()[0])
+
+    def other_salts(self, key: BlockKey, bare_key: BlockKey) -> list[BlockKey]:
+        """What a block was called, other than ``key``, when its tokens were asked for with other salts."""
+        others: dict[BlockKey, None] = {}
+        for ours, bare in reversed(self._prompts):
+            for other in ours[bare == np.uint64(bare_key)].tolist():
+                others[other] = None
+        others.pop(key, None)
+        return list(others)

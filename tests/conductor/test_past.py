@@ -1,0 +1,42 @@
+"""What was forgotten is remembered for a while, and no longer."""
+
+from __future__ import annotations
+
+from mooncake.conductor.keytable import column_of
+from mooncake.conductor.past import Past, Removal
+from mooncake.types import Tier
+
+
+def test_the_last_removal_counts() -> None:
+    past = Past(10)
+    first = Removal(1.0, "a", Tier.DEVICE, "evicted")
+    then = Removal(2.0, "b", None, "lost")
+    past.note_removed("", column_of([1, 2, 3]), first)
+    past.note_removed("", column_of([3, 4]), then)
+    past.note_removed("another", column_of([1]), then)
+    assert past.removals([1, 3, 4, 5]) == [first, then, then, None]
+
+
+def test_it_is_bounded() -> None:
+    past = Past(4)
+    removal = Removal(1.0, "a", None, "cleared")
+    past.note_removed("", column_of([1, 2, 3]), removal)
+    past.note_removed("", column_of([4, 5]), removal)
+    assert past.removals([3, 5]) == [None, removal]
+    past.note_removed("", column_of(range(10, 20)), removal)
+    assert past.removals([5, 15, 16, 19]) == [None, None, removal, removal]
+    nothing = Past(0)
+    nothing.note_removed("", column_of([1]), removal)
+    nothing.note_prompt([1], [2])
+    assert nothing.removals([1]) == [None] and nothing.other_salts(3, 2) == []
+
+
+def test_the_same_tokens_under_other_salts() -> None:
+    past = Past(6)
+    past.note_prompt([11, 12], [1, 2])
+    past.note_prompt([21, 22], [1, 2])
+    past.note_prompt([31], [1, 2])  # of another length: not the same blocks
+    assert past.other_salts(11, 1) == [21]
+    assert past.other_salts(41, 2) == [22, 12]
+    past.note_prompt([41, 42, 43, 44], [1, 2, 3, 4])
+    assert past.other_salts(51, 1) == [41, 21]
