@@ -125,6 +125,16 @@ class Allocator:
         self._add_hole(offset, size_bytes)
         return freed_bytes
 
+    def trim(self, offset: int, size_bytes: int) -> int:
+        """Take back what of a range lies behind its first ``size_bytes``; returns how much."""
+        wanted = size_bytes + -size_bytes % self.alignment_bytes
+        freed_bytes = self.allocations[offset] - wanted
+        if freed_bytes:
+            self.allocations[offset] = wanted
+            self.allocations[offset + wanted] = freed_bytes
+            self.free(offset + wanted)
+        return freed_bytes
+
     def check(self) -> None:
         """Assert that ranges and holes tile the segment, and that the bins agree."""
         at, previous_is_hole = 0, False

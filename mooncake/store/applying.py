@@ -144,7 +144,7 @@ class Applying:
         for name, offset in record.places:
             extent = self._taken(name, offset, record.size_bytes)
             if extent is not None:
-                self._catalog.rest(extent, record.size_bytes, until)
+                self._catalog.rest([extent], record.size_bytes, until)
                 self._rests(extent)
 
     def _line_began(self, record: LineBegan, _: float) -> None:

@@ -477,14 +477,31 @@ class Catalog:
         self._wake(extent.release_at, stored, extent)
         return 0
 
-    def rest(self, extent: Extent, size_bytes: int, until: float) -> None:
-        """Space that another master promised, to whom and for what does not matter."""
+    def rest(self, extents: list[Extent], size_bytes: int, until: float) -> None:
+        """Space, each of ``size_bytes``, that was promised without being an object's."""
         ghost = StoredObject("", 0, 0, size_bytes, size_bytes, [], 0.0)
         ghost.state = State.UNLINKED
-        ghost.resting.append(extent)
-        extent.is_resting, extent.is_complete, extent.release_at = True, False, until
-        extent.segment.holders[extent.offset] = ghost
-        self._wake(until, ghost, extent)
+        ghost.resting = extents
+        for extent in extents:
+            extent.is_resting, extent.is_complete, extent.release_at = True, False, until
+            extent.segment.holders[extent.offset] = ghost
+            self._wake(until, ghost, extent)
+
+    def give_in_advance(self, extents: list[Extent], size_bytes: int, until: float) -> None:
+        """Space, which has been allocated, that a writer may write until then, for objects yet to be named."""
+        self.records.append(_held(extents, size_bytes))
+        self.rest(extents, size_bytes, until + self.settings.grace_s)
+
+    def begin_written(
+        self, key: ObjectKey, put_id: int, size_bytes: int, given: Extent, now: float
+    ) -> StoredObject:
+        """An object that is in place already, in space given in advance. The caller shows it in the same step."""
+        segment, offset = given.segment, given.offset
+        segment.holders[offset].resting.remove(given)
+        segment.allocator.trim(offset, size_bytes)
+        stored = self.objects.begin(key, put_id, size_bytes, size_bytes, [Extent(segment, offset)], now)
+        self.tenants.charge(stored, stored.extents[0])
+        return stored
 
     def held(self) -> Generator[SpaceHeld, None, None]:
         """All space that is promised without being a replica that can be read."""

@@ -25,6 +25,7 @@ import msgspec
 from mooncake.machine import Wake
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
+from mooncake.store.advances import Advances
 from mooncake.store.applying import Applying
 from mooncake.store.asking import Asking
 from mooncake.store.catalog import Catalog, Counts, record_of, record_of_segment
@@ -46,6 +47,7 @@ from mooncake.store.tally import Tally
 from mooncake.store.tasks import Tasks
 from mooncake.store.tiers import Tiers
 from mooncake.store.writing import Writing
+from mooncake.store.written import Written
 
 DEFAULTS = MasterSettings()
 
@@ -62,7 +64,9 @@ class Master:
         self.catalog = Catalog(settings, first_object_id)
         self.tally = Tally(self.catalog)
         space = Space(self.catalog)
-        reading, writing = Reading(self.catalog), Writing(self.catalog, space)
+        self._advances = Advances(self.catalog, space)
+        reading, writing = Reading(self.catalog), Writing(self.catalog, space, self._advances)
+        written = Written(self.catalog, space, self._advances, writing)
         self.tasks = Tasks(self.catalog)
         self.tiers = Tiers(self.catalog, self.tasks)
         self.replication = Replication(self.catalog, self.tasks)
@@ -83,6 +87,7 @@ class Master:
             m.Exists: reading.exists,
             m.Renew: reading.renew,
             m.PutStart: writing.put_start,
+            m.PutWritten: written.put_written,
             m.PutEnd: writing.put_end,
             m.PutAbort: writing.put_abort,
             m.Remove: removing.remove,
@@ -141,7 +146,7 @@ class Master:
 
     def check(self) -> None:
         self.catalog.check()
-        for part in (self.tasks, self.tiers, self.replication, self.hot):
+        for part in (self.tasks, self.tiers, self.replication, self.hot, self._advances):
             part.check()
 
     def story(self, key: str) -> list[str]:

@@ -4,7 +4,7 @@ Every request takes many keys and its reply answers them in the same order. A mi
 refusal is a ``Refusal`` with a code. Instants never travel, only durations: each side counts from
 its own clock, the receiver of a promise from *before* it asked, so its deadline is never later than
 the promiser's. Requests may arrive twice (a client that lost its connection asks again):
-``PutStart`` is told apart by ``put_id``, everything after it by the object's id.
+``PutStart`` and ``PutWritten`` are told apart by ``put_id``, everything after it by the object's id.
 
 ``tenant`` is the name space of the keys in a message; "" and "default" are the same one.
 """
@@ -68,6 +68,18 @@ class Reserved(msgspec.Struct, frozen=True, array_like=True):
     replicas: list[Replica]
 
 
+class Advance(msgspec.Struct, frozen=True, array_like=True):
+    """Space given to a writer in advance, before it knows for which objects: pieces of one size."""
+
+    advance_id: int
+    put_s: float
+    """Stop writing so many seconds after asking."""
+    size_bytes: int
+    """Of each piece."""
+    replicas: list[Replica]
+    """Where the pieces are. Piece ``i`` is named ``(advance_id, i)``."""
+
+
 # Clients ask the master.
 
 
@@ -89,6 +101,9 @@ class PutStart(msgspec.Struct, frozen=True, array_like=True, tag="put_start"):
     replace: bool = False
     """Put a new object in the place of one that is there; readers see the old one until put-end."""
     tenant: str = ""
+    num_pieces: int = 0
+    """So many pieces in advance, too, for ``PutWritten``."""
+    piece_bytes: int = 0
 
 
 class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"):
@@ -99,6 +114,42 @@ class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"
     """None: stored already, being written by another, or refused."""
     refusals: dict[int, Refusal]
     """By the key's place in the request."""
+    advance: Advance | None = None
+    """None also when nothing is given out in advance now; ask again some puts later."""
+
+
+class PutWritten(msgspec.Struct, frozen=True, array_like=True, tag="put_written"):
+    """Objects of one chunk whose bytes are in place already, in pieces given in advance: make them visible.
+
+    For puts with one replica that are not durable and replace nothing. Key i has the identity ``put_id + i``.
+    """
+
+    put_id: int
+    host: str
+    keys: list[str]
+    sizes: list[int]
+    checksums: list[bytes]
+    pieces: list[tuple[int, int]]
+    """(advance, number in it) for each key."""
+    policy: PutPolicy = PutPolicy()
+    groups: list[str] = []
+    parents: list[str] = []
+    tenant: str = ""
+    num_pieces: int = 0
+    """So many more pieces in advance."""
+    piece_bytes: int = 0
+
+
+class PutsWritten(msgspec.Struct, frozen=True, array_like=True, tag="puts_written"):
+    """True: readable; False: the key is taken; a Refusal: not put.
+
+    Only if it is True the piece is used up. ``expired``: the piece may not be written (any more), so start the
+    put anew; the others are what ``PutStart`` would have refused.
+    """
+
+    outcomes: list[bool | Refusal]
+    advance: Advance | None = None
+    """As in ``PutStarted``."""
 
 
 class PutEnd(msgspec.Struct, frozen=True, array_like=True, tag="put_end"):
@@ -542,6 +593,7 @@ class Quotas(msgspec.Struct, frozen=True, array_like=True, tag="quotas"):
 
 REQUESTS: tuple[type[msgspec.Struct], ...] = (
     PutStart,
+    PutWritten,
     PutEnd,
     PutAbort,
     Lookup,
@@ -570,6 +622,7 @@ REQUESTS: tuple[type[msgspec.Struct], ...] = (
 )
 REPLIES: tuple[type[msgspec.Struct], ...] = (
     PutStarted,
+    PutsWritten,
     Outcomes,
     Found,
     Flags,

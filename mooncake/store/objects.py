@@ -317,6 +317,10 @@ class Objects:
         """The largest object id that was given out."""
         return self._last_id
 
+    def new_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
     def ids_from(self, first: int) -> None:
         """Give out none that another master may have given out, of which nothing is known here."""
         self._last_id = max(first, self._last_id + LEAP)
@@ -335,8 +339,7 @@ class Objects:
         A readable object of that key stays until put-end takes its place.
         """
         assert key not in self.writing, key
-        self._last_id += 1
-        stored = StoredObject(key, self._last_id, put_id, size_bytes, chunk_bytes, extents, write_until)
+        stored = StoredObject(key, self.new_id(), put_id, size_bytes, chunk_bytes, extents, write_until)
         self.writing[key] = stored
         for extent in extents:
             extent.segment.holders[extent.offset] = stored

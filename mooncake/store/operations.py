@@ -35,6 +35,7 @@ from mooncake.store.columns import (
 )
 from mooncake.store.grants import Checksums, Place, PutGrant, ReadGrant, Target, peer_lost, put_grant
 from mooncake.store.objects import DEFAULT_POLICY
+from mooncake.store.stock import MAX_SMALL_BYTES, Stock, piece_bytes
 from mooncake.types import ObjectKey, Tier
 
 DEFAULT_CHUNK_BYTES = 1 << 20
@@ -155,6 +156,7 @@ class Operations:
         """Segment -> (epoch, transfer's handle)."""
         self._hosts: dict[str, str] = {}
         """Segment -> where it is; one that has moved costs a farther read, no more."""
+        self.stock = Stock()
         self.counts = Counts()
 
     # Whole objects
@@ -177,10 +179,16 @@ class Operations:
         """
         outcomes: list[Refusal | None] = [None] * len(keys)
         wanted, avoid = list(range(len(keys))), list[str]()
-        if len(keys) == 1 and sizes[0] <= chunk_bytes and not (groups or parents or replace):
-            is_settled, outcome = yield from self._put_small(
-                keys[0], addresses[0], sizes[0], deadline, policy, avoid
-            )
+        if len(keys) == 1 and sizes[0] <= chunk_bytes and not replace:
+            is_settled, outcome = False, None
+            if may_be_advanced(sizes[0], policy):
+                is_settled, outcome = yield from self._put_written(
+                    keys[0], addresses[0], sizes[0], deadline, policy, groups, parents
+                )
+            if not (is_settled or groups or parents):
+                is_settled, outcome = yield from self._put_small(
+                    keys[0], addresses[0], sizes[0], deadline, policy, avoid
+                )
             if is_settled:
                 return [outcome]
         for attempt in range(MAX_PUT_ATTEMPTS):
@@ -271,10 +279,21 @@ class Operations:
         """Whether that was all, and the outcome. If not, ``avoid`` has what could not be reached."""
         chunk_bytes = max(1, size_bytes)
         put_id = next(self._put_ids)
-        message = m.PutStart(put_id, self._host, [key], [size_bytes], [chunk_bytes], [], policy)
-        if self.tenant:
-            message = msgspec.structs.replace(message, tenant=self.tenant)
+        wanted = self.stock.wanted(size_bytes) if may_be_advanced(size_bytes, policy) else 0
+        message = m.PutStart(
+            put_id,
+            self._host,
+            [key],
+            [size_bytes],
+            [chunk_bytes],
+            policy=policy,
+            tenant=self.tenant,
+            num_pieces=wanted,
+            piece_bytes=piece_bytes(size_bytes) if wanted else 0,
+        )
         answer, first_asked_at = yield from self._ask(message, deadline)
+        if wanted:
+            self.stock.add(answer.reply.advance, size_bytes, first_asked_at)
         reserved = answer.reply.reserved[0]
         if reserved is None:
             return True, answer.reply.refusals.get(0)
@@ -297,6 +316,73 @@ class Operations:
             return True, outcome
         avoid += [target.replica.segment for target in grant.targets]
         return False, None
+
+    def _put_written(
+        self,
+        key: ObjectKey,
+        address: int,
+        size_bytes: int,
+        deadline: float,
+        policy: m.PutPolicy,
+        groups: Sequence[str],
+        parents: Sequence[ObjectKey],
+    ) -> Operation[tuple[bool, Refusal | None]]:
+        """The same, written before the master is asked, into space that it gave in advance."""
+        stock = self.stock
+        piece = stock.take(size_bytes)
+        if piece is None:
+            return False, None
+        handle = yield from self._handle_of(piece.replica, deadline)
+        if handle is None:
+            stock.drop_on(piece.replica.segment)
+            return False, None
+        slices = _one_slice(handle, address, piece.replica.address, size_bytes)
+        moved = (yield Move(True, [slices], min(deadline, piece.write_until)))[0]
+        if moved.checksums is None or moved.now >= piece.expires_at:
+            if moved.now >= piece.write_until:
+                stock.drop_late(moved.now)
+            elif moved.now < deadline:
+                self._lost(piece.replica.segment)
+            return False, None
+        wanted = stock.wanted(size_bytes)
+        message = m.PutWritten(
+            next(self._put_ids),
+            self._host,
+            [key],
+            [size_bytes],
+            [moved.checksums.tobytes()],
+            [(piece.advance_id, piece.number)],
+            policy,
+            list(groups),
+            list(parents),
+            self.tenant,
+            wanted,
+            piece_bytes(size_bytes) if wanted else 0,
+        )
+        answer, first_asked_at = yield from self._ask(message, deadline)
+        outcome = answer.reply.outcomes[0]
+        if isinstance(outcome, Refusal) and outcome.code == "expired":
+            stock.clear()
+            return False, None
+        if wanted:
+            stock.add(answer.reply.advance, size_bytes, first_asked_at)
+        # Asked twice, the first question may still arrive and use the piece.
+        if outcome is not True and answer.asked_at == first_asked_at:
+            stock.give_back(piece)
+        return True, outcome if isinstance(outcome, Refusal) else None
+
+    def _handle_of(self, replica: m.Replica, deadline: float) -> Operation[Any]:
+        """Transfer's handle of the replica's segment, or None."""
+        known = self._handles.get(replica.segment)
+        if known is not None and known[0] == replica.epoch:
+            return known[1]
+        return (yield from self._open([m.Reserved(0, [replica])], deadline))[replica.segment]
+
+    def _lost(self, segment: str) -> None:
+        """A transfer there failed: the next operation asks the master afresh how it is reached."""
+        self.counts.failed_transfers += 1
+        self._handles.pop(segment, None)
+        self.stock.drop_on(segment)
 
     def _get_small(self, answer: Answer, address: int, capacity: int, deadline: float) -> Operation[bool]:
         """Whether the one object that was found has arrived."""
@@ -748,9 +834,7 @@ class Operations:
         outcomes: list[Moved] = yield Move(is_write, transfers, deadline)
         for moved, part in zip(outcomes, parts, strict=True):
             if moved.checksums is None:
-                self.counts.failed_transfers += 1
-                # The next operation asks the master afresh how this segment is reached.
-                self._handles.pop(places[int(part.grant[0])].replica.segment, None)
+                self._lost(places[int(part.grant[0])].replica.segment)
         return list(zip(outcomes, parts, strict=True))
 
     def _read_grant(
@@ -786,6 +870,15 @@ class Operations:
         """Memory on this host, memory elsewhere, SSD on this host, SSD elsewhere; a device after memory."""
         is_far = self._hosts.get(replica.segment) != self._host
         return replica.tier is Tier.SSD, is_far, replica.tier is Tier.DEVICE
+
+
+def may_be_advanced(size_bytes: int, policy: m.PutPolicy) -> bool:
+    """Whether such a put may go to space given in advance."""
+    if policy is DEFAULT_POLICY:
+        return 0 < size_bytes <= MAX_SMALL_BYTES
+    is_simple = policy.num_replicas == 1 and not policy.is_durable
+    is_anywhere = not policy.preferred_segments and not policy.is_same_host
+    return is_simple and is_anywhere and 0 < size_bytes <= MAX_SMALL_BYTES
 
 
 def _one_slice(handle: Any, local: int, remote: int, length: int) -> Slices:

@@ -54,6 +54,7 @@ class Segment:
 
     __slots__ = (
         "address",
+        "advanced_bytes",
         "allocator",
         "changes",
         "connection",
@@ -118,6 +119,8 @@ class Segment:
         """The connection over which its node was told that it lacks changes, until it has reported."""
         self.is_draining = False
         """Nothing new may come here."""
+        self.advanced_bytes = 0
+        """Given to writers in advance and not used yet (``advances.py``)."""
         self.polls = False
         """Its node has asked for tasks once, so it can do some."""
         self.num_tasks = 0

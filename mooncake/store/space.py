@@ -30,7 +30,7 @@ class Space:
         self, size_bytes: int, num_replicas: int, placement: Placement, account: Account, now: float
     ) -> list[Extent] | Refusal:
         """Space for as many of the replicas as can be had, at least one; evicts where none is free."""
-        refusal = self._fit(size_bytes, account, now)
+        refusal = self.fit(size_bytes, account, now)
         if refusal is not None:
             return refusal
         place = placement.allocate(size_bytes)
@@ -69,7 +69,7 @@ class Space:
                 taken.append(segment)
                 placement.freed(segment)
 
-    def _fit(self, size_bytes: int, account: Account, now: float) -> Refusal | None:
+    def fit(self, size_bytes: int, account: Account, now: float) -> Refusal | None:
         """Room within the tenant's quota, made by evicting what is its own."""
         quota_bytes = account.quota_bytes
         if quota_bytes is None or account.has_room(size_bytes):
@@ -124,6 +124,10 @@ class Space:
             return Refusal("no_space", "the segments that are left were just mounted, or can't be reached")
         reason = "promises of an earlier master may still be in use; space is given out in"
         return Refusal("no_space", f"{reason} {min(rests_s):.3g} s")
+
+    def given(self, size_bytes: int) -> None:
+        """So much was allocated elsewhere."""
+        self._unwatched_bytes += size_bytes
 
     def evict_to_watermark(self, now: float) -> None:
         if self._unwatched_bytes < self._watch_bytes:

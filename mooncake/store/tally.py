@@ -45,6 +45,7 @@ class Tally:
             m.Lookup: self._lookup,
             m.PutStart: self._put_start,
             m.PutEnd: self._put_end,
+            m.PutWritten: self._put_written,
             m.PutAbort: lambda _, said: self._batch("put_revoke", *_undone(said)),
             m.Describe: lambda asked, said: self._batch(
                 "batch_query_ip", len(asked.segments), said.descriptors.count(None), is_batch=True
@@ -120,11 +121,7 @@ class Tally:
     def _put_start(self, asked: m.PutStart, said: m.PutStarted) -> None:
         self._batch("put_start", len(asked.keys), len(said.refusals))
         for refusal in said.refusals.values():
-            self.counts["put_start_alloc_failures"] += refusal.code == "no_space"
-            if refusal.code in ("quota_exceeded", "unknown_tenant"):
-                which = (asked.tenant or "default", refusal.code)
-                if which in self.rejected or len(self.rejected) < MAX_REJECTED:
-                    self.rejected[which] = self.rejected.get(which, 0) + 1
+            self._refused(asked.tenant, refusal)
         wanted = asked.policy.num_replicas
         for size_bytes, reserved in zip(asked.sizes, said.reserved, strict=False):
             if reserved is None:
@@ -133,6 +130,32 @@ class Tally:
                 self.counts["put_start_partial_allocations"] += 1
             self.num_by_size[bisect.bisect_left(SIZE_BOUNDS, size_bytes)] += 1
             self.put_bytes += size_bytes
+
+    def _refused(self, tenant: str, refusal: Refusal) -> None:
+        self.counts["put_start_alloc_failures"] += refusal.code == "no_space"
+        if refusal.code in ("quota_exceeded", "unknown_tenant"):
+            which = (tenant or "default", refusal.code)
+            if which in self.rejected or len(self.rejected) < MAX_REJECTED:
+                self.rejected[which] = self.rejected.get(which, 0) + 1
+
+    def _put_written(self, asked: m.PutWritten, said: m.PutsWritten) -> None:
+        """A start and an end in one; what had expired is put anew, and counted then."""
+        num_items = num_refused = 0
+        for size_bytes, outcome in zip(asked.sizes, said.outcomes, strict=True):
+            if not isinstance(outcome, Refusal):
+                if outcome:
+                    self.num_by_size[bisect.bisect_left(SIZE_BOUNDS, size_bytes)] += 1
+                    self.put_bytes += size_bytes
+            elif outcome.code == "expired":
+                continue
+            else:
+                self._refused(asked.tenant, outcome)
+                num_refused += 1
+            num_items += 1
+        if num_items:
+            self._batch("put_start", num_items, num_refused)
+        if num_items > num_refused:
+            self._batch("put_end", num_items - num_refused, 0)
 
     def _put_end(self, asked: m.PutEnd, said: m.Outcomes) -> None:
         num_refused = sum(isinstance(outcome, Refusal) for outcome in said.outcomes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
+from mooncake.store.advances import Advances
 from mooncake.store.catalog import Catalog
 from mooncake.store.durable import Durable
 from mooncake.store.effects import Received
@@ -22,9 +23,10 @@ MAX_CIRCLE = 64
 class Writing:
     """Answers PutStart, PutEnd and PutAbort."""
 
-    def __init__(self, catalog: Catalog, space: Space) -> None:
+    def __init__(self, catalog: Catalog, space: Space, advances: Advances) -> None:
         self._catalog = catalog
         self._space = space
+        self._advances = advances
         self._durable = Durable(catalog)
 
     def put_start(self, message: m.PutStart, _: Received, now: float) -> m.PutStarted | Failure:
@@ -33,8 +35,8 @@ class Writing:
             return Failure("invalid_argument", "put_start: keys, sizes and chunk_bytes differ in length")
         if len(message.groups) not in (0, count) or len(message.parents) not in (0, count):
             return Failure("invalid_argument", "put_start: groups or parents, but not one for each key")
-        refusal = _check_policy(message.policy)
-        account: Account | Refusal = refusal or self._admitted(message.tenant)
+        refusal = check_policy(message.policy)
+        account: Account | Refusal = refusal or self.admitted(message.tenant)
         placement = Placement(self._catalog.segments, message.host, message.avoid, now, message.policy)
         reserved: list[m.Reserved | None] = []
         refusals: dict[int, Refusal] = {}
@@ -53,10 +55,13 @@ class Writing:
             reserved.append(outcome)
         if isinstance(account, Account):
             self._catalog.tenants.tidy(account)
+        advance = None
+        if message.num_pieces and isinstance(account, Account):
+            advance = self._advances.give(message.num_pieces, message.piece_bytes, placement, now)
         self._space.evict_to_watermark(now)
-        return m.PutStarted(self._catalog.settings.put_s, reserved, refusals)
+        return m.PutStarted(self._catalog.settings.put_s, reserved, refusals, advance)
 
-    def _admitted(self, tenant: str) -> Account | Refusal:
+    def admitted(self, tenant: str) -> Account | Refusal:
         refusal = check_tenant(tenant)
         if refusal is not None:
             return refusal
@@ -81,7 +86,7 @@ class Writing:
         if refusal is not None:
             return refusal
         key = scoped(message.tenant, name)
-        known = self._known(key, put_id, message.replace, now)
+        known = self.known(key, put_id, message.replace, now)
         if known is not None:
             readable = catalog.objects.readable.get(key)
             if known is True and policy.is_durable and readable and not readable.complete(Tier.SSD):
@@ -95,13 +100,17 @@ class Writing:
         write_until = now + catalog.settings.put_s
         stored = catalog.begin(key, put_id, size_bytes, chunk_bytes, room, write_until)
         stored.policy, stored.data_type = policy, policy.data_type
-        if message.groups and message.groups[index]:
-            stored.group = scoped(message.tenant, message.groups[index])
-        if message.parents and message.parents[index]:
-            stored.parent = self._without_circle(key, scoped(message.tenant, message.parents[index]))
+        self.relate(stored, message, index)
         where = ", ".join(extent.segment.name for extent in room)
         catalog.tell(now, key, "put started as #{} on {}", stored.object_id, where)
         return m.Reserved(stored.object_id, stored.replicas())
+
+    def relate(self, stored: StoredObject, message: m.PutStart | m.PutWritten, index: int) -> None:
+        """To its group and its parent."""
+        if message.groups and message.groups[index]:
+            stored.group = scoped(message.tenant, message.groups[index])
+        if message.parents and message.parents[index]:
+            stored.parent = self._without_circle(stored.key, scoped(message.tenant, message.parents[index]))
 
     def _without_circle(self, key: ObjectKey, parent: ObjectKey) -> ObjectKey:
         """``parent``, or "" when it descends from ``key``: such objects would keep each other for ever."""
@@ -117,7 +126,7 @@ class Writing:
             above = stored.parent
         return parent
 
-    def _known(self, key: ObjectKey, put_id: int, replaces: bool, now: float) -> m.Reserved | bool | None:
+    def known(self, key: ObjectKey, put_id: int, replaces: bool, now: float) -> m.Reserved | bool | None:
         """The answer to the same request again; True: the key is taken; None: it is free to be put."""
         stored = self._catalog.objects.readable.get(key)
         if stored is not None and stored.put_id == put_id:
@@ -176,14 +185,18 @@ class Writing:
                 self._catalog.drop_extent(stored, extent, "its writer could not write there", now)
         if stored.state is not State.WRITING:
             return Refusal("incomplete", "none of its replicas was written")
+        self.finish(stored, checksums, now)
+        self._catalog.tell(now, key, "readable as #{}", object_id)
+        return True
+
+    def finish(self, stored: StoredObject, checksums: bytes, now: float) -> None:
+        """All that was announced of it is written."""
         policy = stored.policy
         stored.is_hard_pinned = policy.is_hard_pinned
         if policy.soft_pin_ttl_s is not None:
             stored.soft_pin_until = now + min(policy.soft_pin_ttl_s, self._catalog.settings.max_pin_s)
         self._catalog.counts.puts += 1
         self._catalog.show(stored, checksums, now)
-        self._catalog.tell(now, key, "readable as #{}", object_id)
-        return True
 
     def put_abort(self, message: m.PutAbort, _: Received, now: float) -> m.Outcomes:
         outcomes: list[bool | Refusal] = []
@@ -197,7 +210,7 @@ class Writing:
         return m.Outcomes(outcomes)
 
 
-def _check_policy(policy: m.PutPolicy) -> Refusal | None:
+def check_policy(policy: m.PutPolicy) -> Refusal | None:
     if not 1 <= policy.num_replicas <= MAX_REPLICAS:
         return Refusal("invalid_policy", f"{policy.num_replicas} replicas; 1 to {MAX_REPLICAS}")
     if policy.soft_pin_ttl_s is not None and not policy.soft_pin_ttl_s >= 0:

@@ -1,0 +1,126 @@
+"""Space given to writers in advance, so that a small put is one question instead of two.
+
+A put of a few KiB is over before the master could be asked twice. So a writer that puts many may get an
+*advance*: pieces of space of one size, promised like that of a put that was started, but for no object yet. It
+writes into a piece and then says once what it wrote, and where (``written.py``).
+
+An advance is a promise like every other. Its pieces may be written for ``put_s``, and rest for ``grace_s`` when
+nobody has said by then what is in them; a successor is told that they are held, but not for whom, so to it every
+advance is unknown. It must not starve others: nothing is evicted for it, and of each segment only a small
+share is given, while there is room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mooncake.errors import Refusal
+from mooncake.store import messages as m
+from mooncake.store.catalog import Catalog
+from mooncake.store.objects import Extent, replica_of
+from mooncake.store.placement import Placement
+from mooncake.store.segments import Segment
+from mooncake.store.space import Space
+
+MAX_PIECES = 64
+MAX_PIECE_BYTES = 64 << 10
+ADVANCED_SHARE = 1 / 16
+"""Of a segment, given in advance at most."""
+FREE_SHARE = 1 / 32
+"""Of a segment, free at least after an advance."""
+
+
+@dataclasses.dataclass(slots=True)
+class Given:
+    """One advance, until its deadline."""
+
+    until: float
+    size_bytes: int
+    pieces: list[Extent | None]
+    """None: an object's by now."""
+
+
+class Advances:
+    """What was given and may still be written."""
+
+    def __init__(self, catalog: Catalog, space: Space) -> None:
+        self._catalog = catalog
+        self._space = space
+        self._given: dict[int, Given] = {}
+        """By id, the oldest first."""
+
+    def give(self, num_pieces: int, size_bytes: int, placement: Placement, now: float) -> m.Advance | None:
+        """As many of the pieces as may be had; None: none."""
+        self._end_late(now)
+        if not 0 < size_bytes <= MAX_PIECE_BYTES:
+            return None
+        extents: list[Extent] = []
+        while len(extents) < min(num_pieces, MAX_PIECES):
+            place = placement.allocate(size_bytes)
+            if place is None:
+                break
+            if not _has_room(place[0], size_bytes):
+                place[0].allocator.free(place[1])
+                placement.freed(place[0])
+                break
+            place[0].advanced_bytes += size_bytes
+            extents.append(Extent(*place))
+        if not extents:
+            return None
+        self._space.given(size_bytes * len(extents))
+        put_s, advance_id = self._catalog.settings.put_s, self._catalog.objects.new_id()
+        self._given[advance_id] = Given(now + put_s, size_bytes, list[Extent | None](extents))
+        replicas = [replica_of(extent) for extent in extents]
+        self._catalog.give_in_advance(extents, size_bytes, now + put_s)
+        return m.Advance(advance_id, put_s, size_bytes, replicas)
+
+    def find(self, advance_id: int, number: int, size_bytes: int, now: float) -> Extent | Refusal | None:
+        """The piece, if it may become an object of that size; None: it has become one already."""
+        given = self._given.get(advance_id)
+        if given is None or now >= given.until or not 0 <= number < len(given.pieces):
+            return Refusal("expired", "the space was not given in advance by this master, or its time is over")
+        extent = given.pieces[number]
+        if extent is None:
+            return None
+        if not extent.segment.takes_objects(now) or size_bytes > given.size_bytes:
+            return Refusal("expired", f"nothing of {size_bytes} bytes may be put there now")
+        return extent
+
+    def use(self, advance_id: int, number: int) -> None:
+        """The piece, which was found, becomes an object."""
+        given = self._given[advance_id]
+        extent, given.pieces[number] = given.pieces[number], None
+        assert extent is not None
+        extent.segment.advanced_bytes -= given.size_bytes
+
+    def _end_late(self, now: float) -> None:
+        while self._given:
+            advance_id, given = next(iter(self._given.items()))
+            if given.until > now:
+                break
+            del self._given[advance_id]
+            for extent in given.pieces:
+                if extent is not None:
+                    extent.segment.advanced_bytes -= given.size_bytes
+
+    def check(self) -> None:
+        advanced: dict[Segment, int] = {}
+        for given in self._given.values():
+            for extent in given.pieces:
+                if extent is None:
+                    continue
+                segment = extent.segment
+                advanced[segment] = advanced.get(segment, 0) + given.size_bytes
+                if segment.is_mounted and extent.release_at > given.until:
+                    holder = segment.holders.get(extent.offset)
+                    is_late = holder is None or extent not in holder.resting
+                    assert not is_late, f"a piece of an advance was given away: {extent}"
+        for segment in self._catalog.segments.mounted.values():
+            assert segment.advanced_bytes == advanced.get(segment, 0), segment
+
+
+def _has_room(segment: Segment, size_bytes: int) -> bool:
+    """Whether so much, which has been allocated, may be given in advance."""
+    allocator = segment.allocator
+    is_little = segment.advanced_bytes + size_bytes <= ADVANCED_SHARE * allocator.size_bytes
+    return is_little and allocator.free_bytes >= FREE_SHARE * allocator.size_bytes

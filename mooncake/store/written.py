@@ -1,0 +1,91 @@
+"""The master's part for small puts that ask once: the bytes are there, and become an object or do not.
+
+What PutStart and PutEnd would say of such a put, one after the other, is decided here in one step, by the same
+rules. Where its space was given in advance, ``advances.py`` says.
+"""
+
+from __future__ import annotations
+
+from mooncake.errors import Refusal
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+from mooncake.store.advances import Advances
+from mooncake.store.catalog import Catalog
+from mooncake.store.effects import Received
+from mooncake.store.objects import check_put, scoped
+from mooncake.store.placement import Placement
+from mooncake.store.space import Space
+from mooncake.store.tenants import Account
+from mooncake.store.writing import Writing, check_policy
+
+
+class Written:
+    """Answers PutWritten."""
+
+    def __init__(self, catalog: Catalog, space: Space, advances: Advances, writing: Writing) -> None:
+        self._catalog = catalog
+        self._space = space
+        self._advances = advances
+        self._writing = writing
+
+    def put_written(self, message: m.PutWritten, _: Received, now: float) -> m.PutsWritten | Failure:
+        count = len(message.keys)
+        if not count == len(message.sizes) == len(message.checksums) == len(message.pieces):
+            return Failure("invalid_argument", "put_written: keys, sizes, checksums and pieces differ in length")
+        if len(message.groups) not in (0, count) or len(message.parents) not in (0, count):
+            return Failure("invalid_argument", "put_written: groups or parents, but not one for each key")
+        refusal = check_policy(message.policy) or _check_simple(message.policy)
+        account: Account | Refusal = refusal or self._writing.admitted(message.tenant)
+        outcomes: list[bool | Refusal] = []
+        for index in range(count):
+            outcome = account if isinstance(account, Refusal) else self._put(message, index, account, now)
+            outcomes.append(outcome)
+            if isinstance(outcome, Refusal):
+                self._catalog.counts.refused_puts += outcome.code != "expired"  # then it is put anew
+                key = scoped(message.tenant, message.keys[index])
+                self._catalog.tell(now, key, "written in advance, but refused: {}", outcome)
+        if isinstance(account, Refusal):
+            return m.PutsWritten(outcomes)
+        self._catalog.tenants.tidy(account)
+        if not message.num_pieces:
+            return m.PutsWritten(outcomes)
+        placement = Placement(self._catalog.segments, message.host, (), now)
+        advance = self._advances.give(message.num_pieces, message.piece_bytes, placement, now)
+        self._space.evict_to_watermark(now)
+        return m.PutsWritten(outcomes, advance)
+
+    def _put(self, message: m.PutWritten, index: int, account: Account, now: float) -> bool | Refusal:
+        """True: readable, or was by this very request; False: the key is taken."""
+        catalog, name, size_bytes = self._catalog, message.keys[index], message.sizes[index]
+        refusal = check_put(name, size_bytes, size_bytes)
+        if refusal is not None:
+            return refusal
+        key, put_id = scoped(message.tenant, name), message.put_id + index
+        if self._writing.known(key, put_id, False, now) is not None:
+            stored = catalog.objects.readable.get(key)
+            return stored is not None and stored.put_id == put_id
+        advance_id, number = message.pieces[index]
+        piece = self._advances.find(advance_id, number, size_bytes, now)
+        if piece is None:
+            return True  # a late copy of the request that put it; it has gone since
+        if isinstance(piece, Refusal):
+            return piece
+        checksums = message.checksums[index]
+        if len(checksums) != 4:
+            return Refusal("invalid_checksums", f"{len(checksums)} bytes for 1 chunk")
+        refusal = self._space.fit(size_bytes, account, now)
+        if refusal is not None:
+            return refusal
+        self._advances.use(advance_id, number)
+        stored = catalog.begin_written(key, put_id, size_bytes, piece, now)
+        stored.policy, stored.data_type = message.policy, message.policy.data_type
+        self._writing.relate(stored, message, index)
+        self._writing.finish(stored, checksums, now)
+        catalog.tell(now, key, "put as #{} in one step, readable on {}", stored.object_id, piece.segment.name)
+        return True
+
+
+def _check_simple(policy: m.PutPolicy) -> Refusal | None:
+    if policy.num_replicas > 1 or policy.is_durable or policy.preferred_segments or policy.is_same_host:
+        return Refusal("invalid_policy", "such a put is started and ended")
+    return None
