@@ -21,6 +21,7 @@ from mooncake.store.grants import PutGrant, ReadGrant
 from mooncake.store.master import Master
 from mooncake.store.operations import Operation
 from mooncake.store.segments import Segment
+from mooncake.store.stock import Piece
 from mooncake.types import Tier
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class Checkers:
             "refusals": 0,
             "errors": 0,
             "looks": 0,
+            "pieces": 0,
+            "written in advance": 0,
         }
 
     @property
@@ -146,6 +149,23 @@ class Checkers:
             )
             self._add(promises[-1])
         return promises
+
+    def piece_promised(self, client: SimClient, piece: Piece) -> Promise | None:
+        """A client was given space in advance; None where that is gone."""
+        replica = piece.replica
+        segment = self._cluster.segment(replica.segment, replica.epoch)
+        if segment is None:
+            return None
+        start, ends_at = (
+            replica.address,
+            self._instant(client, piece.expires_at) + self._cluster.faults.late_write_s,
+        )
+        who = f"{client.name} in advance #{piece.advance_id}"
+        end = start + piece.size_bytes
+        promise = Promise(segment, start, end, ends_at, who, True, self._life, piece.advance_id)
+        self._add(promise)
+        self.counts["pieces"] += 1
+        return promise
 
     def task_promised(self, segment: SimSegment, task: m.Task, ends_at: float) -> Promise:
         """A node is going to write a replica; until then nobody else may touch the space."""

@@ -9,13 +9,50 @@ import numpy as np
 
 from mooncake.errors import DeadlineExceeded, PeerLost
 from mooncake.rpc.wire import Failure, error_of
+from mooncake.sim.checkers import Promise
 from mooncake.sim.kernel import Process
 from mooncake.sim.links import End, over_the_wire
 from mooncake.sim.nodes import SimSegment, checksum, combine, requests
+from mooncake.store import messages as m
 from mooncake.store.operations import Answer, Ask, Move, Moved, Open, Operation, Operations, Pause, Slices
+from mooncake.store.stock import Piece, Stock
 
 if TYPE_CHECKING:
     from mooncake.sim.cluster import Cluster
+
+
+class WatchedStock(Stock):
+    """Tells the checkers which space this client may write."""
+
+    def __init__(self, client: SimClient) -> None:
+        super().__init__()
+        self._client = client
+        self._promises: dict[tuple[int, int], Promise] = {}
+
+    def add(self, advance: m.Advance | None, size_bytes: int, asked_at: float) -> None:
+        super().add(advance, size_bytes, asked_at)
+        for number, replica in enumerate(advance.replicas if advance is not None else ()):
+            assert advance is not None
+            expires_at = asked_at + advance.put_s
+            self._watch(
+                Piece(advance.advance_id, number, replica, advance.size_bytes, expires_at, expires_at)
+            )
+
+    def give_back(self, piece: Piece) -> None:
+        super().give_back(piece)
+        self._watch(piece)
+
+    def spent(self, pieces: list[tuple[int, int]]) -> None:
+        """All that this client had to write there is written."""
+        self._client.cluster.checkers.counts["written in advance"] += len(pieces)
+        for name in pieces:
+            promise = self._promises.pop(name, None)
+            self._client.cluster.checkers.kept([promise] if promise is not None else [])
+
+    def _watch(self, piece: Piece) -> None:
+        promise = self._client.cluster.checkers.piece_promised(self._client, piece)
+        if promise is not None:
+            self._promises[piece.advance_id, piece.number] = promise
 
 
 class SimClient:
@@ -28,6 +65,7 @@ class SimClient:
         self.process = Process(cluster.kernel, name, cluster.new_clock())
         joined = combine if cluster.faults.has_checksums else lambda a, b, length_b: 0
         self.operations = Operations(host, joined, cluster.kernel.random.getrandbits(62))
+        self._stock = self.operations.stock = WatchedStock(self)
         self.memory = bytearray(1 << 20)
         self._allocated = 0
         self._end: End | None = None
@@ -84,6 +122,8 @@ class SimClient:
 
     def _ask(self, effect: Ask, resume: Callable[[Any], None]) -> None:
         asked_at = self.now
+        if isinstance(effect.message, m.PutWritten):
+            self._stock.spent(effect.message.pieces)
         self._last_id += 1
         request_id = self._last_id
 

@@ -53,19 +53,28 @@ class Worker:
             return
         random = self._kernel.random
         work = random.choices(
-            (self._put, self._get, self._put_parts, self._look, self._exists, self._remove, self._pin),
-            (5, 6, 3, 3, 1, 1, 0.5),
+            (
+                self._put,
+                self._put_small,
+                self._get,
+                self._put_parts,
+                self._look,
+                self._exists,
+                self._remove,
+                self._pin,
+            ),
+            (4, 3, 6, 3, 3, 1, 1, 0.5),
         )[0]
         self._client.process.after(random.uniform(0, MAX_PAUSE_S), work)
 
     def _some_keys(self) -> list[str]:
         return self._kernel.random.sample(self._keys, self._kernel.random.randint(1, 4))
 
-    def _new_value(self, key: str) -> bytes:
+    def _new_value(self, key: str, length: int = 0) -> bytes:
         self._num_values += 1
         name = f"{key} {self._client.name} {self._kernel.now!r} {self._num_values}"
         digest = hashlib.blake2b(name.encode()).digest()
-        length = self._kernel.random.randint(1, self._max_bytes)
+        length = length or self._kernel.random.randint(1, self._max_bytes)
         value = (digest * (length // len(digest) + 1))[:length]
         self._checkers.value_put(key, value)
         return value
@@ -114,6 +123,37 @@ class Worker:
             for key, value, outcome in zip(keys, values, outcomes or (), strict=False):
                 self._checkers.ledger.put(change, key, value, outcome, policy.is_durable, replace)
             self._count_puts(outcomes, error)
+
+        self._client.run(operation, deadline, done)
+
+    def _put_small(self) -> None:
+        """A few puts in a row, of objects of one size: what space is given in advance for."""
+        random = self._kernel.random
+        length = min(self._max_bytes, random.choice((40, 64, 200)))
+        self._put_next(length, random.randint(1, 8))
+
+    def _put_next(self, length: int, num_left: int) -> None:
+        random = self._kernel.random
+        key, deadline = random.choice(self._keys), self._deadline
+        change = self._checkers.ledger.begin(self._client, [key])
+        value = self._new_value(key, length)
+        group = random.choice(("a", "b")) if random.random() < 0.1 else ""
+        policy = m.PutPolicy(soft_pin_ttl_s=1.0) if random.random() < 0.1 else m.PutPolicy()
+        operation = self._client.operations.put(
+            [key], [self._place(value)], [length], CHUNK_BYTES, deadline, policy, [group] if group else ()
+        )
+
+        def done(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
+            if outcomes is None:
+                self._checkers.ledger.failed(change)
+            else:
+                self._checkers.ledger.put(change, key, value, outcomes[0], False, False)
+            if num_left > 1 and error is None:
+                self._checkers.counts["puts" if outcomes and outcomes[0] is None else "refusals"] += 1
+                pause_s = random.choice((0.0, 0.0, 0.05, 3.0))
+                self._client.process.after(pause_s, lambda: self._put_next(length, num_left - 1))
+            else:
+                self._count_puts(outcomes, error)
 
         self._client.run(operation, deadline, done)
 

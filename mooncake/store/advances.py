@@ -1,13 +1,13 @@
 """Space given to writers in advance, so that a small put is one question instead of two.
 
 A put of a few KiB is over before the master could be asked twice. So a writer that puts many may get an
-*advance*: pieces of space of one size, promised like that of a put that was started, but for no object yet. It
-writes into a piece and then says once what it wrote, and where (``written.py``).
+*advance*: pieces of space of one size, promised like that of a put that was started, but for no object yet.
+It writes into a piece and then says once what it wrote, and where (``written.py``).
 
-An advance is a promise like every other. Its pieces may be written for ``put_s``, and rest for ``grace_s`` when
-nobody has said by then what is in them; a successor is told that they are held, but not for whom, so to it every
-advance is unknown. It must not starve others: nothing is evicted for it, and of each segment only a small
-share is given, while there is room.
+An advance is a promise like every other. Its pieces may be written for ``put_s``, and rest for ``grace_s``
+when nobody has said by then what is in them; a successor is told that they are held, but not for whom, so to
+it every advance is unknown. It must not starve others: nothing is evicted for it, and of each segment only a
+small share is given, while there is room.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Advances:
 
     def give(self, num_pieces: int, size_bytes: int, placement: Placement, now: float) -> m.Advance | None:
         """As many of the pieces as may be had; None: none."""
-        self._end_late(now)
         if not 0 < size_bytes <= MAX_PIECE_BYTES:
             return None
         extents: list[Extent] = []
@@ -78,7 +77,9 @@ class Advances:
         """The piece, if it may become an object of that size; None: it has become one already."""
         given = self._given.get(advance_id)
         if given is None or now >= given.until or not 0 <= number < len(given.pieces):
-            return Refusal("expired", "the space was not given in advance by this master, or its time is over")
+            return Refusal(
+                "expired", "the space was not given in advance by this master, or its time is over"
+            )
         extent = given.pieces[number]
         if extent is None:
             return None
@@ -93,7 +94,13 @@ class Advances:
         assert extent is not None
         extent.segment.advanced_bytes -= given.size_bytes
 
-    def _end_late(self, now: float) -> None:
+    def deadline(self) -> float | None:
+        for given in self._given.values():
+            return given.until
+        return None
+
+    def expire(self, now: float) -> None:
+        """What was not used in time rests; nobody may say any more that he used it."""
         while self._given:
             advance_id, given = next(iter(self._given.items()))
             if given.until > now:
@@ -111,10 +118,8 @@ class Advances:
                     continue
                 segment = extent.segment
                 advanced[segment] = advanced.get(segment, 0) + given.size_bytes
-                if segment.is_mounted and extent.release_at > given.until:
-                    holder = segment.holders.get(extent.offset)
-                    is_late = holder is None or extent not in holder.resting
-                    assert not is_late, f"a piece of an advance was given away: {extent}"
+                if segment.is_mounted:
+                    assert extent in segment.holders[extent.offset].resting, f"{extent} was given away"
         for segment in self._catalog.segments.mounted.values():
             assert segment.advanced_bytes == advanced.get(segment, 0), segment
 

@@ -488,14 +488,14 @@ class Catalog:
             self._wake(until, ghost, extent)
 
     def give_in_advance(self, extents: list[Extent], size_bytes: int, until: float) -> None:
-        """Space, which has been allocated, that a writer may write until then, for objects yet to be named."""
+        """Allocated space that a writer may write until then, for objects yet to be named."""
         self.records.append(_held(extents, size_bytes))
         self.rest(extents, size_bytes, until + self.settings.grace_s)
 
     def begin_written(
         self, key: ObjectKey, put_id: int, size_bytes: int, given: Extent, now: float
     ) -> StoredObject:
-        """An object that is in place already, in space given in advance. The caller shows it in the same step."""
+        """Its bytes are in space given in advance. The caller shows it in the same step."""
         segment, offset = given.segment, given.offset
         segment.holders[offset].resting.remove(given)
         segment.allocator.trim(offset, size_bytes)

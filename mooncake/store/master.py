@@ -73,7 +73,7 @@ class Master:
         self.hot = Hot(self.catalog, self.tasks)
         self.catalog.watchers += [self.tasks, self.tiers]
         # Tasks last: what the others plan in a step leaves in the same one.
-        self.catalog.clocks += [self.tiers, self.replication, self.hot, self.tasks]
+        self.catalog.clocks += [self._advances, self.tiers, self.replication, self.hot, self.tasks]
         self.catalog.on_complete.append(self.tiers.completed)
         self.catalog.on_left.append(self.tasks.extent_left)
         removing, mounting = Removing(self.catalog), Mounting(self.catalog, self.tasks)

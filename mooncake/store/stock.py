@@ -1,11 +1,12 @@
 """What a client has of space given in advance, and how much more it asks for.
 
-A piece lies here until a put of its size takes it. Nobody else may have it then, so pieces are taken and given
-back whole, and safely from several threads. A piece that may have been used, or in which a write may still be
-under way, never comes back: its promise runs out by itself.
+A piece lies here until a put of its size takes it. Nobody else may have it then, so pieces are taken and
+given back whole, and safely from several threads. A piece that may have been used, or in which a write may
+still be under way, never comes back: its promise runs out by itself.
 
 How much is asked for follows what is used, per size: nothing for the first put of a size, then twice as much
-whenever the stock runs low, and less again when pieces were not used in time. So who puts seldom holds nothing.
+whenever the stock runs low, and less again when pieces were not used in time. So who puts seldom holds
+nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Stock:
         return goal
 
     def add(self, advance: m.Advance | None, size_bytes: int, asked_at: float) -> None:
-        """The answer to what was wanted for objects of ``size_bytes``, with a question put at ``asked_at``."""
+        """What was wanted for objects of ``size_bytes``, or that there is none; asked for at ``asked_at``."""
         if advance is None:
             self._goals[piece_bytes(size_bytes)] = -REFUSED_PUTS
             return

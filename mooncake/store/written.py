@@ -1,7 +1,7 @@
 """The master's part for small puts that ask once: the bytes are there, and become an object or do not.
 
-What PutStart and PutEnd would say of such a put, one after the other, is decided here in one step, by the same
-rules. Where its space was given in advance, ``advances.py`` says.
+What PutStart and PutEnd would say of such a put, one after the other, is decided here in one step, by the
+same rules. Where its space was given in advance, ``advances.py`` says.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Written:
     def put_written(self, message: m.PutWritten, _: Received, now: float) -> m.PutsWritten | Failure:
         count = len(message.keys)
         if not count == len(message.sizes) == len(message.checksums) == len(message.pieces):
-            return Failure("invalid_argument", "put_written: keys, sizes, checksums and pieces differ in length")
+            return Failure(
+                "invalid_argument", "put_written: keys, sizes, checksums and pieces differ in length"
+            )
         if len(message.groups) not in (0, count) or len(message.parents) not in (0, count):
             return Failure("invalid_argument", "put_written: groups or parents, but not one for each key")
         refusal = check_policy(message.policy) or _check_simple(message.policy)

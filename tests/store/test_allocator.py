@@ -33,6 +33,21 @@ def test_freed_neighbours_merge_whatever_the_order() -> None:
         assert allocator.largest_free_bytes == 3 * KIB
 
 
+def test_what_is_trimmed_off_is_free_and_merges_with_the_hole_behind_it() -> None:
+    allocator = Allocator(4 * KIB)
+    first, second = allocator.allocate(KIB), allocator.allocate(KIB)
+    assert first == 0 and second == KIB
+    assert allocator.trim(first, 100) == KIB - 128
+    allocator.check()
+    assert allocator.trim(first, 128) == 0, "nothing is behind it"
+    assert allocator.trim(second, 64) == KIB - 64
+    allocator.check()
+    assert allocator.allocated_bytes == 128 + 64 and allocator.largest_free_bytes == 3 * KIB - 64
+    assert allocator.allocate(KIB - 128) == 128
+    allocator.free(first)
+    allocator.check()
+
+
 def test_a_hole_of_exactly_the_size_is_found() -> None:
     """1472 KiB isn't a bin's border, so the holes hang below the bin that surely fits."""
     size = 1472 * KIB

@@ -72,6 +72,8 @@ class World:
         if isinstance(effect, Pause):
             self.voice.now += effect.seconds
             return None
+        if self.voice.now >= effect.deadline:
+            return [Moved(None, "timed_out", self.voice.now) for _ in effect.transfers]
         self.moves.append(effect)
         self.voice.now += self.slow_move_s
         return [self._move(effect, slices) for slices in effect.transfers]
@@ -580,3 +582,134 @@ def test_a_new_value_takes_the_place_of_the_old_one() -> None:
     world.put(b"old")
     assert world.put(b"new value", replace=True) == [None]
     assert world.get("k0") == [b"new value"]
+
+
+# Small puts in one step
+
+
+def put_many(world: World, count: int, first: int = 0, size: int = 100) -> list[Refusal | None]:
+    """One put each, of values that differ."""
+    outcomes = []
+    for number in range(first, first + count):
+        world.local[:size] = bytes([number]) * size
+        outcomes += world.run(world.operations.put([f"s{number}"], [0], [size], 1 << 20, world.deadline))
+    return outcomes
+
+
+def asked_for(world: World) -> list[str]:
+    return [type(message).__name__ for message in world.asked if not isinstance(message, m.Describe)]
+
+
+def after_two(**pools: int) -> World:
+    """A client that has pieces: it has put twice."""
+    world = World(**pools)
+    assert put_many(world, 2) == [None, None]
+    assert len(world.operations.stock) == 4
+    world.asked.clear()
+    return world
+
+
+def test_who_puts_small_objects_asks_once_for_each() -> None:
+    world = after_two()
+    assert put_many(world, 30, first=2) == [None] * 30
+    # Pools are small here: a share of 4096 bytes is 32 pieces.
+    assert asked_for(world) == ["PutWritten"] * 30
+    world.local[:100] = bytes(100)
+    assert world.get(*(f"s{number}" for number in range(32))) == [bytes([n]) * 100 for n in range(32)]
+
+
+def test_what_is_not_simple_is_started_and_ended() -> None:
+    world = after_two(a=65536, b=65536)
+    for number, policy in enumerate((m.PutPolicy(num_replicas=2), m.PutPolicy(preferred_segments=["b"]))):
+        assert world.run(
+            world.operations.put([f"p{number}"], [0], [100], 1 << 20, world.deadline, policy)
+        ) == [None]
+    assert world.run(world.operations.put(["s0"], [0], [100], 1 << 20, world.deadline, replace=True)) == [
+        None
+    ]
+    assert (
+        world.run(world.operations.put(["x", "y"], [0, 0], [100, 100], 1 << 20, world.deadline)) == [None] * 2
+    )
+    assert asked_for(world) == ["PutStart", "PutEnd"] * 4
+
+
+def test_a_group_and_a_parent_come_along() -> None:
+    world = after_two()
+    put = world.operations.put(["k"], [0], [100], 1 << 20, world.deadline, DEFAULT_POLICY, ["g"], ["s0"])
+    assert world.run(put) == [None]
+    assert asked_for(world) == ["PutWritten"]
+    found = world.voice.inspect("k")
+    assert found is not None and (found.group, found.parent) == ("g", "s0")
+
+
+def test_the_piece_of_a_taken_key_serves_the_next() -> None:
+    world = after_two()
+    assert put_many(world, 2) == [None, None], "s0 and s1 are there"
+    assert len(world.operations.stock) == 4
+    assert put_many(world, 1, first=2) == [None]
+    assert world.get("s0", "s2") == [bytes(100), bytes([2]) * 100]
+
+
+def test_a_refusal_is_the_callers_and_the_piece_serves_the_next() -> None:
+    world = after_two()
+    outcome = world.run(world.operations.put(["k" * 2000], [0], [100], 1 << 20, world.deadline))[0]
+    assert isinstance(outcome, Refusal) and outcome.code == "invalid_key"
+    assert len(world.operations.stock) == 4
+
+
+def test_a_successor_knows_no_pieces_and_the_put_is_made_anew() -> None:
+    world = after_two()
+    successor = Voice(SETTINGS)
+    successor.master.restore(world.voice.master.snapshot(), world.voice.now)
+    successor.now = world.voice.now
+    world.voice = successor
+    successor.mount("a", 65536)
+    assert put_many(world, 1, first=2) == [None]
+    assert asked_for(world) == ["PutWritten", "PutStart", "PutEnd"]
+    assert len(world.operations.stock) in (0, 8)
+    assert world.get("s2", "s1") == [bytes([2]) * 100, bytes([1]) * 100]
+
+
+def test_no_piece_is_written_when_its_time_may_be_over() -> None:
+    world = after_two()
+    world.voice.keep_alive(0.75 * SETTINGS.put_s, "a")
+    assert put_many(world, 1, first=2) == [None]
+    assert asked_for(world)[0] == "PutStart"
+    assert all(move.deadline <= world.voice.now + 5 for move in world.moves)
+
+
+def test_a_write_that_ends_too_late_is_not_announced_and_its_piece_is_not_used_again() -> None:
+    world = after_two()
+    world.slow_move_s = SETTINGS.put_s + 1
+    assert isinstance(put_many(world, 1, first=2)[0], Refusal)
+    assert "PutWritten" not in asked_for(world)
+    assert len(world.operations.stock) == 0
+
+
+def test_an_answer_that_was_lost_uses_the_piece_up_and_is_asked_for_again() -> None:
+    world = after_two()
+    lost = [PeerLost("gone")]
+    world.after_ask = lambda message: lost.pop() if lost and isinstance(message, m.PutWritten) else None
+    assert put_many(world, 1, first=2) == [None]
+    assert asked_for(world) == ["PutWritten"] * 2
+    assert put_many(world, 1, first=3) == [None]
+    assert world.get("s2", "s3") == [bytes([2]) * 100, bytes([3]) * 100]
+
+
+def test_a_piece_about_which_was_asked_twice_is_not_used_for_another() -> None:
+    """The first question may be under way still, and what it says must stay true."""
+    world = after_two()
+    lost = [PeerLost("gone")]
+    world.before_ask = lambda message: lost.pop() if lost and isinstance(message, m.PutWritten) else None
+    assert put_many(world, 1) == [None], "s0 is there"
+    assert len(world.operations.stock) == 3
+
+
+def test_a_node_that_cannot_be_written_is_left_to_the_long_way() -> None:
+    world = after_two(a=65536, b=4096)
+    world.before_move = lambda segment: "connection refused" if segment == "a" else ""
+    assert put_many(world, 1, first=2) == [None]
+    assert "PutWritten" not in asked_for(world)
+    found = world.voice.find("s2")
+    assert found is not None and found.replicas[0].segment == "b"
+    assert all(one.replica.segment == "b" for one in iter(lambda: world.operations.stock.take(100), None))
