@@ -36,8 +36,8 @@ class Given:
 
     until: float
     size_bytes: int
-    pieces: list[Extent | None]
-    """None: an object's by now."""
+    pieces: list[Extent | int]
+    """An object's by now: the identity of its put."""
 
 
 class Advances:
@@ -68,30 +68,35 @@ class Advances:
             return None
         self._space.given(size_bytes * len(extents))
         put_s, advance_id = self._catalog.settings.put_s, self._catalog.objects.new_id()
-        self._given[advance_id] = Given(now + put_s, size_bytes, list[Extent | None](extents))
+        self._given[advance_id] = Given(now + put_s, size_bytes, list[Extent | int](extents))
         replicas = [replica_of(extent) for extent in extents]
         self._catalog.give_in_advance(extents, size_bytes, now + put_s)
         return m.Advance(advance_id, put_s, size_bytes, replicas)
 
-    def find(self, advance_id: int, number: int, size_bytes: int, now: float) -> Extent | Refusal | None:
-        """The piece, if it may become an object of that size; None: it has become one already."""
+    def find(
+        self, piece: tuple[int, int], put_id: int, size_bytes: int, now: float
+    ) -> Extent | Refusal | None:
+        """The piece, if it may become an object of that size; None: it became one by this very put."""
+        advance_id, number = piece
         given = self._given.get(advance_id)
         if given is None or now >= given.until or not 0 <= number < len(given.pieces):
             return Refusal(
                 "expired", "the space was not given in advance by this master, or its time is over"
             )
         extent = given.pieces[number]
-        if extent is None:
+        if extent == put_id:
             return None
+        if isinstance(extent, int):
+            return Refusal("expired", "another object is there")
         if not extent.segment.takes_objects(now) or size_bytes > given.size_bytes:
             return Refusal("expired", f"nothing of {size_bytes} bytes may be put there now")
         return extent
 
-    def use(self, advance_id: int, number: int) -> None:
+    def use(self, piece: tuple[int, int], put_id: int) -> None:
         """The piece, which was found, becomes an object."""
-        given = self._given[advance_id]
-        extent, given.pieces[number] = given.pieces[number], None
-        assert extent is not None
+        given = self._given[piece[0]]
+        extent, given.pieces[piece[1]] = given.pieces[piece[1]], put_id
+        assert isinstance(extent, Extent)
         extent.segment.advanced_bytes -= given.size_bytes
 
     def deadline(self) -> float | None:
@@ -107,14 +112,14 @@ class Advances:
                 break
             del self._given[advance_id]
             for extent in given.pieces:
-                if extent is not None:
+                if isinstance(extent, Extent):
                     extent.segment.advanced_bytes -= given.size_bytes
 
     def check(self) -> None:
         advanced: dict[Segment, int] = {}
         for given in self._given.values():
             for extent in given.pieces:
-                if extent is None:
+                if isinstance(extent, int):
                     continue
                 segment = extent.segment
                 advanced[segment] = advanced.get(segment, 0) + given.size_bytes

@@ -119,7 +119,7 @@ class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"
 
 
 class PutWritten(msgspec.Struct, frozen=True, array_like=True, tag="put_written"):
-    """Objects of one chunk that were written already, in pieces given in advance: make them visible.
+    """Objects of one chunk that are written already, into pieces given in advance: show them.
 
     For puts with one replica that are not durable and replace nothing. Key i has the identity ``put_id + i``.
     """

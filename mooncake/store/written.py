@@ -66,8 +66,7 @@ class Written:
         if self._writing.known(key, put_id, False, now) is not None:
             stored = catalog.objects.readable.get(key)
             return stored is not None and stored.put_id == put_id
-        advance_id, number = message.pieces[index]
-        piece = self._advances.find(advance_id, number, size_bytes, now)
+        piece = self._advances.find(message.pieces[index], put_id, size_bytes, now)
         if piece is None:
             return True  # a late copy of the request that put it; it has gone since
         if isinstance(piece, Refusal):
@@ -78,7 +77,7 @@ class Written:
         refusal = self._space.fit(size_bytes, account, now)
         if refusal is not None:
             return refusal
-        self._advances.use(advance_id, number)
+        self._advances.use(message.pieces[index], put_id)
         stored = catalog.begin_written(key, put_id, size_bytes, piece, now)
         stored.policy, stored.data_type = message.policy, message.policy.data_type
         self._writing.relate(stored, message, index)

@@ -22,6 +22,7 @@ from mooncake.store import (
     operations,
     records,
     segments,
+    stock,
     tasks,
     tiers,
     writing,
@@ -218,6 +219,35 @@ def loses_an_object_with_any_of_its_nodes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(catalog.Catalog, "drop_extent", broken)
 
 
+def lets_pieces_be_written_for_ever(patch: pytest.MonkeyPatch) -> None:
+    add = stock.Stock.add
+
+    def broken(self: stock.Stock, advance: messages.Advance | None, *rest: object) -> None:
+        patient = None if advance is None else msgspec.structs.replace(advance, put_s=1000.0)
+        add(self, patient, *rest)  # type: ignore[arg-type]
+
+    patch.setattr(stock.Stock, "add", broken)
+
+
+def releases_pieces_at_their_deadline(patch: pytest.MonkeyPatch) -> None:
+    give = catalog.Catalog.give_in_advance
+
+    def broken(self: catalog.Catalog, extents: list[objects.Extent], size_bytes: int, until: float) -> None:
+        give(self, extents, size_bytes, until - self.settings.grace_s)
+
+    patch.setattr(catalog.Catalog, "give_in_advance", broken)
+
+
+def tells_no_successor_of_pieces(patch: pytest.MonkeyPatch) -> None:
+    give = catalog.Catalog.give_in_advance
+
+    def broken(self: catalog.Catalog, *given: object) -> None:
+        give(self, *given)  # type: ignore[arg-type]
+        self.records.pop()
+
+    patch.setattr(catalog.Catalog, "give_in_advance", broken)
+
+
 def takes_its_clock_for_everybodys(patch: pytest.MonkeyPatch) -> None:
     """Deadlines of puts as instants of the master's clock."""
     put_start = writing.Writing.put_start
@@ -247,6 +277,9 @@ def takes_its_clock_for_everybodys(patch: pytest.MonkeyPatch) -> None:
         forgets_to_write_some_objects_down,
         forgets_what_its_predecessor_promised,
         never_asks_twice,
+        lets_pieces_be_written_for_ever,
+        releases_pieces_at_their_deadline,
+        tells_no_successor_of_pieces,
     ],
 )
 def test_a_planted_bug_is_found(

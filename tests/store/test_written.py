@@ -79,6 +79,12 @@ def test_the_same_request_again_changes_nothing(writer: Writer, voice: Voice) ->
     assert voice.inspect("k") is None
 
 
+def test_a_piece_becomes_one_object(writer: Writer) -> None:
+    assert writer.put("k", 0) is True
+    outcome = writer.put("l", 0)
+    assert isinstance(outcome, Refusal) and outcome.code == "expired"
+
+
 def test_refusals_are_those_of_a_start(writer: Writer, voice: Voice) -> None:
     voice.say(m.SetQuota("small", 10))
     long_key = "k" * (m.MAX_KEY_BYTES + 1)
