@@ -119,7 +119,7 @@ class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"
 
 
 class PutWritten(msgspec.Struct, frozen=True, array_like=True, tag="put_written"):
-    """Objects of one chunk that are written already, into pieces given in advance: show them.
+    """Objects of one chunk, written already into pieces given in advance: show them.
 
     For puts with one replica that are not durable and replace nothing. Key i has the identity ``put_id + i``.
     """
@@ -143,8 +143,8 @@ class PutWritten(msgspec.Struct, frozen=True, array_like=True, tag="put_written"
 class PutsWritten(msgspec.Struct, frozen=True, array_like=True, tag="puts_written"):
     """True: readable; False: the key is taken; a Refusal: not put.
 
-    Only if it is True the piece is used up. ``expired``: the piece may not be written (any more), so start the
-    put anew; the others are what ``PutStart`` would have refused.
+    Only if it is True the piece is used up. ``expired``: it may not be written (any more), so start the put
+    anew; the others are what ``PutStart`` would have refused.
     """
 
     outcomes: list[bool | Refusal]
