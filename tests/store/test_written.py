@@ -181,7 +181,7 @@ def test_a_successor_has_it_and_refuses_the_pieces_that_are_left(writer: Writer,
     assert writer.put("k", 1) is True
     follower = Master(SETTINGS)
     for record in voice.records:
-        follower.apply(record, voice.now)
+        follower.apply([record], voice.now)
         follower.check()
     follower.settle(voice.now)
     stored = follower.objects.readable["k"]
