@@ -147,6 +147,7 @@ DOORS = {
     "http_metadata_server",
     "mooncake_store_service",
     "sim.__main__",
+    "sim.serving",
     "sim.generators",
     "sim.traces",
 }

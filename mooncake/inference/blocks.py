@@ -17,31 +17,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Generic, TypeAlias, TypeVar
 
 from mooncake.prefix import BlockHash
 
+KeyT = TypeVar("KeyT", bound=Hashable)
+"""What names a block: its hash, or what a simulation has instead of one."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BlockStored:
+class BlockStored(Generic[KeyT]):
     """Blocks became findable in this worker's memory, one after another from ``parent``."""
 
-    hashes: tuple[BlockHash, ...]
-    parent: BlockHash
+    hashes: tuple[KeyT, ...]
+    parent: KeyT
     token_ids: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BlockRemoved:
+class BlockRemoved(Generic[KeyT]):
     """Blocks were evicted from this worker's memory."""
 
-    hashes: tuple[BlockHash, ...]
+    hashes: tuple[KeyT, ...]
 
 
-BlockEvent = BlockStored | BlockRemoved
+BlockEvent: TypeAlias = BlockStored[BlockHash] | BlockRemoved[BlockHash]
 
 
-class BlockPool:
+class BlockPool(Generic[KeyT]):
     """Blocks 1 to ``num_blocks - 1``; block 0 is scratch space that no request owns."""
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
@@ -49,11 +53,11 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._references = [0] * num_blocks
-        self._hashes: list[BlockHash | None] = [None] * num_blocks
-        self._index: dict[BlockHash, int] = {}
+        self._hashes: list[KeyT | None] = [None] * num_blocks
+        self._index: dict[KeyT, int] = {}
         self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._events: list[BlockEvent] = []
+        self._events: list[BlockStored[KeyT] | BlockRemoved[KeyT]] = []
 
     @property
     def num_usable(self) -> int:
@@ -69,7 +73,7 @@ class BlockPool:
         """Blocks findable by hash, in use or not."""
         return len(self._index)
 
-    def match(self, hashes: Iterable[BlockHash]) -> list[int]:
+    def match(self, hashes: Iterable[KeyT]) -> list[int]:
         """Block ids of the longest cached prefix of ``hashes``. Takes no reference."""
         found = []
         for block_hash in hashes:
@@ -85,10 +89,11 @@ class BlockPool:
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Take one reference on each."""
+        references, hashes, blank, cached = self._references, self._hashes, self._blank, self._cached
         for block in block_ids:
-            if self._references[block] == 0:
-                self._free_list(block).pop(block)
-            self._references[block] += 1
+            if references[block] == 0:
+                del (blank if hashes[block] is None else cached)[block]
+            references[block] += 1
 
     def allocate(self, num_blocks: int, after: int | None = None, headroom: int = 0) -> list[int] | None:
         """``num_blocks`` blocks with one reference each, or None if there are not enough.
@@ -125,22 +130,24 @@ class BlockPool:
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Give one reference back on each. Later blocks are reused before earlier ones."""
+        references, hashes, blank, cached = self._references, self._hashes, self._blank, self._cached
         for block in reversed(block_ids):
-            self._references[block] -= 1
-            assert self._references[block] >= 0, f"block {block} was freed more often than taken"
-            if self._references[block] == 0:
-                self._free_list(block)[block] = None
+            left = references[block] = references[block] - 1
+            assert left >= 0, f"block {block} was freed more often than taken"
+            if left == 0:
+                (blank if hashes[block] is None else cached)[block] = None
 
     def publish(
         self,
         block_ids: Sequence[int],
-        hashes: Sequence[BlockHash],
-        parent: BlockHash,
-        token_ids: Sequence[int],
+        hashes: Sequence[KeyT],
+        parent: KeyT,
+        token_ids: Sequence[int] = (),
     ) -> None:
-        """Make full blocks findable. A hash that is known already keeps its first block."""
-        assert len(token_ids) == len(block_ids) * self.block_tokens
-        run: list[BlockHash] = []
+        """Make full blocks findable. A hash that is known already keeps its first block. ``token_ids``:
+        those of the blocks, for the events; none when whoever reads those does not ask for them."""
+        assert not token_ids or len(token_ids) == len(block_ids) * self.block_tokens
+        run: list[KeyT] = []
         run_parent, run_start = parent, 0
         for position, (block, block_hash) in enumerate(zip(block_ids, hashes, strict=True)):
             assert self._references[block] > 0, f"block {block} is published but not in use"
@@ -154,7 +161,7 @@ class BlockPool:
             run.append(block_hash)
         self._emit_stored(run, run_parent, run_start, token_ids)
 
-    def drain_events(self) -> list[BlockEvent]:
+    def drain_events(self) -> list[BlockStored[KeyT] | BlockRemoved[KeyT]]:
         """What became findable or was evicted since the last call, in order."""
         events, self._events = self._events, []
         return events
@@ -174,9 +181,6 @@ class BlockPool:
         num_used = self.num_usable - self.num_free
         return f"BlockPool(used={num_used} cached={len(self._cached)} blank={len(self._blank)})"
 
-    def _free_list(self, block: int) -> OrderedDict[int, None]:
-        return self._blank if self._hashes[block] is None else self._cached
-
     def _forget(self, block_ids: Sequence[int]) -> None:
         removed = []
         for block in block_ids:
@@ -188,9 +192,7 @@ class BlockPool:
         if removed:
             self._events.append(BlockRemoved(tuple(removed)))
 
-    def _emit_stored(
-        self, run: list[BlockHash], parent: BlockHash, start: int, token_ids: Sequence[int]
-    ) -> None:
+    def _emit_stored(self, run: list[KeyT], parent: KeyT, start: int, token_ids: Sequence[int]) -> None:
         if run:
             first = start * self.block_tokens
             tokens = tuple(token_ids[first : first + len(run) * self.block_tokens])

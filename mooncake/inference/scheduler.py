@@ -26,6 +26,7 @@ from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference.blocks import BlockPool
 from mooncake.inference.request import FinishReason, Request, RequestState
 from mooncake.inference.step import Chunk, LookUp, SaveBlocks, SavedBlock, Step
+from mooncake.prefix import BlockHash
 
 STORIES_KEPT = 512
 
@@ -70,7 +71,7 @@ class Scheduler:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.settings = settings
-        self.pool = BlockPool(settings.num_blocks, settings.block_tokens)
+        self.pool: BlockPool[BlockHash] = BlockPool(settings.num_blocks, settings.block_tokens)
         self._waiting: list[Request] = []
         self._admitted: dict[str, Request] = {}
         self._loading: dict[str, Request] = {}

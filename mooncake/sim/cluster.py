@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import msgspec
 
-from mooncake.machine import Wake
 from mooncake.rpc.wire import decoder_for
 from mooncake.sim.checkers import Checkers
 from mooncake.sim.clients import SimClient
@@ -46,7 +45,6 @@ class SimMaster:
             cluster.oplog[:] = encode(self.master.snapshot())
             self.master.check()
         self._driver: SimDriver[Event, Effect] = SimDriver(self.process, self.master, self._perform)
-        self._driver.is_quiet = _is_quiet
         self._driver.after_step = lambda: cluster.checkers.master_stepped(self.master)
         self.master.catalog.on_left.append(self._left)
         cluster.network.listen(MASTER, self.process, self._accept)
@@ -72,12 +70,6 @@ class SimMaster:
         else:
             fields = {name: value for name, value in effect.fields.items() if name != "host"}
             self._cluster.kernel.tell(f"master: {effect.event} {fields}")
-
-
-def _is_quiet(event: Event | Wake, effects: list[Effect]) -> bool:
-    """Two of three steps; to check the whole master is most of a run's work."""
-    is_beat = isinstance(event, Received) and isinstance(event.message, m.Heartbeat)
-    return len(effects) <= is_beat and (is_beat or isinstance(event, Wake))
 
 
 class Cluster:

@@ -42,14 +42,18 @@ class Kernel:
         self.num_steps = 0
         self.trace: list[str] = []
         """What happened, for people and for comparing two runs of one seed."""
-        self._heap: list[tuple[float, int, Timer]] = []
+        self._heap: list[tuple[float, int, Callable[[Any], object], Any]] = []
         self._order = itertools.count()
 
     def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
         """Plan ``action``; a negative delay is none."""
         timer = Timer(action)
-        heapq.heappush(self._heap, (self.now + max(0.0, delay_s), next(self._order), timer))
+        heapq.heappush(self._heap, (self.now + max(0.0, delay_s), next(self._order), _fire, timer))
         return timer
+
+    def call_at(self, at: float, action: Callable[[Any], object], what: Any) -> None:
+        """Plan ``action(what)``, for good: what millions of events cost no timer and no closure for."""
+        heapq.heappush(self._heap, (at, next(self._order), action, what))
 
     def now_and_then(
         self, every_s: float, action: Callable[[], None], may_strike: Callable[[], bool]
@@ -76,16 +80,31 @@ class Kernel:
         if not self._heap or self._heap[0][0] > until:
             self.now = max(self.now, until)
             return
-        self.now, _, timer = heapq.heappop(self._heap)
-        if not timer.is_void:
+        at, _, action, what = heapq.heappop(self._heap)
+        self.now = max(self.now, at)
+        self.num_steps += action is not _fire or not what.is_void
+        action(what)
+
+    def run_all(self) -> None:
+        """Let time pass until nothing is planned any more."""
+        heap, pop = self._heap, heapq.heappop
+        while heap:
+            at, _, action, what = pop(heap)
+            if at > self.now:
+                self.now = at
             self.num_steps += 1
-            timer.action()
+            action(what)
 
     def tell(self, line: str) -> None:
         self.trace.append(f"{self.now:.6f} {line}")
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
+
+
+def _fire(timer: Timer) -> None:
+    if not timer.is_void:
+        timer.action()
 
 
 class Clock:
@@ -148,8 +167,7 @@ class Process:
 
 
 class SimDriver(Generic[EventT, EffectT]):
-    """What ``driver.Driver`` is on asyncio: feeds one machine and wakes it. Checks it at every step, but at
-    quiet ones only with the next that is not."""
+    """What ``driver.Driver`` is on asyncio: feeds one machine and wakes it. Checks it at every step."""
 
     def __init__(
         self,
@@ -162,14 +180,11 @@ class SimDriver(Generic[EventT, EffectT]):
         self._perform = perform
         self._timer: Timer | None = None
         self.after_step: Callable[[], None] | None = None
-        self.is_quiet: Callable[[EventT | Wake, list[EffectT]], bool] = lambda event, effects: False
-        """What is wrong after such a step is still wrong after the next one."""
 
     def post(self, event: EventT | Wake) -> None:
         now = self._process.now
         effects = self._machine.handle(event, now)
-        if not self.is_quiet(event, effects):
-            self._machine.check()
+        self._machine.check()
         if self.after_step is not None:
             self.after_step()
         for effect in effects:

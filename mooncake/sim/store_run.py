@@ -200,7 +200,6 @@ class StoreRun:
         """Nothing is half done: every copy is finished or given up, every byte taken is an object's, and
         each node's journal says of its segments what the master does."""
         master = self.cluster.master.master
-        master.check()
         if master.objects.writing:
             raise Violation(f"still being written: {list(master.objects.writing.values())}")
         for stored in master.objects.readable.values():

@@ -17,7 +17,7 @@ def tokens_of(num_blocks: int, seed: int = 0) -> list[int]:
     return [seed * 1000 + index for index in range(num_blocks * BLOCK)]
 
 
-def fill(pool: BlockPool, tokens: list[int]) -> tuple[list[int], list[BlockHash]]:
+def fill(pool: BlockPool[BlockHash], tokens: list[int]) -> tuple[list[int], list[BlockHash]]:
     """Allocate, publish; the blocks stay in use."""
     blocks = pool.allocate(len(tokens) // BLOCK)
     assert blocks is not None
@@ -27,7 +27,7 @@ def fill(pool: BlockPool, tokens: list[int]) -> tuple[list[int], list[BlockHash]
 
 
 def test_freed_prefix_is_found_again_until_evicted() -> None:
-    pool = BlockPool(6, BLOCK)
+    pool: BlockPool[BlockHash] = BlockPool(6, BLOCK)
     blocks, hashes = fill(pool, tokens_of(3))
     pool.free(blocks)
     assert pool.match(hashes) == blocks and pool.num_free == 5
@@ -44,7 +44,7 @@ def test_freed_prefix_is_found_again_until_evicted() -> None:
 
 
 def test_touched_blocks_are_not_evicted() -> None:
-    pool = BlockPool(4, BLOCK)
+    pool: BlockPool[BlockHash] = BlockPool(4, BLOCK)
     blocks, hashes = fill(pool, tokens_of(2))
     pool.free(blocks)
     pool.touch(pool.match(hashes))
@@ -54,7 +54,7 @@ def test_touched_blocks_are_not_evicted() -> None:
 
 
 def test_least_recently_used_goes_first() -> None:
-    pool = BlockPool(4, BLOCK)
+    pool: BlockPool[BlockHash] = BlockPool(4, BLOCK)
     prefixes = [fill(pool, tokens_of(1, seed)) for seed in range(3)]
     for blocks, _ in prefixes:
         pool.free(blocks)
@@ -65,7 +65,7 @@ def test_least_recently_used_goes_first() -> None:
 
 
 def test_duplicates_keep_the_first_block() -> None:
-    pool = BlockPool(6, BLOCK)
+    pool: BlockPool[BlockHash] = BlockPool(6, BLOCK)
     first, hashes = fill(pool, tokens_of(2))
     second, _ = fill(pool, tokens_of(2))
     assert pool.match(hashes) == first and len(pool.drain_events()) == 1
@@ -75,7 +75,7 @@ def test_duplicates_keep_the_first_block() -> None:
 
 
 def test_half_duplicate_is_announced_from_its_own_parent() -> None:
-    pool = BlockPool(8, BLOCK)
+    pool: BlockPool[BlockHash] = BlockPool(8, BLOCK)
     fill(pool, tokens_of(1))
     pool.drain_events()
     longer = tokens_of(1) + tokens_of(1, 7)
@@ -84,7 +84,7 @@ def test_half_duplicate_is_announced_from_its_own_parent() -> None:
 
 
 def test_blocks_are_consecutive_and_leave_room_to_grow() -> None:
-    pool = BlockPool(32, BLOCK)
+    pool: BlockPool[BlockHash] = BlockPool(32, BLOCK)
     first = pool.allocate(3, headroom=2)
     second = pool.allocate(3, headroom=2)
     assert (first, second) == ([1, 2, 3], [6, 7, 8])
@@ -95,7 +95,7 @@ def test_blocks_are_consecutive_and_leave_room_to_grow() -> None:
 
 
 def test_freeing_too_often_is_a_programming_error() -> None:
-    pool = BlockPool(3, BLOCK)
+    pool: BlockPool[BlockHash] = BlockPool(3, BLOCK)
     blocks = pool.allocate(1)
     assert blocks is not None
     pool.free(blocks)
@@ -106,7 +106,7 @@ def test_freeing_too_often_is_a_programming_error() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_use_keeps_the_invariants(seed: int) -> None:
     random = Random(seed)
-    pool = BlockPool(12, BLOCK)
+    pool: BlockPool[BlockHash] = BlockPool(12, BLOCK)
     held: list[list[int]] = []
     for _ in range(300):
         tokens = tokens_of(random.randint(1, 4), random.randint(0, 5))

@@ -1,0 +1,182 @@
+"""What every simulated cluster has: requests that arrive, a conductor that places them, an outcome.
+
+It owns the conversation with the conductor: a request's arrival is a ``Place``, everything else a fact at
+the instant at which a real one would be known. A subclass has the nodes and does what a decision says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from random import Random
+from typing import Any
+
+from mooncake.conductor.conductor import Conductor
+from mooncake.conductor.health import ProbeOutcome
+from mooncake.conductor.messages import (
+    AddInstance,
+    BlocksRemoved,
+    BlocksStored,
+    Decision,
+    Effect,
+    Event,
+    Finished,
+    Place,
+    Probed,
+    Refuse,
+)
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.machine import Wake
+from mooncake.prefix import block_hashes, root_hash, short_key
+from mooncake.sim.batch import Batch
+from mooncake.sim.journey import Journey
+from mooncake.sim.kernel import Kernel
+from mooncake.sim.nodecache import NodeCache
+from mooncake.sim.outcome import DONE, REJECTED, Outcome, Recorder
+from mooncake.sim.rows import TraceRow
+from mooncake.sim.spec import ClusterSpec
+from mooncake.sim.stepwise import prompt_of
+from mooncake.sim.timeline import Sampler
+from mooncake.types import InstanceId, Role, Tier
+
+LIFETIME_S = 1e9
+"""Nobody is forgotten: every end is reported."""
+
+
+class Arrivals:
+    """One run. A request waits in no list here: its journey is known to whoever moves it next."""
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        settings: SchedulingSettings,
+        objectives: tuple[float, float],
+        seed: int,
+        progress: Callable[[int, float], None] | None,
+    ) -> None:
+        self.cluster = cluster
+        self.costs = cluster.node_costs
+        self.kernel = Kernel(seed)
+        self.conductor = Conductor(settings, Random(seed), self.costs.models)
+        self.recorder = Recorder()
+        self.sampler = Sampler(self.kernel, self.recorder, cluster.sample_s, progress)
+        self._objectives = objectives
+        self._rows: Iterator[TraceRow] = iter(())
+        self._speedup = 1.0
+        self._first_s = 0.0
+        self._measured_at: dict[InstanceId, float] = {}
+
+    def run(self, rows: Iterable[TraceRow], speedup: float) -> Outcome:
+        self._rows = iter(rows)
+        self._speedup = speedup
+        first = next(self._rows, None)
+        if first is not None:
+            self._first_s = first.timestamp_s
+            self.kernel.call_at(0.0, self._arrive, first)
+            self.sampler.start(self)
+            self.kernel.run_all()
+        self.check_end()
+        return self.recorder.outcome(self.sampler.time_line(), *self._objectives)
+
+    # what a subclass does
+
+    def serve(self, journey: Journey, decision: Decision) -> None:
+        raise NotImplementedError
+
+    def caches(self) -> list[NodeCache[Any]]:
+        """Those in which prompts are looked up."""
+        raise NotImplementedError
+
+    def check_end(self) -> None:
+        """Assert that nothing is left of any request."""
+        raise NotImplementedError
+
+    # what it uses
+
+    def join(self, instance: InstanceId, role: Role) -> None:
+        self.tell(AddInstance(instance, role))
+        self.tell(Probed(instance, ProbeOutcome.READY))
+
+    def tell(self, event: Event) -> list[Effect]:
+        conductor, now = self.conductor, self.kernel.now
+        deadline = conductor.deadline()
+        if deadline is not None and deadline <= now:
+            conductor.handle(Wake(), now)
+        return conductor.handle(event, now)
+
+    def tell_blocks(self, instance: InstanceId, cache: NodeCache[Any]) -> None:
+        """What came to the node's cache and left it since it was asked last."""
+        if self.cluster.detail == "step":
+            cache.left = [short_key(block_hash) for block_hash in cache.left]
+            cache.came = [short_key(block_hash) for block_hash in cache.came]
+        if cache.left:
+            self.tell(BlocksRemoved(instance, cache.left, Tier.MEMORY))
+            cache.left = []
+        if cache.came:
+            self.tell(BlocksStored(instance, cache.came, Tier.MEMORY))
+            cache.came = []
+        if cache.ssd_left:
+            self.tell(BlocksRemoved(instance, cache.ssd_left, Tier.SSD))
+            cache.ssd_left = []
+        if cache.ssd_came:
+            self.tell(BlocksStored(instance, cache.ssd_came, Tier.SSD))
+            cache.ssd_came = []
+
+    def tell_step(self, instance: InstanceId, batch: Batch) -> None:
+        """``batch`` is at the end of a step."""
+        self._measured_at[instance] = self.kernel.now
+
+    def done(self, journey: Journey, at: float) -> None:
+        """Its last token was made at ``at``."""
+        number, recorder = journey.number, self.recorder
+        ttft_s = journey.first_token_at - journey.arrived_at
+        recorder.status[number] = DONE
+        recorder.e2e_s[number] = at - journey.arrived_at
+        recorder.tbt_s[number] = journey.tbt_s
+        num_intervals = journey.num_output - 1
+        recorder.tbt_mean_s[number] = (at - journey.first_token_at) / num_intervals if num_intervals else 0.0
+        self.sampler.num_open -= 1
+        self.tell(Finished(journey.request_id, journey.num_output, ttft_s, journey.tbt_s, True))
+
+    def give_up(self, journey: Journey, status: int) -> None:
+        """It ends here, without an answer."""
+        self.recorder.status[journey.number] = status
+        self.sampler.num_open -= 1
+        self.sampler.num_rejected += 1
+
+    # arrivals
+
+    def _arrive(self, row: TraceRow) -> None:
+        now = self.kernel.now
+        following = next(self._rows, None)
+        if following is not None:
+            at = (following.timestamp_s - self._first_s) / self._speedup
+            self.kernel.call_at(max(at, now), self._arrive, following)
+        num_input, num_output = row.num_input, max(1, row.num_output)
+        number = self.recorder.add(now, num_input, num_output)
+        self.sampler.num_open += 1
+        self.sampler.has_more = following is not None
+        keys: Sequence[int] = row.keys[: num_input // self.cluster.block_tokens]
+        journey = Journey(number, now, num_input, num_output, keys)
+        if self.cluster.detail == "step":
+            keys = self._with_tokens(journey)
+        place = Place(journey.request_id, num_input, list(keys), lifetime_s=LIFETIME_S)
+        for effect in self.tell(place):
+            if isinstance(effect, Decision):
+                self._note_prediction(number, effect)
+                self.serve(journey, effect)
+            elif isinstance(effect, Refuse):
+                self._note_prediction(number, effect)
+                self.give_up(journey, REJECTED)
+
+    def _with_tokens(self, journey: Journey) -> list[int]:
+        """Give it a prompt of tokens, and so hashes; their short keys."""
+        block_tokens = self.cluster.block_tokens
+        journey.token_ids = prompt_of(journey.keys, journey.num_input, block_tokens, journey.number)
+        journey.keys = block_hashes(journey.token_ids, block_tokens, root_hash())
+        return [short_key(block_hash) for block_hash in journey.keys]
+
+    def _note_prediction(self, number: int, effect: Decision | Refuse) -> None:
+        prediction = effect.prediction
+        if prediction is not None:
+            self.recorder.predicted_ttft_s[number] = prediction.ttft_s
+            self.recorder.predicted_tbt_s[number] = prediction.tbt_s

@@ -1,0 +1,55 @@
+"""Simulate a serving cluster: a trace's requests through the real conductor and simulated nodes.
+
+It owns the one call that runs a cluster; what happens on the way is in ``apart.py`` (prefill and decode on
+instances of their own) and ``onepool.py`` (every node does both). Runs are deterministic by seed and hold no
+request that has ended, only its row of the outcome.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.sim.apart import Apart
+from mooncake.sim.onepool import OnePool
+from mooncake.sim.outcome import Outcome
+from mooncake.sim.rows import TraceRow
+from mooncake.sim.spec import ClusterSpec
+
+__all__ = ["ClusterSpec", "simulate"]
+
+NEVER_S = 1e12
+
+
+def simulate(
+    rows: Iterable[TraceRow],
+    cluster: ClusterSpec,
+    scheduling: str = "cache_aware",
+    admission: str = "none",
+    seed: int = 0,
+    speedup: float = 1.0,
+    slo_ttft_s: float = 30.0,
+    slo_tbt_s: float = 0.1,
+    settings: SchedulingSettings | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> Outcome:
+    """Run ``rows`` through the cluster. ``progress(requests arrived, virtual time)`` is called now and then.
+
+    ``settings`` are the conductor's, for objectives and thresholds; ``scheduling``, ``admission`` and what
+    only makes sense with real instances (probes, slow start, limits) are overruled.
+    """
+    changes: dict[str, Any] = {"scheduling": scheduling}
+    if admission != "none":
+        changes["admission"] = admission
+    settings = dataclasses.replace(
+        settings or SchedulingSettings(),
+        **changes,
+        block_tokens=cluster.block_tokens,
+        max_requests_per_instance=1_000_000_000,
+        probe_interval_s=NEVER_S,
+        slow_start_s=0.0,
+    )
+    world = Apart if cluster.mode == "disaggregated" else OnePool
+    return world(cluster, settings, (slo_ttft_s, slo_tbt_s), seed, progress).run(rows, speedup)

@@ -1,0 +1,96 @@
+"""What a simulated cluster is made of: its machines, and how they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from mooncake.errors import InvalidArgument
+from mooncake.inference.blocks import BlockPool
+from mooncake.inference.scheduler import Scheduler, SchedulerSettings
+from mooncake.sim.costs import Costs
+
+Count = Annotated[int, Meta(gt=0)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """The machines, and how they are used."""
+
+    costs: Costs
+    """Of every node."""
+    num_prefill: Count = 8
+    num_decode: Count = 8
+    mode: Literal["disaggregated", "vllm", "prefix", "chunked"] = "disaggregated"
+    """The others are one pool of ``num_prefill + num_decode`` nodes that do both: ``vllm`` computes prompts
+    before it goes on decoding, ``prefix`` also keeps their blocks for later ones, ``chunked`` mixes chunks
+    of prompts into the steps."""
+    detail: Literal["flow", "step"] = "flow"
+    """``step``: the real batch scheduler, step by step and block by block. For small traces."""
+    block_tokens: Count = 512
+    """What a key of the trace stands for."""
+    cache_tokens: int | None = None
+    """Of a prefill node's DRAM; None: as ``costs`` says."""
+    ssd_tokens: int = 0
+    """Of its SSD."""
+    nic_bytes_per_s: float = 0.0
+    """Of a node in one direction; 0: as ``costs`` says."""
+    pipeline_nodes: Count = 1
+    """Prefill nodes that form one instance and compute the chunks of a prompt one behind the other."""
+    chunk_tokens: Count = 1024
+    """Of such chunks."""
+    step_tokens: Count = 512
+    """Tokens of one step that prompts and answers share (``chunked``, ``step``)."""
+    max_batch: Count = 256
+    """Requests that one instance decodes at a time."""
+    queue_order: Literal["fifo", "priority"] = "fifo"
+    sample_s: float = 10.0
+    """The time line's interval."""
+    watches_blocks: bool = False
+    """Count how often each block is used, and where the most used ones are. Takes memory by the block."""
+
+    def __post_init__(self) -> None:
+        if self.num_prefill % self.pipeline_nodes:
+            allowed = f"a divisor of num_prefill ({self.num_prefill})"
+            raise InvalidArgument("pipeline_nodes", self.pipeline_nodes, allowed)
+        if self.detail == "step":
+            if self.mode not in ("disaggregated", "chunked"):
+                raise InvalidArgument("detail", self.detail, f"flow when mode is {self.mode}")
+            if self.pipeline_nodes > 1 or self.ssd_tokens or self.queue_order != "fifo":
+                raise InvalidArgument("detail", self.detail, "flow with pipelines, SSDs or priorities")
+
+    def scheduler(
+        self, num_tokens: int, step_tokens: int, max_running: int, *, has_external_cache: bool = False
+    ) -> Scheduler:
+        """An engine's, over so many tokens of KV."""
+        return Scheduler(
+            SchedulerSettings(
+                num_blocks=num_tokens // self.block_tokens + 1,
+                block_tokens=self.block_tokens,
+                max_model_len=1 << 30,
+                max_batch_tokens=max(step_tokens, max_running),
+                max_running=max_running,
+                max_waiting=1 << 30,
+                has_external_cache=has_external_cache,
+            )
+        )
+
+    def pool(self, num_tokens: int) -> BlockPool[int]:
+        return BlockPool(num_tokens // self.block_tokens + 1, self.block_tokens)
+
+    @property
+    def num_prefill_instances(self) -> int:
+        return self.num_prefill // self.pipeline_nodes
+
+    @property
+    def node_costs(self) -> Costs:
+        """``costs`` with what is said otherwise here."""
+        changes: dict[str, Any] = {}
+        if self.cache_tokens is not None:
+            changes["cache_tokens"] = self.cache_tokens
+        if self.nic_bytes_per_s:
+            changes["nic_bytes_per_s"] = self.nic_bytes_per_s
+        return msgspec.structs.replace(self.costs, **changes)
