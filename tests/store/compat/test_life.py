@@ -191,7 +191,7 @@ def test_several_masters_to_try(master: RunningMaster) -> None:
 
 
 def test_a_master_that_dies_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOONCAKE_DROPIN_TIMEOUT_S", "2")
+    monkeypatch.setenv("MOONCAKE_DROPIN_TIMEOUT_S", "1")
     monkeypatch.setenv("MOONCAKE_DROPIN_PROBE_TIMEOUT_S", "0.5")
     monkeypatch.setenv("MOONCAKE_DROPIN_SETUP_TIMEOUT_S", "2")
     master = RunningMaster()
