@@ -34,6 +34,7 @@ class Asking:
                 address=segment.address,
                 is_draining=segment.is_draining,
                 num_tasks=segment.num_tasks,
+                is_writable=segment.takes_objects(now),
             )
             for segment in self._catalog.segments.mounted.values()
         ]

@@ -433,6 +433,8 @@ class SegmentStatus(msgspec.Struct, frozen=True):
     is_draining: bool = False
     num_tasks: int = 0
     """Under way or waiting, with this segment as the target."""
+    is_writable: bool = False
+    """Space is given out here now."""
 
 
 class MasterStatus(msgspec.Struct, frozen=True, array_like=True, tag="master_status"):

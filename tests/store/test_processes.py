@@ -109,7 +109,7 @@ def store(processes: Processes) -> Iterator[Store]:
 def num_writable(store: Store) -> int:
     status = store.ask(m.Status())
     assert isinstance(status, m.MasterStatus)
-    return sum(one.state == "alive" and not one.rests_s for one in status.segments)
+    return sum(one.is_writable for one in status.segments)
 
 
 def num_kept_on(store: Store, segment: str) -> int:
