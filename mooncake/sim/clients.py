@@ -242,6 +242,8 @@ class SimClient:
                         continue
                     # Already sent, it lands whatever became of the sender.
                     at_s = min(at_s, reported_s + kernel.random.uniform(0, faults.late_write_s))
+            elif effect.is_write:
+                at_s = min(at_s, self.process.clock.true_s(reported_s))  # its clock may be fast
             action = lambda i=index, a=local, b=remote, n=length: copy(i, a, b, n)  # noqa: E731
             (kernel if effect.is_write else self.process).after(at_s, action)
 

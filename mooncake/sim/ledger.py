@@ -85,6 +85,7 @@ class Ledger:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._keys: dict[str, Known] = {}
+        self._open: dict[Change, None] = {}
         self._doubts_ssds = False
         """What is said to be there may not be: one of them lied, and has lost its power."""
 
@@ -104,23 +105,36 @@ class Ledger:
             known.has_vanished = False
             change.generations[key] = known.generation
             known.forget()
+        self._open[change] = None
         return change
 
     def failed(self, change: Change) -> None:
         """It may have happened, and it may still."""
+        self._open.pop(change, None)
+        held_s = self._cluster.network.held_s(change.client.name, self._cluster.leader)
         for key in change.generations:
             known = self.of(key)
             known.num_open -= 1
-            known.unclear_until = self._cluster.kernel.now + LATE_S
+            self._unclear(known, held_s)
+
+    def client_crashed(self, client: SimClient) -> None:
+        """What it had begun has no answer."""
+        for change in [one for one in self._open if one.client is client]:
+            self.failed(change)
+
+    def _unclear(self, known: Known, held_s: float = 0.0) -> None:
+        known.unclear_until = max(known.unclear_until, self._cluster.kernel.now + held_s + LATE_S)
 
     def _ended(self, change: Change, key: str) -> Known | None:
         """What is known of it, if this change was alone and its answer is clear."""
-        known, now = self.of(key), self._cluster.kernel.now
+        known = self.of(key)
+        self._open.pop(change, None)
         known.num_open -= 1
         if change.client.operations.counts.repeated_requests != change.num_repeated:
-            known.unclear_until = now + LATE_S
+            self._unclear(known)
         is_alone = known.generation == change.generations[key] and not known.num_open
-        return known if is_alone and change.was_alone[key] and known.unclear_until <= now else None
+        is_clear = known.unclear_until <= self._cluster.kernel.now
+        return known if is_alone and change.was_alone[key] and is_clear else None
 
     def removed(self, change: Change, key: str, outcome: bool | Refusal) -> None:
         known = self._ended(change, key)
@@ -133,7 +147,7 @@ class Ledger:
     ) -> None:
         known = self._ended(change, key)
         if outcome is not None:  # what it reserved may be there for a while, and others are told to wait
-            self.of(key).unclear_until = self._cluster.kernel.now + LATE_S
+            self._unclear(self.of(key))
         if known is None or outcome is not None or known.has_vanished:
             return
         if change.was_absent[key] or replace:

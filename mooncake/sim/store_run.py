@@ -131,6 +131,7 @@ class StoreRun:
         name = self.kernel.random.choice(list(self.cluster.clients))
         if self.cluster.clients[name].process.is_alive:
             self.cluster.clients[name].process.crash()
+            self.cluster.checkers.ledger.client_crashed(self.cluster.clients[name])
             self._restart_later(lambda: self._start_client(name))
 
     def _corrupt(self) -> None:
