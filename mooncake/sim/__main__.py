@@ -1,7 +1,7 @@
 """``python -m mooncake.sim --seeds 100``: many runs, each under faults of its own seed.
 
-Three worlds: the store's cluster (``store``), transfers over links that fail (``transfer``), and masters that
-elect one of them (``election``).
+Four worlds: the store's cluster (``store``), the same with several replicas of each object (``replicas``),
+transfers over links that fail (``transfer``), and masters that elect one of them (``election``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 from mooncake.sim.checkers import Violation
 from mooncake.sim.election_run import ElectionRun
 from mooncake.sim.kernel import Kernel
-from mooncake.sim.store_run import StoreRun
+from mooncake.sim.store_run import ReplicasRun, StoreRun
 from mooncake.sim.transfer_run import TransferRun
 
 
@@ -33,7 +33,10 @@ class Run(Protocol):
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m mooncake.sim", description=__doc__)
     parser.add_argument(
-        "--world", choices=("store", "transfer", "election", "all"), default="all", help="what to run"
+        "--world",
+        choices=("store", "replicas", "transfer", "election", "all"),
+        default="all",
+        help="what to run",
     )
     parser.add_argument("--seeds", type=int, default=100, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
@@ -42,6 +45,7 @@ def main() -> int:
     given = parser.parse_args()
     worlds: dict[str, Callable[[int], Run]] = {
         "store": StoreRun,
+        "replicas": ReplicasRun,
         "transfer": lambda seed: TransferRun(seed, given.batches),
         "election": ElectionRun,
     }

@@ -6,15 +6,17 @@ nothing is stuck: every operation has ended, and each client can put and get.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from mooncake.sim import faults as faults_module
 from mooncake.sim.checkers import Violation
+from mooncake.sim.clients import SimClient
 from mooncake.sim.cluster import Cluster
 from mooncake.sim.disks import SimDisk
 from mooncake.sim.faults import Faults
 from mooncake.sim.kernel import Kernel
-from mooncake.sim.workload import TIMEOUT_S, Worker
+from mooncake.sim.workload import TIMEOUT_S, Worker, several_replicas
 from mooncake.store.settings import MasterSettings
 
 SETTINGS = MasterSettings(
@@ -44,6 +46,9 @@ class StoreRun:
         self._sizes = {f"node{number}": pool_bytes for number in range(random.randint(1, 3))}
         self._disks = {name: 4 * pool_bytes for name in self._sizes if random.random() < 0.6}
         self._workers: dict[str, Worker] = {}
+
+    def _worker(self, client: SimClient) -> Worker:
+        return Worker(client, self._keys, self._max_bytes)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -86,7 +91,7 @@ class StoreRun:
 
     def _start_client(self, name: str) -> None:
         client = self.cluster.start_client(name, HOSTS[int(name[-1]) % len(HOSTS)])
-        worker = self._workers[name] = Worker(client, self._keys, self._max_bytes)
+        worker = self._workers[name] = self._worker(client)
         if not self._is_rough:
             worker.stop()
 
@@ -223,3 +228,27 @@ class StoreRun:
             if held != owned:
                 wrong = sorted(held.items() ^ owned.items())
                 raise Violation(f"{segment.name}: journal and master differ in {wrong[:8]}")
+
+
+class ReplicasRun(StoreRun):
+    """The same where nodes always fail and objects have several replicas, so that they survive it. Each
+    client has keys of its own: the ledger knows what must be there."""
+
+    def __init__(self, seed: int, faults: Faults | None = None) -> None:
+        super().__init__(seed, faults)
+        random = self.kernel.random
+        if not self.faults.crash_node_every_s:
+            every_s = random.choice((5.0, 10.0, 20.0))
+            self.faults = dataclasses.replace(self.faults, crash_node_every_s=every_s)
+            self.cluster = Cluster(self.kernel, self.faults, SETTINGS)
+        pool_bytes = random.choice((16384, 65536))
+        self._sizes = {f"node{number}": pool_bytes for number in range(random.randint(2, 4))}
+        self._disks = {name: 4 * pool_bytes for name in self._sizes if random.random() < 0.3}
+        self._own = {
+            f"client{client}": [f"key{number} of {client}" for number in range(8)]
+            for client in range(self._num_clients)
+        }
+        self._keys = [key for keys in self._own.values() for key in keys]
+
+    def _worker(self, client: SimClient) -> Worker:
+        return Worker(client, self._keys, self._max_bytes, self._own[client.name], several_replicas)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
 from mooncake.errors import Refusal
@@ -32,14 +34,40 @@ class Parts:
     change: Change
 
 
-class Worker:
-    """One client's endless sequence of operations, until ``stop``."""
+def any_policy(random: Random) -> m.PutPolicy:
+    if random.random() < 0.5:
+        return m.PutPolicy()
+    return m.PutPolicy(
+        num_replicas=random.choice((1, 2, 3)),
+        soft_pin_ttl_s=random.choice((None, None, 1.0, 10.0)),
+        is_durable=random.random() < 0.5,
+    )
 
-    def __init__(self, client: SimClient, keys: list[str], max_bytes: int) -> None:
+
+def several_replicas(random: Random) -> m.PutPolicy:
+    return m.PutPolicy(num_replicas=random.choice((2, 2, 3)), is_durable=random.random() < 0.1)
+
+
+class Worker:
+    """One client's endless sequence of operations, until ``stop``.
+
+    It changes only ``own`` keys: if nobody else does, the ledger knows at all times what they must be.
+    """
+
+    def __init__(
+        self,
+        client: SimClient,
+        keys: list[str],
+        max_bytes: int,
+        own: list[str] | None = None,
+        policy: Callable[[Random], m.PutPolicy] = any_policy,
+    ) -> None:
         self._client = client
         self._kernel = client.kernel
         self._checkers = client.cluster.checkers
         self._keys = keys
+        self._own = keys if own is None else own
+        self._policy = policy
         self._max_bytes = max_bytes
         self._num_values = 0
         self.is_stopped = False
@@ -70,6 +98,9 @@ class Worker:
     def _some_keys(self) -> list[str]:
         return self._kernel.random.sample(self._keys, self._kernel.random.randint(1, 4))
 
+    def _some_own_keys(self) -> list[str]:
+        return self._kernel.random.sample(self._own, self._kernel.random.randint(1, 4))
+
     def _new_value(self, key: str, length: int = 0) -> bytes:
         self._num_values += 1
         name = f"{key} {self._client.name} {self._kernel.now!r} {self._num_values}"
@@ -90,18 +121,9 @@ class Worker:
 
     # Whole objects
 
-    def _policy(self) -> m.PutPolicy:
-        random = self._kernel.random
-        if random.random() < 0.5:
-            return m.PutPolicy()
-        return m.PutPolicy(
-            num_replicas=random.choice((1, 2, 3)),
-            soft_pin_ttl_s=random.choice((None, None, 1.0, 10.0)),
-            is_durable=random.random() < 0.5,
-        )
-
     def _put(self) -> None:
-        keys, policy, replace = self._some_keys(), self._policy(), self._kernel.chance(0.3)
+        keys, policy = self._some_own_keys(), self._policy(self._kernel.random)
+        replace = self._kernel.chance(0.3)
         change = self._checkers.ledger.begin(self._client, keys)
         values = [self._new_value(key) for key in keys]
         addresses = [self._place(value) for value in values]
@@ -186,10 +208,10 @@ class Worker:
 
     def _put_parts(self) -> None:
         """Start, write in pieces with pauses, then end, abort, or forget about it."""
-        keys, deadline = self._some_keys()[:2], self._deadline
+        keys, deadline = self._some_own_keys()[:2], self._deadline
         values = {key: self._new_value(key) for key in keys}
         change = self._checkers.ledger.begin(self._client, keys)
-        policy, replace = self._policy(), self._kernel.chance(0.3)
+        policy, replace = self._policy(self._kernel.random), self._kernel.chance(0.3)
         operation = self._client.operations.start_puts(
             keys,
             [len(values[key]) for key in keys],
@@ -306,7 +328,7 @@ class Worker:
         self._client.run(self._client.operations.exists(self._some_keys(), deadline), deadline, self._next)
 
     def _remove(self) -> None:
-        deadline, keys = self._deadline, self._some_keys()[:2]
+        deadline, keys = self._deadline, self._some_own_keys()[:2]
         force = self._kernel.chance(0.5)
         change = self._checkers.ledger.begin(self._client, keys)
 
