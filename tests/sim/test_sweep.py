@@ -10,7 +10,7 @@ import pytest
 
 from mooncake.sim.checkers import Violation
 from mooncake.sim.faults import Faults
-from mooncake.sim.store_run import StoreRun
+from mooncake.sim.store_run import ReplicasRun, StoreRun
 from mooncake.store import (
     applying,
     catalog,
@@ -49,6 +49,21 @@ ROUGH = Faults(
 @pytest.mark.parametrize("seed", range(30))
 def test_seeds(seed: int) -> None:
     StoreRun(seed).run()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_seeds_with_several_replicas(seed: int) -> None:
+    ReplicasRun(seed).run()
+
+
+def test_objects_with_several_replicas_outlive_nodes() -> None:
+    """Else that world would show nothing."""
+    survived = 0
+    for seed in range(4):
+        run = ReplicasRun(seed, Faults(crash_node_every_s=10.0))
+        run.run()
+        survived += len(run.cluster.checkers.ledger.promised())
+    assert survived > 8
 
 
 @pytest.mark.parametrize(
