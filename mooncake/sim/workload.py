@@ -156,7 +156,7 @@ class Worker:
 
     def _put_next(self, length: int, num_left: int) -> None:
         random = self._kernel.random
-        key, deadline = random.choice(self._keys), self._deadline
+        key, deadline = random.choice(self._own), self._deadline
         change = self._checkers.ledger.begin(self._client, [key])
         value = self._new_value(key, length)
         group = random.choice(("a", "b")) if random.random() < 0.1 else ""
