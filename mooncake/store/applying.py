@@ -184,18 +184,24 @@ class Applying:
     def _end_rests(self, segment: Segment, start: int, end: int) -> None:
         """Whatever rests in that range does so no more."""
         offsets = self._resting.get(segment.name, [])
-        at = max(0, bisect.bisect_right(offsets, start) - 1)
+        at = bisect.bisect_right(offsets, start)
+        while at and not _rests_at(segment, offsets[at - 1]):
+            at -= 1  # what rests no more may lie in what does
+            del offsets[at]
+        at = max(0, at - 1)
         while at < len(offsets) and offsets[at] < end:
             offset = offsets[at]
             if offset + segment.allocator.allocations.get(offset, 0) <= start:
                 at += 1
                 continue
             del offsets[at]
-            holder = segment.holders.get(offset)
-            if holder is not None and any(
-                e.offset == offset and e.segment is segment for e in holder.resting
-            ):
+            if _rests_at(segment, offset):
                 self._catalog.release(segment, offset)
+
+
+def _rests_at(segment: Segment, offset: int) -> bool:
+    holder = segment.holders.get(offset)
+    return holder is not None and any(e.offset == offset and e.segment is segment for e in holder.resting)
 
 
 def _without_kept(records: Sequence[Record]) -> Iterable[Record]:

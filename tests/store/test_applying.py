@@ -8,7 +8,7 @@ import pytest
 from mooncake.store import messages as m
 from mooncake.store.master import Master
 from mooncake.store.objects import StoredObject
-from mooncake.store.records import ObjectReadable, Record, SegmentMounted, SpaceHeld
+from mooncake.store.records import ObjectGone, ObjectReadable, Record, SegmentGone, SegmentMounted, SpaceHeld
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice
 from tests.store.nodes import Nodes, Place, with_ssd
@@ -201,3 +201,24 @@ def test_only_the_promise_that_was_kept_does_not_rest(voice: Voice) -> None:
         master.check()
         assert contents(master) == contents(voice.master)
         assert [record for record in master.snapshot() if isinstance(record, SpaceHeld)] == [other]
+
+
+def test_what_rested_on_a_segment_that_went_hides_nothing_that_rests_there_now(voice: Voice) -> None:
+    voice.mount(size_bytes=4096)
+    voice.put("k")
+    mounted = next(record for record in voice.records if isinstance(record, SegmentMounted))
+    readable = next(record for record in voice.records if isinstance(record, ObjectReadable))
+    large = msgspec.structs.replace(readable, key="l", size_bytes=4096, chunk_bytes=4096, places=[("a", 0)])
+    small = SpaceHeld([("a", 2048)], 64)
+    master = follower(
+        [
+            mounted,
+            SpaceHeld([("a", 1024)], 64),
+            SegmentGone("a", mounted.epoch),
+            msgspec.structs.replace(mounted, epoch=mounted.epoch + 1, content_id=mounted.epoch + 1),
+            large,
+            ObjectGone("l", large.object_id),
+            small,
+        ]
+    )
+    assert [record for record in master.snapshot() if isinstance(record, SpaceHeld)] == [small]
