@@ -110,6 +110,9 @@ class PrefixIndex:
                 self.num_slots *= 2
         return slot
 
+    def instance_at(self, slot: int) -> InstanceId:
+        return self._instances[slot]
+
     # --- what happens to blocks
 
     def store(

@@ -20,7 +20,7 @@ from prometheus_client import Counter
 
 from mooncake import metrics
 from mooncake.conductor.conductor import Conductor
-from mooncake.conductor.events import EventSource, follow
+from mooncake.conductor.events import EventReader, EventSource, follow
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
     AddInstance,
@@ -230,7 +230,7 @@ class ConductorService:
             async with asyncio.TaskGroup() as group:
                 for source in found:
                     reachable = source.as_seen_from_afar(instance)
-                    group.create_task(follow(self._zmq, instance, reachable, self._driver.post))
+                    group.create_task(follow(self._zmq, EventReader(instance), reachable, self._driver.post))
         except* zmq.ZMQError as errors:
             reason = str(errors.exceptions[0])
             log.warning("kv_events_ignored", instance=instance, sources=found, reason=reason)

@@ -11,9 +11,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from mooncake.conductor.events import EventReader, EventSource, Fact, follow
+from mooncake.conductor.events import EventReader, EventSource, follow
 from mooncake.conductor.index import PrefixIndex
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
+from mooncake.conductor.translate import Fact
 from mooncake.inference.kv_events import BlockRemoved, BlockStored, KvEvent, KvEventPublisher
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.rpc import AsyncClient
@@ -40,13 +41,15 @@ class Follower:
     def __init__(self, context: zmq.asyncio.Context, source: EventSource) -> None:
         self.index = PrefixIndex()
         self.num_clears = 0
-        self.task = asyncio.get_running_loop().create_task(follow(context, "w", source, self.take))
+        self.task = asyncio.get_running_loop().create_task(
+            follow(context, EventReader("w"), source, self.take)
+        )
 
     def take(self, fact: Fact) -> None:
         if isinstance(fact, BlocksStored):
-            self.index.store(fact.instance, fact.keys, fact.tier)
+            self.index.store(fact.instance, fact.keys, fact.tier, fact.scope)
         elif isinstance(fact, BlocksRemoved):
-            self.index.remove(fact.instance, fact.keys, fact.tier)
+            self.index.remove(fact.instance, fact.keys, fact.tier, fact.scope, fact.reason)
         else:
             self.num_clears += 1
             self.index.clear(fact.instance)
@@ -198,14 +201,9 @@ def test_foreign_hashes_are_translated_by_their_tokens() -> None:
     then = {**fields, "block_hashes": [33], "parent_block_hash": 22, "token_ids": [*range(32, 48)]}
     orphan = {**fields, "block_hashes": [44], "parent_block_hash": 99, "token_ids": [*range(16)]}
     facts = reader.read(0, batch(first, then, orphan, {"type": "BlockRemoved", "block_hashes": [22, 77]}))
-    assert facts == [
-        BlocksStored("w", KEYS[:2]),
-        BlocksStored("w", KEYS[2:3]),
-        BlocksStored("w", []),
-        BlocksRemoved("w", KEYS[1:2]),
-    ]
+    assert facts == [BlocksStored("w", KEYS[:3]), BlocksRemoved("w", KEYS[1:2])]
     salted = {**first, "extra_keys": [["salt"], None]}
-    assert reader.read(1, batch(salted)) == [BlocksStored("w", [])]
+    assert reader.read(1, batch(salted)) == []
 
 
 def test_cleared_clears() -> None:

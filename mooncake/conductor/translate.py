@@ -1,0 +1,221 @@
+"""Block hashes of engines and stores to the keys of an index.
+
+Two translations. ``OwnKeys`` is for the index that places our requests: our workers' SHA-256 hashes as they
+are, our store's objects by their names, and engines with other hashes by the tokens that travel beside them.
+``SequenceKeys`` is for the index that other routers ask, in the standard of ``seqhash.py``: stores send that
+standard, engines send tokens. What can't be translated is left out: a hint that is missing costs speed, one
+that is wrong costs more.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from mooncake.conductor.eventwire import BlockRemoved, BlockStored, ForeignHash
+from mooncake.conductor.holders import PLANE
+from mooncake.conductor.keytable import KeyTable, column_of
+from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
+from mooncake.conductor.seqhash import extend_sequence
+from mooncake.prefix import BlockHash, BlockKey, extend, root_hash, short_key
+from mooncake.types import Tier
+
+Fact = BlocksStored | BlocksRemoved | BlocksCleared
+"""What an index is told."""
+
+Blocks = tuple[str, list[BlockKey]]
+"""A scope and blocks in it."""
+
+_TIERS = {"gpu": Tier.DEVICE, "cpu": Tier.MEMORY, "disk": Tier.SSD}
+_U64 = (1 << 64) - 1
+_UNKNOWN = 0
+"""Instead of a block's name."""
+
+
+class Translation(Protocol):
+    """What one publisher's events mean. It may remember what it was told."""
+
+    def stored(self, event: BlockStored) -> Blocks: ...
+
+    def removed(self, event: BlockRemoved) -> Blocks: ...
+
+    def clear(self) -> None: ...
+
+
+def tier_of(event: BlockStored | BlockRemoved) -> Tier:
+    return _TIERS.get((event.medium or "gpu").lower(), Tier.DEVICE)
+
+
+class OwnKeys:
+    """To short keys of our own block hashes.
+
+    ``identity``: the ``KvIdentity`` digest of our workers; a store's blocks of another one get a scope of
+    their own. Empty when that is not known.
+    """
+
+    def __init__(self, identity: str = "") -> None:
+        self._identity = identity
+        self._hashes: dict[int, BlockHash] = {}  # of engines whose block hashes are not ours
+
+    def stored(self, event: BlockStored) -> Blocks:
+        if event.object_key is not None:
+            return self._named_by(event.object_key)
+        if not any(isinstance(block_hash, int) for block_hash in event.block_hashes):
+            return "", [short_key(one) for one in event.block_hashes if isinstance(one, bytes)]
+        if event.lora_name or any(event.extra_keys or ()):
+            return "", []  # salted in a way that is not ours
+        parent: BlockHash | None = root_hash()
+        if isinstance(event.parent_block_hash, int):
+            parent = self._hashes.get(event.parent_block_hash)
+        keys: list[BlockKey] = []
+        for foreign, tokens in _with_tokens(event):
+            if parent is None or not isinstance(foreign, int):
+                break
+            parent = extend(parent, tokens)
+            self._hashes[foreign] = parent
+            keys.append(short_key(parent))
+        return "", keys
+
+    def removed(self, event: BlockRemoved) -> Blocks:
+        if event.object_key is not None:
+            return self._named_by(event.object_key)
+        found = [one if isinstance(one, bytes) else self._hashes.get(one) for one in event.block_hashes]
+        return "", [short_key(one) for one in found if one is not None]
+
+    def clear(self) -> None:
+        self._hashes.clear()
+
+    def _named_by(self, key: str) -> Blocks:
+        """The block that our own store keeps under ``key`` (``KvIdentity.key``), if it is a block's."""
+        kind, _, block = key.rpartition("/")
+        if not kind.startswith("kv/"):
+            return "", []
+        identity = kind.removeprefix("kv/")
+        try:
+            keys = [short_key(bytes.fromhex(block))]
+        except ValueError:
+            return "", []
+        return "" if self._identity in ("", identity) else f"identity {identity}", keys
+
+
+class Scope(msgspec.Struct, frozen=True):
+    """Blocks are the same only within one of these."""
+
+    tenant: str
+    model: str
+    lora: str
+    block_tokens: int
+    salt: str
+
+    @property
+    def name(self) -> str:
+        """As one word."""
+        return msgspec.json.encode(msgspec.structs.astuple(self)).decode()
+
+
+class SequenceKeys:
+    """To names of ``seqhash.py``. ``scope`` is meant where an event does not say otherwise."""
+
+    def __init__(self, scope: Scope, seed: int, *, is_store: bool = False) -> None:
+        self._scope, self._seed, self._is_store = scope, seed, is_store
+        # By scope, as the publisher hashes: names, and the tiers on which it has the block.
+        self._names: dict[str, KeyTable] = {}
+        self._held: dict[str, KeyTable] = {}
+
+    def stored(self, event: BlockStored) -> Blocks:
+        scope = self._scope_of(event)
+        if event.seq_hashes or self._is_store:
+            return scope.name, _standard(event)
+        name, parent = self._continued(event, scope)
+        if parent == _UNKNOWN or event.block_size not in (None, scope.block_tokens):
+            return name, []
+        names: dict[BlockKey, BlockKey] = {}
+        for number, (foreign, tokens) in enumerate(_with_tokens(event, scope.block_tokens)):
+            if _salts(event, number) and (number or parent is not None):
+                break  # more than tokens from here on, say an image
+            parent = extend_sequence(parent, tokens, self._seed)
+            names[_word(foreign)] = parent
+        self._remember(name, names, tier_of(event))
+        return name, list(names.values())
+
+    def removed(self, event: BlockRemoved) -> Blocks:
+        scope = self._scope_of(event)
+        if event.seq_hashes or self._is_store:
+            return scope.name, _standard(event)
+        foreign = column_of(map(_word, event.block_hashes))
+        bit = 1 << PLANE[tier_of(event)]
+        # The event does not say under which adapter or salt they were stored.
+        for name, table in self._names.items():
+            names = table.find(foreign)
+            if not names.values.any():
+                continue
+            held = self._held[name].find(foreign)
+            rest = held.values & ~np.uint32(bit)
+            self._held[name].put(held, rest)
+            table.put(names, names.values * (rest != 0))
+            return name, names.values[names.values != 0].tolist()
+        return scope.name, []
+
+    def clear(self) -> None:
+        self._names.clear()
+        self._held.clear()
+
+    def _scope_of(self, event: BlockStored | BlockRemoved) -> Scope:
+        default = self._scope
+        salts = _salts(event, 0) if isinstance(event, BlockStored) else []
+        return Scope(
+            event.tenant_id or default.tenant,
+            event.model_name or default.model,
+            event.lora_name or default.lora,
+            default.block_tokens,
+            event.additional_salt or " ".join(salts) or default.salt,
+        )
+
+    def _continued(self, event: BlockStored, scope: Scope) -> tuple[str, BlockKey | None]:
+        """The scope and the block that the event continues; None when it opens a prompt."""
+        foreign = event.parent_block_hash
+        if foreign is None or foreign == root_hash():
+            return scope.name, None
+        for name, table in self._names.items():  # only the first block of a prompt says its salt
+            parent = int(table.find(column_of([_word(foreign)])).values[0])
+            if parent:
+                return name, parent
+        return scope.name, _UNKNOWN
+
+    def _remember(self, scope: str, names: dict[BlockKey, BlockKey], tier: Tier) -> None:
+        if not names:
+            return
+        if scope not in self._names:
+            self._names[scope], self._held[scope] = KeyTable(np.uint64), KeyTable()
+        foreign = column_of(names)
+        self._names[scope].put(
+            self._names[scope].find(foreign), np.fromiter(names.values(), np.uint64, len(names))
+        )
+        held = self._held[scope].find(foreign)
+        self._held[scope].put(held, held.values | np.uint32(1 << PLANE[tier]))
+
+
+def _with_tokens(event: BlockStored, block_tokens: int = 0) -> list[tuple[ForeignHash, list[int]]]:
+    """The event's blocks with their tokens, as far as it has these."""
+    size, tokens = event.block_size or block_tokens, event.token_ids or []
+    if not size:
+        return []
+    starts = range(0, len(tokens) - size + 1, size)
+    return [(one, tokens[at : at + size]) for one, at in zip(event.block_hashes, starts, strict=False)]
+
+
+def _salts(event: BlockStored, number: int) -> list[str]:
+    """What went into a block's hash beside its tokens and the adapter."""
+    extra = event.extra_keys[number] if event.extra_keys and number < len(event.extra_keys) else None
+    return [str(one) for one in extra or () if one != event.lora_name]
+
+
+def _standard(event: BlockStored | BlockRemoved) -> list[BlockKey]:
+    """What a store sends: the standard's names, older ones as signed numbers."""
+    return [one & _U64 for one in event.seq_hashes or event.block_hashes if isinstance(one, int)]
+
+
+def _word(foreign: ForeignHash) -> BlockKey:
+    return foreign & _U64 if isinstance(foreign, int) else short_key(foreign)
