@@ -140,7 +140,7 @@ def plan_cluster(
         plan(
             RoleSpec("conductor", ("master",), leans_on=(*prefill, *decode)),
             "conductor",
-            ["--scheduling", settings.scheduling],
+            ["--scheduling", settings.scheduling, "--http-port", "0"],
             None,
         ),
         plan(

@@ -180,14 +180,13 @@ class PrefixIndex:
         if num_gone:
             self._num_held[slot, scope] -= num_gone
             self._clean(slot, scope)
+            self._drop_if_empty(scope)
 
     def clear(self, instance: InstanceId, reason: str = "cleared", now: float = 0.0) -> int:
         """An instance holds nothing any more; returns how many blocks they were."""
-        slot = self.slots.get(instance)
+        slot = self.slots.get(instance, -1)
         num_blocks = 0
-        for its_slot, scope in list(self._came):
-            if its_slot != slot:
-                continue
+        for scope in [scope for its_slot, scope in self._came if its_slot == slot]:
             table = self._tables[scope]
             found = table.find(self._held_by(slot, scope))
             rows = found.values.copy()
@@ -197,8 +196,7 @@ class PrefixIndex:
             num_blocks += len(rows)
             self.past.note_removed(scope, found.keys, Removal(now, instance, None, reason))
             del self._came[slot, scope], self._num_held[slot, scope]
-            if not len(table):
-                del self._tables[scope]
+            self._drop_if_empty(scope)
         return num_blocks
 
     def forget(self, instance: InstanceId, reason: str = "lost", now: float = 0.0) -> int:
@@ -265,6 +263,12 @@ class PrefixIndex:
         if len(self._came[slot, scope]) > 1024 + 2 * num_held:
             kept = self._held_by(slot, scope)
             self._came[slot, scope] = array("Q", kept.tobytes())
+
+    def _drop_if_empty(self, scope: str) -> None:
+        if not len(self._tables[scope]):
+            del self._tables[scope]
+            for at in [at for at in self._came if at[1] == scope]:
+                del self._came[at], self._num_held[at]
 
 
 def _groups(rows: Values) -> Iterator[tuple[int, slice | npt.NDArray[np.bool_], int]]:

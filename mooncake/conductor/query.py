@@ -1,4 +1,4 @@
-"""The HTTP side of the index that other routers ask: ``/register``, ``/unregister``, ``/query``, ``/query_by_hash``.
+"""The HTTP side of the index that other routers ask: they register publishers of KV events, and query.
 
 It owns the subscriptions to registered publishers and the shape of answers and errors; what is known and
 answered is ``registry.py``'s. A publisher that can't be reached is registered all the same: it is heard as

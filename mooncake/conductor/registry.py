@@ -99,7 +99,12 @@ class Query(Asked, frozen=True, kw_only=True):
 
 
 class QueryByHash(Asked, frozen=True, kw_only=True):
-    seq_hashes: list[Annotated[int, Meta(ge=0, lt=1 << 64)]]
+    seq_hashes: list[int]
+
+    def __post_init__(self) -> None:
+        for at, name in enumerate(self.seq_hashes):
+            if not 0 <= name < 1 << 64:
+                raise ValueError(f"`seq_hashes[{at}]` is {name}; a hash is from 0 to 2**64 - 1")
 
 
 class Registry:

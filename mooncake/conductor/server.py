@@ -10,12 +10,13 @@ import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
 import zmq
 import zmq.asyncio
+from msgspec import Meta
 from prometheus_client import Counter
 
 from mooncake import metrics
@@ -49,8 +50,9 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
+from mooncake.conductor.query import Publishers, QueryServer, read_registrations
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.config import Port
+from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.driver import Driver
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Connection, RpcServer
@@ -82,21 +84,45 @@ class ConductorSettings(SchedulingSettings):
     port: Port = 8400
     "Port to listen on; 0 takes a free one."
 
+    http_port: Port = 13333
+    "Port of the index that other routers may register at and ask, and of `/metrics`; 0 takes a free one."
+
+    hash_seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1), AlsoFrom("CONDUCTOR_SEED")] = 0
+    "Seed of the block hashes (XXH3-64) in which other routers ask; all who compare them need the same."
+
+    registrations: Annotated[str, AlsoFrom("CONDUCTOR_CONFIG_PATH")] = ""
+    "JSON file with publishers of KV events to follow from the start; `docs/conductor.md` shows one."
+
+    admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
+    "Key that `/register` and `/unregister` want in the header `X-API-Key`; empty lets everybody."
+
 
 async def serve(settings: ConductorSettings) -> None:
     """Run a conductor until cancelled.
 
     Raises:
-        AddressInUse: the port is taken.
+        AddressInUse: a port is taken.
+        InvalidArgument: the file of registrations can't be used.
     """
+    file_port, registrations = (
+        read_registrations(settings.registrations) if settings.registrations else (None, [])
+    )
+    http_port = settings.http_port if file_port is None else file_port
     service = ConductorService(settings)
     server = ConductorServer(service)
+    publishers = Publishers(settings.hash_seed)
+    queries = QueryServer(publishers, settings.host, http_port, settings.admin_api_key)
     try:
         port = await server.start(settings.host, settings.port)
         await service.start()
+        await queries.start()
+        for one in registrations:
+            publishers.register(one)
+        log.info("queries_answered", url=f"http://{settings.host}:{queries.port}")
         log.info("ready", role="conductor", address=f"{settings.host}:{port}", scheduling=settings.scheduling)
         await asyncio.get_running_loop().create_future()
     finally:
+        await queries.close()
         await server.close()
         await service.close()
 

@@ -44,6 +44,9 @@ class BlockRemoved(Generic[KeyT]):
 
 BlockEvent: TypeAlias = BlockStored[BlockHash] | BlockRemoved[BlockHash]
 
+EVICTED = "evicted: least recently used"
+"""Why this pool removes blocks; there is no other reason."""
+
 
 class BlockPool(Generic[KeyT]):
     """Blocks 1 to ``num_blocks - 1``; block 0 is scratch space that no request owns."""

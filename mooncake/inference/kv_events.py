@@ -56,6 +56,8 @@ class BlockStored(_Event, frozen=True, kw_only=True):
 class BlockRemoved(_Event, frozen=True, kw_only=True):
     block_hashes: list[BlockHash]
     medium: str | None = MEDIUM_DEVICE
+    reason: str | msgspec.UnsetType = msgspec.UNSET
+    "Why, in words; vLLM has no such field."
 
 
 class AllBlocksCleared(_Event, frozen=True):

@@ -19,7 +19,7 @@ from msgspec import Meta
 from mooncake.config import Port, Size
 from mooncake.inference import kv_events
 from mooncake.inference.api import Api, create_app
-from mooncake.inference.blocks import BlockEvent, BlockStored
+from mooncake.inference.blocks import EVICTED, BlockEvent, BlockStored
 from mooncake.inference.engine import Engine, EngineSettings
 from mooncake.inference.generate import Generator
 from mooncake.inference.gguf import resolve_model
@@ -186,4 +186,4 @@ def _as_kv_event(event: BlockEvent, block_tokens: int) -> kv_events.KvEvent:
             token_ids=list(event.token_ids),
             block_size=block_tokens,
         )
-    return kv_events.BlockRemoved(block_hashes=list(event.hashes))
+    return kv_events.BlockRemoved(block_hashes=list(event.hashes), reason=EVICTED)

@@ -115,6 +115,8 @@ class Catalog:
         """Called when a further replica of a readable object has become complete."""
         self.on_left: list[Callable[[StoredObject, Extent, float], None]] = []
         """Called when a replica of a readable object is none any more, however that came."""
+        self.why_left = ""
+        """To those who are called then: the reason."""
         self.recent: deque[list[ObjectKey]] = deque(maxlen=256)
         """The keys of the last lookups, a list each; ``hot.py`` looks at them now and then."""
         self.is_evicting = False
@@ -273,7 +275,7 @@ class Catalog:
         self.tell(now, stored.key, "#{} unlinked: {}", stored.object_id, reason)
         released_bytes = sum(self._rest(stored, extent, leased_until, now) for extent in extents)
         if was_readable:
-            self._left(stored, extents, now)
+            self._left(stored, extents, reason, now)
             self._may_free_its_parent(stored, now)
             for watcher in self.watchers:
                 watcher.gone(stored, now)
@@ -319,7 +321,7 @@ class Catalog:
     def let_go(self, before: StoredObject, now: float) -> None:
         """Nobody wants back what was set aside."""
         extents, before.extents = before.extents, []
-        self._left(before, extents, now)
+        self._left(before, extents, "replaced by a newer put", now)
         for extent in extents:
             self._rest(before, extent, before.lease_until, now)
 
@@ -415,7 +417,7 @@ class Catalog:
         leased_until = stored.leased_until if extent.is_complete else 0.0
         released_bytes = self._rest(stored, extent, leased_until, now)
         if is_readable:
-            self._left(stored, [extent], now)
+            self._left(stored, [extent], reason, now)
             for watcher in self.watchers:
                 watcher.extent_gone(stored, extent, now)
         return released_bytes
@@ -444,7 +446,8 @@ class Catalog:
                 extent.release_at = max(extent.release_at, lease_until)
             self.records.append(_held(stored.resting, stored.size_bytes))
 
-    def _left(self, stored: StoredObject, extents: list[Extent], now: float) -> None:
+    def _left(self, stored: StoredObject, extents: list[Extent], reason: str, now: float) -> None:
+        self.why_left = reason
         for left in self.on_left:
             for extent in extents:
                 left(stored, extent, now)

@@ -127,6 +127,8 @@ class KvEvents:
         }
         if is_stored:
             event |= {"parent_hash": None, "token_ids": None}
+        else:
+            event["reason"] = self._catalog.why_left
         if self._has_object_key:
             event["object_key"] = key
         if self._is_legacy:

@@ -101,6 +101,17 @@ def test_scopes_are_apart(index: PrefixIndex) -> None:
     assert index.scopes_of(PROMPT[0]) == []
 
 
+def test_a_scope_ends_with_its_last_block(index: PrefixIndex) -> None:
+    index.store("a", PROMPT)
+    index.store("b", PROMPT[:1])
+    index.remove("b", PROMPT[:1])
+    assert index.clear("a") == 8
+    index.check()
+    assert index.clear("b") == 0
+    index.store("b", PROMPT[:2])
+    assert index.forget("b") == 2
+
+
 def test_what_went_is_remembered_with_its_reason(index: PrefixIndex) -> None:
     index.store("a", PROMPT[:4])
     index.store("b", PROMPT[:4])
