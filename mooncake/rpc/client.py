@@ -24,6 +24,7 @@ from typing import Any, cast
 import msgspec
 
 from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+from mooncake.rpc.looking import LOOK_S, Looking
 from mooncake.rpc.tls import TlsSocket
 from mooncake.rpc.wire import PREFACE, Failure, FrameDecoder, Message, decoder_for, encode, error_of
 
@@ -35,9 +36,6 @@ SILENT = (
 )
 """What may be wrong with a peer that hung up before its first answer, without TLS and with."""
 
-AWAKE_S = 100e-6
-"""How long a blocked caller looks for its reply before it sleeps: waking an idle core of a virtual machine
-takes about 25 us on each side, and a one-key call of the store is answered in that time."""
 _READ_BYTES = 256 << 10
 _ID_MASK = 0xFFFFFFFF
 
@@ -244,11 +242,14 @@ class _Socket:
         self.lost: str | None = None
 
 
-def _look(readable: select.poll) -> None:
+def _look(readable: select.poll) -> bool:
+    """Whether something has come."""
     # Without sched_yield: on a busy machine that gives the core away for milliseconds.
-    until = time.perf_counter() + AWAKE_S
-    while not readable.poll(0) and time.perf_counter() < until:
-        pass
+    until = time.perf_counter() + LOOK_S
+    while time.perf_counter() < until:
+        if readable.poll(0):
+            return True
+    return False
 
 
 class BlockingClient:
@@ -275,6 +276,7 @@ class BlockingClient:
         self.peer = f"{name} at {address}"
         self._is_patient = is_patient
         self._tls = tls
+        self._looking = Looking()
         self._decoder = decoder_for(replies)
         self._ids = itertools.count(1)
         self._connect_lock = threading.Lock()
@@ -366,7 +368,8 @@ class BlockingClient:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise TimeoutError
-            _look(connection.readable)
+            if self._looking.pays:
+                self._looking.found(_look(connection.readable))
             connection.sock.settimeout(remaining_s)
             data = connection.sock.recv(_READ_BYTES)
             if not data:

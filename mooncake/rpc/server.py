@@ -22,6 +22,8 @@ import msgspec
 
 from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, ProtocolError
 from mooncake.log import get_logger
+from mooncake.rpc import looking
+from mooncake.rpc.looking import Looking
 from mooncake.rpc.splice import Splices
 from mooncake.rpc.wire import (
     MAX_BODY_BYTES,
@@ -53,10 +55,6 @@ class Limits:
     max_connections: int = 16384
     max_body_bytes: int = MAX_BODY_BYTES
 
-
-AWAKE_S = 100e-6
-"""How long the loop looks for the next request before it sleeps: the end of a small put follows its start
-within that time. See ``client.AWAKE_S``."""
 
 Handler: TypeAlias = Callable[[Any, "Call"], Message | Awaitable[Message | None] | None]
 """``handler(message, call)``: returns the reply, or an awaitable of it, or None to answer later."""
@@ -285,20 +283,25 @@ class RpcServer:
         self._look: asyncio.TimerHandle | None = None
         self.port = 0
         self._server: asyncio.Server | None = None
+        self._looking = Looking()
         self._awake_until = 0.0
         self._is_awake = False
 
     def stay_awake(self) -> None:
-        """Keep the loop awake for a moment: whoever asked just now often asks again."""
-        self._awake_until = time.perf_counter() + AWAKE_S
-        if not self._is_awake:
+        """Keep the loop awake for a moment, if that pays: whoever asked just now often asks again."""
+        if self._is_awake:
+            self._looking.found(True)
+        elif self._looking.pays:
             self._is_awake = True
             asyncio.get_running_loop().call_soon(self._stay_awake)
+        self._awake_until = time.perf_counter() + looking.LOOK_S
 
     def _stay_awake(self) -> None:
         self._is_awake = time.perf_counter() < self._awake_until
         if self._is_awake:
             asyncio.get_running_loop().call_soon(self._stay_awake)
+        else:
+            self._looking.found(False)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; port 0 takes a free one. Returns the port.
