@@ -1,9 +1,9 @@
 """Whether to look for what comes next instead of sleeping until it is there.
 
 Waking an idle core of a virtual machine takes about 25 us on each side, and a small question is answered in
-little more, so who looks for a moment before he sleeps is faster by half. But where cores are fewer than those
-who want them, the one that is looked for can't run as long as somebody looks: then looking costs all of its
-time, every time. Nobody can tell beforehand, so each side counts what came of it: while looking finds
+little more, so who looks for a moment before he sleeps is faster by half. But where cores are fewer than
+those who want them, the one that is looked for can't run as long as somebody looks: then looking costs all
+of its time, every time. Nobody can tell beforehand, so each side counts what came of it: while looking finds
 something often enough it goes on, else it sleeps at once and only tries now and then.
 """
 
@@ -15,7 +15,7 @@ MAX_TRUST = 16
 FOUND = 2
 """What finding adds to the trust; not finding takes 1 away."""
 EVERY = 32
-"""Without trust every so manieth time is tried."""
+"""Without trust one of so many times is a try."""
 
 
 class Looking:

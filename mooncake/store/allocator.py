@@ -125,6 +125,13 @@ class Allocator:
         self._add_hole(offset, size_bytes)
         return freed_bytes
 
+    def split(self, offset: int, size_bytes: int) -> None:
+        """Make ranges of exactly ``size_bytes`` of one that is a multiple of that."""
+        whole_bytes = self.allocations[offset]
+        assert whole_bytes % size_bytes == 0 and size_bytes % self.alignment_bytes == 0, size_bytes
+        for start in range(offset, offset + whole_bytes, size_bytes):
+            self.allocations[start] = size_bytes
+
     def trim(self, offset: int, size_bytes: int) -> int:
         """Take back what of a range lies behind its first ``size_bytes``; returns how much."""
         wanted = size_bytes + -size_bytes % self.alignment_bytes

@@ -157,9 +157,12 @@ class LocalMemory:
 
     def _lend(self, ranges: Sequence[tuple[int, int]]) -> Lent:
         lent = Lent(self, [size_bytes for _, size_bytes in ranges])
+        if len(ranges) == 1 and self.has(*ranges[0]):
+            lent.addresses.append(ranges[0][0])
+            return lent
         total_bytes = sum(lent.sizes)
         offset: int | None = None
-        if 0 < total_bytes <= STAGED_BYTES and not (len(ranges) == 1 and self.has(*ranges[0])):
+        if 0 < total_bytes <= STAGED_BYTES:
             with self._lock:
                 if self._staging is None:
                     self._staging = self.engine.allocate(STAGING_BYTES, huge_pages=False, populate=False)

@@ -137,13 +137,15 @@ class _Faces:
 
         While one part is being copied to SSD, the next is written to memory.
         """
-        deadline, chunk_bytes = self._deadline(), self.settings.chunk_bytes
+        deadline, chunk_bytes, put = self._deadline(), self.settings.chunk_bytes, self.operations.put
+        if len(keys) == 1 or not policy.is_durable:
+            addresses, sizes = lent.addresses, lent.sizes
+            return [put(keys, addresses, sizes, chunk_bytes, deadline, policy, groups, parents, replace)]
         num_parts = min(sum(lent.sizes) // DURABLE_PART_BYTES, MAX_DURABLE_PARTS, len(keys))
-        if not policy.is_durable or num_parts < 2:
-            num_parts = 1
+        num_parts = max(1, num_parts)
         borders = [len(keys) * number // num_parts for number in range(num_parts + 1)]
         return [
-            self.operations.put(
+            put(
                 keys[start:end],
                 lent.addresses[start:end],
                 lent.sizes[start:end],
@@ -241,12 +243,16 @@ class Store(_Faces):
         """Store many objects; results in the order of ``keys``. ``groups``, ``parents``: one per key."""
         _check_pairs(keys, buffers, "buffers")
         _check_names(keys, groups, parents)
-        with PUT_SECONDS.time(), self._memory.source(buffers) as lent:
-            puts = self._puts(keys, lent, policy, groups, parents, replace)
-            if len(puts) == 1:
-                return self._run(puts[0])
-            with ThreadPoolExecutor(len(puts), "store-put") as threads:
-                return list(itertools.chain.from_iterable(threads.map(self._run, puts)))
+        began = time.perf_counter()
+        try:
+            with self._memory.source(buffers) as lent:
+                puts = self._puts(keys, lent, policy, groups, parents, replace)
+                if len(puts) == 1:
+                    return self._run(puts[0])
+                with ThreadPoolExecutor(len(puts), "store-put") as threads:
+                    return list(itertools.chain.from_iterable(threads.map(self._run, puts)))
+        finally:
+            PUT_SECONDS.observe(time.perf_counter() - began)
 
     def get(self, key: ObjectKey) -> bytes | None:
         """The object's bytes, or None."""

@@ -45,16 +45,14 @@ MAX_PUT_ATTEMPTS = 3
 """How often a put looks for another segment after a node could not be reached."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, eq=False):
     """Ask the master; resumed with an ``Answer``."""
 
     message: msgspec.Struct
     deadline: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, eq=False):
     """``reply``, or why there is none."""
 
     reply: Any
@@ -63,8 +61,7 @@ class Answer:
     now: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Open:
+class Open(msgspec.Struct, frozen=True, eq=False):
     """Make a segment reachable; resumed with transfer's handle, or None when it can't be reached."""
 
     segment: str
@@ -72,8 +69,7 @@ class Open:
     descriptor: bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slices:
+class Slices(msgspec.Struct, frozen=True, eq=False):
     """Columns of one transfer with one segment."""
 
     handle: Any
@@ -86,8 +82,7 @@ class Slices:
     """All of it can be read elsewhere too: better fail after half of the time than have none left."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Move:
+class Move(msgspec.Struct, frozen=True, eq=False):
     """Move bytes, all transfers at once; resumed with one ``Moved`` for each.
 
     When ``deadline`` has passed already, nothing may be started: a write then could land in space that
@@ -99,8 +94,7 @@ class Move:
     deadline: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(msgspec.Struct, frozen=True, eq=False):
     """``checksums``: CRC32C of every slice, or None when the transfer failed. ``reason``: why.
 
     Of slices that were not to be checked an empty array."""
@@ -110,8 +104,7 @@ class Moved:
     now: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(msgspec.Struct, frozen=True, eq=False):
     """Wait; resumed with None."""
 
     seconds: float
@@ -332,17 +325,20 @@ class Operations:
         piece = stock.take(size_bytes)
         if piece is None:
             return False, None
-        handle = yield from self._handle_of(piece.replica, deadline)
-        if handle is None:
-            stock.drop_on(piece.replica.segment)
-            return False, None
-        slices = _one_slice(handle, address, piece.replica.address, size_bytes)
+        replica = piece.replica
+        epoch, handle = self._handles.get(replica.segment, (None, None))
+        if epoch != replica.epoch:
+            handle = (yield from self._open([m.Reserved(0, [replica])], deadline))[replica.segment]
+            if handle is None:
+                stock.drop_on(replica.segment)
+                return False, None
+        slices = _one_slice(handle, address, replica.address, size_bytes)
         moved = (yield Move(True, [slices], min(deadline, piece.write_until)))[0]
         if moved.checksums is None or moved.now >= piece.expires_at:
             if moved.now >= piece.write_until:
                 stock.drop_late(moved.now)
             elif moved.now < deadline:
-                self._lost(piece.replica.segment)
+                self._lost(replica.segment)
             return False, None
         wanted = stock.wanted(size_bytes)
         message = m.PutWritten(
@@ -359,24 +355,18 @@ class Operations:
             wanted,
             piece_bytes(size_bytes) if wanted else 0,
         )
-        answer, first_asked_at = yield from self._ask(message, deadline)
+        first: Answer = yield Ask(message, deadline)
+        answer = first if first.error is None else (yield from self._ask_again(message, deadline, first))
         outcome = answer.reply.outcomes[0]
         if isinstance(outcome, Refusal) and outcome.code == "expired":
             stock.clear()
             return False, None
         if wanted:
-            stock.add(answer.reply.advance, size_bytes, first_asked_at)
+            stock.add(answer.reply.advance, size_bytes, first.asked_at)
         # Asked twice, the first question may still arrive and use the piece.
-        if outcome is not True and answer.asked_at == first_asked_at:
+        if outcome is not True and answer is first:
             stock.give_back(piece)
         return True, outcome if isinstance(outcome, Refusal) else None
-
-    def _handle_of(self, replica: m.Replica, deadline: float) -> Operation[Any]:
-        """Transfer's handle of the replica's segment, or None."""
-        known = self._handles.get(replica.segment)
-        if known is not None and known[0] == replica.epoch:
-            return known[1]
-        return (yield from self._open([m.Reserved(0, [replica])], deadline))[replica.segment]
 
     def _lost(self, segment: str) -> None:
         """A transfer there failed: the next operation asks the master afresh how it is reached."""
@@ -624,19 +614,20 @@ class Operations:
     # Steps
 
     def _ask(self, message: msgspec.Struct, deadline: float) -> Operation[tuple[Answer, float]]:
-        """The answer, and when the question was put for the first time.
+        """The answer, and when the question was put for the first time."""
+        answer: Answer = yield Ask(message, deadline)
+        if answer.error is None:
+            return answer, answer.asked_at
+        return (yield from self._ask_again(message, deadline, answer)), answer.asked_at
+
+    def _ask_again(self, message: msgspec.Struct, deadline: float, answer: Answer) -> Operation[Answer]:
+        """Until there is an answer. ``answer``: there was none.
 
         Every message may arrive twice without harm (``messages.py``), so a broken connection only
         costs the question again.
         """
         pause_s = FIRST_PAUSE_S
-        first_asked_at: float | None = None
-        while True:
-            answer: Answer = yield Ask(message, deadline)
-            if first_asked_at is None:
-                first_asked_at = answer.asked_at
-            if answer.error is None:
-                return answer, first_asked_at
+        while answer.error is not None:
             if not isinstance(answer.error, PeerLost):
                 raise answer.error
             if answer.now + pause_s >= deadline:
@@ -644,6 +635,8 @@ class Operations:
             self.counts.repeated_requests += 1
             yield Pause(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            answer = yield Ask(message, deadline)
+        return answer
 
     def _open(self, found: Sequence[m.Reserved | m.Stored], deadline: float) -> Operation[dict[str, Any]]:
         """Transfer's handles of every segment in ``found``, by name; None where there is none."""

@@ -140,22 +140,24 @@ class Tally:
 
     def _put_written(self, asked: m.PutWritten, said: m.PutsWritten) -> None:
         """A start and an end in one; what had expired is put anew, and counted then."""
-        num_items = num_refused = 0
+        num_refused = num_expired = 0
         for size_bytes, outcome in zip(asked.sizes, said.outcomes, strict=True):
-            if not isinstance(outcome, Refusal):
-                if outcome:
-                    self.num_by_size[bisect.bisect_left(SIZE_BOUNDS, size_bytes)] += 1
-                    self.put_bytes += size_bytes
-            elif outcome.code == "expired":
-                continue
-            else:
+            if outcome is True:
+                self.num_by_size[bisect.bisect_left(SIZE_BOUNDS, size_bytes)] += 1
+                self.put_bytes += size_bytes
+            elif outcome is not False and outcome.code == "expired":
+                num_expired += 1
+            elif outcome is not False:
                 self._refused(asked.tenant, outcome)
                 num_refused += 1
-            num_items += 1
-        if num_items:
+        num_items = len(said.outcomes) - num_expired
+        if num_items == 1 and not num_refused:
+            self.counts["put_start_requests"] += 1
+            self.counts["put_end_requests"] += 1
+        elif num_items:
             self._batch("put_start", num_items, num_refused)
-        if num_items > num_refused:
-            self._batch("put_end", num_items - num_refused, 0)
+            if num_items > num_refused:
+                self._batch("put_end", num_items - num_refused, 0)
 
     def _put_end(self, asked: m.PutEnd, said: m.Outcomes) -> None:
         num_refused = sum(isinstance(outcome, Refusal) for outcome in said.outcomes)

@@ -62,6 +62,8 @@ class Writing:
         return m.PutStarted(self._catalog.settings.put_s, reserved, refusals, advance)
 
     def admitted(self, tenant: str) -> Account | Refusal:
+        if not tenant:
+            return self._catalog.tenants.account_of("")
         refusal = check_tenant(tenant)
         if refusal is not None:
             return refusal

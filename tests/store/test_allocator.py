@@ -48,6 +48,18 @@ def test_what_is_trimmed_off_is_free_and_merges_with_the_hole_behind_it() -> Non
     allocator.check()
 
 
+def test_the_parts_of_a_range_are_ranges() -> None:
+    allocator = Allocator(KIB)
+    offset = allocator.allocate(512)
+    assert offset == 0
+    allocator.split(offset, 128)
+    allocator.check()
+    assert allocator.allocations == {0: 128, 128: 128, 256: 128, 384: 128}
+    assert allocator.free(128) == 128
+    assert allocator.allocate(128) == 128
+    allocator.check()
+
+
 def test_a_hole_of_exactly_the_size_is_found() -> None:
     """1472 KiB isn't a bin's border, so the holes hang below the bin that surely fits."""
     size = 1472 * KIB
