@@ -42,6 +42,7 @@ CORES = {
     "prefix",
     "kvlayout",
     "machine",
+    "rpc.looking",
     "rpc.wire",
     "transfer.batch",
     "transfer.rails",
