@@ -1,0 +1,160 @@
+"""``mooncake plan``: which cluster meets the objectives for a trace, and what it costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mooncake.cli.simulation.asked import Requests, cluster_of, requests_of
+from mooncake.cli.simulation.simulate import TRACE_HELP, known, write_whole
+from mooncake.errors import InvalidArgument
+from mooncake.sim.outcome import Summary
+from mooncake.sim.planner import Candidate, Objectives, Plan, Planner, Prices, Simulate
+from mooncake.sim.serving import simulate
+from mooncake.sim.spec import ClusterSpec
+from mooncake.sim.traces import TraceOptions
+
+DEFAULT_COSTS = ("llama3-70b-8xA800", "llama3-70b-8xH100", "llama3-70b-8xH200")
+EXAMPLE_PRICES = {"A100": 1.69, "A800": 1.69, "H100": 2.54, "H200": 3.70}
+
+
+def plan_command(
+    trace: Annotated[str, typer.Argument(metavar="TRACE", help=TRACE_HELP)],
+    slo_ttft_s: Annotated[float, typer.Option("--slo-ttft", metavar="SECONDS", min=0)] = 30.0,
+    slo_tbt_s: Annotated[float, typer.Option("--slo-tbt", metavar="SECONDS", min=0)] = 0.1,
+    attainment: Annotated[
+        float, typer.Option("--attainment", help="Share of requests that must meet both objectives.")
+    ] = 0.9,
+    prices_file: Annotated[
+        Path | None,
+        typer.Option("--gpu-prices", metavar="FILE.toml", help="Dollars an hour; else example prices."),
+    ] = None,
+    costs: Annotated[
+        list[str] | None,
+        typer.Option("--costs", metavar="NAME|FILE", help="Hardware to try; may be repeated."),
+    ] = None,
+    policy: Annotated[str, typer.Option("--policy", help="Of the clusters that are tried.")] = "overlap",
+    speedup: Annotated[float, typer.Option("--speedup", help="Requests come that many times as fast.")] = 1.0,
+    rows: Annotated[int, typer.Option("--rows", min=0, help="Only the first ones; 0 is all.")] = 0,
+    ssd_tokens: Annotated[int, typer.Option("--ssd-tokens", min=0, help="SSD per node to consider.")] = 0,
+    changes: Annotated[
+        list[str] | None, typer.Option("--with", metavar="FIELD=VALUE", help="As of `mooncake simulate`.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
+) -> None:
+    """Find the smallest and the cheapest cluster that meets the objectives, by simulating candidates.
+
+    Every candidate runs the whole trace. Beside it: the smallest cluster of nodes that do both stages, good
+    requests per dollar of each, and what one step in every direction would change.
+    """
+    requests = requests_of(trace, TraceOptions(num_rows=rows))
+    known("policy", "scheduling", [policy])
+    objectives = Objectives(slo_ttft_s, slo_tbt_s, attainment)
+    prices = read_prices(prices_file)
+    console, progress = Console(), Console(stderr=True)
+    plans: dict[str, Plan] = {}
+    for hardware in costs or DEFAULT_COSTS:
+        base = cluster_of("1P1D", hardware, [f"ssd_tokens={ssd_tokens}", *(changes or [])], requests.block_tokens)
+        planner = Planner(
+            base,
+            Path(hardware).stem if Path(hardware).is_file() else hardware,
+            objectives,
+            prices,
+            simulator(requests, policy, speedup, objectives),
+            lambda one: progress.print(f"[dim]tried {_describe(one)}: {one.attainment:.1%} good[/dim]"),
+        )
+        plans[hardware] = planner.plan()
+    console.print(f"{requests.name}: {attainment:.0%} of requests with TTFT <= {slo_ttft_s:g} s, TBT <= {slo_tbt_s * 1000:g} ms")
+    console.print(_found(plans))
+    cheapest = min(
+        (plan for plan in plans.values() if plan.best is not None),
+        key=lambda plan: plan.best.dollars_per_hour if plan.best is not None else 0.0,
+        default=None,
+    )
+    if cheapest is not None and cheapest.best is not None:
+        console.print(_sensitivity(cheapest.best, cheapest.sensitivity))
+    if json_file is not None:
+        write_whole(json_file, json.dumps({"trace": requests.name, "plans": msgspec.to_builtins(plans)}, indent=1) + "\n")
+    if cheapest is None:
+        raise InvalidArgument("--slo-ttft, --slo-tbt", [slo_ttft_s, slo_tbt_s], "objectives that some cluster can meet: even one idle node misses them")
+
+
+def simulator(requests: Requests, policy: str, speedup: float, objectives: Objectives) -> Simulate:
+    """Runs ``requests`` through one candidate."""
+
+    def run(spec: ClusterSpec, load: float) -> tuple[Summary, float, float]:
+        outcome = simulate(
+            requests,
+            spec,
+            policy,
+            speedup=speedup * load,
+            slo_ttft_s=objectives.ttft_s,
+            slo_tbt_s=objectives.tbt_s,
+        )
+        shares = [
+            float(np.sum(outcome.is_good(ttft_s, tbt_s))) / max(1, len(outcome))
+            for ttft_s, tbt_s in ((objectives.ttft_s, 0.0), (0.0, objectives.tbt_s))
+        ]
+        return outcome.summary(), shares[0], shares[1]
+
+    return run
+
+
+def read_prices(file: Path | None) -> Prices:
+    """Raises InvalidArgument."""
+    if file is None:
+        return Prices(gpu=EXAMPLE_PRICES)
+    try:
+        return msgspec.toml.decode(file.read_bytes(), type=Prices)
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgument("--gpu-prices", str(file), f"a TOML file of prices ({reason})") from error
+
+
+def _describe(one: Candidate) -> str:
+    nodes = f"{one.num_prefill}P{one.num_decode}D" if one.mode == "disaggregated" else f"{one.num_nodes} x {one.mode}"
+    return f"{nodes} {one.hardware}"
+
+
+def _found(plans: dict[str, Plan]) -> Table:
+    shown = Table(caption="Memory and network are per node. Every row was simulated over the whole trace.", caption_justify="left")
+    for heading in ("cluster", "nodes", "$/h", "good", "good per $", "TTFT p90 s", "TBT p90 ms", "hit rate", "memory", "network"):
+        shown.add_column(heading, justify="left" if heading == "cluster" else "right")
+    for hardware, plan in plans.items():
+        for one, kind in ((plan.best, "apart"), (plan.one_pool, "one pool")):
+            if one is None:
+                shown.add_row(f"{hardware}, {kind}: no cluster meets the objectives")
+            else:
+                shown.add_row(_describe(one), *_figures(one))
+    return shown
+
+
+def _figures(one: Candidate) -> tuple[str, ...]:
+    return (
+        str(one.num_nodes),
+        f"{one.dollars_per_hour:.2f}",
+        f"{one.attainment:.1%}",
+        f"{one.good_per_dollar:.1f}",
+        f"{one.ttft_p90_s:.2f}",
+        f"{one.tbt_p90_s * 1000:.1f}",
+        f"{one.hit_rate:.3f}",
+        f"{one.cache_tokens / 1e6:g} M tokens",
+        f"{one.nic_bytes_per_s * 8 / 1e9:g} Gbit/s",
+    )
+
+
+def _sensitivity(best: Candidate, rows: list[Candidate]) -> Table:
+    shown = Table(title=f"Around the cheapest, {_describe(best)}", title_justify="left")
+    for heading in ("change", "nodes", "$/h", "good", "meets", "good per $", "TTFT p90 s", "TBT p90 ms", "hit rate"):
+        shown.add_column(heading, justify="left" if heading == "change" else "right")
+    for one in (msgspec.structs.replace(best, note="as it is"), *rows):
+        nodes, dollars, good, per_dollar, ttft, tbt, hits, *_ = _figures(one)
+        shown.add_row(one.note, nodes, dollars, good, "yes" if one.meets else "no", per_dollar, ttft, tbt, hits)
+    return shown
