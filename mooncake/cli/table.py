@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ import typer
 
 import mooncake
 from mooncake import config
-from mooncake.cli.roles import Given, add_command, config_file, run_until_stopped
+from mooncake.cli.roles import Given, ManyValues, add_command, config_file, run_until_stopped
 from mooncake.config import LogSettings
 from mooncake.log import setup_logging
 
@@ -150,6 +150,7 @@ def application_for(words: Sequence[str]) -> typer.Typer:
             application.command(command.name, help=command.summary)(_never)
     application.command("config")(_config)
     application.command("topology")(_topology)
+    _add_simulation(application, asked)
     benches = typer.Typer(no_args_is_help=True, help="Measure this machine and what we make of it.")
     benches.callback()(_start_bench)
     benches.command("transfer", epilog="Example: mooncake bench transfer --quick")(_bench_transfer)
@@ -161,6 +162,31 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     else:
         application.command("store", help="Look into the store, and change it.")(_never)
     return application
+
+
+def _add_simulation(application: typer.Typer, asked: str | None) -> None:
+    """Two commands that take a trace; numpy and the simulator are loaded only for them."""
+    if asked == "simulate":
+        from mooncake.cli.simulation.simulate import simulate_command
+
+        example = (
+            "mooncake simulate trace.jsonl --cluster 8P8D --policy overlap --policy random --html r.html"
+        )
+        _add_many(application, "simulate", example)(simulate_command)
+    else:
+        application.command("simulate", help="Replay a trace on virtual time; compare policies.")(_never)
+    if asked == "plan":
+        from mooncake.cli.simulation.planning import plan_command
+
+        example = "mooncake plan trace.jsonl --slo-ttft 30 --slo-tbt 0.1 --gpu-prices prices.toml"
+        _add_many(application, "plan", example)(plan_command)
+    else:
+        application.command("plan", help="Find the cheapest cluster for a trace and objectives.")(_never)
+
+
+def _add_many(application: typer.Typer, name: str, example: str) -> Callable[[Any], Any]:
+    """Of such a command, options that may be repeated take several values at once, too."""
+    return application.command(name, cls=ManyValues, epilog=f"Example: {example}")
 
 
 def _print_version(wanted: bool) -> None:

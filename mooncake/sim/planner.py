@@ -52,6 +52,8 @@ class Candidate(msgspec.Struct, frozen=True):
     num_prefill: int
     num_decode: int
     cache_tokens: int
+    "Of a prefill node's memory; ``cache_bytes`` is the same."
+    cache_bytes: int
     ssd_tokens: int
     nic_bytes_per_s: float
     dollars_per_hour: float
@@ -169,7 +171,10 @@ class Planner:
             spec = dataclasses.replace(spec, ssd_tokens=0)
         costs = self._base.node_costs
         tokens = costs.cache_tokens
-        while tokens // 2 >= costs.cache_tokens * _MIN_SHRINK and self._with(spec, cache_tokens=tokens // 2).meets:
+        while (
+            tokens // 2 >= costs.cache_tokens * _MIN_SHRINK
+            and self._with(spec, cache_tokens=tokens // 2).meets
+        ):
             tokens //= 2
             spec = dataclasses.replace(spec, cache_tokens=tokens)
         speed = costs.nic_bytes_per_s
@@ -197,7 +202,9 @@ class Planner:
                     continue
                 meets = self._meets_with(base)
                 found.append(self._with(base, num_prefill=self._smallest(most, meets)))
-        return min(found, key=lambda one: (one.dollars_per_hour, one.num_nodes, -one.attainment), default=None)
+        return min(
+            found, key=lambda one: (one.dollars_per_hour, one.num_nodes, -one.attainment), default=None
+        )
 
     def _meets_with(self, base: ClusterSpec) -> Callable[[int], bool]:
         return lambda num_nodes: self._with(base, num_prefill=num_nodes).meets
@@ -214,7 +221,8 @@ class Planner:
             ("one decode node more", {"num_decode": best.num_decode + 1}, 1.0),
             ("half the memory", {"cache_tokens": costs.cache_tokens // 2}, 1.0),
             ("twice the memory", {"cache_tokens": costs.cache_tokens * 2}, 1.0),
-            ("a quarter of the network", {"nic_bytes_per_s": costs.nic_bytes_per_s / 4}, 1.0),
+            ("twice the network", {"nic_bytes_per_s": costs.nic_bytes_per_s * 2}, 1.0),
+            ("half the network", {"nic_bytes_per_s": costs.nic_bytes_per_s / 2}, 1.0),
         ]
         if best.num_prefill > 1:
             steps.insert(2, ("one prefill node less", {"num_prefill": best.num_prefill - 1}, 1.0))
@@ -242,6 +250,7 @@ class Planner:
             num_prefill=spec.num_prefill,
             num_decode=spec.num_decode,
             cache_tokens=costs.cache_tokens,
+            cache_bytes=costs.cache_tokens * costs.kv_bytes_per_token,
             ssd_tokens=spec.ssd_tokens,
             nic_bytes_per_s=costs.nic_bytes_per_s,
             dollars_per_hour=dollars,

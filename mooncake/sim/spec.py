@@ -23,7 +23,8 @@ class ClusterSpec:
     costs: Costs
     """Of every node."""
     num_prefill: Count = 8
-    num_decode: Count = 8
+    num_decode: Annotated[int, Meta(ge=0)] = 8
+    """0 only where nodes do both."""
     mode: Literal["disaggregated", "vllm", "prefix", "chunked"] = "disaggregated"
     """The others are one pool of ``num_prefill + num_decode`` nodes that do both: ``vllm`` computes prompts
     before it goes on decoding, ``prefix`` also keeps their blocks for later ones, ``chunked`` mixes chunks
@@ -53,6 +54,9 @@ class ClusterSpec:
     """Count how often each block is used, and where the most used ones are. Takes memory by the block."""
 
     def __post_init__(self) -> None:
+        if self.mode == "disaggregated" and not self.num_decode:
+            allowed = "1 or more when prefill and decode are apart"
+            raise InvalidArgument("num_decode", self.num_decode, allowed)
         if self.num_prefill % self.pipeline_nodes:
             allowed = f"a divisor of num_prefill ({self.num_prefill})"
             raise InvalidArgument("pipeline_nodes", self.pipeline_nodes, allowed)

@@ -24,9 +24,10 @@ NUM_POINTS = 1000
 """Of a curve: more can't be seen and make the file large."""
 
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1a1a1a }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem;
+  color: #1a1a1a }
 table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }
+th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: pre }
 th:first-child, td:first-child { text-align: left }
 figure { margin: 1.5rem 0 } figcaption { color: #555 } svg { max-width: 100%; height: auto }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(30rem, 1fr)); gap: 0 2rem }
@@ -50,8 +51,8 @@ def page(trace: str, runs: list[Run]) -> str:
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{html.escape(trace)}: simulated</title><style>{_STYLE}</style>
 <h1>{html.escape(trace)}, simulated</h1>
-<p>Good requests are completed with {objectives}; TBT is the mean of the longest tenth of a request's intervals
-between tokens. Dotted lines are the objectives. Simulated: {took}.</p>
+<p>Good requests are completed with {objectives}; TBT is the mean of the longest tenth of a request's
+intervals between tokens. Dotted lines are the objectives. Simulated: {took}.</p>
 <table><tr>{heading}</tr>{rows}</table>
 <div class="plots">{figures}</div></html>
 """
@@ -89,7 +90,6 @@ def _cdf(axes: Axes, runs: list[Run], column: str, scale: float, objective: floa
             axes.plot(np.quantile(values, shares) * scale, shares, color=_colour(number), label=run.name)
     if objective:
         axes.axvline(objective * scale, color="#777777", linestyle=":")
-    axes.set_xscale("symlog", linthresh=0.1 if scale == 1 else 1)
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1)
     axes.set_ylabel("share of completed requests")
@@ -97,6 +97,7 @@ def _cdf(axes: Axes, runs: list[Run], column: str, scale: float, objective: floa
 
 def _ttft(axes: Axes, runs: list[Run]) -> None:
     _cdf(axes, runs, "ttft_s", 1, runs[0].summary.slo_ttft_s)
+    axes.set_xscale("symlog", linthresh=0.1)
     axes.set_xlabel("TTFT, s")
 
 
@@ -157,5 +158,8 @@ PLOTS: tuple[tuple[Callable[[Axes, list[Run]], None], str], ...] = (
     (_running, "Load of decode over time."),
     (_hits, "Prompt tokens that were not computed, of those asked for."),
     (_rejections, "Rejections."),
-    (_replicas, "Replicas of hot blocks: the 10 most used (solid) and the 100 most used (dotted), on average."),
+    (
+        _replicas,
+        "Replicas of hot blocks, on average: the 10 most used (solid) and the 100 most used (dotted).",
+    ),
 )

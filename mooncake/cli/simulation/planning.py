@@ -9,10 +9,12 @@ from typing import Annotated
 import msgspec
 import numpy as np
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from mooncake.cli.simulation.asked import Requests, cluster_of, requests_of
+from mooncake.cli.simulation.shown import wide_console
 from mooncake.cli.simulation.simulate import TRACE_HELP, known, write_whole
 from mooncake.errors import InvalidArgument
 from mooncake.sim.outcome import Summary
@@ -22,6 +24,17 @@ from mooncake.sim.spec import ClusterSpec
 from mooncake.sim.traces import TraceOptions
 
 DEFAULT_COSTS = ("llama3-70b-8xA800", "llama3-70b-8xH100", "llama3-70b-8xH200")
+FIGURES = (
+    "nodes",
+    "$/h",
+    "good",
+    "good per $",
+    "TTFT p90 s",
+    "TBT p90 ms",
+    "hit rate",
+    "memory",
+    "network",
+)
 EXAMPLE_PRICES = {"A100": 1.69, "A800": 1.69, "H100": 2.54, "H200": 3.70}
 
 
@@ -58,10 +71,12 @@ def plan_command(
     known("policy", "scheduling", [policy])
     objectives = Objectives(slo_ttft_s, slo_tbt_s, attainment)
     prices = read_prices(prices_file)
-    console, progress = Console(), Console(stderr=True)
+    console, progress = wide_console(), Console(stderr=True)
     plans: dict[str, Plan] = {}
     for hardware in costs or DEFAULT_COSTS:
-        base = cluster_of("1P1D", hardware, [f"ssd_tokens={ssd_tokens}", *(changes or [])], requests.block_tokens)
+        base = cluster_of(
+            "1P1D", hardware, [f"ssd_tokens={ssd_tokens}", *(changes or [])], requests.block_tokens
+        )
         planner = Planner(
             base,
             Path(hardware).stem if Path(hardware).is_file() else hardware,
@@ -71,7 +86,8 @@ def plan_command(
             lambda one: progress.print(f"[dim]tried {_describe(one)}: {one.attainment:.1%} good[/dim]"),
         )
         plans[hardware] = planner.plan()
-    console.print(f"{requests.name}: {attainment:.0%} of requests with TTFT <= {slo_ttft_s:g} s, TBT <= {slo_tbt_s * 1000:g} ms")
+    wanted = f"TTFT <= {slo_ttft_s:g} s, TBT <= {slo_tbt_s * 1000:g} ms"
+    console.print(f"{requests.name}: {attainment:.0%} of requests with {wanted}")
     console.print(_found(plans))
     cheapest = min(
         (plan for plan in plans.values() if plan.best is not None),
@@ -81,9 +97,16 @@ def plan_command(
     if cheapest is not None and cheapest.best is not None:
         console.print(_sensitivity(cheapest.best, cheapest.sensitivity))
     if json_file is not None:
-        write_whole(json_file, json.dumps({"trace": requests.name, "plans": msgspec.to_builtins(plans)}, indent=1) + "\n")
+        write_whole(
+            json_file,
+            json.dumps({"trace": requests.name, "plans": msgspec.to_builtins(plans)}, indent=1) + "\n",
+        )
     if cheapest is None:
-        raise InvalidArgument("--slo-ttft, --slo-tbt", [slo_ttft_s, slo_tbt_s], "objectives that some cluster can meet: even one idle node misses them")
+        raise InvalidArgument(
+            "--slo-ttft, --slo-tbt",
+            [slo_ttft_s, slo_tbt_s],
+            "objectives that some cluster can meet: even one idle node misses them",
+        )
 
 
 def simulator(requests: Requests, policy: str, speedup: float, objectives: Objectives) -> Simulate:
@@ -119,13 +142,31 @@ def read_prices(file: Path | None) -> Prices:
 
 
 def _describe(one: Candidate) -> str:
-    nodes = f"{one.num_prefill}P{one.num_decode}D" if one.mode == "disaggregated" else f"{one.num_nodes} x {one.mode}"
+    nodes = (
+        f"{one.num_prefill}P{one.num_decode}D"
+        if one.mode == "disaggregated"
+        else f"{one.num_nodes} x {one.mode}"
+    )
     return f"{nodes} {one.hardware}"
 
 
 def _found(plans: dict[str, Plan]) -> Table:
-    shown = Table(caption="Memory and network are per node. Every row was simulated over the whole trace.", caption_justify="left")
-    for heading in ("cluster", "nodes", "$/h", "good", "good per $", "TTFT p90 s", "TBT p90 ms", "hit rate", "memory", "network"):
+    shown = Table(
+        caption="Memory and network are per node. Every row was simulated over the whole trace.",
+        caption_justify="left",
+    )
+    for heading in (
+        "cluster",
+        "nodes",
+        "$/h",
+        "good",
+        "good per $",
+        "TTFT p90 s",
+        "TBT p90 ms",
+        "hit rate",
+        "memory",
+        "network",
+    ):
         shown.add_column(heading, justify="left" if heading == "cluster" else "right")
     for hardware, plan in plans.items():
         for one, kind in ((plan.best, "apart"), (plan.one_pool, "one pool")):
@@ -145,16 +186,28 @@ def _figures(one: Candidate) -> tuple[str, ...]:
         f"{one.ttft_p90_s:.2f}",
         f"{one.tbt_p90_s * 1000:.1f}",
         f"{one.hit_rate:.3f}",
-        f"{one.cache_tokens / 1e6:g} M tokens",
-        f"{one.nic_bytes_per_s * 8 / 1e9:g} Gbit/s",
+        f"{one.cache_bytes / 1e9:,.0f} GB",
+        f"{one.nic_bytes_per_s * 8 / 1e9:,.0f} Gb/s",
     )
 
 
 def _sensitivity(best: Candidate, rows: list[Candidate]) -> Table:
-    shown = Table(title=f"Around the cheapest, {_describe(best)}", title_justify="left")
-    for heading in ("change", "nodes", "$/h", "good", "meets", "good per $", "TTFT p90 s", "TBT p90 ms", "hit rate"):
+    shown = Table(box=box.SIMPLE, title=f"Around the cheapest, {_describe(best)}", title_justify="left")
+    for heading in (
+        "change",
+        "nodes",
+        "$/h",
+        "good",
+        "meets",
+        "good per $",
+        "TTFT p90 s",
+        "TBT p90 ms",
+        "hit rate",
+    ):
         shown.add_column(heading, justify="left" if heading == "change" else "right")
     for one in (msgspec.structs.replace(best, note="as it is"), *rows):
         nodes, dollars, good, per_dollar, ttft, tbt, hits, *_ = _figures(one)
-        shown.add_row(one.note, nodes, dollars, good, "yes" if one.meets else "no", per_dollar, ttft, tbt, hits)
+        shown.add_row(
+            one.note, nodes, dollars, good, "yes" if one.meets else "no", per_dollar, ttft, tbt, hits
+        )
     return shown

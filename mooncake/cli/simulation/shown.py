@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from mooncake.sim.outcome import Outcome, Summary
+
+MIN_WIDTH = 130
+"""Of what is printed to a file or a pipe: there nothing is folded to fit a screen."""
 
 
 @dataclass(frozen=True)
@@ -21,53 +26,58 @@ class Run:
 
 HEADINGS = (
     "run",
-    "requests",
-    "done",
     "rejected",
     "good",
-    "goodput/s",
-    "TTFT mean",
-    "p50",
-    "p90",
-    "p99 s",
-    "TBT mean",
-    "p90 ms",
+    "good/s",
+    "TTFT s\nmean p50 p90 p99",
+    "TBT ms\nmean p90 p99",
     "hit rate",
-    "GPU s/request",
+    "GPU s",
 )
 
 
 def cells(run: Run) -> tuple[str, ...]:
     """The figures under ``HEADINGS``."""
     one = run.summary
-    rejected = one.num_rejected + one.num_rejected_after_prefill
-    late = f" ({one.num_rejected_after_prefill} after prefill)" if one.num_rejected_after_prefill else ""
-    ttft, tbt = one.ttft_s, one.tbt_s
+    rejected = f"{one.num_rejected + one.num_rejected_after_prefill:,}"
+    if one.num_rejected_after_prefill:
+        rejected += f" ({one.num_rejected_after_prefill:,} late)"
     return (
         run.name,
-        f"{one.num_requests:,}",
-        f"{one.num_done:,}",
-        f"{rejected:,}{late}",
+        rejected,
         f"{one.num_good:,} ({one.num_good / max(1, one.num_requests):.1%})",
-        f"{one.goodput_per_s:.3f}",
-        f"{ttft.mean:.2f}",
-        f"{ttft.p50:.2f}",
-        f"{ttft.p90:.2f}",
-        f"{ttft.p99:.2f}",
-        f"{tbt.mean * 1000:.1f}",
-        f"{tbt.p90 * 1000:.1f}",
+        f"{one.goodput_per_s:.2f}",
+        " ".join(
+            f"{value:.2f}" for value in (one.ttft_s.mean, one.ttft_s.p50, one.ttft_s.p90, one.ttft_s.p99)
+        ),
+        " ".join(f"{value * 1000:.0f}" for value in (one.tbt_s.mean, one.tbt_s.p90, one.tbt_s.p99)),
         f"{one.hit_rate:.3f}",
-        f"{one.prefill_gpu_s:.3f}",
+        f"{one.prefill_gpu_s:.2f}",
     )
 
 
 def table(trace: str, runs: list[Run]) -> Table:
     first = runs[0].summary
     objectives = f"TTFT <= {first.slo_ttft_s:g} s, TBT <= {first.slo_tbt_s * 1000:g} ms"
-    caption = f"good: completed within {objectives}. TBT: mean of the longest tenth of the intervals."
-    shown = Table(title=trace, caption=caption, title_justify="left", caption_justify="left")
+    caption = (
+        f"good: completed within {objectives}; TBT is the mean of the longest tenth of a request's intervals."
+        "\nlate: rejected after prefill. GPU s: prefill, mean over requests."
+    )
+    shown = Table(
+        title=f"{trace}: {first.num_requests:,} requests",
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE,
+    )
     for number, heading in enumerate(HEADINGS):
-        shown.add_column(heading, justify="right" if number else "left", overflow="fold")
+        shown.add_column(heading, justify="right" if number else "left")
     for run in runs:
         shown.add_row(*cells(run))
     return shown
+
+
+def wide_console() -> Console:
+    """Standard output, as wide as the terminal, and wide enough where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, MIN_WIDTH))

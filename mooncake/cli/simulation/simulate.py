@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from mooncake.cli.simulation.asked import CLUSTER_FORMS, Requests, cluster_of, requests_of
-from mooncake.cli.simulation.shown import Run, table
+from mooncake.cli.simulation.shown import Run, table, wide_console
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import simulate
@@ -80,7 +80,7 @@ def simulate_command(
         for policy in chosen
         for rule in rules
     ]
-    Console().print(table(requests.name, runs))
+    wide_console().print(table(requests.name, runs))
     if json_file is not None:
         write_whole(json_file, _json(requests.name, runs, with_rows))
     if html_file is not None:
@@ -141,7 +141,7 @@ def _bar(name: str) -> Iterator[tuple[Progress, TaskID]]:
 
 def known(what: str, field: str, names: list[str]) -> list[str]:
     """``names`` if the conductor's settings have them. Raises InvalidArgument."""
-    allowed = get_args(get_type_hints(SchedulingSettings)[field])
+    allowed = get_args(get_type_hints(SchedulingSettings).get(field)) or ("none",)
     for name in names:
         if name not in allowed:
             raise InvalidArgument(f"--{what}", name, ", ".join(allowed))
