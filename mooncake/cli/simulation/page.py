@@ -75,7 +75,7 @@ def _svg(draw: Callable[[Axes, list[Run]], None], runs: list[Run]) -> str:
         metadata: dict[str, Any] = {"Date": None, "Creator": None}
         figure.savefig(out, format="svg", metadata=metadata)
         pyplot.close(figure)
-    return re.sub(r"^.*?(?=<svg)", "", out.getvalue(), flags=re.DOTALL)
+    return re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>", "", out.getvalue(), flags=re.DOTALL)
 
 
 def _colour(number: int) -> str:

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-pytestmark = pytest.mark.processes
-LOAD = "poisson:rate=2,requests=120,input_tokens=4000,prefixes=4,prefix_tokens=2048"
+from mooncake.cli import main
+
+LOAD = "poisson:rate=2,requests=120,input_tokens=4000,prefixes=40,prefix_tokens=2048"
+Run = Callable[..., "CompletedProcess[str]"]
 
 
-def mooncake(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mooncake", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture
+def mooncake(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command in this process."""
+
+    def call(*words: str) -> CompletedProcess[str]:
+        with pytest.raises(SystemExit) as exit:
+            main(words)
+        assert isinstance(exit.value.code, int), exit.value.code
+        return CompletedProcess(words, exit.value.code, *capsys.readouterr())
+
+    return call
 
 
-def test_simulate_compares_and_reports(tmp_path: Path) -> None:
+def test_simulate_compares_and_reports(mooncake: Run, tmp_path: Path) -> None:
     page, document = tmp_path / "r.html", tmp_path / "r.json"
     words = ["--cluster", "2P2D", "4xchunked", "--policy", "cache_aware", "random"]
     done = mooncake("simulate", LOAD, *words, "--html", str(page), "--json", str(document), "--json-rows")
@@ -35,10 +45,10 @@ def test_simulate_compares_and_reports(tmp_path: Path) -> None:
     html = page.read_text()
     assert html.count("<svg") == 7 and html.count("</svg>") == 7
     assert all(name in html for name in names)
-    assert "http://" not in re.sub(r'xmlns(:\w+)?="[^"]*"|<!DOCTYPE[^>]*>', "", html), "it loads nothing"
+    assert not re.search(r"""(src|href)=["'](?!#)|url\((?!#)|@import""", html), "it loads nothing"
 
 
-def test_a_broken_row_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_broken_row_leaves_nothing_behind(mooncake: Run, tmp_path: Path) -> None:
     row = '{"timestamp": %s, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n'
     trace, document = tmp_path / "trace.jsonl", tmp_path / "r.json"
     trace.write_text(row % 0 + row % 3000 + row % -1)
@@ -48,7 +58,7 @@ def test_a_broken_row_leaves_nothing_behind(tmp_path: Path) -> None:
     assert done.stdout == "" and not document.exists()
 
 
-def test_plan_finds_a_cluster_and_what_it_costs(tmp_path: Path) -> None:
+def test_plan_finds_a_cluster_and_what_it_costs(mooncake: Run, tmp_path: Path) -> None:
     prices, document = tmp_path / "prices.toml", tmp_path / "p.json"
     prices.write_text("[gpu]\nH100 = 2.54\n")
     words = ["--costs", "llama3-70b-8xH100", "--policy", "cache_aware", "--json", str(document)]
@@ -74,7 +84,7 @@ def test_plan_finds_a_cluster_and_what_it_costs(tmp_path: Path) -> None:
         (["plan", LOAD, "--attainment", "2"], "attainment is 2.0"),
     ],
 )
-def test_bad_input_is_one_line(words: list[str], named: str) -> None:
+def test_bad_input_is_one_line(mooncake: Run, words: list[str], named: str) -> None:
     done = mooncake(*words)
     assert done.returncode == 2
     assert named in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
