@@ -20,6 +20,7 @@ from mooncake.cli.ports import free_ports
 from mooncake.cli.processes import HttpCheck, Plan
 from mooncake.cli.roles import Given
 from mooncake.cli.supervise import RoleSpec
+from mooncake.conductor.settings import Scheduling
 from mooncake.config import AlsoFrom, Port, Secret, Size, format_size
 
 LARGEST_DEFAULT_POOL_BYTES = 2 << 30
@@ -63,7 +64,7 @@ class UpSettings:
     pool_size_bytes: Annotated[int, Size, Meta(ge=1 << 20)] | None = None
     "Memory of the shared pool; without it, 2GiB or a quarter of the memory, whichever is less."
 
-    scheduling: Literal["cache_aware", "load", "round_robin", "random"] = "cache_aware"
+    scheduling: Scheduling = "overlap"
     "How the conductor chooses workers."
 
     log_dir: Path | None = None

@@ -12,36 +12,46 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 
 import msgspec
+import numpy as np
 
+from mooncake.conductor.balance import Balance
 from mooncake.conductor.health import Health, Instance
 from mooncake.conductor.index import PrefixIndex
+from mooncake.conductor.load import Loads, Slots
 from mooncake.conductor.messages import (
     AddInstance,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    ChunkMeasured,
     Decision,
     Drain,
     Effect,
     Event,
     Failed,
+    Fetch,
     Finished,
     InstanceStatus,
     Place,
+    Prediction,
     Prefilled,
     Probe,
     Probed,
     Refuse,
     RemoveInstance,
     StateChanged,
+    StepMeasured,
+    TransferMeasured,
     Unwatch,
     Watch,
 )
-from mooncake.conductor.predict import CostModels
-from mooncake.conductor.select import POLICIES, Choice, Job, Policy
+from mooncake.conductor.policies import POLICIES
+from mooncake.conductor.predict import CostModels, Predictor
+from mooncake.conductor.select import Choice, Cluster, Job, Policy
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
 from mooncake.machine import Wake
@@ -51,25 +61,33 @@ _STORY_LENGTH = 4000
 _REMEMBERED_BLOCKS = 1 << 20
 
 
-class _Placement(msgspec.Struct):
+class Placement(msgspec.Struct):
+    """A request that was placed and whose end nobody reported."""
+
     prefill: InstanceId | None
     decode: InstanceId
     placed_at: float
     expires_at: float
+    place: Place
+    prediction: Prediction
 
 
 class Conductor:
-    """The core. ``random`` serves the policy "random" only."""
+    """The core. ``random`` serves the policy "random" only; ``costs`` counts until something is measured."""
 
     def __init__(self, settings: SchedulingSettings, random: Random, costs: CostModels | None = None) -> None:
-        self.costs = costs or CostModels()
         self.index = PrefixIndex(_REMEMBERED_BLOCKS)
         self.instances: dict[InstanceId, Instance] = {}
+        self.predict = Predictor(costs or CostModels())
+        self.loads = Loads()
+        self.balance = Balance(settings.uses_per_copy)
+        self.cluster = Cluster(settings, random, self.loads, self.predict)
+        self._grow()
         self._settings = settings
-        self._random = random
-        self._placements: dict[str, _Placement] = {}
-        self._choosable: dict[Role, list[Instance]] = {}  # made when asked for, dropped at any change
-        self._turns: dict[str, dict[InstanceId, float]] = {"prefill": {}, "decode": {}}
+        self.placements: dict[str, Placement] = {}
+        self._choosable: dict[Role, tuple[Slots, Slots]] = {}  # ready and suspect; dropped at any change
+        self._tells_chunks: dict[int, None] = {}  # slots that measure chunk by chunk
+        self._has_prefill = False
         self._mean_duration_s = 1.0
         # (instant, "probe" | "expiry", instance or request). An entry counts only if it still agrees with
         # next_probe_at or expires_at; cancelling is done by changing those.
@@ -81,6 +99,9 @@ class Conductor:
             Finished: self._finished,
             Failed: self._failed,
             Probed: self._probed,
+            ChunkMeasured: self._chunk_measured,
+            StepMeasured: self._step_measured,
+            TransferMeasured: self._transfer_measured,
             BlocksStored: self._blocks_stored,
             BlocksRemoved: self._blocks_removed,
             BlocksCleared: self._blocks_cleared,
@@ -92,7 +113,7 @@ class Conductor:
 
     def __repr__(self) -> str:
         states = ", ".join(f"{one.id} {one.state}" for one in self.instances.values())
-        return f"<Conductor [{states}] {len(self._placements)} requests, {self.index.num_blocks} blocks>"
+        return f"<Conductor [{states}] {len(self.placements)} requests, {self.index.num_blocks} blocks>"
 
     def handle(self, event: Event | Wake, now: float) -> list[Effect]:
         return self._handlers[type(event)](event, now)
@@ -113,10 +134,10 @@ class Conductor:
                 role=one.role,
                 health=one.state,
                 detail=one.detail,
-                num_requests=one.num_requests,
-                queued_tokens=one.queued_tokens,
+                num_requests=int(self.loads.num_requests[one.slot]),
+                queued_tokens=int(self.loads.queued_tokens[one.slot]),
                 num_blocks=self.index.num_blocks_of(one.id),
-                num_placed=one.num_placed,
+                num_placed=int(self.loads.num_placed[one.slot]),
             )
             for one in self.instances.values()
         ]
@@ -127,41 +148,39 @@ class Conductor:
 
     def check(self) -> None:
         self.index.check()
+        self.loads.check()
+        self.predict.check()
         for instance in self.instances.values():
             instance.check()
-            for request_id in instance.prefills:
-                assert self._placements[request_id].prefill == instance.id
-            for request_id in instance.decodes:
-                assert self._placements[request_id].decode == instance.id
+            assert self.cluster.names[instance.slot] == instance.id
+            for request_id in self.loads.prompts_of(instance.slot):
+                placement = self.placements[request_id]
+                assert instance.id == (placement.prefill or placement.decode)
+            for request_id in self.loads.decodes_of(instance.slot):
+                assert self.placements[request_id].decode == instance.id
             if instance.next_probe_at is not None:
                 assert (instance.next_probe_at, "probe", instance.id) in self._timers
-        for role, pool in self._choosable.items():
-            assert pool == [one for one in self.instances.values() if one.role is role and one.may_be_chosen]
-        for request_id, placement in self._placements.items():
+        assert sum(1 for name in self.cluster.names if name) == len(self.instances)
+        assert self.loads.num_slots == len(self.cluster.names) == self.index.num_slots
+        for role, pools in self._choosable.items():
+            assert [pool.tolist() for pool in pools] == [pool.tolist() for pool in self._pools(role)]
+        for request_id, placement in self.placements.items():
             assert (placement.expires_at, "expiry", request_id) in self._timers
 
     # --- requests
 
     def _place(self, event: Place, now: float) -> list[Effect]:
         effects = self._release(event.request_id, now)
-        settings = self._settings
-        full_blocks = event.keys[: event.num_tokens // settings.block_tokens]
-        job = Job(
-            event.num_tokens,
-            self.index.matches(full_blocks),
-            settings.block_tokens,
-            now,
-            settings.slow_start_s,
-            event.affinity,
-            random=self._random,
-        )
-        prefill_policy, decode_policy = POLICIES[settings.scheduling]
+        job = self._job(event, now)
+        prefill_policy, decode_policy = POLICIES[self._settings.scheduling]
         exclude = dict.fromkeys(event.exclude)
-        decode = self._choose(Role.DECODE, decode_policy, job, exclude)
+        # Where nobody only prefills, whoever decodes a request is chosen as who computes its prompt.
+        is_one_pool = event.needs_prefill and not self._has_prefill
+        decode = self._choose(Role.DECODE, prefill_policy if is_one_pool else decode_policy, job, exclude)
         if decode is None and self._is_full(Role.DECODE, exclude):
             return [*effects, self._refuse(event, exclude, Role.DECODE, now)]
         prefill = None
-        if event.needs_prefill or decode is None:
+        if (event.needs_prefill and not is_one_pool) or decode is None:
             prefill = self._choose(Role.PREFILL, prefill_policy, job, exclude)
             if prefill is None and self._is_full(Role.PREFILL, exclude):
                 return [*effects, self._refuse(event, exclude, Role.PREFILL, now)]
@@ -170,74 +189,145 @@ class Conductor:
             if prefill is None:
                 return [*effects, self._refuse(event, exclude, None, now)]
             degraded, decode, prefill = "no decode instance is ready", prefill, None
-        elif prefill is None and event.needs_prefill:
+        elif prefill is None and event.needs_prefill and not is_one_pool:
             degraded = "no prefill instance is ready"
-        return [*effects, self._decide(event, prefill, decode, degraded, job)]
+        if prefill is None and event.needs_prefill and not decode.done_s:
+            queue_s, prefill_s = self.cluster.estimate(job, decode.slot)
+            decode = replace(decode, queue_s=queue_s, prefill_s=prefill_s, busy_s=prefill_s)
+            decode.done_s = queue_s + prefill_s
+        prediction = self._predicted(job, prefill or decode, decode.slot)
+        return [*effects, self._decide(event, job, prefill, decode, degraded, prediction)]
+
+    def _job(self, event: Place, now: float) -> Job:
+        block_tokens = self._settings.block_tokens
+        matched = self.index.match(event.keys[: event.num_tokens // block_tokens])
+        cached = matched.leading * float(block_tokens)
+        output_tokens = self.predict.lengths.expected(event.scope, event.max_output_tokens)
+        return Job(now, event.num_tokens, cached, event.affinity, output_tokens, event.priority)
+
+    def _pools(self, role: Role) -> tuple[Slots, Slots]:
+        """Slots of a role's instances that may be chosen: those that are ready, and suspects."""
+        pool = [one for one in self.instances.values() if one.role is role and one.may_be_chosen]
+        ready = [one.slot for one in pool if one.health is Health.READY]
+        return np.array(ready, np.int64), np.array(
+            [one.slot for one in pool if one.slot not in ready], np.int64
+        )
 
     def _choose(self, role: Role, policy: Policy, job: Job, exclude: dict[InstanceId, None]) -> Choice | None:
         """The policy's choice among ready instances, else among suspects, else None."""
-        limit = self._settings.max_requests_per_instance
-        pool = self._choosable.get(role)
-        if pool is None:
-            pool = [one for one in self.instances.values() if one.role is role and one.may_be_chosen]
-            self._choosable[role] = pool
-        eligible = [one for one in pool if one.num_requests < limit and one.id not in exclude]
-        if not eligible:
-            return None
-        ready = [one for one in eligible if one.health is Health.READY]
-        job.turns = self._turns[role]
-        return policy(ready or eligible, job)
+        pools = self._choosable.get(role)
+        if pools is None:
+            pools = self._choosable[role] = self._pools(role)
+        for pool in pools:
+            eligible = self._without(pool, exclude)
+            has_room = self.loads.num_requests[eligible] < self._settings.max_requests_per_instance
+            if not has_room.all():
+                eligible = eligible[has_room]
+            if len(eligible):
+                return policy(self.cluster, job, eligible)
+        return None
 
-    def _ready(self, role: Role, exclude: dict[InstanceId, None]) -> list[Instance]:
-        pool = [one for one in self.instances.values() if one.role is role and one.may_be_chosen]
-        return [one for one in pool if one.health is Health.READY and one.id not in exclude]
+    def _without(self, pool: Slots, exclude: dict[InstanceId, None]) -> Slots:
+        for instance in exclude:
+            known = self.instances.get(instance)
+            if known is not None:
+                pool = pool[pool != known.slot]
+        return pool
+
+    def _ready(self, role: Role, exclude: dict[InstanceId, None]) -> Slots:
+        return self._without(self._pools(role)[0], exclude)
 
     def _is_full(self, role: Role, exclude: dict[InstanceId, None]) -> bool:
         """Nobody of the role may be chosen only because all have too much: then the other role must not
         help out, or a rush on one would drag both down."""
-        return bool(self._ready(role, exclude))
+        return bool(len(self._ready(role, exclude)))
+
+    def _predicted(self, job: Job, prefill: Choice, decode: int) -> Prediction:
+        here = np.array([decode])
+        context = self.loads.context_tokens[here] + job.num_tokens + job.output_tokens
+        [tbt_s] = self.predict.step_s(here, self.loads.batch_size[here] + 1, context).tolist()
+        return Prediction(
+            prefill.queue_s,
+            prefill.fetch_s,
+            prefill.prefill_s,
+            prefill.done_s or tbt_s,
+            tbt_s,
+            job.output_tokens,
+        )
 
     def _decide(
         self,
         event: Place,
+        job: Job,
         prefill: Choice | None,
         decode: Choice,
         degraded: str,
-        job: Job,
+        prediction: Prediction,
     ) -> Decision:
-        now = job.now
-        num_cached = job.cached_tokens((prefill or decode).instance)
-        parts = [f"decode {decode.instance.id} ({decode.reason})"]
+        now, computing = job.now, prefill or decode
+        turn = computing.turn or job.turn(0.0)
+        fetches = self._book_fetch(event, job, computing)
+        num_cached = max(int(job.cached[computing.slot]), computing.fetch_tokens[1])
+        decode_id = self.cluster.names[decode.slot]
+        parts = [f"decode {decode_id} ({decode.reason})"]
+        prefill_id = None
         if prefill is not None:
-            parts.insert(0, f"prefill {prefill.instance.id} ({prefill.reason})")
-            prefill.instance.add_prefill(event.request_id, event.num_tokens - num_cached)
-        decode.instance.add_decode(event.request_id)
+            prefill_id = self.cluster.names[prefill.slot]
+            parts.insert(0, f"prefill {prefill_id} ({prefill.reason})")
+        if event.needs_prefill:
+            num_computed = event.num_tokens - num_cached
+            self.loads.add_prompt(computing.slot, event.request_id, computing.busy_s, num_computed, turn, now)
+        num_tokens = event.num_tokens + job.output_tokens // 2
+        self.loads.add_decode(decode.slot, event.request_id, num_tokens)
         if degraded:
             parts.append(f"degraded: {degraded}")
         reason = "; ".join(parts)
-        prefill_id = prefill.instance.id if prefill is not None else None
-        placement = _Placement(prefill_id, decode.instance.id, now, now + event.lifetime_s)
-        self._placements[event.request_id] = placement
+        placement = Placement(prefill_id, decode_id, now, now + event.lifetime_s, event, prediction)
+        self.placements[event.request_id] = placement
         heapq.heappush(self._timers, (placement.expires_at, "expiry", event.request_id))
         self._drop_stale_timers()
-        keys = tuple(key for key in (event.request_id, prefill_id, decode.instance.id) if key)
+        keys = (
+            (event.request_id, decode_id) if prefill_id is None else (event.request_id, prefill_id, decode_id)
+        )
         self._tell(now, keys, f"placed {event.request_id}: {reason}")
+        policy = self._settings.scheduling
         return Decision(
             event.request_id,
             prefill_id,
-            decode.instance.id,
+            decode_id,
             reason,
             num_cached,
             degraded,
-            policy=self._settings.scheduling,
+            prediction,
+            fetches,
+            turn,
+            policy,
         )
+
+    def _book_fetch(self, event: Place, job: Job, choice: Choice) -> list[Fetch]:
+        """What the chosen instance is to load; the cards are busy with it from now on."""
+        deepest = int(job.cached.max()) // self._settings.block_tokens if len(job.cached) else 0
+        if deepest:
+            hot = event.keys[deepest - 1]
+            self.balance.note(hot, job.now)
+        if choice.source < 0:
+            return []
+        first, end = choice.fetch_tokens
+        block_tokens, links = self._settings.block_tokens, self.predict.links
+        links.book(choice.source, choice.slot, choice.card_s, job.now)
+        num_holders = int((job.cached >= end).sum())
+        is_replica = self._settings.scheduling == "kvcache_centric" or self.balance.wants_copy(
+            hot, num_holders, job.now
+        )
+        source = self.cluster.names[choice.source]
+        return [Fetch(source, first // block_tokens, (end - first) // block_tokens, is_replica)]
 
     def _refuse(self, event: Place, exclude: dict[InstanceId, None], full: Role | None, now: float) -> Refuse:
         """``full``: the role whose instances all have as many requests as they may; None: nobody is there."""
         if full is not None:
             # The next place is free when the first of so many requests ends.
             ready = self._ready(full, exclude)
-            wait_s = self._mean_duration_s / max(1, sum(one.num_requests for one in ready))
+            wait_s = self._mean_duration_s / max(1.0, float(self.loads.num_requests[ready].sum()))
             limit = self._settings.max_requests_per_instance
             refusal = Refusal(
                 "overloaded", f"all ready {full} instances ({len(ready)}) have {limit} requests"
@@ -249,34 +339,68 @@ class Conductor:
         self._tell(now, (event.request_id,), f"refused {event.request_id}: {refusal}")
         return Refuse(event.request_id, refusal, wait_s)
 
-    def _prefilled(self, event: Prefilled, now: float) -> list[Effect]:
-        placement = self._placements.get(event.request_id)
-        if placement is None or placement.prefill is None:
-            return []
-        prefill = self.instances.get(placement.prefill)
-        if prefill is None:
-            return []
-        prefill.end_prefill(event.request_id)
-        return self._leave_if_drained(prefill, now)
+    # --- facts about requests
 
-    def _finished(self, event: Finished, now: float) -> list[Effect]:
-        placement = self._placements.get(event.request_id)
+    def _prefilled(self, event: Prefilled, now: float) -> list[Effect]:
+        placement = self.placements.get(event.request_id)
         if placement is None:
             return []
+        instance = self.instances.get(placement.prefill or placement.decode)
+        if instance is None:
+            return []
+        accuracy, predicted = self.predict.accuracy, placement.prediction
+        accuracy["ttft_s"].add(predicted.ttft_s, now - placement.placed_at)
+        accuracy["queue_s"].add(predicted.queue_s, event.queued_s)
+        accuracy["prefill_s"].add(predicted.prefill_s, event.computed_s)
+        accuracy["fetch_s"].add(predicted.fetch_s, event.loaded_s)
+        if instance.slot not in self._tells_chunks:
+            first = event.num_cached_tokens + event.num_loaded_tokens
+            self.predict.chunk_measured(instance.slot, first, event.num_computed_tokens, event.computed_s)
+        self.loads.end_prompt(instance.slot, event.request_id, now)
+        return self._leave_if_drained(instance, now)
+
+    def _chunk_measured(self, event: ChunkMeasured, now: float) -> list[Effect]:
+        instance = self.instances.get(event.instance)
+        if instance is not None:
+            self._tells_chunks[instance.slot] = None
+            self.predict.chunk_measured(instance.slot, event.first_token, event.num_tokens, event.seconds)
+        return []
+
+    def _step_measured(self, event: StepMeasured, now: float) -> list[Effect]:
+        instance = self.instances.get(event.instance)
+        if instance is not None:
+            self.predict.step_measured(instance.slot, event.batch_size, event.context_tokens, event.seconds)
+        return []
+
+    def _transfer_measured(self, event: TransferMeasured, now: float) -> list[Effect]:
+        source, target = self.instances.get(event.source), self.instances.get(event.target)
+        if source is not None and target is not None:
+            self.predict.links.add(source.slot, target.slot, event.size_bytes, event.seconds)
+        return []
+
+    def _finished(self, event: Finished, now: float) -> list[Effect]:
+        placement = self.placements.get(event.request_id)
+        if placement is None:
+            return []
+        accuracy = self.predict.accuracy
+        accuracy["tbt_s"].add(placement.prediction.tbt_s, event.tbt_s)
+        if event.is_complete and event.num_output_tokens:
+            accuracy["output_tokens"].add(placement.prediction.output_tokens, event.num_output_tokens)
+            self.predict.lengths.add(placement.place.scope, event.num_output_tokens)
         self._mean_duration_s += 0.1 * (now - placement.placed_at - self._mean_duration_s)
         self._tell(now, (event.request_id,), f"finished {event.request_id}")
         return self._release(event.request_id, now)
 
     def _release(self, request_id: str, now: float) -> list[Effect]:
-        placement = self._placements.pop(request_id, None)
+        placement = self.placements.pop(request_id, None)
         if placement is None:
             return []
         effects: list[Effect] = []
         for instance_id in dict.fromkeys((placement.prefill, placement.decode)):
             instance = self.instances.get(instance_id) if instance_id is not None else None
             if instance is not None:
-                instance.end_prefill(request_id)
-                instance.end_decode(request_id)
+                self.loads.end_prompt(instance.slot, request_id, now)
+                self.loads.end_decode(instance.slot, request_id)
                 effects += self._leave_if_drained(instance, now)
         return effects
 
@@ -290,6 +414,7 @@ class Conductor:
         self._tell(now, keys, f"failed {event.request_id} on {event.instance}: {event.reason}")
         before = instance.state
         instance.on_failure(event.reason, now)
+        self._choosable.clear()
         effects = self._changed(instance, before)
         if instance.probe_started_at is None:
             effects.append(self._probe(instance, now))
@@ -308,6 +433,8 @@ class Conductor:
             self._choosable.clear()
             self._tell(now, (instance.id,), f"{instance.id} is {instance.state}: {instance.detail}")
             if instance.health is Health.READY:
+                if health is not Health.SUSPECT:
+                    self.loads.became_ready(instance.slot, now)
                 # Also after a short absence: it may have been restarted in between.
                 effects.append(Watch(instance.id))
             elif instance.health is Health.DOWN:
@@ -328,7 +455,7 @@ class Conductor:
                 if instance is not None and instance.next_probe_at == at:
                     effects.append(self._probe(instance, now))
             else:
-                placement = self._placements.get(key)
+                placement = self.placements.get(key)
                 if placement is not None and placement.expires_at == at:
                     self._tell(now, (key,), f"expired {key}: nobody reported its end")
                     effects += self._release(key, now)
@@ -336,9 +463,9 @@ class Conductor:
 
     def _drop_stale_timers(self) -> None:
         """Requests end long before they expire: without this the heap would hold an hour of them."""
-        if len(self._timers) < 1024 + 4 * (len(self._placements) + len(self.instances)):
+        if len(self._timers) < 1024 + 4 * (len(self.placements) + len(self.instances)):
             return
-        live = [(one.expires_at, "expiry", key) for key, one in self._placements.items()]
+        live = [(one.expires_at, "expiry", key) for key, one in self.placements.items()]
         for instance in self.instances.values():
             if instance.next_probe_at is not None:
                 live.append((instance.next_probe_at, "probe", instance.id))
@@ -371,10 +498,33 @@ class Conductor:
             known.is_draining = False
             return self._changed(known, before)
         effects = self._drop(known, "changes its role", now) if known is not None else []
-        instance = Instance(event.instance, event.role)
+        instance = Instance(event.instance, event.role, self._slot_of(event.instance))
         self.instances[event.instance] = instance
+        self.cluster.names[instance.slot] = instance.id
+        self.loads.capacity_tokens[instance.slot] = event.kv_tokens or np.inf
+        self._members_changed()
         self._tell(now, (event.instance,), f"added {event.instance} for {event.role}")
         return [*effects, self._probe(instance, now)]
+
+    def _slot_of(self, instance: InstanceId) -> int:
+        slot = self.index.slot(instance)
+        self._grow()
+        return slot
+
+    def _grow(self) -> None:
+        """The index gives slots out; all columns are as long as its arrays."""
+        added = self.index.num_slots - self.loads.num_slots
+        if added:
+            self.loads.grow(self.index.num_slots)
+            self.predict.grow(self.index.num_slots)
+            self.cluster.names += [""] * added
+            self.cluster.turns = np.append(self.cluster.turns, np.zeros(added))
+
+    def _members_changed(self) -> None:
+        self._choosable.clear()
+        self._has_prefill = any(one.role is Role.PREFILL for one in self.instances.values())
+        lends = [one.slot for one in self.instances.values()] if self._settings.shares_blocks else []
+        self.cluster.sources = np.array(lends, np.int64)
 
     def _remove(self, event: RemoveInstance, now: float) -> list[Effect]:
         instance = self.instances.get(event.instance)
@@ -390,16 +540,19 @@ class Conductor:
         return [*self._changed(instance, before), *self._leave_if_drained(instance, now)]
 
     def _leave_if_drained(self, instance: Instance, now: float) -> list[Effect]:
-        if instance.is_draining and instance.num_requests == 0:
+        if instance.is_draining and not self.loads.num_requests[instance.slot]:
             return self._drop(instance, "drained", now)
         return []
 
     def _drop(self, instance: Instance, reason: str, now: float) -> list[Effect]:
-        self._choosable.clear()
         del self.instances[instance.id]
         self.index.forget(instance.id, reason, now)
-        for turns in self._turns.values():
-            turns.pop(instance.id, None)
+        self.cluster.names[instance.slot] = ""
+        self.cluster.turns[instance.slot] = 0.0
+        self.loads.forget(instance.slot)
+        self.predict.forget(instance.slot)
+        self._tells_chunks.pop(instance.slot, None)
+        self._members_changed()
         self._tell(now, (instance.id,), f"{instance.id} left: {reason}")
         gone = StateChanged(instance.id, instance.role, instance.state, "gone", reason)
         return [Unwatch(instance.id), gone]

@@ -1,7 +1,7 @@
-"""One serving instance as the conductor sees it: is it alive, how much work does it have.
+"""Whether a serving instance is alive, as far as the conductor can know.
 
-It owns the health of an instance and the accounts of what was placed on it, and refuses to know prompts,
-policies and the network: probe results and failure reports come in as facts. Health moves like this::
+It owns the health of an instance and refuses to know prompts, load, policies and the network: probe results
+and failure reports come in as facts. Health moves like this::
 
               ready                    failure                  failures_to_down
     STARTING ───────▶ READY ─────────────────────▶ SUSPECT ─────────────────────▶ DOWN
@@ -17,7 +17,7 @@ becomes ready an instance ramps up (slow start), or all traffic would rush to th
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.types import InstanceId, Role
@@ -42,15 +42,16 @@ class ProbeOutcome(enum.StrEnum):
 
 
 _CHOOSABLE = (Health.READY, Health.SUSPECT)
-_FULLY_RAMPED = float("-inf")
 
 
 @dataclass(slots=True)
 class Instance:
-    """A worker: role, health, and the work that was placed on it and not yet reported done."""
+    """A worker: its role and its health."""
 
     id: InstanceId
     role: Role
+    slot: int = 0
+    "Its place in the columns."
     health: Health = Health.STARTING
     is_draining: bool = False
     detail: str = "not probed yet"
@@ -62,27 +63,11 @@ class Instance:
     failed_at: float = float("-inf")
     "When a request last failed there."
 
-    ready_since: float = _FULLY_RAMPED
     probe_started_at: float | None = None
     "When the probe in flight began; None when there is none."
 
     next_probe_at: float | None = None
     "When the next probe is due; None while one is in flight."
-
-    prefills: dict[str, int] = field(default_factory=dict)
-    "Request -> prompt tokens still to be computed here."
-
-    decodes: dict[str, None] = field(default_factory=dict)
-    "Requests that are being decoded here."
-
-    queued_tokens: int = 0
-    "Sum over ``prefills``."
-
-    num_requests: int = 0
-    "Entries of ``prefills`` and ``decodes``."
-
-    num_placed: int = 0
-    "Requests ever placed here, for breaking ties."
 
     @property
     def may_be_chosen(self) -> bool:
@@ -92,34 +77,6 @@ class Instance:
     def state(self) -> str:
         """Health as people see it."""
         return "draining" if self.is_draining else self.health.value
-
-    def add_prefill(self, request_id: str, num_tokens: int) -> None:
-        assert request_id not in self.prefills
-        self.prefills[request_id] = num_tokens
-        self.queued_tokens += num_tokens
-        self.num_requests += 1
-        self.num_placed += 1
-
-    def end_prefill(self, request_id: str) -> None:
-        if request_id in self.prefills:
-            self.queued_tokens -= self.prefills.pop(request_id)
-            self.num_requests -= 1
-
-    def add_decode(self, request_id: str) -> None:
-        assert request_id not in self.decodes
-        self.decodes[request_id] = None
-        self.num_requests += 1
-        self.num_placed += 1
-
-    def end_decode(self, request_id: str) -> None:
-        if request_id in self.decodes:
-            del self.decodes[request_id]
-            self.num_requests -= 1
-
-    def share(self, now: float, slow_start_s: float) -> float:
-        """The part of a full share of work that it should get now: 0.1 rising to 1."""
-        elapsed = now - self.ready_since
-        return 1.0 if elapsed >= slow_start_s else max(0.1, elapsed / slow_start_s)
 
     def on_failure(self, reason: str, now: float) -> None:
         """A request failed there through the instance's fault."""
@@ -148,8 +105,6 @@ class Instance:
         else:
             if self.health is not Health.READY:
                 self.detail = detail
-                if self.health is not Health.SUSPECT:
-                    self.ready_since = now
             self.failed_probes = 0
             self.health = Health.READY
         self.next_probe_at = now + self._probe_pause_s(settings)
@@ -163,7 +118,4 @@ class Instance:
         return min(settings.suspect_probe_interval_s * 2.0 ** min(tries, 16), settings.max_probe_interval_s)
 
     def check(self) -> None:
-        assert self.queued_tokens == sum(self.prefills.values())
-        assert self.num_requests == len(self.prefills) + len(self.decodes)
-        assert all(tokens >= 0 for tokens in self.prefills.values())
         assert (self.probe_started_at is None) != (self.next_probe_at is None), "either waiting or in flight"

@@ -139,6 +139,8 @@ class AddInstance(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     instance: InstanceId
     role: Role
+    kv_tokens: int = 0
+    "Tokens whose KV fits into its memory; 0 when it did not say."
 
 
 class RemoveInstance(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -159,6 +161,9 @@ Event = (
     | Finished
     | Failed
     | Probed
+    | ChunkMeasured
+    | StepMeasured
+    | TransferMeasured
     | BlocksStored
     | BlocksRemoved
     | BlocksCleared
@@ -210,6 +215,8 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "Why this is not the usual walk; empty when it is."
     prediction: Prediction | None = None
     fetches: list[Fetch] = []
+    turn: float = 0.0
+    "Of the prompts that wait at the prefill instance, the one with the lowest turn is computed next."
     policy: str = ""
     "By which rule (``SchedulingSettings.scheduling``)."
 

@@ -1,57 +1,107 @@
-"""How long work takes: the formulas for a prefill, a step of decode and a transfer.
+"""What the conductor believes of the future, and how far that was from what came.
 
-They are the one place where tokens become seconds; the conductor predicts with them, the simulator computes
-with them. The forms are physics, not fits: attention makes a prompt's cost grow with the square of its
-length, a step of decode reads all weights once and every request's KV once.
+One place for every estimate: how long each instance computes a prompt and makes a step of decode
+(``fit.py``), how fast blocks travel (``links.py``), how long answers are (``lengths.py``). Estimates
+begin with the cost models that were handed in and follow what is measured. Every prediction that a
+decision rests on is compared with what came.
 """
 
 from __future__ import annotations
 
-import msgspec
+from bisect import bisect_left
+
+from mooncake.conductor.costs import CostModels, DecodeModel, LinkModel, PrefillModel
+from mooncake.conductor.fit import FittedColumns, Floats
+from mooncake.conductor.lengths import Lengths
+from mooncake.conductor.links import Links
+from mooncake.conductor.load import Slots
+
+__all__ = ["Accuracy", "CostModels", "DecodeModel", "LinkModel", "Predictor", "PrefillModel"]
 
 
-class PrefillModel(msgspec.Struct, frozen=True):
-    """Computing the prompt tokens [first, end) when those before are there."""
-
-    c0: float
-    "Seconds a prefill costs whatever its length."
-    c1: float
-    "Seconds a token."
-    c2: float
-    "Seconds a pair of tokens that attend to each other, twice counted."
-
-    def seconds(self, first: float, end: float) -> float:
-        return self.c0 + self.c1 * (end - first) + self.c2 * (end * end - first * first)
+QUANTITIES = ("queue_s", "fetch_s", "prefill_s", "ttft_s", "tbt_s", "output_tokens")
+RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+"""Upper bounds of the buckets in which what came is counted, as a multiple of what was predicted."""
 
 
-class DecodeModel(msgspec.Struct, frozen=True):
-    """One step: a token for every request of a batch."""
+class Accuracy:
+    """What came of one quantity's predictions."""
 
-    base_s: float
-    per_request_s: float
-    per_token_s: float
-    "Of the context of all requests together."
+    def __init__(self) -> None:
+        self.num_seen = 0
+        self.ratio_sum = 0.0
+        self.error_sum = 0.0
+        "Of actual less predicted: the bias, in the quantity's unit."
+        self.absolute_error_sum = 0.0
+        self.counts = [0] * (len(RATIOS) + 1)
 
-    def seconds(self, batch_size: float, context_tokens: float) -> float:
-        return self.base_s + self.per_request_s * batch_size + self.per_token_s * context_tokens
+    def add(self, predicted: float, actual: float) -> None:
+        """Ignores what was not predicted or not measured."""
+        if predicted <= 0 or actual <= 0:
+            return
+        ratio = actual / predicted
+        self.num_seen += 1
+        self.ratio_sum += ratio
+        self.error_sum += actual - predicted
+        self.absolute_error_sum += abs(actual - predicted)
+        self.counts[bisect_left(RATIOS, ratio)] += 1
+
+    @property
+    def mean_absolute_error(self) -> float:
+        return self.absolute_error_sum / self.num_seen if self.num_seen else 0.0
 
 
-class LinkModel(msgspec.Struct, frozen=True):
-    """Moving bytes from one instance to another."""
+class Predictor:
+    """What is believed of every instance, by slot, and how far that was from what came."""
 
-    latency_s: float
-    bytes_per_s: float
+    def __init__(self, costs: CostModels) -> None:
+        self.costs = costs
+        prefill, decode = costs.prefill, costs.decode
+        # A term that costs nothing may turn out to cost something: it begins far below what matters.
+        self.prefill = FittedColumns([max(one, 1e-15) for one in (prefill.c0, prefill.c1, prefill.c2)])
+        self.decode = FittedColumns(
+            [max(one, 1e-15) for one in (decode.base_s, decode.per_request_s, decode.per_token_s)]
+        )
+        self.links = Links(costs.link)
+        self.lengths = Lengths()
+        self.accuracy = {quantity: Accuracy() for quantity in QUANTITIES}
 
-    def seconds(self, size_bytes: float) -> float:
-        return self.latency_s + size_bytes / self.bytes_per_s
+    def grow(self, num_slots: int) -> None:
+        self.prefill.grow(num_slots)
+        self.decode.grow(num_slots)
+        self.links.grow(num_slots)
 
+    def forget(self, slot: int) -> None:
+        """Another instance has the slot now."""
+        self.prefill.forget(slot)
+        self.decode.forget(slot)
+        self.links.forget(slot)
 
-class CostModels(msgspec.Struct, frozen=True):
-    """What is believed of every instance before anything was measured."""
+    def prefill_s(self, slots: Slots, first: Floats | float, end: float) -> Floats:
+        """Computing the prompt tokens [first, end) on each of these instances."""
+        c0, c1, c2 = self.prefill.columns[:, slots]
+        seconds: Floats = c0 + c1 * (end - first) + c2 * (end * end - first * first)
+        return seconds
 
-    prefill: PrefillModel = PrefillModel(0.01, 1e-4, 1e-9)
-    decode: DecodeModel = DecodeModel(0.02, 1e-4, 2e-8)
-    link: LinkModel = LinkModel(1e-3, 1e10)
-    kv_bytes_per_token: int = 131_072
-    num_layers: int = 32
-    "A prompt's KV is loaded layer by layer while others are computed."
+    def prefill_model(self, slot: int) -> PrefillModel:
+        return PrefillModel(*map(float, self.prefill.columns[:, slot]))
+
+    def step_s(self, slots: Slots, batch_size: Floats, context_tokens: Floats) -> Floats:
+        """A step of decode on each of these instances with such a batch."""
+        base, per_request, per_token = self.decode.columns[:, slots]
+        seconds: Floats = base + per_request * batch_size + per_token * context_tokens
+        return seconds
+
+    def chunk_measured(self, slot: int, first: int, num_tokens: int, seconds: float) -> None:
+        if num_tokens > 0:
+            end = first + num_tokens
+            self.prefill.add(slot, (1.0, num_tokens, end * end - first * first), seconds)
+
+    def step_measured(self, slot: int, batch_size: int, context_tokens: int, seconds: float) -> None:
+        if batch_size > 0:
+            self.decode.add(slot, (1.0, batch_size, context_tokens), seconds)
+
+    def check(self) -> None:
+        self.prefill.check()
+        self.decode.check()
+        self.links.check()

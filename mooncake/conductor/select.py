@@ -1,154 +1,279 @@
 """Who serves a request: the policies, as plain functions from candidates to a choice with its reason.
 
 It owns the formulas and refuses to know health, membership and the index: whoever calls has already
-dropped the instances that may not be chosen. A policy weighs work in *tokens to compute before this
-prompt is done*, the one unit in which a cached prefix and a queue can be compared, divided by the share
-of work that a newcomer should get. The numbers behind a choice travel with it, so that "why did it land
-there?" has an answer.
+dropped the instances that may not be chosen. A policy weighs *seconds until this prompt is computed*,
+the one unit in which a queue, a cached prefix and a transfer can be compared, divided by the share of
+work that a newcomer should get. The numbers behind a choice travel with it, so that "why did it land
+there?" has an answer. Candidates are an array of slots, and what is known of them are columns: a policy
+is a dozen operations on arrays, however many there are.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from mooncake.conductor.health import Instance
+import numpy as np
+
+from mooncake.conductor.fit import Floats
+from mooncake.conductor.load import Loads, Slots
+from mooncake.conductor.predict import Predictor
+from mooncake.conductor.settings import SchedulingSettings
 from mooncake.types import InstanceId
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    instance: Instance
-    reason: str
+@dataclass(slots=True)
+class Cluster:
+    """What policies decide over."""
+
+    settings: SchedulingSettings
+    random: Random
+    loads: Loads
+    predict: Predictor
+    names: list[InstanceId] = field(default_factory=list)
+    "By slot; empty where there is no instance."
+    sources: Slots = field(default_factory=lambda: np.empty(0, np.int64))
+    "Whose blocks others may fetch."
+    turns: Floats = field(default_factory=lambda: np.empty(0))
+    "Credits of ``round_robin``."
+
+    def estimate(self, job: Job, slot: int) -> tuple[float, float]:
+        """Of one instance: seconds until it has computed what it has, and seconds to compute this prompt."""
+        [queue_s], [prefill_s] = (one.tolist() for one in estimates(self, job, np.array([slot])))
+        return queue_s, prefill_s
 
 
 @dataclass(slots=True)
 class Job:
-    """What is to be placed, and what the policies remember between jobs."""
-
-    num_tokens: int
-    "Length of the prompt."
-
-    cached_blocks: Mapping[InstanceId, int]
-    "Leading blocks of the prompt that an instance holds; absent means none."
-
-    block_tokens: int
+    """What is to be placed."""
 
     now: float
-    slow_start_s: float
+    num_tokens: int
+    "Length of the prompt."
+    cached: Floats
+    "Leading tokens of the prompt that each instance holds, by slot."
     affinity: str = ""
     "A hint that requests with the same word should meet again; empty for none."
+    output_tokens: int = 0
+    "As long as the answer is expected to be; 0 when nothing is known."
+    priority: int = 0
+    "Lower goes first."
 
-    turns: dict[InstanceId, float] = field(default_factory=dict)
-    "State of ``round_robin``, kept by the caller."
+    def turn(self, compute_s: float) -> float:
+        """Its turn where shorter prompts overtake longer ones, but nobody is overtaken for ever.
 
-    random: Random = field(default_factory=lambda: Random(0))
-
-    def shares(self, candidates: Sequence[Instance]) -> list[float]:
-        """The part of a full share of work that each should get now, 1 for all but newcomers."""
-        now, slow_start_s = self.now, self.slow_start_s
-        return [
-            1.0 if now - one.ready_since >= slow_start_s else one.share(now, slow_start_s)
-            for one in candidates
-        ]
-
-    def cached_tokens(self, instance: Instance) -> int:
-        return self.cached_blocks.get(instance.id, 0) * self.block_tokens
+        A prompt is as old as it is, and younger by a few times what it takes to compute: one of 20 s may be
+        overtaken by short ones for a minute or so, then it is the oldest.
+        """
+        return self.now + PATIENCE * compute_s + self.priority * PRIORITY_S
 
 
-Policy = Callable[[Sequence[Instance], Job], Choice]
+@dataclass(slots=True)
+class Considered:
+    """The candidates that came closest, best first, as columns; for whoever asks why."""
+
+    slots: Slots
+    score_s: Floats
+    queue_s: Floats
+    fetch_s: Floats
+    prefill_s: Floats
+    cached_tokens: Floats
 
 
-def prefill_by_cache(candidates: Sequence[Instance], job: Job) -> Choice:
-    """Fewest tokens to compute until this prompt is done: the queue there, plus what is not cached there."""
-    cached, num_tokens, block_tokens = job.cached_blocks, job.num_tokens, job.block_tokens
-    costs = [
-        (one.queued_tokens + num_tokens - cached.get(one.id, 0) * block_tokens) / share
-        for one, share in zip(candidates, job.shares(candidates), strict=True)
-    ]
-    lowest = min(costs)
-    best = _least_used(candidates, costs, lowest)
-    preferred = _preferred(candidates, job)
-    # The hint is worth one computation of this prompt: following it is what makes later turns hit.
-    if preferred is not None and costs[preferred] <= lowest + num_tokens:
-        chosen = candidates[preferred]
-        return Choice(chosen, f"affinity {job.affinity[:40]!r}, {_queue(chosen, job)}")
-    return Choice(best, f"least to compute: {_queue(best, job)}")
+@dataclass(slots=True)
+class Choice:
+    slot: int
+    reason: str
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    "Of computing what is neither cached nor fetched."
+    done_s: float = 0.0
+    "Until the prompt is computed."
+    busy_s: float = 0.0
+    "How long that keeps the instance from computing others."
+    fetch_s: float = 0.0
+    card_s: float = 0.0
+    "How long loading keeps both cards from moving other things."
+    source: int = -1
+    "Slot of the instance that lends blocks; -1 for none."
+    fetch_tokens: tuple[int, int] = (0, 0)
+    "Which of the prompt's: [first, end)."
+    turn: float = 0.0
+    "Of those that wait there, the lowest is computed next; 0 for who comes first."
+    considered: Considered | None = None
 
 
-def prefill_by_load(candidates: Sequence[Instance], job: Job) -> Choice:
-    """Shortest queue of prompt tokens."""
-    num_tokens = job.num_tokens
-    costs = [
-        (one.queued_tokens + num_tokens) / share
-        for one, share in zip(candidates, job.shares(candidates), strict=True)
-    ]
-    best = _least_used(candidates, costs, min(costs))
-    return Choice(best, f"shortest queue: {best.queued_tokens} tokens")
+Policy = Callable[[Cluster, Job, Slots], Choice]
+
+NUM_CONSIDERED = 8
+
+PATIENCE = 4.0
+"""How many times its own computing a prompt lets shorter ones go first."""
+
+PRIORITY_S = 1e6
+"""What a step of priority is worth in waiting: more than anybody waits."""
 
 
-def decode_by_load(candidates: Sequence[Instance], job: Job) -> Choice:
-    """Fewest running requests; among equals the one that already holds most of the prompt."""
-    costs = [
-        (one.num_requests + 1) / share for one, share in zip(candidates, job.shares(candidates), strict=True)
-    ]
-    lowest = min(costs)
-    equals = [one for one, cost in zip(candidates, costs, strict=True) if cost == lowest]
-    cached = job.cached_blocks
-    best = min(equals, key=lambda one: (-cached.get(one.id, 0), one.num_placed))
-    return Choice(best, f"fewest running: {best.num_requests}")
+def prefill_by_cache(cluster: Cluster, job: Job, slots: Slots) -> Choice:
+    """Where the prompt is computed first: the queue there, plus what is not cached there."""
+    queue, prefill = estimates(cluster, job, slots)
+    score, best, why = ranked(cluster, job, slots, queue + prefill)
+    chosen = slots[best]
+    reason = f"{why or 'soonest'}: {told(job, chosen, queue[best], prefill[best])}"
+    return chosen_at(job, slots, best, reason, queue, prefill, score)
 
 
-def round_robin(candidates: Sequence[Instance], job: Job) -> Choice:
+def prefill_by_load(cluster: Cluster, job: Job, slots: Slots) -> Choice:
+    """Shortest queue."""
+    queue, prefill = estimates(cluster, job, slots)
+    # What this prompt itself adds counts whole everywhere: a newcomer gets its share of it, too.
+    whole = cluster.predict.prefill_s(slots, 0.0, job.num_tokens)
+    score = shared(cluster, job, slots, queue + whole)
+    best = least_used(cluster, slots, score)
+    return chosen_at(job, slots, best, f"shortest queue: {queue[best]:.3f} s", queue, prefill, score)
+
+
+def round_robin(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     """In turn, newcomers less often.
 
     Smooth weighted round robin as in nginx: everybody gains its share, the richest serves and pays all.
     """
-    turns, total = job.turns, 0.0
-    for instance, share in zip(candidates, job.shares(candidates), strict=True):
-        turns[instance.id] = turns.get(instance.id, 0.0) + share
-        total += share
-    best = max(candidates, key=lambda instance: turns[instance.id])
-    turns[best.id] -= total
-    return Choice(best, "its turn")
+    shares = cluster.loads.shares(slots, job.now, cluster.settings.slow_start_s)
+    gains = np.ones(len(slots)) if shares is None else shares
+    cluster.turns[slots] += gains
+    best = int(cluster.turns[slots].argmax())
+    cluster.turns[slots[best]] -= gains.sum()
+    return _alone(cluster, job, slots, best, "its turn")
 
 
-def at_random(candidates: Sequence[Instance], job: Job) -> Choice:
-    [best] = job.random.choices(candidates, weights=job.shares(candidates))
-    return Choice(best, "by chance")
+def at_random(cluster: Cluster, job: Job, slots: Slots) -> Choice:
+    shares = cluster.loads.shares(slots, job.now, cluster.settings.slow_start_s)
+    if shares is None:
+        best = cluster.random.randrange(len(slots))
+    else:
+        [best] = cluster.random.choices(range(len(slots)), weights=shares.tolist())
+    return _alone(cluster, job, slots, best, "by chance")
 
 
-POLICIES: dict[str, tuple[Policy, Policy]] = {
-    "cache_aware": (prefill_by_cache, decode_by_load),
-    "load": (prefill_by_load, decode_by_load),
-    "round_robin": (round_robin, round_robin),
-    "random": (at_random, at_random),
-}
-"""By name: the policy for prefill and the one for decode."""
+def decode_by_load(cluster: Cluster, job: Job, slots: Slots) -> Choice:
+    """Fewest running requests; among equals the one that already holds most of the prompt."""
+    running = cluster.loads.num_requests[slots]
+    score = shared(cluster, job, slots, running + 1)
+    equals = np.flatnonzero(score == score.min())
+    # Both in one number: blocks first, then who served least.
+    order = job.cached[slots[equals]] * 1e9 - cluster.loads.num_placed[slots[equals]]
+    best = int(equals[order.argmax()])
+    return Choice(int(slots[best]), f"fewest running: {running[best]:.0f}")
 
 
-def _least_used(candidates: Sequence[Instance], costs: Sequence[float], lowest: float) -> Instance:
-    """Among the cheapest, who has least to do and served least."""
-    equals = [one for one, cost in zip(candidates, costs, strict=True) if cost == lowest]
-    return min(equals, key=lambda one: (one.num_requests, one.num_placed))
+def decode_by_tbt(cluster: Cluster, job: Job, slots: Slots) -> Choice:
+    """Shortest next step with this request in it, among those in whose memory it fits."""
+    loads = cluster.loads
+    tokens = job.num_tokens + job.output_tokens
+    context = loads.context_tokens[slots] + tokens
+    fits = context <= loads.capacity_tokens[slots]
+    if not fits.any():
+        # Someone has to wait wherever it goes: where least is promised in excess of what there is.
+        best = int((context / loads.capacity_tokens[slots]).argmin())
+        return Choice(int(slots[best]), f"no memory anywhere, least wanted: {context[best]:.0f} tokens")
+    step = cluster.predict.step_s(slots, loads.batch_size[slots] + 1, context)
+    step = shared(cluster, job, slots, np.where(fits, step, np.inf))
+    equals = np.flatnonzero(step <= step.min() * (1 + 1e-9))
+    order = job.cached[slots[equals]] * 1e9 - loads.num_placed[slots[equals]]
+    best = int(equals[order.argmax()])
+    running = loads.batch_size[slots[best]]
+    return Choice(int(slots[best]), f"shortest step: {step[best] * 1000:.1f} ms with {running:.0f} others")
 
 
-def _preferred(candidates: Sequence[Instance], job: Job) -> int | None:
+# --- what policies are made of
+
+
+def estimates(cluster: Cluster, job: Job, slots: Slots) -> tuple[Floats, Floats]:
+    """Of each candidate: seconds until it has computed what it has, and seconds to compute this prompt."""
+    queue, _ = cluster.loads.queue_s(slots, job.now)
+    return queue, cluster.predict.prefill_s(slots, job.cached[slots], job.num_tokens)
+
+
+def shared(cluster: Cluster, job: Job, slots: Slots, score: Floats) -> Floats:
+    """A newcomer seems as much more expensive as its share is smaller."""
+    shares = cluster.loads.shares(slots, job.now, cluster.settings.slow_start_s)
+    return score if shares is None else score / shares
+
+
+def least_used(cluster: Cluster, slots: Slots, score: Floats) -> int:
+    """Position of the best; among equals, who has least to do and served least."""
+    best = int(score.argmin())
+    equals = np.flatnonzero(score <= score[best] * (1 + 1e-9) + 1e-12)
+    if len(equals) == 1:
+        return best
+    loads, tied = cluster.loads, slots[equals]
+    return int(equals[(loads.num_requests[tied] * 1e12 + loads.num_placed[tied]).argmin()])
+
+
+def ranked(cluster: Cluster, job: Job, slots: Slots, done: Floats) -> tuple[Floats, int, str]:
+    """Scores, the position of the best, and why it is not the lowest; the affinity hint is heard."""
+    score = shared(cluster, job, slots, done)
+    best = least_used(cluster, slots, score)
+    if job.affinity:
+        preferred = _preferred(cluster, job.affinity, slots)
+        # The hint is worth one computation of this prompt: following it is what makes later turns hit.
+        whole = cluster.predict.prefill_s(slots[preferred : preferred + 1], 0.0, job.num_tokens)[0]
+        if score[preferred] <= score[best] + whole:
+            return score, preferred, f"affinity {job.affinity[:40]!r}"
+    return score, best, ""
+
+
+def told(job: Job, slot: int, queue_s: float, prefill_s: float) -> str:
+    cached = int(job.cached[slot])
+    return f"{cached} of {job.num_tokens} tokens cached, {queue_s:.3f} s queued, {prefill_s:.3f} s to compute"
+
+
+def chosen_at(
+    job: Job,
+    slots: Slots,
+    best: int,
+    reason: str,
+    queue: Floats,
+    prefill: Floats,
+    score: Floats,
+    fetch: Floats | None = None,
+) -> Choice:
+    """The choice of one candidate, with the few that came closest for whoever asks why."""
+    if len(slots) <= NUM_CONSIDERED:
+        closest = score.argsort()
+    else:
+        closest = score.argpartition(NUM_CONSIDERED)[:NUM_CONSIDERED]
+        closest = closest[score[closest].argsort()]
+    near = slots[closest]
+    considered = Considered(
+        near,
+        score[closest],
+        queue[closest],
+        np.zeros(len(near)) if fetch is None else fetch[closest],
+        prefill[closest],
+        job.cached[near],
+    )
+    queue_s, prefill_s = float(queue[best]), float(prefill[best])
+    done_s = queue_s + prefill_s
+    return Choice(int(slots[best]), reason, queue_s, prefill_s, done_s, prefill_s, considered=considered)
+
+
+def _alone(cluster: Cluster, job: Job, slots: Slots, best: int, reason: str) -> Choice:
+    """A choice that looked at no numbers still comes with its own."""
+    slot = int(slots[best])
+    queue_s, prefill_s = cluster.estimate(job, slot)
+    return Choice(slot, reason, queue_s, prefill_s, queue_s + prefill_s, prefill_s)
+
+
+def _preferred(cluster: Cluster, affinity: str, slots: Slots) -> int:
     """Position of the instance that the affinity hint points to.
 
     Highest random weight hashing: stable when other instances come and go, and needs no memory.
     """
-    if not job.affinity:
-        return None
 
     def weight(position: int) -> bytes:
-        return hashlib.sha256(f"{job.affinity}\0{candidates[position].id}".encode()).digest()
+        return hashlib.sha256(f"{affinity}\0{cluster.names[slots[position]]}".encode()).digest()
 
-    return max(range(len(candidates)), key=weight)
-
-
-def _queue(instance: Instance, job: Job) -> str:
-    cached = job.cached_tokens(instance)
-    return f"{cached} of {job.num_tokens} tokens cached, {instance.queued_tokens} queued"
+    return max(range(len(slots)), key=weight)

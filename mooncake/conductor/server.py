@@ -20,6 +20,7 @@ from msgspec import Meta
 from prometheus_client import Counter
 
 from mooncake import metrics
+from mooncake.conductor import exposition
 from mooncake.conductor.conductor import Conductor
 from mooncake.conductor.events import EventReader, EventSource, follow
 from mooncake.conductor.health import ProbeOutcome
@@ -28,6 +29,7 @@ from mooncake.conductor.messages import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    ChunkMeasured,
     Decision,
     Drain,
     Effect,
@@ -46,7 +48,9 @@ from mooncake.conductor.messages import (
     RemoveInstance,
     StateChanged,
     Status,
+    StepMeasured,
     Story,
+    TransferMeasured,
     Unwatch,
     Watch,
 )
@@ -141,11 +145,13 @@ class ConductorService:
         self._zmq = zmq.asyncio.Context()
 
     async def start(self) -> None:
+        exposition.show(self.core.predict)
         timeout = aiohttp.ClientTimeout(total=self.settings.probe_timeout_s)
         self._session = aiohttp.ClientSession(timeout=timeout)
 
     async def close(self) -> None:
         self._driver.close()
+        exposition.hide(self.core.predict)
         tasks = [*self._tasks, *self._followers.values()]
         for task in tasks:
             task.cancel()
@@ -271,6 +277,9 @@ _FACTS = (
     Prefilled,
     Finished,
     Failed,
+    ChunkMeasured,
+    StepMeasured,
+    TransferMeasured,
     AddInstance,
     RemoveInstance,
     Drain,

@@ -1,4 +1,4 @@
-"""The settings of the conductor: how instances are chosen and watched, and what is promised to clients."""
+"""The settings of the conductor: how instances are chosen and watched."""
 
 from __future__ import annotations
 
@@ -9,13 +9,24 @@ from msgspec import Meta
 
 Seconds = Annotated[float, Meta(gt=0)]
 
+Scheduling = Literal["overlap", "kvcache_centric", "cache_aware", "load", "round_robin", "random"]
+
 
 @dataclass(frozen=True)
 class SchedulingSettings:
     """How instances are chosen and watched."""
 
-    scheduling: Literal["cache_aware", "load", "round_robin", "random"] = "cache_aware"
-    "How an instance is chosen: longest cached prefix less load, load alone, in turn, or at random."
+    scheduling: Scheduling = "overlap"
+    "How an instance is chosen: soonest done when loads overlap, by the paper, by cache, load, turn, chance."
+
+    kvcache_balancing_threshold: Annotated[float, Meta(ge=1)] = 1.5
+    "`kvcache_centric` transfers a prefix that is longer than an instance's own by more than this factor."
+
+    shares_blocks: bool = True
+    "Whether an instance can load blocks that another one holds, from it or through the store."
+
+    uses_per_copy: Annotated[float, Meta(gt=0)] = 10.0
+    "Uses in a minute for which a hot prefix deserves one more instance that keeps a copy."
 
     block_tokens: Annotated[int, Meta(gt=0)] = 32
     "Tokens per KV block in the workers; prompts are matched in such blocks."

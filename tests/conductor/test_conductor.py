@@ -17,6 +17,7 @@ from mooncake.conductor.messages import (
     AddInstance,
     BlocksCleared,
     BlocksStored,
+    ChunkMeasured,
     Decision,
     Drain,
     Effect,
@@ -29,6 +30,8 @@ from mooncake.conductor.messages import (
     Refuse,
     RemoveInstance,
     StateChanged,
+    StepMeasured,
+    TransferMeasured,
     Unwatch,
     Watch,
 )
@@ -38,6 +41,7 @@ from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import Role
 
 SETTINGS = SchedulingSettings(block_tokens=16, slow_start_s=0.0, max_requests_per_instance=4)
+SLOW = SchedulingSettings(block_tokens=16, slow_start_s=10.0)
 KEYS = [short_key(one) for one in block_hashes(range(64), 16, root_hash())]
 
 
@@ -59,7 +63,7 @@ def add(conductor: Conductor, *names: str, now: float = 0.0) -> None:
 
 
 def place(conductor: Conductor, request_id: str = "r", now: float = 1.0, **fields: Any) -> Decision | Refuse:
-    effects = conductor.handle(Place(request_id, 64, **fields), now)
+    effects = conductor.handle(Place(request_id, **{"num_tokens": 64, **fields}), now)
     assert isinstance(effects[-1], Decision | Refuse)
     return effects[-1]
 
@@ -123,7 +127,7 @@ def test_placing_again_replaces_the_earlier_placement(conductor: Conductor) -> N
 @pytest.mark.parametrize(
     ("names", "prefill", "decode", "degraded"),
     [
-        (["d1"], None, "d1", "no prefill instance is ready"),
+        (["d1"], None, "d1", ""),  # one pool: nobody only prefills
         (["p1"], None, "p1", "no decode instance is ready"),
     ],
 )
@@ -133,6 +137,96 @@ def test_one_role_does_the_work_of_both(
     add(conductor, *names)
     decision = decided(conductor)
     assert (decision.prefill, decision.decode, decision.degraded) == (prefill, decode, degraded)
+
+
+def test_decode_instances_help_out_while_no_prefill_instance_is_ready(conductor: Conductor) -> None:
+    add(conductor, "d1")
+    conductor.handle(AddInstance("p1", Role.PREFILL), 0.0)
+    decision = decided(conductor)
+    assert (decision.prefill, decision.degraded) == (None, "no prefill instance is ready")
+
+
+def test_in_one_pool_a_prompt_goes_where_it_is_done_first(conductor: Conductor) -> None:
+    add(conductor, "d1", "d2")
+    first = decided(conductor, "r1")
+    assert first.prediction is not None and first.prediction.prefill_s > 0
+    second = decided(conductor, "r2")
+    assert {first.decode, second.decode} == {"d1", "d2"}
+    conductor.handle(Prefilled("r2"), 1.0)
+    assert decided(conductor, "r3").decode == second.decode
+
+
+def test_a_restarted_instance_starts_slowly_and_a_suspect_does_not() -> None:
+    conductor = Conductor(SLOW, Random(0))
+    add(conductor, "p1", "p2", "d1")
+    [p1, p2] = (conductor.instances[name].slot for name in ("p1", "p2"))
+    assert conductor.loads.ready_since[p1] == 0.0
+    fail(conductor, "p1")
+    conductor.handle(Probed("p1", ProbeOutcome.READY), 3.0)
+    assert conductor.loads.ready_since[p1] == 0.0
+    lose(conductor, "p2", 5.0)
+    conductor.handle(Probed("p2", ProbeOutcome.READY), 20.0)
+    assert conductor.loads.ready_since[p2] == 20.0
+
+
+def test_predictions_are_compared_with_what_came(conductor: Conductor) -> None:
+    add(conductor, "p1", "d1")
+    decision = decided(conductor, "r", num_tokens=6400)
+    assert decision.prediction is not None
+    predicted_s = decision.prediction.prefill_s
+    conductor.handle(Prefilled("r", 0.0, 2 * predicted_s, 6400), 1.0 + 2 * predicted_s)
+    conductor.handle(Finished("r", 100, 1.0, 0.05, is_complete=True), 9.0)
+    accuracy = conductor.predict.accuracy
+    assert accuracy["prefill_s"].ratio_sum == pytest.approx(2.0)
+    assert accuracy["ttft_s"].ratio_sum == pytest.approx(2.0)
+    assert accuracy["tbt_s"].num_seen == 1
+    assert accuracy["output_tokens"].num_seen == 0  # nothing was predicted
+    for number in range(8):  # who tells no chunks is learnt from whole prompts
+        decided(conductor, f"s{number}", num_tokens=6400)
+        conductor.handle(Prefilled(f"s{number}", 0.0, 2 * predicted_s, 6400), 2.0)
+        conductor.handle(Finished(f"s{number}"), 2.0)
+    second = decided(conductor, "r2", num_tokens=6400)
+    assert second.prediction is not None
+    assert second.prediction.prefill_s == pytest.approx(2 * predicted_s)
+    assert second.prediction.output_tokens == 100
+
+
+def test_measured_chunks_steps_and_transfers_are_learnt(conductor: Conductor) -> None:
+    add(conductor, "p1", "p2", "d1")
+    for _ in range(20):
+        conductor.handle(ChunkMeasured("p1", 0, 1000, 5.0), 1.0)
+        conductor.handle(ChunkMeasured("p2", 0, 1000, 1.0), 1.0)
+        conductor.handle(StepMeasured("d1", 4, 4000, 2.0), 1.0)
+        conductor.handle(TransferMeasured("p1", "p2", 10**9, 10.0), 1.0)
+        conductor.handle(TransferMeasured("p1", "gone", 10**9, 10.0), 1.0)
+    decision = decided(conductor, num_tokens=1000)
+    assert decision.prefill == "p2" and decision.prediction is not None
+    decision = decided(conductor, "r2", num_tokens=1000, exclude=["p2"])
+    assert decision.prediction is not None
+    assert decision.prediction.prefill_s == pytest.approx(5.0, rel=0.01)
+    assert decision.prediction.tbt_s > 1.0
+    assert conductor.predict.links.s_per_byte == pytest.approx(1e-8, rel=0.3)
+
+
+def test_hot_blocks_are_fetched_to_keep(conductor: Conductor) -> None:
+    add(conductor, "p1", "p2", "d1")
+    conductor.handle(BlocksStored("p1", KEYS), 0.0)
+    kept = []
+    decided(conductor, "long", num_tokens=10**6, exclude=["p2"])
+    for number in range(30):
+        decision = decided(conductor, f"r{number}", keys=KEYS, num_tokens=64_000)
+        kept += [fetch.is_replica for fetch in decision.fetches]
+        assert all((fetch.source, fetch.num_blocks) == ("p1", 4) for fetch in decision.fetches)
+        conductor.handle(Prefilled(f"r{number}"), 1.0)
+        conductor.handle(Finished(f"r{number}"), 1.0)
+    assert kept and not kept[0] and kept[-1]
+
+
+def test_lower_priority_numbers_go_first(conductor: Conductor) -> None:
+    add(conductor, "p1", "d1")
+    late = decided(conductor, "late", priority=1)
+    urgent = decided(conductor, "urgent", num_tokens=100_000)
+    assert urgent.turn < late.turn
 
 
 def test_nobody_left_is_a_refusal_that_says_why(conductor: Conductor) -> None:

@@ -63,24 +63,3 @@ def test_a_lost_instance_is_asked_less_and_less(instance: Instance) -> None:
     assert pauses == sorted(pauses)
     assert pauses[0] == SETTINGS.suspect_probe_interval_s
     assert pauses[-1] == SETTINGS.max_probe_interval_s
-
-
-def test_slow_start_follows_a_start_but_not_a_suspicion(instance: Instance) -> None:
-    probe(instance, ProbeOutcome.READY, 100.0)
-    assert instance.share(100.0, 10.0) == 0.1
-    assert instance.share(105.0, 10.0) == 0.5
-    assert instance.share(110.0, 10.0) == 1.0
-    instance.on_failure("reset", 120.0)
-    probe(instance, ProbeOutcome.READY, 121.0)
-    assert instance.share(121.0, 10.0) == 1.0
-
-
-def test_accounts_add_up(instance: Instance) -> None:
-    instance.add_prefill("a", 100)
-    instance.add_prefill("b", 50)
-    instance.add_decode("a")
-    assert (instance.queued_tokens, instance.num_requests) == (150, 3)
-    instance.end_prefill("a")
-    instance.end_prefill("a")
-    instance.end_decode("a")
-    assert (instance.queued_tokens, instance.num_requests) == (50, 1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from aiohttp import web
 
+from mooncake import metrics
 from mooncake.conductor.client import RemoteConductor
 from mooncake.conductor.messages import AddInstance, Decision, Drain, Finished, Place, Refuse
 from mooncake.conductor.server import ConductorServer, ConductorService
@@ -185,7 +186,7 @@ async def test_a_client_outlives_its_conductor(worker: Worker) -> None:
 
         async def is_placed_by_conductor() -> bool:
             answer = await remote.place(Place("r", 64))
-            return isinstance(answer, Decision) and "fewest running" in answer.reason
+            return isinstance(answer, Decision) and answer.policy == "overlap"
 
         await until(is_placed_by_conductor)
         assert any("placed r" in line for line in await remote.story("r"))
@@ -242,3 +243,10 @@ async def test_a_drain_through_the_client_is_remembered(worker: Worker) -> None:
 
         await until(is_gone)
         await remote.close()
+
+
+async def test_the_metrics_page_compares_predictions_with_what_came(service: ConductorService) -> None:
+    service.core.predict.accuracy["ttft_s"].add(1.0, 1.2)
+    page = metrics.page().decode()
+    assert 'mooncake_conductor_prediction_ratio_bucket{le="1.25",quantity="ttft_s"} 1.0' in page
+    assert 'mooncake_conductor_prediction_ratio_bucket{le="1.1",quantity="ttft_s"} 0.0' in page
