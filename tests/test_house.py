@@ -162,6 +162,7 @@ DOORS = {
     "sim.__main__",
     "sim.serving",
     "sim.generators",
+    "sim.hitrate",
     "sim.traces",
 }
 
