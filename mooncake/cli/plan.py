@@ -120,7 +120,8 @@ def plan_cluster(
         "--kv-cache-size",
         format_size(settings.kv_cache_size_bytes),
     ]
-    [metrics_port] = free_ports(INSIDE, 1, Random(), besides=ports.values())
+    [metrics_port, *event_ports] = free_ports(INSIDE, 3, Random(), besides=ports.values())
+    events, replay = (f"tcp://{INSIDE}:{port}" for port in event_ports)
     node_flags = ["--master", at["master"], "--pool-size", pool, "--metrics-port", str(metrics_port)]
     node_flags += ["--metadata", f"http://{at['metadata']}/metadata"]
     is_mounted = HttpCheck("/metrics", "\nmooncake_store_mounted 1", metrics_port)
@@ -134,14 +135,28 @@ def plan_cluster(
 
     plans = [
         plan(RoleSpec("metadata"), "metadata", [], HttpCheck("/health")),
-        plan(RoleSpec("master"), "master", ["--oplog", str(oplog)], None),
+        plan(
+            RoleSpec("master"),
+            "master",
+            ["--oplog", str(oplog), "--kv-events-endpoint", events, "--kv-events-replay-endpoint", replay],
+            None,
+        ),
         plan(RoleSpec("node", ("master",), leans_on=("metadata",)), "node", node_flags, is_mounted),
         *(worker(name, "prefill") for name in prefill),
         *(worker(name, "decode") for name in decode),
         plan(
             RoleSpec("conductor", ("master",), leans_on=(*prefill, *decode)),
             "conductor",
-            ["--scheduling", settings.scheduling, "--http-port", "0"],
+            [
+                "--scheduling",
+                settings.scheduling,
+                "--http-port",
+                "0",
+                "--pool-events",
+                events,
+                "--pool-events-replay",
+                replay,
+            ],
             None,
         ),
         plan(

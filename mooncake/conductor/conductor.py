@@ -23,6 +23,7 @@ from mooncake.conductor.health import Health, Instance
 from mooncake.conductor.index import PrefixIndex
 from mooncake.conductor.load import Loads, Slots
 from mooncake.conductor.messages import (
+    POOL,
     AddInstance,
     BlocksCleared,
     BlocksRemoved,
@@ -475,7 +476,7 @@ class Conductor:
     # --- blocks
 
     def _blocks_stored(self, event: BlocksStored, now: float) -> list[Effect]:
-        if event.instance in self.instances:
+        if event.instance in self.instances or event.instance == POOL:
             self.index.store(event.instance, event.keys, event.tier, event.scope)
         return []
 

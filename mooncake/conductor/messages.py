@@ -13,6 +13,9 @@ from mooncake.errors import Refusal
 from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId, Role, Tier
 
+POOL: InstanceId = "pool"
+"""Who holds what the store holds: to the index an instance like others, but one that serves nobody."""
+
 # --- events ------------------------------------------------------------------------------------------
 
 

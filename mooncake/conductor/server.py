@@ -25,6 +25,7 @@ from mooncake.conductor.conductor import Conductor
 from mooncake.conductor.events import EventReader, EventSource, follow
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
+    POOL,
     AddInstance,
     BlocksCleared,
     BlocksRemoved,
@@ -148,6 +149,9 @@ class ConductorService:
         exposition.show(self.core.predict)
         timeout = aiohttp.ClientTimeout(total=self.settings.probe_timeout_s)
         self._session = aiohttp.ClientSession(timeout=timeout)
+        if self.settings.pool_events:
+            source = EventSource(self.settings.pool_events, self.settings.pool_events_replay or None)
+            self._spawn(self._follow_pool(source))
 
     async def close(self) -> None:
         self._driver.close()
@@ -240,6 +244,12 @@ class ConductorService:
             if response.status == 200:
                 return ProbeOutcome.READY, "answers"
             return ProbeOutcome.FAILED, f"/health answers {response.status}"
+
+    async def _follow_pool(self, source: EventSource) -> None:
+        try:
+            await follow(self._zmq, EventReader(POOL), source, self._driver.post)
+        except zmq.ZMQError as error:
+            log.warning("kv_events_ignored", instance=POOL, sources=[source], reason=str(error))
 
     async def _follow(self, instance: InstanceId) -> None:
         """Subscribe to every source that the instance names; without any the index stays empty for it."""

@@ -51,3 +51,9 @@ class SchedulingSettings:
 
     slow_start_s: Annotated[float, Meta(ge=0)] = 10.0
     "How long an instance that just became ready gets less than its share of the work."
+
+    pool_events: str = ""
+    "ZeroMQ endpoint of the store's KV events, such as `tcp://10.0.0.1:5557`; empty: its blocks are unknown."
+
+    pool_events_replay: str = ""
+    "Endpoint that replays the store's KV events to those who come late or missed some."

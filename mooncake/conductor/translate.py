@@ -49,19 +49,15 @@ def tier_of(event: BlockStored | BlockRemoved) -> Tier:
 
 
 class OwnKeys:
-    """To short keys of our own block hashes.
+    """To short keys of our own block hashes. A store's blocks are in the scope of their identity: ``kv/`` and
+    the digest of the ``KvIdentity`` whose numbers they are."""
 
-    ``identity``: the ``KvIdentity`` digest of our workers; a store's blocks of another one get a scope of
-    their own. Empty when that is not known.
-    """
-
-    def __init__(self, identity: str = "") -> None:
-        self._identity = identity
+    def __init__(self) -> None:
         self._hashes: dict[int, BlockHash] = {}  # of engines whose block hashes are not ours
 
     def stored(self, event: BlockStored) -> Blocks:
         if event.object_key is not None:
-            return self._named_by(event.object_key)
+            return _named_by(event.object_key)
         if not any(isinstance(block_hash, int) for block_hash in event.block_hashes):
             return "", [short_key(one) for one in event.block_hashes if isinstance(one, bytes)]
         if event.lora_name or any(event.extra_keys or ()):
@@ -80,24 +76,23 @@ class OwnKeys:
 
     def removed(self, event: BlockRemoved) -> Blocks:
         if event.object_key is not None:
-            return self._named_by(event.object_key)
+            return _named_by(event.object_key)
         found = [one if isinstance(one, bytes) else self._hashes.get(one) for one in event.block_hashes]
         return "", [short_key(one) for one in found if one is not None]
 
     def clear(self) -> None:
         self._hashes.clear()
 
-    def _named_by(self, key: str) -> Blocks:
-        """The block that our own store keeps under ``key`` (``KvIdentity.key``), if it is a block's."""
-        kind, _, block = key.rpartition("/")
-        if not kind.startswith("kv/"):
-            return "", []
-        identity = kind.removeprefix("kv/")
-        try:
-            keys = [short_key(bytes.fromhex(block))]
-        except ValueError:
-            return "", []
-        return "" if self._identity in ("", identity) else f"identity {identity}", keys
+
+def _named_by(key: str) -> Blocks:
+    """The block that our own store keeps under ``key`` (``KvIdentity.key``), if it is a block's."""
+    scope, _, block = key.rpartition("/")
+    if not scope.startswith("kv/"):
+        return "", []
+    try:
+        return scope, [short_key(bytes.fromhex(block))]
+    except ValueError:
+        return scope, []
 
 
 class Scope(msgspec.Struct, frozen=True):

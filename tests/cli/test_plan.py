@@ -66,6 +66,10 @@ def test_roles_are_told_about_each_other() -> None:
     assert flag(plans["prefill-0"], "--model") == "/models/smollm2"
     assert flag(plans["prefill-0"], "--served-model-name") == "smollm2"
     assert flag(plans["conductor"], "--scheduling") == "round_robin"
+    assert flag(plans["conductor"], "--pool-events") == flag(plans["master"], "--kv-events-endpoint")
+    assert flag(plans["conductor"], "--pool-events-replay") == flag(
+        plans["master"], "--kv-events-replay-endpoint"
+    )
     assert flag(plans["gateway"], "--prefill") == plans["prefill-0"].address
     assert flag(plans["gateway"], "--decode") == plans["decode-0"].address
     assert flag(plans["gateway"], "--conductor") == plans["conductor"].address

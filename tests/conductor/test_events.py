@@ -54,8 +54,8 @@ class Follower:
             self.num_clears += 1
             self.index.clear(fact.instance)
 
-    def has(self, *hashes: bytes) -> bool:
-        return all(self.index.matches([short_key(one)]) for one in hashes)
+    def has(self, *hashes: bytes, scope: str = "") -> bool:
+        return all(self.index.matches([short_key(one)], scope) for one in hashes)
 
     async def stop(self) -> None:
         self.task.cancel()
@@ -241,18 +241,21 @@ async def test_a_master_of_the_store_is_followed_like_a_worker(context: zmq.asyn
         ids = [one.object_id for one in started.reserved]
         await client.call(m.PutEnd(list(keys), ids, [b"crc!"] * len(keys)), 5)
 
-    before, live = f"kv/0123456789abcdef/{HASHES[0].hex()}", f"kv/0123456789abcdef/{HASHES[1].hex()}"
+    scope = "kv/0123456789abcdef"
+    before, live = f"{scope}/{HASHES[0].hex()}", f"{scope}/{HASHES[1].hex()}"
     await put(before, "17", "no block's", "kv/0123456789abcdef/no hash")
     events = StoreEvents(server)
     events.start()
     follower = Follower(context, EventSource(events.endpoint, events.replay_endpoint))
     try:
-        await until(lambda: follower.has(HASHES[0]))  # from the replay: it was there before the first event
+        await until(
+            lambda: follower.has(HASHES[0], scope=scope)
+        )  # from the replay: it was there before the first event
         await put(live)
-        await until(lambda: follower.has(HASHES[0], HASHES[1]))
+        await until(lambda: follower.has(HASHES[0], HASHES[1], scope=scope))
         await client.call(m.Remove([live], True), 5)
-        await until(lambda: not follower.has(HASHES[1]))
-        assert follower.has(HASHES[0])
+        await until(lambda: not follower.has(HASHES[1], scope=scope))
+        assert follower.has(HASHES[0], scope=scope)
     finally:
         await follower.stop()
         await events.close()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from aiohttp import web
 
 from mooncake import metrics
 from mooncake.conductor.client import RemoteConductor
-from mooncake.conductor.messages import AddInstance, Decision, Drain, Finished, Place, Refuse
+from mooncake.conductor.messages import POOL, AddInstance, Decision, Drain, Finished, Place, Refuse
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.inference.kv_events import BlockStored, KvEventPublisher
@@ -155,6 +155,24 @@ async def test_block_events_reach_the_decision(service: ConductorService, worker
 
     await until(is_known)
     assert any("32 of 64 tokens cached" in line or "placed r" in line for line in await service.story("r"))
+
+
+async def test_what_the_store_holds_is_followed(worker: Worker) -> None:
+    """A publisher stands in for the master; ``test_events.py`` follows a real one."""
+    source = worker.publisher.source
+    assert source is not None
+    settings = replace(SETTINGS, pool_events=source.endpoint, pool_events_replay=source.replay_endpoint or "")
+    stored = BlockStored(block_hashes=HASHES[:2], parent_block_hash=None, token_ids=[], block_size=16)
+    worker.publisher.publish([stored])
+    service = ConductorService(settings)
+    await service.start()
+
+    async def is_known() -> bool:
+        return service.core.index.matches([short_key(one) for one in HASHES]) == {POOL: 2}
+
+    await until(is_known)
+    assert await service.status() == [], "it is no instance that serves"
+    await service.close()
 
 
 async def test_blocks_of_another_size_are_not_mixed_in(service: ConductorService, worker: Worker) -> None:

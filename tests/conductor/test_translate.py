@@ -67,11 +67,12 @@ def test_a_store_speaks_the_standard_and_of_many_tenants() -> None:
     assert keys.stored(BlockStored(object_key="no block's")) == (SCOPE.name, [])
 
 
-def test_our_store_s_blocks_of_other_weights_are_apart() -> None:
+def test_our_store_s_blocks_are_in_the_scope_of_their_identity() -> None:
     [block] = block_hashes(range(4), 4, root_hash())
-    keys = OwnKeys("0123456789abcdef")
-    of_ours = BlockStored(object_key=f"kv/0123456789abcdef/{block.hex()}")
-    of_others = BlockRemoved(object_key=f"kv/ffff456789abcdef/{block.hex()}")
-    assert keys.stored(of_ours) == ("", [short_key(block)])
-    assert keys.removed(of_others) == ("identity ffff456789abcdef", [short_key(block)])
-    assert keys.stored(BlockStored(object_key="kv/0123456789abcdef/no hash")) == ("", [])
+    keys = OwnKeys()
+    event = BlockStored(object_key=f"kv/0123456789abcdef/{block.hex()}")
+    assert keys.stored(event) == ("kv/0123456789abcdef", [short_key(block)])
+    removed = BlockRemoved(object_key=f"kv/ffff456789abcdef/{block.hex()}")
+    assert keys.removed(removed) == ("kv/ffff456789abcdef", [short_key(block)])
+    assert keys.stored(BlockStored(object_key="kv/0123456789abcdef/no hash"))[1] == []
+    assert keys.stored(BlockStored(object_key="17"))[1] == []
