@@ -1,73 +1,164 @@
-"""How long the conductor takes to decide, and what a cached block costs it in memory.
+"""What a cached block costs the conductor in memory, how long decisions take, how many events it takes.
 
-``python -m bench.conductor`` prints one table. The prompt is held in part by every instance, each with
-another length: the worst case for the index, because all of them drop out of the walk one by one.
+``python -m bench.conductor`` prints two tables for 1,000 instances that hold 10 million different blocks.
+Decisions are of two kinds: ``chat`` prompts continue one of many conversations, whose blocks three instances
+hold in part after a system prompt that everybody holds; the ``worst`` prompt is held by every instance, by
+each to another length, so that all of them drop out of the walk one by one.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import resource
 import time
+from collections.abc import Callable
+from pathlib import Path
 from random import Random
+
+import numpy as np
 
 from mooncake.conductor.conductor import Conductor
 from mooncake.conductor.health import ProbeOutcome
-from mooncake.conductor.messages import AddInstance, BlocksStored, Place, Probed
+from mooncake.conductor.index import PrefixIndex
+from mooncake.conductor.messages import AddInstance, BlocksRemoved, BlocksStored, Finished, Place, Probed
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.prefix import BlockKey
-from mooncake.types import Role
+from mooncake.types import Role, Tier
 
 PROMPT_BLOCKS = 256  # 8,192 tokens of 32
-NUM_DECISIONS = 500
+SYSTEM_BLOCKS = 64
+NUM_CHATS = 2_000
+NUM_DECISIONS = 1_000
+EVENT_BLOCKS = (1, 16, 256)
+TIERS = list(Tier)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--instances", type=int, nargs="+", default=[10, 1000])
-    parser.add_argument("--blocks", type=int, default=10_000, help="cached blocks per instance")
+    parser.add_argument("--blocks", type=int, default=10_000_000, help="different cached blocks in all")
+    parser.add_argument("--policies", nargs="+", default=["cache_aware"])
     given = parser.parse_args()
-    print("| instances | cached blocks | bytes/block | decision p50, CPU µs | p99, CPU µs | block events/s |")
-    print("|---:|---:|---:|---:|---:|---:|")
+    print("CPU time, as decisions wait for nothing and neighbours on the machine are not their cost.\n")
+    print(
+        "| instances | blocks | bytes/block | longest pause, ms | forget one, ms | policy | prompts", end=""
+    )
+    print(
+        " | decision p50, µs | p99, µs | of it the index p50, µs | p99, µs | decision p99 by the clock, µs |"
+    )
+    print("|---:|---:|---:|---:|---:|---|---|---:|---:|---:|---:|---:|")
     for num_instances in given.instances:
-        print(measure(num_instances, given.blocks), flush=True)
+        for policy in given.policies:
+            conductor = measure(num_instances, given.blocks, policy)
+    print("\n| blocks an event | stored, events/s | blocks/s | removed, events/s | blocks/s |")
+    print("|---:|---:|---:|---:|---:|")
+    for num_blocks in EVENT_BLOCKS:
+        print(_events(conductor, num_blocks), flush=True)
 
 
-def measure(num_instances: int, blocks_per_instance: int) -> str:
+def measure(num_instances: int, num_blocks: int, policy: str) -> Conductor:
     random = Random(0)
-    conductor = Conductor(SchedulingSettings(), random)
-    prompt = [random.getrandbits(64) for _ in range(PROMPT_BLOCKS)]
-    before_bytes = _memory_bytes()
-    storing_s = 0.0
-    for number in range(num_instances):
-        name = f"10.0.{number // 256}.{number % 256}:8000"
+    conductor = Conductor(SchedulingSettings(scheduling=policy), random)  # type: ignore[arg-type]
+    names = [f"10.0.{number // 256}.{number % 256}:8000" for number in range(num_instances)]
+    for number, name in enumerate(names):
         conductor.handle(AddInstance(name, Role.PREFILL if number % 2 else Role.DECODE), 0.0)
         conductor.handle(Probed(name, ProbeOutcome.READY), 0.0)
-        blocks: list[BlockKey] = [random.getrandbits(64) for _ in range(blocks_per_instance)]
-        began = time.perf_counter()
-        conductor.handle(BlocksStored(name, blocks), 0.0)
-        storing_s += time.perf_counter() - began
-        conductor.handle(BlocksStored(name, prompt[: random.randrange(PROMPT_BLOCKS)]), 0.0)
-    num_blocks = conductor.index.num_blocks
-    block_bytes = (_memory_bytes() - before_bytes) / max(1, num_blocks)
-    durations_s = sorted(_decide(conductor, prompt, number) for number in range(NUM_DECISIONS))
-    p50_us, p99_us = (durations_s[int(NUM_DECISIONS * part)] * 1e6 for part in (0.50, 0.99))
-    rate = num_instances * blocks_per_instance / storing_s
-    return (
-        f"| {num_instances} | {num_blocks} | {block_bytes:.0f} | {p50_us:.0f} | {p99_us:.0f} | {rate:.0f} |"
-    )
-
-
-def _decide(conductor: Conductor, prompt: list[BlockKey], number: int) -> float:
-    place = Place(f"r{number}", PROMPT_BLOCKS * 32, prompt)
-    # CPU time: a decision does not wait for anything, and neighbours on the machine are not its cost.
+    gc.collect()
+    before_bytes = _resident_bytes()
+    longest_s = _fill(conductor, names, num_blocks)
+    block_bytes = (_resident_bytes() - before_bytes) / conductor.index.num_blocks
+    kinds = {"chat": _chats(conductor, names, random), "worst": _worst(conductor, names, random)}
     began = time.thread_time()
-    conductor.handle(place, 100.0 + number)
+    conductor.index.clear(names[-1])
+    forget_s = time.thread_time() - began
+    for kind, prompts in kinds.items():
+        print(
+            f"| {num_instances} | {conductor.index.num_blocks} | {block_bytes:.0f} | {longest_s * 1e3:.0f}"
+            f" | {forget_s * 1e3:.1f} | {policy} | {kind} | {_decisions(conductor, prompts)} |",
+            flush=True,
+        )
+    return conductor
+
+
+def _fill(conductor: Conductor, names: list[str], num_blocks: int) -> float:
+    """Every block on one instance, on one of its tiers. Returns the longest time that an event took."""
+    numbers = np.random.default_rng(0)
+    longest_s = 0.0
+    for position in range(0, num_blocks, 1000):
+        name = names[position // 1000 % len(names)]
+        keys = numbers.integers(1, 1 << 63, 1000, dtype=np.uint64).tolist()
+        tier = TIERS[position // 1000 // len(names) % 3]
+        began = time.thread_time()
+        conductor.handle(BlocksStored(name, keys, tier), 0.0)
+        longest_s = max(longest_s, time.thread_time() - began)
+    return longest_s
+
+
+def _chats(conductor: Conductor, names: list[str], random: Random) -> list[list[int]]:
+    system = [random.getrandbits(63) for _ in range(SYSTEM_BLOCKS)]
+    for name in names:
+        conductor.handle(BlocksStored(name, system), 0.0)
+    chats = []
+    for _ in range(NUM_CHATS):
+        blocks = [random.getrandbits(63) for _ in range(PROMPT_BLOCKS - SYSTEM_BLOCKS)]
+        for name in random.sample(names, 3):
+            held = blocks[: random.randrange(len(blocks))]
+            conductor.handle(BlocksStored(name, held, random.choice(TIERS)), 0.0)
+        chats.append([*system, *blocks])
+    return chats
+
+
+def _worst(conductor: Conductor, names: list[str], random: Random) -> list[list[int]]:
+    prompt = [random.getrandbits(63) for _ in range(PROMPT_BLOCKS)]
+    for number, name in enumerate(names):
+        held = prompt[: random.randrange(PROMPT_BLOCKS)]
+        conductor.handle(BlocksStored(name, held, TIERS[number % 3]), 0.0)
+    return [prompt]
+
+
+def _decisions(conductor: Conductor, prompts: list[list[int]]) -> str:
+    index = conductor.index
+    cpu_s, wall_s, index_s = [], [], []
+    for number in range(NUM_DECISIONS):
+        prompt = prompts[number % len(prompts)]
+        place = Place(f"r{number}", PROMPT_BLOCKS * 32, prompt)
+        began, began_cpu = time.perf_counter(), time.thread_time()
+        conductor.handle(place, 100.0 + number)
+        cpu_s.append(time.thread_time() - began_cpu)
+        wall_s.append(time.perf_counter() - began)
+        if number >= 100:
+            conductor.handle(Finished(f"r{number - 100}"), 100.0 + number)
+        index_s.append(_timed(index, prompts[(number + len(prompts) // 2) % len(prompts)]))
+    parts = [(cpu_s, 0.5), (cpu_s, 0.99), (index_s, 0.5), (index_s, 0.99), (wall_s, 0.99)]
+    return " | ".join(f"{sorted(column)[int(len(column) * part)] * 1e6:.0f}" for column, part in parts)
+
+
+def _timed(index: PrefixIndex, prompt: list[int]) -> float:
+    began = time.thread_time()
+    index.match(prompt)
     return time.thread_time() - began
 
 
-def _memory_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _events(conductor: Conductor, num_blocks: int) -> str:
+    random = Random(1)
+    name = next(iter(conductor.instances))
+    events = [[random.getrandbits(63) for _ in range(num_blocks)] for _ in range(2_000)]
+
+    def rate(act: Callable[[list[int]], object]) -> float:
+        began = time.thread_time()
+        for keys in events:
+            act(keys)
+        return len(events) / (time.thread_time() - began)
+
+    stored = rate(lambda keys: conductor.handle(BlocksStored(name, keys), 0.0))
+    removed = rate(lambda keys: conductor.handle(BlocksRemoved(name, keys), 0.0))
+    columns = [num_blocks, stored, stored * num_blocks, removed, removed * num_blocks]
+    return "| " + " | ".join(f"{column:.0f}" for column in columns) + " |"
+
+
+def _resident_bytes() -> int:
+    """What the process has in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

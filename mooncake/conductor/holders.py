@@ -10,6 +10,10 @@ thousand instances still hold the next block of a prompt.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.conductor.keytable import Values
 from mooncake.types import Tier
 
 Masks = tuple[int, int, int]
@@ -38,6 +42,17 @@ class HolderSets:
 
     def masks(self, row: int) -> Masks:
         return self._masks[row]
+
+    def rows_with(self, slot: int, rows: Values | None = None) -> npt.NDArray[np.bool_]:
+        """Which of ``rows`` hold a slot; or, by row, which of all."""
+        if rows is not None:
+            several, which = np.unique(rows, return_inverse=True)
+            return np.array([self._has(row, slot) for row in several.tolist()], np.bool_)[which]
+        return np.array([self._has(row, slot) for row in range(len(self._masks))], np.bool_)
+
+    def _has(self, row: int, slot: int) -> bool:
+        device, memory, ssd = self._masks[row]
+        return bool((device | memory | ssd) >> slot & 1)
 
     def packed(self, row: int, width: int) -> bytes:
         """The masks of a row one after the other, each in ``width`` bytes."""

@@ -5,9 +5,9 @@ is never wrong because the index is, so it may keep 64 bits of a hash where corr
 
 Scopes (whatever makes equal keys mean different blocks: tenants, models, adapters) have a table each, from a
 block to a row of ``holders.py``. Instances have slots, small numbers that stay theirs until they are
-forgotten; every array "by slot" has ``num_slots`` places. An instance's blocks are also listed in the order
-in which they came, so that forgetting it costs its own blocks and no more; the list is cleaned when half of
-it is stale.
+forgotten; every array "by slot" has ``num_slots`` places. An instance's blocks are also listed, so that
+forgetting it costs its own blocks and no more; the list is cleaned when half of it is stale. Who has a large
+part of all blocks (the pool has) needs no list: looking through the whole table costs no more.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from mooncake.types import InstanceId, Tier
 Counts = npt.NDArray[np.int64]
 
 _FIRST_SLOTS = 64
+_LISTED = 1 << 16
+_LISTED_PART = 64  # lists are kept up to so many blocks, or such a part of all
 
 
 class Match:
@@ -83,8 +85,8 @@ class PrefixIndex:
         self._instances: dict[int, InstanceId] = {}  # slot -> instance, the inverse of slots
         self._tables: dict[str, KeyTable] = {}
         self._holders = HolderSets()
-        self._came: dict[tuple[int, str], array[int]] = {}  # slot and scope -> keys as they came, some stale
-        self._num_held: dict[tuple[int, str], int] = {}
+        self._num_held: dict[int, dict[str, int]] = {}  # slot -> scope -> blocks
+        self._lists: dict[int, dict[str, array[int]]] = {}  # slot -> scope -> its keys, some stale
 
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self.slots)} instances, {self.num_blocks} blocks>"
@@ -95,8 +97,7 @@ class PrefixIndex:
         return sum(len(table) for table in self._tables.values())
 
     def num_blocks_of(self, instance: InstanceId) -> int:
-        slot = self.slots.get(instance)
-        return sum(num for (its_slot, _), num in self._num_held.items() if its_slot == slot)
+        return sum(self._num_held.get(self.slots.get(instance, -1), {}).values())
 
     def slot(self, instance: InstanceId) -> int:
         """The slot of an instance, given to it when it is first asked for."""
@@ -131,21 +132,23 @@ class PrefixIndex:
         if table is None:
             table = self._tables[scope] = KeyTable()
         bit = 1 << slot
+        num_held = self._num_held.setdefault(slot, {})
+        lists = self._lists.setdefault(slot, {})
+        if scope not in num_held:
+            num_held[scope], lists[scope] = 0, array("Q")
         found = table.find(column)
         rows = found.values.copy()
-        num_new = 0
         for row, which, count in _groups(found.values):
             masks = self._holders.masks(row)
             if masks[plane] & bit:
                 continue
             rows[which] = self._holders.move(row, with_plane(masks, plane, masks[plane] | bit), count)
             if not (masks[0] | masks[1] | masks[2]) & bit:
-                num_new += count
-                self._came.setdefault((slot, scope), array("Q")).frombytes(column[which].tobytes())
+                num_held[scope] += count
+                if scope in lists:
+                    lists[scope].frombytes(column[which].tobytes())
         table.put(found, rows)
-        if num_new:
-            self._num_held[slot, scope] = self._num_held.get((slot, scope), 0) + num_new
-            self._clean(slot, scope)
+        self._clean(slot, scope)
 
     def remove(
         self,
@@ -178,7 +181,7 @@ class PrefixIndex:
         table.put(found, rows)
         self.past.note_removed(scope, column, Removal(now, instance, tier, reason))
         if num_gone:
-            self._num_held[slot, scope] -= num_gone
+            self._num_held[slot][scope] -= num_gone
             self._clean(slot, scope)
             self._drop_if_empty(scope)
 
@@ -186,7 +189,7 @@ class PrefixIndex:
         """An instance holds nothing any more; returns how many blocks they were."""
         slot = self.slots.get(instance, -1)
         num_blocks = 0
-        for scope in [scope for its_slot, scope in self._came if its_slot == slot]:
+        for scope in list(self._num_held.get(slot, ())):
             table = self._tables[scope]
             found = table.find(self._held_by(slot, scope))
             rows = found.values.copy()
@@ -195,7 +198,8 @@ class PrefixIndex:
             table.put(found, rows)
             num_blocks += len(rows)
             self.past.note_removed(scope, found.keys, Removal(now, instance, None, reason))
-            del self._came[slot, scope], self._num_held[slot, scope]
+            del self._num_held[slot][scope]
+            self._lists[slot].pop(scope, None)
             self._drop_if_empty(scope)
         return num_blocks
 
@@ -231,7 +235,6 @@ class PrefixIndex:
     def check(self) -> None:
         assert {slot: instance for instance, slot in self.slots.items()} == self._instances
         assert all(slot < self.num_slots for slot in self._instances)
-        assert self._came.keys() == self._num_held.keys()
         counts: dict[int, int] = {}
         held: dict[tuple[int, str], int] = {}
         for scope, table in self._tables.items():
@@ -242,33 +245,35 @@ class PrefixIndex:
                 for slot in _slots_in(device | memory | ssd):
                     held[slot, scope] = held.get((slot, scope), 0) + count
         self._holders.check(counts)
-        assert held == {at: num for at, num in self._num_held.items() if num}
-        for slot, scope in self._came:
-            assert len(self._held_by(slot, scope)) == self._num_held[slot, scope]
+        known = {(slot, scope): num for slot, those in self._num_held.items() for scope, num in those.items()}
+        assert held == {at: num for at, num in known.items() if num}
+        for slot, scope in known:
+            assert len(self._held_by(slot, scope)) == known[slot, scope]
 
     def _held_by(self, slot: int, scope: str) -> Keys:
-        """The blocks of a slot, of each the first time it came."""
-        came = np.frombuffer(self._came[slot, scope], np.uint64)
-        keys = came[np.sort(np.unique(came, return_index=True)[1])]
-        rows = self._tables[scope].find(keys).values
-        is_held = np.zeros(len(keys), np.bool_)
-        for row, which, _ in _groups(rows):
-            device, memory, ssd = self._holders.masks(row)
-            is_held[which] = (device | memory | ssd) >> slot & 1
-        return keys[is_held]
+        listed, table = self._lists[slot].get(scope), self._tables[scope]
+        if listed is None:
+            return table.keys_with(self._holders.rows_with(slot))
+        keys = np.unique(np.frombuffer(listed, np.uint64))
+        return keys[self._holders.rows_with(slot, table.find(keys).values)]
 
     def _clean(self, slot: int, scope: str) -> None:
-        """Drop what is stale in the list of a slot's blocks, when that is half of it."""
-        num_held = self._num_held[slot, scope]
-        if len(self._came[slot, scope]) > 1024 + 2 * num_held:
-            kept = self._held_by(slot, scope)
-            self._came[slot, scope] = array("Q", kept.tobytes())
+        """Drop what is stale in the list of a slot's blocks when that is half of it, and the list when it
+        becomes long."""
+        listed = self._lists[slot].get(scope)
+        if listed is None:
+            return
+        if len(listed) > 1024 + 2 * self._num_held[slot][scope]:
+            listed = self._lists[slot][scope] = array("Q", self._held_by(slot, scope).tobytes())
+        if len(listed) > max(_LISTED, len(self._tables[scope]) // _LISTED_PART):
+            del self._lists[slot][scope]
 
     def _drop_if_empty(self, scope: str) -> None:
         if not len(self._tables[scope]):
             del self._tables[scope]
-            for at in [at for at in self._came if at[1] == scope]:
-                del self._came[at], self._num_held[at]
+            for slot, num_held in self._num_held.items():
+                num_held.pop(scope, None)
+                self._lists[slot].pop(scope, None)
 
 
 def _groups(rows: Values) -> Iterator[tuple[int, slice | npt.NDArray[np.bool_], int]]:

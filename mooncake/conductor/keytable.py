@@ -96,6 +96,12 @@ class KeyTable:
             self._size += len(keys)
             self._insert(keys, values)
 
+    def keys_with(self, is_wanted: npt.NDArray[np.bool_]) -> Keys:
+        """Every key for whose value ``is_wanted`` says so."""
+        inside = self._keys[is_wanted[self._values] & (self._keys != 0)]
+        outside = [key for key, value in self._overflow.items() if is_wanted[value]]
+        return np.concatenate([inside, np.array(outside, np.uint64)])
+
     def counts(self) -> dict[int, int]:
         """How many keys have each value."""
         inside = self._values[self._values != 0]

@@ -129,8 +129,21 @@ def test_blocks_that_come_and_go_leave_no_list_behind(index: PrefixIndex) -> Non
         index.store("a", range(number + 100, number + 200))
         index.remove("a", range(number, number + 100))
     assert index.num_blocks_of("a") == 100
-    assert len(index._came[0, ""]) < 3000
+    assert len(index._lists[0][""]) < 3000
     assert index.clear("a") == 100
+
+
+def test_who_has_most_blocks_needs_no_list(index: PrefixIndex) -> None:
+    index.store("b", range(5, 400_000, 5))
+    index.store("a", range(1, 300_000))
+    index.remove("a", range(1, 1000))
+    assert index._lists == {0: {}, 1: {}}
+    index.store("c", range(7, 500, 7))
+    assert index.num_blocks_of("a") == 299_000
+    assert index.clear("a") == 299_000
+    assert index.matches([1000]) == {"b": 1} and index.matches([1001]) == {}
+    index.store("a", [1001])
+    assert len(index._lists[1][""]) == 1
 
 
 BLOCKS = list(range(6))
