@@ -26,7 +26,8 @@ from mooncake.sim.rows import TraceRow
 Format: TypeAlias = Literal["mooncake", "sessions", "azure"]
 
 MAX_TOKENS = 100_000_000
-MAX_ID = (1 << 32) - 1
+MAX_ID = (1 << 60) - 1
+MAX_SESSION_ID = (1 << 32) - 1
 MAX_SESSIONS = 1 << 24
 _CHAIN_SLOTS = 1 << 22
 _ALLOWED = {
@@ -35,7 +36,7 @@ _ALLOWED = {
     "output_length": f"a whole number from 0 to {MAX_TOKENS}",
     "think_ms": "milliseconds, 0 or more",
     "api_ms": "milliseconds, 0 or more",
-    "hash_ids": f"whole numbers from 0 to {MAX_ID}",
+    "hash_ids": f"whole numbers from 0 to {MAX_ID}; within sessions to {MAX_SESSION_ID}",
     "session": "a name of 1 to 200 characters",
 }
 
@@ -44,6 +45,7 @@ _Millis = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 _Input = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 _Output = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 _Id = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
+_SessionId = Annotated[int, msgspec.Meta(ge=0, le=MAX_SESSION_ID)]
 
 
 class MooncakeLine(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -58,7 +60,7 @@ class SessionLine(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     timestamp: _Millis
     input_length: _Input
     output_length: _Output
-    hash_ids: list[_Id]
+    hash_ids: list[_SessionId]
     think_ms: _Millis = 0.0
     api_ms: _Millis = 0.0
 

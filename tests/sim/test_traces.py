@@ -74,6 +74,11 @@ BROKEN: dict[str, tuple[Edit, str, str]] = {
     "an unknown field": (lambda row: row.update(delay=5), "delay is 5", "no such field"),
     "ids are no list": (lambda row: row.update(hash_ids=7), "hash_ids is 7", "whole numbers"),
     "a negative id": (lambda row: row.update(hash_ids=[0, -3]), "hash_ids[1] is -3", "from 0"),
+    "an id too large": (
+        lambda row: row.update(hash_ids=[0, 2**60]),
+        f"hash_ids[1] is {2**60}",
+        f"0 to {2**60 - 1}",
+    ),
     "an id of text": (lambda row: row.update(hash_ids=[0, "a"]), "hash_ids[1] is 'a'", "from 0"),
     "too few ids": (lambda row: row.update(hash_ids=[0]), "hash_ids is '1 ids'", "2 ids (700 tokens / 512"),
     "too many ids": (lambda row: row.update(hash_ids=[0, 3, 9]), "hash_ids is '3 ids'", "2 ids"),
@@ -254,6 +259,8 @@ def test_broken_sessions_are_named(folder: Path) -> None:
     assert (again.row, again.field) == (7, "session")
     back = refused(written(folder, [turn("a", 5, 64, [1]), turn("a", 4, 64, [1])]))
     assert (back.row, back.field) == (2, "timestamp")
+    large = refused(written(folder, [turn("a", 0, 100, [2**32])]))
+    assert large.field == "hash_ids[0]"
     count = refused(written(folder, [turn("a", 0, 100, [1, 2])]))
     assert "1 ids (100 tokens / 64, rounded down)" in str(count)
 
