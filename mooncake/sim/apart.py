@@ -76,7 +76,7 @@ class Apart(Arrivals):
             NodeCache(cluster.pool(cache_tokens), ssd),
             num_stages=num_nodes,
             chunk_tokens=cluster.chunk_tokens,
-            by_priority=cluster.queue_order == "priority",
+            obeys_turns=cluster.obeys_turns,
             began=self._began,
             planned=self._planned,
             prefilled=self._prefilled,
@@ -110,6 +110,7 @@ class Apart(Arrivals):
         journey.prefill, journey.decode = node.number, self._decode_by_id[decision.decode].number
         self.recorder.prefill_instance[journey.number] = journey.prefill
         self.recorder.decode_instance[journey.number] = journey.decode
+        journey.turn = decision.turn
         if not self.decode[journey.decode].takes(journey):
             self.give_up(journey, FAILED)
             return

@@ -35,10 +35,10 @@ class Journey:
         "predicted_ttft_s",
         "prefill",
         "prefill_began_at",
-        "priority",
         "request_id",
         "tbt_s",
         "token_ids",
+        "turn",
         "wait_s",
     )
 
@@ -54,7 +54,8 @@ class Journey:
         """Of its full blocks, as the nodes' caches know them."""
         self.token_ids: list[int] = []
         """Of its prompt; only stepwise."""
-        self.priority = 0
+        self.turn = 0.0
+        """Of those that wait for the same instance, the lowest is next."""
         self.prefill = -1
         self.decode = -1
         self.predicted_ttft_s = 0.0

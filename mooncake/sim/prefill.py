@@ -1,8 +1,8 @@
 """A simulated prefill instance: its queue, what it has cached, and when a prompt is computed.
 
-It owns the order of its prompts and refuses to choose them: the conductor did. One prompt computes at a
-time. Blocks that come from other nodes or from SSD have been on their way since the decision; computing
-may begin when the first layer is there, and ends no sooner than one layer's work after the last byte::
+It refuses to choose its prompts and their turns: the conductor did. One prompt computes at a time. Blocks
+that come from other nodes or from SSD have been on their way since the decision; computing may begin when
+the first layer is there, and ends no sooner than one layer's work after the last byte::
 
     decision        queue ends                        prefilled
        ├──── queue ────┼──────────── compute ─────────────┤
@@ -38,7 +38,7 @@ class PrefillNode:
         *,
         num_stages: int = 1,
         chunk_tokens: int = 0,
-        by_priority: bool = False,
+        obeys_turns: bool = True,
         began: Callable[[Journey], None],
         planned: Callable[[Journey, float], None],
         prefilled: Callable[[Journey], None],
@@ -54,9 +54,9 @@ class PrefillNode:
         self._costs = costs
         self._block_tokens = cache.pool.block_tokens
         self._chunk_tokens = chunk_tokens
-        self._by_priority = by_priority
+        self._obeys_turns = obeys_turns
         self._stage_free_at = [0.0] * num_stages
-        self._queue: list[tuple[int, int, Journey]] = []
+        self._queue: list[tuple[float, int, Journey]] = []
         self._began, self._planned, self._prefilled = began, planned, prefilled
 
     def __repr__(self) -> str:
@@ -67,8 +67,8 @@ class PrefillNode:
         return len(self._queue)
 
     def enqueue(self, journey: Journey) -> None:
-        rank = journey.priority if self._by_priority else 0
-        heapq.heappush(self._queue, (rank, journey.number, journey))
+        turn = journey.turn if self._obeys_turns else 0.0
+        heapq.heappush(self._queue, (turn, journey.number, journey))
         if not self.is_computing:
             self._next(None)
 

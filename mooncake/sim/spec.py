@@ -47,7 +47,8 @@ class ClusterSpec:
     """Tokens of one step that prompts and answers share (``chunked``, ``step``)."""
     max_batch: Count = 256
     """Requests that one instance decodes at a time."""
-    queue_order: Literal["fifo", "priority"] = "fifo"
+    obeys_turns: bool = True
+    """Whether waiting prompts are computed in the conductor's order, or first come first served."""
     sample_s: float = 10.0
     """The time line's interval."""
     watches_blocks: bool = False
@@ -63,8 +64,8 @@ class ClusterSpec:
         if self.detail == "step":
             if self.mode not in ("disaggregated", "chunked"):
                 raise InvalidArgument("detail", self.detail, f"flow when mode is {self.mode}")
-            if self.pipeline_nodes > 1 or self.ssd_tokens or self.queue_order != "fifo":
-                raise InvalidArgument("detail", self.detail, "flow with pipelines, SSDs or priorities")
+            if self.pipeline_nodes > 1 or self.ssd_tokens:
+                raise InvalidArgument("detail", self.detail, "flow with pipelines or SSDs")
 
     def scheduler(
         self, num_tokens: int, step_tokens: int, max_running: int, *, has_external_cache: bool = False

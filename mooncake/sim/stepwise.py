@@ -129,7 +129,10 @@ class StepPrefill(Loop):
             self.fetched(journey)
 
     def fetched(self, journey: Journey) -> None:
-        request = Request(journey.request_id, journey.token_ids, SamplingParams(max_tokens=1))
+        turn_ms = int(journey.turn * 1000)
+        request = Request(
+            journey.request_id, journey.token_ids, SamplingParams(max_tokens=1), priority=turn_ms
+        )
         self.add(journey, request)
 
     def _begin(self, step: Step) -> float:

@@ -1,0 +1,133 @@
+"""The papers' tables about whole clusters: policies, one-pool serving, overload, for ``bench/paper.py``.
+
+Nothing in the simulator was adjusted to them: costs are the fits of FAST'25 Fig 14, links what Fig 12 saw,
+caches 3M tokens a prefill node, and a trace is replayed at its own speed unless a title says otherwise.
+What is not in the papers (the split of 16 nodes, the balancing threshold, objectives of the overload
+runs) is said in the notes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.paper_table import Check, Table
+from mooncake.sim.costs import load_costs
+from mooncake.sim.outcome import Outcome
+from mooncake.sim.serving import ClusterSpec, simulate
+from mooncake.sim.traces import TraceOptions, read_trace
+
+CONVERSATION, SURROGATE = "conversation_trace.jsonl", "arxiv_surrogate.jsonl"
+AGENTIC = "agentic_kvct_sample.jsonl.gz"
+COSTS = load_costs("llama3-70b-8xA800")
+APART = ClusterSpec(costs=COSTS, num_prefill=8, num_decode=8)
+SLO_TTFT_S = 30.0
+
+
+def run(path: Path, cluster: ClusterSpec, scheduling: str, admission: str = "none", **more: Any) -> Outcome:
+    trace = read_trace(str(path), TraceOptions())
+    cluster = dataclasses.replace(cluster, block_tokens=trace.block_tokens)
+    was_collecting = gc.isenabled()
+    gc.disable()  # nothing here has cycles; looking for some takes a third of the time
+    try:
+        return simulate(trace, cluster, scheduling, admission, **more)
+    finally:
+        if was_collecting:
+            gc.enable()
+
+
+def policies(folder: Path) -> Table:
+    """FAST'25 Fig 5."""
+    published = {"random": 19.65, "load": 5.27, "cache_aware": 3.58, "kvcache_centric": 3.07}
+    mean_s = {
+        name: run(folder / CONVERSATION, APART, name).summary().ttft_s.mean
+        for name in (*published, "overlap")
+    }
+    base = mean_s["kvcache_centric"]
+    checks = [
+        Check(what=f"mean TTFT s, {name}", paper=published.get(name, ""), ours=value, digits=2)
+        for name, value in mean_s.items()
+    ]
+    orders = [("random", "load"), ("load", "cache_aware"), ("cache_aware", "kvcache_centric")]
+    for slower, faster in orders:
+        checks.append(
+            Check(
+                what=f"{slower} / {faster}",
+                paper=published[slower] / published[faster],
+                ours=mean_s[slower] / mean_s[faster],
+                low=1.000001,
+                digits=2,
+            )
+        )
+    for name, low, high in (("random", 4.0, None), ("load", 1.4, None), ("overlap", None, 0.85)):
+        paper = published[name] / published["kvcache_centric"] if name in published else ""
+        what = f"{name} / kvcache_centric"
+        checks.append(Check(what=what, paper=paper, ours=mean_s[name] / base, low=low, high=high, digits=2))
+    return Table(
+        "FAST'25 Fig 5: mean TTFT by policy, conversation, 8 prefill + 8 decode", checks, POLICIES_NOTE
+    )
+
+
+POLICIES_NOTE = """\
+The paper's 16 nodes are split in a way that it does not say; ours are 8 + 8. Our waiting times are shorter
+throughout: at this rate prefill is busy to 45-70 %, and an engine's overheads are not in the model. Ratios
+are what the policies make of the same machines."""
+
+
+def one_pool(folder: Path) -> Table:
+    """FAST'25, conversation on 16 nodes: share of requests with TTFT <= 30 s and TBT <= 100, 200, 300 ms."""
+    limits_s = (0.1, 0.2, 0.3)
+    published = {
+        "disaggregated": (96.6, 100.0, 100.0),
+        "vllm": (16.1, 38.8, 62.7),
+        "prefix": (15.0, 34.3, 55.5),
+        "chunked": (9.4, 28.8, 55.2),
+    }
+    checks: list[Check] = []
+    slow = msgspec.structs.replace(COSTS, decode=msgspec.structs.replace(COSTS.decode, base_s=SLOW_STEP_S))
+    for title, costs in (("", COSTS), (f", step {SLOW_STEP_S * 1000:.0f} ms", slow)):
+        shares: dict[str, list[float]] = {}
+        for mode, values in published.items():
+            is_apart = mode == "disaggregated"
+            cluster = dataclasses.replace(
+                APART,
+                mode=mode,
+                costs=COSTS if is_apart else costs,
+                step_tokens=2048 if costs is slow else 512,
+            )
+            outcome = run(folder / CONVERSATION, cluster, "kvcache_centric" if is_apart else "load")
+            shares[mode] = [100 * float(outcome.is_good(SLO_TTFT_S, limit).mean()) for limit in limits_s]
+            if is_apart and costs is slow:
+                continue
+            for limit, paper, ours in zip(limits_s, values, shares[mode], strict=True):
+                what = f"% effective, {mode}{title}, TBT <= {limit * 1000:.0f} ms"
+                checks.append(Check(what=what, paper=paper, ours=ours, digits=1))
+        for number, (limit, paper) in enumerate(zip(limits_s, (498.0, 157.0, 59.0), strict=True)):
+            best = max(values[number] for mode, values in shares.items() if mode != "disaggregated")
+            gain = 100 * (shares["disaggregated"][number] / best - 1)
+            what = f"% more than the best one pool{title}, TBT <= {limit * 1000:.0f} ms"
+            checks.append(Check(what=what, paper=paper, ours=gain, digits=0))
+    return Table(
+        "FAST'25 5.2: effective requests beside one-pool serving, conversation, 16 nodes", checks, POOL_NOTE
+    )
+
+
+SLOW_STEP_S = 0.060
+POOL_NOTE = """\
+At equal costs the gain is smaller than printed, because our one-pool servers pay only for what the devices
+compute: a step of 27 ms and, for chunks, 512 tokens a step with no overhead of their own. vLLM 0.5.1 did not
+reach that. One number explains what was printed: with 60 ms a step (host-side scheduling, sampling and
+broadcasts between steps; the 2024 paper's own decode ran at 60-70 ms) and chunks of 2,048 tokens, plain and
+prefix-caching serving come out near the printed shares at all three limits. So the printed gain is in part
+disaggregation and in part a slower engine; the rows without a step time show the first part alone.
+"""
+
+
+def tables(folder: Path) -> Iterator[Table]:
+    yield policies(folder)
+    yield one_pool(folder)

@@ -1,0 +1,91 @@
+"""How fast the simulator is: a trace on 16 instances, and a day of a 1,000-node cluster.
+
+``python -m bench.simulate --requests 300000`` simulates the first so many requests of that day (agents'
+sessions, half of the nodes prefill) and says what one costs in time and memory; ``--requests 10000000`` is
+the whole of it. ``--trace FILE`` runs a trace file on 8 + 8 instances instead. Times are of the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import resource
+import time
+from collections.abc import Iterable
+
+from mooncake.sim.costs import load_costs
+from mooncake.sim.generators import Agentic
+from mooncake.sim.rows import TraceRow
+from mooncake.sim.serving import ClusterSpec, simulate
+from mooncake.sim.traces import TraceOptions, read_trace
+
+DAY_REQUESTS = 10_000_000
+DAY_S = 86_400.0
+TRACE_ROWS = 23_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", help="a trace file; without, the day of agents")
+    parser.add_argument("--requests", type=int, default=300_000)
+    parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--costs", default="llama3-70b-8xA800")
+    parser.add_argument("--scheduling", nargs="+", default=["cache_aware"])
+    given = parser.parse_args()
+    # Nothing here has cycles worth looking for, and looking through millions of objects takes its time.
+    gc.disable()
+    costs = load_costs(given.costs)
+    print(
+        "| scheduling | requests | tokens | virtual | took | us/request | peak memory | hit rate | all of it |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---|")
+    for scheduling in given.scheduling:
+        rows: Iterable[TraceRow]
+        if given.trace:
+            rows = read_trace(given.trace, TraceOptions())
+            cluster = ClusterSpec(costs=costs)
+        else:
+            rows = day(given.requests)
+            cluster = ClusterSpec(
+                costs=costs, num_prefill=given.nodes // 2, num_decode=given.nodes // 2, sample_s=60.0
+            )
+        print(measure(rows, cluster, scheduling, TRACE_ROWS if given.trace else DAY_REQUESTS), flush=True)
+
+
+def day(num_requests: int) -> Agentic:
+    """As many agents at once as make ten million requests a day."""
+    gap_s = 27.0 + 5.2 * 2.02  # an answer, and the pause behind it on average
+    return Agentic(
+        sessions=round(DAY_REQUESTS / DAY_S * gap_s),
+        requests=num_requests,
+        groups=50,
+        jitter=0.3,
+        ramp_s=1200.0,
+    )
+
+
+def measure(rows: Iterable[TraceRow], cluster: ClusterSpec, scheduling: str, whole: int) -> str:
+    began = time.process_time()
+    outcome = simulate(rows, cluster, scheduling)
+    took_s = time.process_time() - began
+    num_requests = len(outcome)
+    tokens = int(outcome.num_input.sum(dtype="int64") + outcome.num_output.sum(dtype="int64"))
+    virtual_s = float(outcome.arrival_s[-1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    share = whole / num_requests
+    cells = [
+        scheduling,
+        f"{num_requests:,}",
+        f"{tokens / 1e9:.2f} G",
+        f"{virtual_s / 3600:.2f} h",
+        f"{took_s:.1f} s",
+        f"{took_s / num_requests * 1e6:.0f}",
+        f"{peak:.2f} GiB",
+        f"{outcome.summary().hit_rate:.3f}",
+        f"{whole:,}: {took_s * share / 60:.1f} min",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
