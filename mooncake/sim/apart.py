@@ -211,7 +211,7 @@ class Apart(Arrivals):
         fact = Prefilled(
             journey.request_id,
             journey.prefill_began_at - journey.arrived_at,
-            journey.computed_s,
+            journey.lasted_s,
             journey.num_input - journey.cached_tokens,
             journey.cached_tokens - num_loaded,
             loaded_s,

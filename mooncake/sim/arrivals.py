@@ -56,7 +56,7 @@ class Arrivals:
         self.cluster = cluster
         self.costs = cluster.node_costs
         self.kernel = Kernel(seed)
-        self.conductor = Conductor(settings, Random(seed), self.costs.models)
+        self.conductor = Conductor(settings, Random(seed), cluster.models)
         self.recorder = Recorder()
         self.sampler = Sampler(self.kernel, self.recorder, cluster.sample_s, progress)
         self._objectives = objectives

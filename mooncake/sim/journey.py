@@ -26,6 +26,7 @@ class Journey:
         "first_run",
         "first_token_at",
         "keys",
+        "lasted_s",
         "loads",
         "num_fetching",
         "num_input",
@@ -72,6 +73,8 @@ class Journey:
         self.cached_tokens = 0
         """Not computed: found where it was prefilled, or fetched to there."""
         self.computed_s = 0.0
+        self.lasted_s = 0.0
+        """From the first chunk to the last; less than ``computed_s`` in a pipeline of nodes."""
         self.computed_to = 0
         """Tokens of its prompt whose KV is there, while it is computed in chunks."""
         self.prefill_began_at = -1.0

@@ -92,6 +92,7 @@ class PrefillNode:
         # The last token is always computed: its logits make the first token of the answer.
         journey.cached_tokens = min(num_cached * self._block_tokens, journey.num_input - 1)
         journey.computed_s = self._costs.prefill_s(journey.cached_tokens, journey.num_input)
+        journey.lasted_s = journey.computed_s
         self._began(journey)
         if not journey.num_fetching:
             self._run(journey)
@@ -101,6 +102,7 @@ class PrefillNode:
         began_at, computed_s = journey.prefill_began_at, journey.computed_s
         if len(self._stage_free_at) > 1:
             done_at = self._through_stages(journey)
+            journey.lasted_s = done_at - self._kernel.now
             self._kernel.call_at(self._stage_free_at[0], self._next, None)
         else:
             done_at = began_at + computed_s

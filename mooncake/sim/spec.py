@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from mooncake.conductor.predict import CostModels, LinkModel, PrefillModel
 from mooncake.errors import InvalidArgument
 from mooncake.inference.blocks import BlockPool
 from mooncake.inference.scheduler import Scheduler, SchedulerSettings
@@ -89,6 +90,18 @@ class ClusterSpec:
     @property
     def num_prefill_instances(self) -> int:
         return self.num_prefill // self.pipeline_nodes
+
+    @property
+    def models(self) -> CostModels:
+        """What the conductor believes of an instance before it has measured anything."""
+        models, num_nodes = self.node_costs.models, self.pipeline_nodes
+        if num_nodes == 1:
+            return models
+        one = models.prefill
+        fill_s = (num_nodes - 1) / num_nodes * one.seconds(0, self.chunk_tokens)
+        piped = PrefillModel(one.c0 + fill_s, one.c1 / num_nodes, one.c2 / num_nodes)
+        link = LinkModel(models.link.latency_s, models.link.bytes_per_s * num_nodes)
+        return msgspec.structs.replace(models, prefill=piped, link=link)
 
     @property
     def node_costs(self) -> Costs:

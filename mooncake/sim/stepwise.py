@@ -143,6 +143,7 @@ class StepPrefill(Loop):
                 journey.prefill_began_at = self._kernel.now
                 journey.cached_tokens = chunk.start
                 journey.computed_s = self._costs.prefill_s(chunk.start, journey.num_input)
+                journey.lasted_s = journey.computed_s
                 seconds += journey.computed_s - self._costs.prefill.seconds(chunk.start, journey.num_input)
                 self._began(journey)
                 self._planned(journey, self._kernel.now + journey.computed_s)
