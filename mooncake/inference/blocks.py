@@ -7,15 +7,16 @@ where else a block may be cached. A block is in exactly one of three places::
     cached     unreferenced, but full and indexed by its hash: the next hit revives it
     blank      unreferenced and holding nothing worth keeping
 
-Blanks are taken first, then the least recently used cached block; both lists are ordered
-dictionaries, so every operation is O(1) in the size of the pool. Only full blocks are indexed: a
-block is immutable from then on, and sharing never needs a copy. The trick of making the free list
-and the LRU list one is vLLM's.
+Blanks are taken first, then the cached block that was given back longest ago. Using a cached block and
+giving it back only notes when: the queue of eviction is a heap whose entries may be too early, and the
+true instant is looked at when an entry surfaces. So a prompt of a thousand cached blocks costs two short
+loops. Only full blocks are indexed: a block is immutable from then on, and sharing never needs a copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeAlias, TypeVar
@@ -24,6 +25,10 @@ from mooncake.prefix import BlockHash
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 """What names a block: its hash, or what a simulation has instead of one."""
+
+
+_BLOCK_BITS = 32
+_BLOCK_MASK = (1 << _BLOCK_BITS) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +64,16 @@ class BlockPool(Generic[KeyT]):
         self._hashes: list[KeyT | None] = [None] * num_blocks
         self._index: dict[KeyT, int] = {}
         self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._num_idle = 0
+        """Cached blocks that nobody uses."""
+        self._now = 0
+        """Counts blocks that were given back."""
+        self._given_back = [0] * num_blocks
+        """When that was, of cached blocks."""
+        self._queue: list[int] = []
+        """A heap of (no later than when it was given back, block); every cached block has one entry or, until
+        it is given back for the first time, none. Both in one integer: a tuple takes twice the memory."""
+        self._is_queued = bytearray(num_blocks)
         self._events: list[BlockStored[KeyT] | BlockRemoved[KeyT]] = []
 
     @property
@@ -69,7 +83,7 @@ class BlockPool(Generic[KeyT]):
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, cached ones included."""
-        return len(self._blank) + len(self._cached)
+        return len(self._blank) + self._num_idle
 
     @property
     def num_cached(self) -> int:
@@ -78,9 +92,10 @@ class BlockPool(Generic[KeyT]):
 
     def match(self, hashes: Iterable[KeyT]) -> list[int]:
         """Block ids of the longest cached prefix of ``hashes``. Takes no reference."""
-        found = []
+        found: list[int] = []
+        known = self._index.get
         for block_hash in hashes:
-            block = self._index.get(block_hash)
+            block = known(block_hash)
             if block is None:
                 break
             found.append(block)
@@ -92,10 +107,13 @@ class BlockPool(Generic[KeyT]):
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Take one reference on each."""
-        references, hashes, blank, cached = self._references, self._hashes, self._blank, self._cached
+        references = self._references
         for block in block_ids:
-            if references[block] == 0:
-                del (blank if hashes[block] is None else cached)[block]
+            if not references[block]:
+                if self._hashes[block] is None:
+                    del self._blank[block]
+                else:
+                    self._num_idle -= 1
             references[block] += 1
 
     def allocate(self, num_blocks: int, after: int | None = None, headroom: int = 0) -> list[int] | None:
@@ -116,7 +134,7 @@ class BlockPool(Generic[KeyT]):
                 after += 1
                 del self._blank[after]
             blanks.append(after)
-        evicted = [self._cached.popitem(last=False)[0] for _ in range(num_blocks - len(blanks))]
+        evicted = [self._pop_oldest() for _ in range(num_blocks - len(blanks))]
         self._forget(evicted)
         taken = blanks + sorted(evicted)
         for block in taken:
@@ -133,12 +151,45 @@ class BlockPool(Generic[KeyT]):
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Give one reference back on each. Later blocks are reused before earlier ones."""
-        references, hashes, blank, cached = self._references, self._hashes, self._blank, self._cached
+        references, hashes, given_back, is_queued = (
+            self._references,
+            self._hashes,
+            self._given_back,
+            self._is_queued,
+        )
+        now = self._now
         for block in reversed(block_ids):
             left = references[block] = references[block] - 1
             assert left >= 0, f"block {block} was freed more often than taken"
-            if left == 0:
-                (blank if hashes[block] is None else cached)[block] = None
+            if left:
+                continue
+            if hashes[block] is None:
+                self._blank[block] = None
+                continue
+            now += 1
+            given_back[block] = now
+            self._num_idle += 1
+            if not is_queued[block]:
+                is_queued[block] = True
+                heapq.heappush(self._queue, now << _BLOCK_BITS | block)
+        self._now = now
+
+    def _pop_oldest(self) -> int:
+        """Of the idle blocks, of which there must be one."""
+        queue, references, given_back = self._queue, self._references, self._given_back
+        while True:
+            entry = queue[0]
+            block = entry & _BLOCK_MASK
+            if references[block]:
+                # It will be given back later than all that are idle now.
+                heapq.heapreplace(queue, self._now + 1 << _BLOCK_BITS | block)
+            elif given_back[block] != entry >> _BLOCK_BITS:
+                heapq.heapreplace(queue, given_back[block] << _BLOCK_BITS | block)
+            else:
+                heapq.heappop(queue)
+                self._is_queued[block] = False
+                self._num_idle -= 1
+                return block
 
     def publish(
         self,
@@ -170,19 +221,30 @@ class BlockPool(Generic[KeyT]):
         return events
 
     def check(self) -> None:
+        queued = [entry & _BLOCK_MASK for entry in self._queue]
+        assert len(set(queued)) == len(queued), "a block is queued twice"
+        num_idle = 0
         for block in range(1, self.num_blocks):
-            places = (self._references[block] > 0) + (block in self._blank) + (block in self._cached)
+            is_idle = self._references[block] == 0 and self._hashes[block] is not None
+            num_idle += is_idle
+            places = (self._references[block] > 0) + (block in self._blank) + is_idle
             assert places == 1, f"block {block} is in {places} places"
-            assert block not in self._cached or self._hashes[block] is not None, f"block {block} is no cache"
-            assert block not in self._blank or self._hashes[block] is None, f"blank block {block} has a hash"
-        assert 0 not in self._blank and 0 not in self._cached and self._references[0] == 0
+            assert not is_idle or self._is_queued[block], f"block {block} can never be evicted"
+        assert num_idle == self._num_idle, f"{num_idle} blocks are idle, not {self._num_idle}"
+        assert sorted(queued) == [block for block, is_queued in enumerate(self._is_queued) if is_queued]
+        for entry in self._queue:
+            block = entry & _BLOCK_MASK
+            assert self._hashes[block] is not None, f"block {block} is queued and no cache"
+            is_early = self._references[block] or entry >> _BLOCK_BITS <= self._given_back[block]
+            assert is_early, f"block {block} is queued too late"
+        assert 0 not in self._blank and self._references[0] == 0
         for block_hash, block in self._index.items():
             assert self._hashes[block] == block_hash, f"block {block} is indexed wrongly"
         assert len(self._index) == sum(block_hash is not None for block_hash in self._hashes)
 
     def __repr__(self) -> str:
         num_used = self.num_usable - self.num_free
-        return f"BlockPool(used={num_used} cached={len(self._cached)} blank={len(self._blank)})"
+        return f"BlockPool(used={num_used} cached={self._num_idle} blank={len(self._blank)})"
 
     def _forget(self, block_ids: Sequence[int]) -> None:
         removed = []

@@ -121,7 +121,7 @@ class PrefillNode:
         """What was computed stays here until room is needed."""
         cache, keys, block_ids = self.cache, journey.keys, journey.block_ids
         if journey.loads:  # what was loaded may have come meanwhile
-            more = cache.match(keys)[len(block_ids) :]
+            more = cache.match(keys[len(block_ids) :])
             cache.pin(more)
             block_ids = block_ids + more
         if len(block_ids) < len(keys):
