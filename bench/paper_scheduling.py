@@ -20,6 +20,7 @@ from bench.paper_table import Check, Table
 from mooncake.sim.costs import load_costs
 from mooncake.sim.outcome import Outcome
 from mooncake.sim.serving import ClusterSpec, simulate
+from mooncake.sim.spec import Mode
 from mooncake.sim.traces import TraceOptions, read_trace
 
 CONVERSATION, SURROGATE = "conversation_trace.jsonl", "arxiv_surrogate.jsonl"
@@ -82,7 +83,7 @@ are what the policies make of the same machines."""
 def one_pool(folder: Path) -> Table:
     """FAST'25, conversation on 16 nodes: share of requests with TTFT <= 30 s and TBT <= 100, 200, 300 ms."""
     limits_s = (0.1, 0.2, 0.3)
-    published = {
+    published: dict[Mode, tuple[float, ...]] = {
         "disaggregated": (96.6, 100.0, 100.0),
         "vllm": (16.1, 38.8, 62.7),
         "prefix": (15.0, 34.3, 55.5),
@@ -91,7 +92,7 @@ def one_pool(folder: Path) -> Table:
     checks: list[Check] = []
     slow = msgspec.structs.replace(COSTS, decode=msgspec.structs.replace(COSTS.decode, base_s=SLOW_STEP_S))
     for title, costs in (("", COSTS), (f", step {SLOW_STEP_S * 1000:.0f} ms", slow)):
-        shares: dict[str, list[float]] = {}
+        shares: dict[Mode, list[float]] = {}
         for mode, values in published.items():
             is_apart = mode == "disaggregated"
             cluster = dataclasses.replace(

@@ -35,9 +35,7 @@ def main() -> None:
     # Nothing here has cycles worth looking for, and looking through millions of objects takes its time.
     gc.disable()
     costs = load_costs(given.costs)
-    print(
-        "| scheduling | requests | tokens | virtual | took | us/request | peak memory | hit rate | all of it |"
-    )
+    print("| scheduling | requests | tokens | virtual | took | us/request | memory | hit rate | all of it |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---|")
     for scheduling in given.scheduling:
         rows: Iterable[TraceRow]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from mooncake.conductor.messages import Decision, Fetch, Prefilled, Refuse
+from mooncake.conductor.messages import Decision, Fetch, Prefilled, Refuse, TransferMeasured
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.sim.arrivals import Arrivals
 from mooncake.sim.decoding import DecodeNode
@@ -167,7 +167,7 @@ class Apart(Arrivals):
         self.fabric.start(ports, num_blocks * self._block_bytes, self._loaded, load)
 
     def _loaded(self, load: _Load) -> None:
-        journey, node, source, pinned, first, _began_at = load
+        journey, node, source, pinned, first, began_at = load
         now = self.kernel.now
         source.cache.unpin(pinned)
         end = next(end for start, end in journey.loads if start == first)
@@ -175,6 +175,9 @@ class Apart(Arrivals):
         num_known = len(node.cache.match(keys))
         node.cache.unpin(node.cache.keep(keys[num_known:]))
         self.tell_blocks(node.id, node.cache)
+        if source is not node:
+            size_bytes = (end - first) * self._block_bytes
+            self.tell(TransferMeasured(source.id, node.id, size_bytes, now - began_at))
         journey.num_fetching -= 1
         if not journey.num_fetching:
             journey.fetch_ended_at = now

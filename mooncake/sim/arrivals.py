@@ -23,6 +23,7 @@ from mooncake.conductor.messages import (
     Place,
     Probed,
     Refuse,
+    StepMeasured,
 )
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.machine import Wake
@@ -38,6 +39,7 @@ from mooncake.sim.stepwise import prompt_of
 from mooncake.sim.timeline import Sampler
 from mooncake.types import InstanceId, Role, Tier
 
+STEPS_MEASURED_EVERY_S = 1.0
 LIFETIME_S = 1e9
 """Nobody is forgotten: every end is reported."""
 
@@ -93,7 +95,7 @@ class Arrivals:
     # what it uses
 
     def join(self, instance: InstanceId, role: Role) -> None:
-        self.tell(AddInstance(instance, role))
+        self.tell(AddInstance(instance, role, self.costs.device_tokens if role is Role.DECODE else 0))
         self.tell(Probed(instance, ProbeOutcome.READY))
 
     def tell(self, event: Event) -> list[Effect]:
@@ -122,8 +124,11 @@ class Arrivals:
             cache.ssd_came = []
 
     def tell_step(self, instance: InstanceId, batch: Batch) -> None:
-        """``batch`` is at the end of a step."""
-        self._measured_at[instance] = self.kernel.now
+        """``batch`` is at the end of a step, as its engine reports now and then."""
+        now = self.kernel.now
+        if now - self._measured_at.get(instance, -1e9) >= STEPS_MEASURED_EVERY_S:
+            self._measured_at[instance] = now
+            self.tell(StepMeasured(instance, len(batch), batch.context, batch.seconds(1)))
 
     def done(self, journey: Journey, at: float) -> None:
         """Its last token was made at ``at``."""

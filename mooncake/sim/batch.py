@@ -17,7 +17,7 @@ import heapq
 import math
 from collections.abc import Iterable
 
-from mooncake.conductor.predict import DecodeModel
+from mooncake.conductor.costs import DecodeModel
 from mooncake.sim.journey import Journey
 
 RUNS_KEPT = 2048

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from mooncake.conductor.predict import CostModels, DecodeModel, LinkModel, PrefillModel
+from mooncake.conductor.costs import CostModels, DecodeModel, LinkModel, PrefillModel
 from mooncake.errors import InvalidArgument
 
 Positive = Annotated[float, Meta(gt=0)]

@@ -26,7 +26,7 @@ NEVER_S = 1e12
 def simulate(
     rows: Iterable[TraceRow],
     cluster: ClusterSpec,
-    scheduling: str = "cache_aware",
+    scheduling: str = "overlap",
     admission: str = "none",
     seed: int = 0,
     speedup: float = 1.0,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from mooncake.conductor.predict import CostModels, LinkModel, PrefillModel
+from mooncake.conductor.costs import CostModels, LinkModel, PrefillModel
 from mooncake.errors import InvalidArgument
 from mooncake.inference.blocks import BlockPool
 from mooncake.inference.scheduler import Scheduler, SchedulerSettings
 from mooncake.sim.costs import Costs
 
 Count = Annotated[int, Meta(gt=0)]
+Mode: TypeAlias = Literal["disaggregated", "vllm", "prefix", "chunked"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class ClusterSpec:
     num_prefill: Count = 8
     num_decode: Annotated[int, Meta(ge=0)] = 8
     """0 only where nodes do both."""
-    mode: Literal["disaggregated", "vllm", "prefix", "chunked"] = "disaggregated"
+    mode: Mode = "disaggregated"
     """The others are one pool of ``num_prefill + num_decode`` nodes that do both: ``vllm`` computes prompts
     before it goes on decoding, ``prefix`` also keeps their blocks for later ones, ``chunked`` mixes chunks
     of prompts into the steps."""

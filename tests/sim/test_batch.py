@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.conductor.predict import DecodeModel
+from mooncake.conductor.costs import DecodeModel
 from mooncake.sim.batch import Batch, longest_mean
 from mooncake.sim.journey import Journey
 
