@@ -478,6 +478,7 @@ class Conductor:
     def _blocks_stored(self, event: BlocksStored, now: float) -> list[Effect]:
         if event.instance in self.instances or event.instance == POOL:
             self.index.store(event.instance, event.keys, event.tier, event.scope)
+            self._grow()  # the pool gets its slot here
         return []
 
     def _blocks_removed(self, event: BlocksRemoved, now: float) -> list[Effect]:

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from mooncake.conductor.conductor import Conductor
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
+    POOL,
     AddInstance,
     BlocksCleared,
     BlocksStored,
@@ -38,7 +39,7 @@ from mooncake.conductor.messages import (
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.machine import Wake
 from mooncake.prefix import block_hashes, root_hash, short_key
-from mooncake.types import Role
+from mooncake.types import Role, Tier
 
 SETTINGS = SchedulingSettings(block_tokens=16, slow_start_s=0.0, max_requests_per_instance=4)
 SLOW = SchedulingSettings(block_tokens=16, slow_start_s=10.0)
@@ -431,3 +432,14 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_the_pool_is_known_but_serves_nobody(conductor: Conductor) -> None:
+    add(conductor, *(f"d{number}" for number in range(64)))  # so that the pool's slot is one too many
+    conductor.handle(BlocksStored(POOL, KEYS[:2], Tier.MEMORY, "kv/0"), 1.0)
+    conductor.handle(BlocksStored("stranger", KEYS, Tier.MEMORY, "kv/0"), 1.0)
+    assert conductor.index.matches(KEYS, "kv/0") == {POOL: 2}
+    assert decided(conductor, keys=KEYS).num_cached_tokens == 0
+    assert all(row.instance != POOL for row in conductor.status())
+    conductor.handle(BlocksCleared(POOL, "restarted"), 2.0)
+    assert conductor.index.matches(KEYS, "kv/0") == {}
