@@ -70,8 +70,9 @@ class Match:
         last = alive.reshape(-1)
         words = last.nonzero()[0]
         bits = np.unpackbits(last[words].view(np.uint8), bitorder="little").view(np.bool_).nonzero()[0]
-        run, level, word = np.unravel_index(words[bits >> 6], alive.shape)
-        counts[level, word * 64 + (bits & 63)] = ends[run]
+        run, place = np.divmod(words, alive[0].size)  # few words, many bits
+        word = bits >> 6
+        counts.reshape(-1)[(place * 64)[word] + (bits & 63)] = ends[run][word]
         return counts
 
 
