@@ -131,7 +131,8 @@ class PutWritten(msgspec.Struct, frozen=True, array_like=True, tag="put_written"
     checksums: list[bytes]
     pieces: list[tuple[int, int]]
     """(advance, number in it) for each key."""
-    policy: PutPolicy = PutPolicy()
+    policy: PutPolicy | None = None
+    """None: the default one; to say it would take longer than to keep to it."""
     groups: list[str] = []
     parents: list[str] = []
     tenant: str = ""

@@ -348,7 +348,7 @@ class Operations:
             [size_bytes],
             [moved.checksums.tobytes()],
             [(piece.advance_id, piece.number)],
-            policy,
+            None if policy is DEFAULT_POLICY else policy,
             list(groups),
             list(parents),
             self.tenant,

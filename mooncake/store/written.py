@@ -36,7 +36,8 @@ class Written:
             )
         if len(message.groups) not in (0, count) or len(message.parents) not in (0, count):
             return Failure("invalid_argument", "put_written: groups or parents, but not one for each key")
-        refusal = check_policy(message.policy) or _check_simple(message.policy)
+        policy = message.policy
+        refusal = None if policy is None else check_policy(policy) or _check_simple(policy)
         account: Account | Refusal = refusal or self._writing.admitted(message.tenant)
         outcomes: list[bool | Refusal] = []
         for index in range(count):
@@ -79,7 +80,8 @@ class Written:
             return refusal
         self._advances.use(message.pieces[index], put_id)
         stored = catalog.begin_written(key, put_id, size_bytes, piece, now)
-        stored.policy, stored.data_type = message.policy, message.policy.data_type
+        if message.policy is not None:
+            stored.policy, stored.data_type = message.policy, message.policy.data_type
         self._writing.relate(stored, message, index)
         self._writing.finish(stored, checksums, now)
         catalog.tell(now, key, "put as #{} in one step, readable on {}", stored.object_id, piece.segment.name)
