@@ -12,6 +12,7 @@ nothing.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from mooncake.store import messages as m
@@ -91,16 +92,29 @@ class Stock:
 
     def drop_late(self, now: float) -> None:
         """Forget what may not be written any more, and want less of it."""
-        for size_bytes, pieces in list(self._pieces.items()):
-            in_time = deque(piece for piece in list(pieces) if piece.write_until > now)
-            if len(in_time) < len(pieces):
-                self._pieces[size_bytes] = in_time
+        for size_bytes in list(self._pieces):
+            if self._drop(size_bytes, lambda piece: piece.write_until <= now):
                 self._goals[size_bytes] = max(0, self._goals.get(size_bytes, 0)) // 4
 
     def drop_on(self, segment: str) -> None:
         """That node can't be reached."""
-        for size_bytes, pieces in list(self._pieces.items()):
-            self._pieces[size_bytes] = deque(p for p in list(pieces) if p.replica.segment != segment)
+        for size_bytes in list(self._pieces):
+            self._drop(size_bytes, lambda piece: piece.replica.segment == segment)
+
+    def _drop(self, size_bytes: int, is_useless: Callable[[Piece], bool]) -> int:
+        """How many were. One by one through everybody's hands, so that no piece is in two at a time."""
+        num_dropped = 0
+        pieces = self._pieces.get(size_bytes, deque())
+        for _ in range(len(pieces)):
+            try:
+                piece = pieces.popleft()
+            except IndexError:  # others took the rest
+                break
+            if is_useless(piece):
+                num_dropped += 1
+            else:
+                pieces.append(piece)
+        return num_dropped
 
     def clear(self) -> None:
         """The master that gave it is no more."""

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+import threading
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,3 +102,34 @@ def test_what_is_on_a_lost_node_and_what_a_lost_master_gave_goes() -> None:
     assert len(stock) == 3
     stock.clear()
     assert len(stock) == 0 and stock.take(1000) is None
+
+
+def test_threads_never_have_the_same_piece() -> None:
+    """Also while others drop what is late or lost."""
+    stock = Stock()
+    stock.add(advance(200), 1000, asked_at=0.0)
+    stock.add(advance(200, number=2, place=THERE), 1000, asked_at=10.0)
+    taken: list[tuple[int, int]] = []
+
+    def take() -> None:
+        while (piece := stock.take(1000)) is not None:
+            taken.append((piece.advance_id, piece.number))
+
+    def drop() -> None:
+        for _ in range(20):
+            stock.drop_late(20.0)
+            stock.drop_on("nowhere")
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work) for work in (take, drop, take, drop)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    take()
+    assert len(set(taken)) == len(taken)
+    assert {number for advance_id, number in taken if advance_id == 2} == set(range(200))
