@@ -156,12 +156,12 @@ class Eviction:
         whole: bool = True,
     ) -> Generator[tuple[StoredObject, Extent], None, None]:
         """Replicas to evict from ``segments``, the first to go first. The caller takes each away, or
-        leaves it be, before the next. ``whole`` False: only where the object stays readable."""
+        leaves it be, before the next. ``whole`` False: only where the object and its group stay readable."""
         places = [self._queues[segment] for segment in segments if segment in self._queues]
         for queues in places:
             self._end_pins(queues[Order.PINNED], now)
         for order in Order if whole else (Order.SPARE,):
-            yield from self._merge([queues[order] for queues in places], now, spare)
+            yield from self._merge([queues[order] for queues in places], now, spare, whole)
 
     def coldest(self, segment: Segment, limit: int) -> list[StoredObject]:
         """Objects that go with their replica on ``segment``, about in the order in which they would.
@@ -184,7 +184,7 @@ class Eviction:
     # The orders
 
     def _merge(
-        self, queues: list[Queue], now: float, spare: StoredObject | None
+        self, queues: list[Queue], now: float, spare: StoredObject | None, whole: bool
     ) -> Generator[tuple[StoredObject, Extent], None, None]:
         """The first of all queues, again and again."""
         numbers = {queue: number for number, queue in enumerate(queues)}
@@ -212,7 +212,11 @@ class Eviction:
                     heapq.heappop(queue.entries)  # until a descendant leaves
                     extent.place = None
                     continue
-                elif stored is not spare and extent.held_until <= now:
+                elif (
+                    stored is not spare
+                    and extent.held_until <= now
+                    and (whole or stored.all_have_slower(extent))
+                ):
                     self._age = entry[0] if self._policy == "lfu" else 0.0
                     self._news = []
                     yield stored, extent

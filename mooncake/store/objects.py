@@ -220,6 +220,12 @@ class StoredObject:
         speed = SPEED[extent.segment.tier]
         return any(e.is_complete and SPEED[e.segment.tier] > speed for e in self.extents)
 
+    def all_have_slower(self, extent: Extent) -> bool:
+        """The same of it and its group, which leaves with it."""
+        members = (self,) if self.joint is None else self.joint.members.values()
+        leaving = (member.complete(extent.segment.tier) for member in members)
+        return all(member.has_slower(of[0]) for member, of in zip(members, leaving, strict=True) if of)
+
     def on(self, segment: Segment) -> Extent | None:
         """Its replica there."""
         return next((extent for extent in self.extents if extent.segment is segment), None)

@@ -86,7 +86,7 @@ class Space:
             num_evicted = 0
             with contextlib.closing(account.victims(now)) as victims:
                 for victim, extent in victims:
-                    may_leave = whole or victim.has_slower(extent)
+                    may_leave = whole or victim.all_have_slower(extent)
                     if may_leave and not self._catalog.eviction.is_blocked(victim, extent):
                         self._catalog.evict(victim, extent, "its tenant is over its quota", now)
                         num_evicted += 1

@@ -159,6 +159,19 @@ def test_without_a_copy_on_ssd_nothing_is_evicted_when_that_is_wanted() -> None:
     assert (counts.evicted_replicas, counts.evicted_objects) == (1, 0)
 
 
+def test_a_group_stays_in_memory_while_one_of_it_is_nowhere_else() -> None:
+    nodes = Nodes(dataclasses.replace(SETTINGS, evict_undemoted=False, demote_watermark=1.0))
+    with_ssd(nodes, memory_bytes=3072)
+    nodes.put("a", host="a", group="g")
+    nodes.put("b", host="a", group="g")
+    nodes.put("c", host="a")
+    copied(nodes, "a", "a/ssd")
+    assert nodes.start("d", host="a").refusals[0].code == "no_space"
+    copied(nodes, "b", "a/ssd")
+    nodes.put("d", host="a")
+    assert [nodes.where(key) for key in "abcd"] == [["a/ssd"], ["a/ssd"], ["a"], ["a"]]
+
+
 def copied(nodes: Nodes, key: str, segment: str) -> None:
     catalog = nodes.master.catalog
     stored = catalog.objects.readable[key]
