@@ -92,6 +92,7 @@ class Cluster:
     def start_master(self) -> None:
         self.kernel.tell("master starts")
         self.checkers.ledger.master_crashed()
+        self.checkers.master_died(self.master.master)
         self.master = SimMaster(self)
         self.checkers.master_started()
 

@@ -288,6 +288,9 @@ class Worker:
                 self._next()
                 return
             self._checkers.promised(self._client, grant)
+            if self._checkers.is_ghost(grant.object_id):
+                self._next()
+                return
             first = grant.segment.read(grant.address, grant.size_bytes)
             if not self._checkers.has_corruption:
                 # A writer that overran its deadline or a bit that fell: only checksums catch those.
