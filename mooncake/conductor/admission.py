@@ -1,0 +1,165 @@
+"""Whether a request is let in, given what is predicted of it.
+
+It owns the question "is it worth starting?" and the fate of those who were let in, and refuses to know how
+instances are chosen: it is asked when the best pair is known, with the prediction for that pair. Five rules:
+
+``none``       everybody is let in.
+``baseline``   (paper §7) each stage looks at itself: prefill at arrival, decode when the prompt is computed.
+               What decode then rejects was computed in vain.
+``early``      (paper §7) both are checked at arrival: predicted TTFT against its SLO, and the decode pool's
+               *present* TBT against its SLO. The present is not what the request will meet: prefill takes
+               seconds, so the load of both pools swings.
+``predicted``  (paper §7) as ``early``, with the decode load expected when the prefill ends.
+``goodput``    ours (``goodput.py``).
+
+A rejection's ``Retry-After`` is computed from the same forecast: the first instant at which the rule, asked
+again with nothing but time having passed, would say yes. A share of the rejected (``audit_share``) is let in
+all the same and marked: their fate tells how often a rejection was wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from mooncake.conductor.goodput import Goodput
+from mooncake.conductor.population import Population
+from mooncake.conductor.verdict import Applicant, Pools, Verdict, decode_full, too_late
+
+Rule = Literal["none", "baseline", "early", "predicted", "goodput"]
+
+
+@dataclass(slots=True)
+class Audit:
+    """What became of requests that were let in although they were rejected."""
+
+    num_admitted: int = 0
+    num_ended: int = 0
+    num_in_slo: int = 0
+
+
+@dataclass(slots=True)
+class _Promise:
+    request: Applicant
+    verdict: Verdict
+    base_s: float
+    is_prefilled: bool = False
+
+
+class Admission:
+    """One of the rules, and what it must remember."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        *,
+        audit_share: float = 0.0,
+        turn_share: float = 0.05,
+        horizon_s: float = 30.0,
+    ) -> None:
+        self.rule = rule
+        self.audit = Audit()
+        self.num_rejected: dict[str, int] = {}
+        self.population = Population()
+        self.goodput = Goodput(self.population, horizon_s, turn_share)
+        self._audit_share = audit_share
+        self._audit_due = 0.0
+        self._promises: dict[str, _Promise] = {}
+
+    def __repr__(self) -> str:
+        return f"<Admission {self.rule}: {len(self._promises)} admitted, rejected {self.num_rejected}>"
+
+    def judge(self, request: Applicant, pools: Pools, now: float) -> Verdict:
+        """Whether ``request`` is let in; if so it counts from now on."""
+        verdict = self._judge(request, pools, now)
+        if not verdict.is_admitted:
+            self._count(verdict)
+            self._audit_due += self._audit_share
+            if self._audit_due < 1.0:
+                return verdict
+            self._audit_due -= 1.0
+            self.audit.num_admitted += 1
+            verdict = dataclasses.replace(verdict, is_admitted=True, is_audited=True)
+        self._promises[request.request_id] = _Promise(request, verdict, pools.step.base_s)
+        self.population.expect(request.request_id, now + request.ttft_s, request.num_tokens, now)
+        return verdict
+
+    def prefilled(self, request_id: str, pools: Pools, now: float) -> Verdict:
+        """Its prompt is computed. ``baseline`` looks at the decode pool only now, and may still reject."""
+        promise = self._promises.get(request_id)
+        if promise is None or promise.is_prefilled:
+            return Verdict(True)
+        if self.rule == "baseline" and not promise.verdict.is_audited:
+            verdict = self._present_decode(promise.request, pools)
+            if verdict is not None:
+                self._count(verdict)
+                self.forget(request_id)
+                return verdict
+        promise.is_prefilled = True
+        self.population.started(request_id, now)
+        return Verdict(True)
+
+    def finished(self, request_id: str, ttft_s: float, tbt_s: float, is_complete: bool, now: float) -> None:
+        """It has ended; ``ttft_s`` 0: nobody measured."""
+        promise = self._promises.pop(request_id, None)
+        if promise is None:
+            return
+        self.population.left(request_id, now)
+        request, is_answered = promise.request, is_complete and ttft_s > 0
+        if promise.verdict.is_audited:
+            self.audit.num_ended += 1
+            in_time = not request.slo_ttft_s or ttft_s <= request.slo_ttft_s
+            in_pace = not request.slo_tbt_s or tbt_s <= request.slo_tbt_s
+            self.audit.num_in_slo += is_answered and in_time and in_pace
+        elif is_answered:
+            room_s, over_s = promise.verdict.tbt_room_s, tbt_s - promise.base_s
+            self.goodput.learn(ttft_s - request.ttft_s, over_s / room_s if room_s else 0.0)
+
+    def forget(self, request_id: str) -> None:
+        """It is placed anew, or not at all: as if it had not been asked about."""
+        self._promises.pop(request_id, None)
+        self.population.forget(request_id)
+
+    def check(self) -> None:
+        self.population.check()
+        self.goodput.check()
+        assert 0.0 <= self._audit_due < 1.0
+        assert self.audit.num_in_slo <= self.audit.num_ended <= self.audit.num_admitted
+
+    def _judge(self, request: Applicant, pools: Pools, now: float) -> Verdict:
+        if self.rule == "goodput":
+            return self.goodput.judge(request, pools, now)
+        load = request.ttft_s / request.slo_ttft_s if request.slo_ttft_s else 0.0
+        if self.rule != "none" and load > 1.0:
+            return too_late(request)
+        refused = None
+        if self.rule == "early":
+            refused = self._present_decode(request, pools)
+        elif self.rule == "predicted":
+            refused = self._predicted_decode(request, pools, now)
+        return refused or Verdict(True, prefill_load=load)
+
+    def _present_decode(self, request: Applicant, pools: Pools) -> Verdict | None:
+        """Why the decode pool is too full now; somebody leaves it every ``mean_stay_s / n`` seconds."""
+        there = self.population.decoding
+        step_s = pools.step_s(there, request)
+        if not request.slo_tbt_s or not pools.num_decode or step_s <= request.slo_tbt_s:
+            return None
+        num_over = max(1.0, there.num_requests + 1 - pools.most_requests(there, request.slo_tbt_s))
+        wait_s = num_over * self.population.mean_stay_s / max(1, there.num_requests)
+        return decode_full(there.num_requests, request.slo_tbt_s, step_s, wait_s, "are decoding")
+
+    def _predicted_decode(self, request: Applicant, pools: Pools, now: float) -> Verdict | None:
+        instant = now + request.ttft_s
+        there = self.population.at(instant, now)
+        step_s = pools.step_s(there, request)
+        if not request.slo_tbt_s or not pools.num_decode or step_s <= request.slo_tbt_s:
+            return None
+        most = pools.most_requests(there, request.slo_tbt_s)
+        wait_s = self.population.falls_to(most - 1, instant, now) - instant
+        when = f"will be decoding in {request.ttft_s:.3g} s when its prompt is computed"
+        return decode_full(there.num_requests, request.slo_tbt_s, step_s, wait_s, when)
+
+    def _count(self, verdict: Verdict) -> None:
+        self.num_rejected[verdict.code] = self.num_rejected.get(verdict.code, 0) + 1

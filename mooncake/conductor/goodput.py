@@ -1,0 +1,150 @@
+"""The admission rule "goodput": let in what brings the most value within its SLOs. Ours.
+
+Value is a request completed within its SLOs; a level of priority is worth a factor of two. Two questions:
+
+*Can it meet its own SLOs?* If not, all of its work would be worth nothing. Asked of forecasts, and forecasts
+err, so what counts is the forecast's own record: how late first tokens came of late (a running quantile of
+seconds), and how far steps went beyond the room (between an empty pool's step and the SLO) that was to be
+filled. For decode the worst moment of its stay counts, not the first: nobody may be let in who breaks a
+promise that was made before.
+
+*Is it worth what it would push out?* In overload somebody must go, and other rules choose whoever comes when
+the queue is full. If a request is worth v and takes c seconds of the bottleneck, taking the largest v / c
+first brings the most: one prompt of 100,000 tokens takes the place of fifty short ones. So prefill seconds
+and decode seconds each have a price (``price.py``), 0 without overload, and a request must be worth its cost
+at both. A cached prefix makes a request cheap, so sessions that have paid for their history go on. Turns keep
+dear requests from starving.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mooncake.conductor.population import Population
+from mooncake.conductor.price import Price
+from mooncake.conductor.verdict import Applicant, Pools, Verdict, decode_full, too_dear, too_late
+
+TARGET_BACKLOG = 0.5
+"""The part of the TTFT SLO that the queue is steered to in overload: room for errors on both sides."""
+
+TARGET_FILLING = 0.9
+"""The part of the decode pool's room that is to be taken in overload."""
+
+_QUANTILE = 0.9
+"""So many forecasts should be kept."""
+
+_NEAR_LIMIT = 0.9
+
+_LEAST_OVER = 1.15
+"""A pool that is filled up to the limit exactly goes over it with every second arrival."""
+
+_MOST_OVER = 3.0
+"""A forecast that is worse is no reason to promise even less."""
+
+
+@dataclass(slots=True)
+class _Quantile:
+    """A running quantile: a part ``_QUANTILE`` of what was learned lately lies below ``value``."""
+
+    value: float
+    spread: float = 0.0
+
+    def learn(self, found: float) -> None:
+        # Up by q, down by 1 - q of a step: there it rests.
+        self.spread += 0.05 * (abs(found - self.value) - self.spread)
+        self.value += 0.1 * self.spread * (_QUANTILE if found > self.value else _QUANTILE - 1.0)
+
+
+class Goodput:
+    """The rule and what it learns."""
+
+    def __init__(self, population: Population, horizon_s: float, turn_share: float) -> None:
+        self.prefill_price = Price(horizon_s, turn_share)
+        self.decode_price = Price(horizon_s, turn_share)
+        self._population = population
+        self._late_s = _Quantile(0.0)
+        self._over = _Quantile(_LEAST_OVER)
+
+    @property
+    def _over_factor(self) -> float:
+        return min(_MOST_OVER, max(_LEAST_OVER, self._over.value))
+
+    def judge(self, request: Applicant, pools: Pools, now: float) -> Verdict:
+        late_s = max(0.0, self._late_s.value)
+        if request.slo_ttft_s and request.ttft_s + late_s > request.slo_ttft_s:
+            return too_late(request, late_s)
+        room_s = max(0.0, request.slo_tbt_s - pools.step.base_s) / self._over_factor
+        limit_s, step_s = pools.step.base_s + room_s, 0.0
+        if request.slo_tbt_s and pools.num_decode:
+            full, step_s = self._look_at_decode(request, pools, limit_s, now)
+            if full is not None:
+                return full
+        if request.slo_ttft_s:
+            price, num = self.prefill_price, pools.num_prefill
+            short_s = TARGET_BACKLOG * request.slo_ttft_s - request.queue_s
+            budget = num * (1.0 + short_s / price.horizon_s)
+            refused = _at_price("prefill", price, request.prefill_s, request, num, budget, now)
+            if refused is not None:
+                return refused
+        if step_s:
+            price, num = self.decode_price, pools.num_decode
+            budget = num * (1.0 + TARGET_FILLING - (step_s - pools.step.base_s) / max(1e-9, room_s))
+            cost_s = self._decode_cost_s(request, pools, room_s)
+            refused = _at_price("decode", price, cost_s, request, num, budget, now)
+            if refused is not None:
+                return refused
+        prefill_load = request.ttft_s / request.slo_ttft_s if request.slo_ttft_s else 0.0
+        decode_load = step_s / request.slo_tbt_s if request.slo_tbt_s else 0.0
+        return Verdict(True, "admitted", "", 0.0, prefill_load, decode_load, room_s)
+
+    def learn(self, late_s: float, over: float) -> None:
+        """An admitted request was answered: so much later than predicted, in steps that took so many times
+        the room that they were given; 0: they were given none."""
+        self._late_s.learn(late_s)
+        if over > _NEAR_LIMIT:  # an empty pool says nothing about a full one
+            self._over.learn(max(1.0, over))
+
+    def check(self) -> None:
+        self.prefill_price.check()
+        self.decode_price.check()
+        assert _LEAST_OVER <= self._over_factor <= _MOST_OVER
+
+    def _look_at_decode(
+        self, request: Applicant, pools: Pools, limit_s: float, now: float
+    ) -> tuple[Verdict | None, float]:
+        """Why the decode pool will be too full, or None; and the longest step while it decodes."""
+        instant = now + request.ttft_s
+        there = self._population.peak(instant, now)
+        step_s = pools.step_s(there, request)
+        if step_s <= limit_s:
+            return None, step_s
+        most = pools.most_requests(there, limit_s)
+        wait_s = self._population.falls_to(most - 1, instant, now) - instant
+        when = f"will be decoding while it does, from {request.ttft_s:.3g} s on"
+        return decode_full(there.num_requests, request.slo_tbt_s, step_s, wait_s, when), step_s
+
+    def _decode_cost_s(self, request: Applicant, pools: Pools, room_s: float) -> float:
+        """Its part of what a decode instance can hold, for as long as it stays."""
+        stay_s = request.output_tokens * request.tbt_s or self._population.mean_stay_s
+        return pools.added_s(request.num_tokens) / max(1e-9, room_s) * stay_s
+
+
+def _at_price(
+    resource: str,
+    price: Price,
+    cost_s: float,
+    request: Applicant,
+    capacity: int,
+    budget: float,
+    now: float,
+) -> Verdict | None:
+    """Why the request is not worth its cost; None if it is, or if it is its turn."""
+    if cost_s <= 0 or not capacity:
+        return None
+    value = 2.0 ** -max(-20, min(20, request.priority))
+    price.offer(value, cost_s, now)
+    if price.is_paid(value, cost_s, budget, now) or price.take_turn(cost_s, capacity, now):
+        return None
+    wait_s = price.turn_in_s(cost_s, capacity)
+    most_s = value / price.per_second(budget, now)
+    return too_dear(resource, cost_s, most_s, price.rate(now), capacity, wait_s)

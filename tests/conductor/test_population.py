@@ -1,0 +1,78 @@
+"""The forecast of how many will be decoding."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from mooncake.conductor.population import Load, Population
+
+
+def test_promised_requests_decode_for_the_mean_stay_from_the_end_of_their_prefill_on() -> None:
+    population = Population()
+    population.mean_stay_s = 4.0
+    for number, starts_at in enumerate((101.0, 102.0, 103.0)):
+        population.expect(str(number), starts_at, 1000, 100.0)
+    assert [population.at(100.0 + after, 100.0).num_requests for after in (0.5, 1.5, 2.5, 3.5)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert population.at(103.5, 100.0).num_tokens == 3000
+    assert population.at(106.5, 100.0).num_requests == 1
+    assert population.peak(100.5, 100.0).num_requests == 3
+    population.check()
+
+
+def test_who_is_computed_early_decodes_early() -> None:
+    population = Population()
+    population.expect("r", 150.0, 10, 100.0)
+    assert population.decoding == Load(0, 0)
+    population.started("r", 103.0)
+    assert population.decoding == Load(1, 10) == population.at(104.0, 103.0)
+    population.left("r", 105.0)
+    assert population.decoding == Load(0, 0)
+    assert population.mean_stay_s == pytest.approx(2.0), "the first stay replaces the guess"
+
+
+def test_the_forgotten_never_decode() -> None:
+    population = Population()
+    population.expect("a", 101.0, 10, 100.0)
+    population.forget("a")
+    population.expect("b", 101.0, 10, 100.0)
+    population.left("b", 100.5)  # it ended before its prompt was computed
+    assert population.at(101.5, 100.5) == Load(0, 0)
+    population.check()
+
+
+def test_when_it_falls() -> None:
+    population = Population()
+    population.mean_stay_s = 10.0
+    for number in range(5):
+        population.expect(str(number), 100.0 + number, 10, 100.0)
+    assert population.at(104.5, 100.0).num_requests == 5
+    assert population.falls_to(5, 104.5, 100.0) == 104.5
+    assert population.falls_to(3, 104.5, 100.0) == pytest.approx(111.0, abs=0.2)
+    assert population.falls_to(0, 104.5, 100.0) == pytest.approx(114.0, abs=0.2)
+
+
+def test_it_agrees_with_a_plain_list_over_hours() -> None:
+    random, population, now = Random(5), Population(), 1000.0
+    starts: dict[str, float] = {}
+    for number in range(3000):
+        now += random.expovariate(0.5)
+        starts[str(number)] = now + random.random() * 20
+        population.expect(str(number), starts[str(number)], 1, now)
+        if random.random() < 0.1:
+            gone = random.choice(list(starts))
+            population.forget(gone)
+            del starts[gone]
+        instant, stay_s = now + random.random() * 20, population.mean_stay_s
+        sure = sum(instant - stay_s + 0.1 < start <= instant - 0.1 for start in starts.values())
+        perhaps = sum(instant - stay_s - 0.1 < start <= instant + 0.1 for start in starts.values())
+        assert sure <= population.at(instant, now).num_requests <= perhaps
+        for key in [key for key, start in starts.items() if start < now - 500]:
+            del starts[key]
+    population.check()
