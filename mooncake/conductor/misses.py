@@ -1,0 +1,168 @@
+"""Block by block: was it a hit, and if not, why.
+
+It owns the verdicts and the order in which causes are looked for, from what is sure to what is likely, and
+refuses to know requests beyond their blocks. What the worker measured beats what the index believed. Runs of
+equal verdicts are one row. The causes of a miss:
+
+``hit``            where, on which tier
+``elsewhere``      another instance has it, and it was not fetched from there
+``being_written``  another request was computing just this block
+``evicted``        (or ``cleared``, ``restarted``, ``lost``): it was there, and went; when and by which rule
+``other_digest``   the pool has these tokens, computed by other weights or in another layout
+``other_salt``     the same tokens were asked for under another salt
+``never_stored``   nobody has ever told of it
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from mooncake.conductor.index import PrefixIndex
+from mooncake.conductor.past import Removal
+from mooncake.types import InstanceId, Tier
+
+POOL_SCOPE = "kv/"
+"""Blocks of the pool are in scopes of this beginning; what follows is whose numbers they are."""
+
+_TIERS = list(Tier)
+
+
+class BlockVerdict(msgspec.Struct, frozen=True):
+    """``num`` blocks from ``first`` on: what became of them."""
+
+    first: int
+    num: int
+    verdict: str
+    where: str = ""
+    "Instance and tier, salt or digest."
+    rule: str = ""
+    "By which it went."
+    seconds_before: float = 0.0
+    "How long before the request it went."
+
+
+@dataclass(slots=True)
+class Asked:
+    """The blocks of a prompt, and what is known of their fate."""
+
+    keys: array[int]
+    bare_keys: array[int]
+    "Without salt; empty if there was none."
+    tiers: bytes
+    "Of each block: the tiers on which ``instance`` was believed to have it, as bits."
+    scope: str
+    instance: InstanceId
+    "Who computes the prompt."
+    at: float
+    written_at: float | None = None
+    "When its blocks were computed and stored."
+    is_measured: bool = False
+    num_cached: int = 0
+    "Leading blocks that were found on the instance."
+    num_loaded: int = 0
+    "Blocks after those that came from the pool or another instance."
+
+
+def verdicts(
+    asked: Asked,
+    in_flight: Sequence[Asked],
+    index: PrefixIndex,
+    identity_of: Callable[[InstanceId], str],
+) -> list[BlockVerdict]:
+    """What became of every block. ``identity_of`` an instance: the digest of its weights and layout; ""
+    when that is unknown."""
+    keys = asked.keys
+    num_hit, found = _hits(asked)
+    if num_hit < len(keys):
+        found += _Causes(asked, in_flight, index, identity_of(asked.instance)).of(num_hit)
+    return _joined(found)
+
+
+def _hits(asked: Asked) -> tuple[int, list[BlockVerdict]]:
+    """How many leading blocks were found, and where."""
+    if asked.is_measured:
+        num_hit = min(len(asked.keys), asked.num_cached + asked.num_loaded)
+        local = min(num_hit, asked.num_cached)
+        found = [BlockVerdict(number, 1, "hit", _place(asked, number)) for number in range(local)]
+        return num_hit, found + [BlockVerdict(number, 1, "hit", "pool") for number in range(local, num_hit)]
+    num_hit = next((number for number, tiers in enumerate(asked.tiers) if not tiers), len(asked.tiers))
+    return num_hit, [BlockVerdict(number, 1, "hit", _place(asked, number)) for number in range(num_hit)]
+
+
+def _place(asked: Asked, number: int) -> str:
+    tiers = asked.tiers[number]
+    tier = next((tier for bit, tier in enumerate(_TIERS) if tiers >> bit & 1), Tier.DEVICE)
+    return f"{asked.instance} {tier}"
+
+
+class _Causes:
+    """Why blocks of one prompt were missing."""
+
+    def __init__(self, asked: Asked, in_flight: Sequence[Asked], index: PrefixIndex, identity: str) -> None:
+        self._asked, self._index, self._identity = asked, index, identity
+        keys = np.array(asked.keys, np.uint64)
+        self._written: dict[int, InstanceId] = {}
+        for other in in_flight:
+            if other.scope == asked.scope:
+                common = keys[np.isin(keys, np.array(other.keys, np.uint64))]
+                self._written.update(dict.fromkeys(common.tolist(), other.instance))
+        self._removals = index.past.removals(asked.keys.tolist(), asked.scope)
+        self._pool_removals: list[Removal | None] = [None] * len(keys)
+        if identity:
+            self._pool_removals = index.past.removals(asked.keys.tolist(), POOL_SCOPE + identity)
+
+    def of(self, first: int) -> list[BlockVerdict]:
+        """One verdict for each block from ``first`` on."""
+        return [self._cause(number) for number in range(first, len(self._asked.keys))]
+
+    def _cause(self, number: int) -> BlockVerdict:
+        asked, key = self._asked, self._asked.keys[number]
+        if key in self._written:
+            return BlockVerdict(number, 1, "being_written", self._written[key])
+        holders = self._holders(key)
+        if holders:
+            return BlockVerdict(number, 1, "elsewhere", ", ".join(holders))
+        gone = [one[number] for one in (self._removals, self._pool_removals)]
+        before = [removal for removal in gone if removal is not None and removal.at <= asked.at]
+        if before:
+            last = max(before, key=lambda removal: removal.at)
+            verdict, rule = _named(last.reason)
+            where = last.instance if last.tier is None else f"{last.instance} {last.tier}"
+            return BlockVerdict(number, 1, verdict, where, rule, asked.at - last.at)
+        digests = [scope for scope in self._index.scopes_of(key) if scope.startswith(POOL_SCOPE)]
+        others = [scope.removeprefix(POOL_SCOPE) for scope in digests]
+        if self._identity and any(digest != self._identity for digest in others):
+            return BlockVerdict(number, 1, "other_digest", ", ".join(others))
+        if asked.bare_keys and self._index.past.other_salts(key, asked.bare_keys[number]):
+            return BlockVerdict(number, 1, "other_salt")
+        return BlockVerdict(number, 1, "never_stored")
+
+    def _holders(self, key: int) -> list[str]:
+        """Who else has it, in the request's scope or in the pool with the right identity."""
+        found = self._index.matches([key], self._asked.scope)
+        if self._identity:
+            found |= self._index.matches([key], POOL_SCOPE + self._identity)
+        return [instance for instance in found if instance != self._asked.instance]
+
+
+def _named(reason: str) -> tuple[str, str]:
+    """``evicted: lru`` is a verdict and a rule."""
+    verdict, _, rule = reason.partition(": ")
+    return verdict, rule
+
+
+def _joined(found: Sequence[BlockVerdict]) -> list[BlockVerdict]:
+    """Neighbours of one fate as one row."""
+    rows: list[BlockVerdict] = []
+    for one in found:
+        last = rows[-1] if rows else None
+        if last is not None and (last.verdict, last.where, last.rule) == (one.verdict, one.where, one.rule):
+            rows[-1] = msgspec.structs.replace(last, num=last.num + one.num)
+        else:
+            rows.append(one)
+    return rows
