@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import Counter, Gauge
@@ -77,6 +78,7 @@ class Api:
     model: str
     role: Role
     events: KvEventSource
+    kv_identity: str = ""
 
     def __post_init__(self) -> None:
         self.created = int(clock.wall())
@@ -112,12 +114,14 @@ def create_app(api: Api) -> FastAPI:
     @app.get("/kv_event_sources")
     async def kv_event_sources() -> Response:
         block_tokens = api.generator.engine.layout.block_tokens
-        return _json(to_json(KvEventSources([api.events], block_tokens)))
+        return _json(to_json(KvEventSources([api.events], block_tokens, api.kv_identity)))
 
     @app.get("/health")
     @app.get("/ready")
     async def health() -> dict[str, Any]:
-        return {"status": "ok", "role": api.role, **dataclasses.asdict(api.generator.engine.stats())}
+        engine = api.generator.engine
+        steps = msgspec.structs.asdict(engine.step_log.read())
+        return {"status": "ok", "role": api.role, **dataclasses.asdict(engine.stats()), "measured": steps}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -253,7 +257,11 @@ class _Answer:
     def _hand_over(self) -> dict[str, Any] | None:
         if not self._is_prefill:
             return None
-        return {"do_remote_prefill": True, "num_stored_tokens": self._counts[0].num_stored_tokens}
+        counts = self._counts[0]
+        found: dict[str, Any] = {"do_remote_prefill": True, "num_stored_tokens": counts.num_stored_tokens}
+        if counts.measured is not None:
+            found["measured"] = msgspec.structs.asdict(counts.measured)
+        return found
 
     def _account(self) -> None:
         e2e_seconds.observe(clock.monotonic() - self._began)

@@ -20,6 +20,7 @@ from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference.attention import PagedAttention
 from mooncake.inference.blocks import BlockEvent
 from mooncake.inference.link import AnyLink
+from mooncake.inference.measured import PromptMeasured, StepLog, measured
 from mooncake.inference.model import Decoder
 from mooncake.inference.request import FinishReason, Request
 from mooncake.inference.runner import Runner
@@ -84,6 +85,8 @@ class Output:
     """Prompt tokens after those that came from the external cache."""
     num_stored_tokens: int = 0
     """With the last output of a ``save_tail`` request: leading prompt tokens now in the external cache."""
+    measured: PromptMeasured | None = None
+    """How the first token came about."""
     error: str | None = None
 
 
@@ -123,6 +126,7 @@ class Engine:
         self.pool = pool
         self.model = model
         self.scheduler = Scheduler(settings.scheduler_settings(model, pool.shape[2], link is not None))
+        self.step_log = StepLog()
         self._clock = now
         self._runner = Runner(model, PagedAttention(pool, self.layout, model.config.num_heads), link)
         self._traffic = Traffic(link, self.scheduler) if link is not None else None
@@ -239,6 +243,7 @@ class Engine:
             self._traffic.check()
 
     def _run(self, step: Step) -> list[Output]:
+        began = self._clock()
         traffic = self._traffic
         loads = traffic.loads_of(step) if traffic is not None else {}
         saves: list[ActiveSave] = []
@@ -261,6 +266,8 @@ class Engine:
             for request_id in loads:
                 traffic.end_load(request_id)
         self._count(step)
+        if not failed:
+            self.step_log.note(step.chunks, self._clock() - began)
         extras = {request.id: found for request, found in zip(sampling, logprobs, strict=True)}
         return self._outputs([r for r in sampling if r.id not in failed], sampled, extras)
 
@@ -278,6 +285,7 @@ class Engine:
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_local_cached=request.num_local_hit_tokens,
                 num_external_cached=request.num_external_hit_tokens,
+                measured=measured(request),
             )
             if request.finish_reason is None:
                 outputs.append(output)

@@ -15,6 +15,7 @@ from mooncake.errors import MooncakeError, Refusal
 from mooncake.inference.answers import Piece
 from mooncake.inference.blocks import BlockEvent
 from mooncake.inference.engine import Engine, EngineThread, Output
+from mooncake.inference.measured import PromptMeasured
 from mooncake.inference.openai import CompletionLogprobs
 from mooncake.inference.request import FinishReason, Request
 from mooncake.inference.sampler import TokenLogprobs
@@ -48,6 +49,7 @@ class Counts:
     num_local_tokens: int = 0
     """Those of them that were found in this worker's own memory."""
     num_stored_tokens: int = 0
+    measured: PromptMeasured | None = None
 
 
 class Generator:
@@ -110,6 +112,7 @@ class Generator:
                 counts.num_cached_tokens = min(cached, counts.num_prompt_tokens)
                 counts.num_local_tokens = min(output.num_local_cached, counts.num_prompt_tokens)
                 counts.num_stored_tokens = output.num_stored_tokens
+                counts.measured = output.measured
                 piece = text.take(output)
                 piece.index = index
                 yield piece

@@ -12,6 +12,7 @@ tokens) and ``kv_transfer_params``, a map that a gateway hands on unread, except
 ``do_remote_decode``    request to prefill: compute the prompt's KV, store it, somebody else decodes
 ``do_remote_prefill``   answer of prefill, request to decode: KV of the prompt lies in the pool
 ``num_stored_tokens``   how many prompt tokens of KV the pool has
+``measured``            answer of prefill: how its first token came about (``measured.PromptMeasured``)
 ``num_output_tokens``   request to decode: the last so many prompt tokens are output already generated
                         elsewhere; they count for ``max_tokens``, ``min_tokens``, ``seed`` and ``stop``
 ``output_text_offset``  characters of that output which the client has already received
@@ -189,6 +190,7 @@ class _GenerationRequest(_Shape):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    priority: int | None = Field(None, ge=-_MAX_INT - 1, le=_MAX_INT)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     kv_transfer_params: dict[str, Any] | None = None
     return_token_ids: bool = False
@@ -558,10 +560,12 @@ class KvEventSource(msgspec.Struct):
 
 
 class KvEventSources(msgspec.Struct):
-    """``GET /kv_event_sources``. ``block_size`` in tokens."""
+    """``GET /kv_event_sources``. ``block_size`` in tokens; ``kv_identity``: the digest under which the
+    worker's blocks lie in the pool, empty without one."""
 
     sources: list[KvEventSource]
     block_size: int
+    kv_identity: str = ""
 
 
 _encoder = msgspec.json.Encoder()

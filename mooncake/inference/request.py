@@ -84,6 +84,8 @@ class Timings:
 
     arrival: float
     admitted: float | None = None
+    started: float | None = None
+    """Its first step began."""
     first_token: float | None = None
     finished: float | None = None
 

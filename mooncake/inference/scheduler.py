@@ -163,6 +163,9 @@ class Scheduler:
             if not self._look_up(request, step):
                 request.state = RequestState.RUNNING
                 budget -= self._run(request, budget, step)
+        for chunk in step.chunks:
+            if chunk.request.timings.started is None:
+                chunk.request.timings.started = now
         return step
 
     def step_finished(

@@ -175,7 +175,8 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Api]:
         generator.start()
         # In a thread: the last saves end with the loop's help.
         stack.push_async_callback(asyncio.to_thread, generator.stop)
-        yield Api(generator, settings.model_name, settings.role, source)
+        digest = "" if link is None else identity.digest
+        yield Api(generator, settings.model_name, settings.role, source, digest)
 
 
 def _as_kv_event(event: BlockEvent, block_tokens: int) -> kv_events.KvEvent:
