@@ -151,6 +151,9 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     application.command("config")(_config)
     application.command("topology")(_topology)
     _add_simulation(application, asked)
+    application.command("explain", epilog="Example: mooncake explain cmpl-6f1c --url http://127.0.0.1:8000")(
+        _explain
+    )
     benches = typer.Typer(no_args_is_help=True, help="Measure this machine and what we make of it.")
     benches.callback()(_start_bench)
     benches.command("transfer", epilog="Example: mooncake bench transfer --quick")(_bench_transfer)
@@ -244,6 +247,23 @@ def _topology(
     from mooncake.cli.topology import show_topology
 
     show_topology(root, as_json, devices or [])
+
+
+def _explain(
+    name: Annotated[
+        str, typer.Argument(metavar="ID", help="The answer's id, or the request's X-Request-ID.")
+    ],
+    url: Annotated[str, typer.Option("--url", help="Address of the gateway.")] = "http://127.0.0.1:8000",
+    admin_api_key: Annotated[
+        str,
+        typer.Option("--admin-api-key", envvar="ADMIN_API_KEY", help="For an id that the client chose."),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the gateway's answer as it is.")] = False,
+) -> None:
+    """Why a request was served as it was: what was weighed, predicted and measured, and why blocks missed."""
+    from mooncake.cli.explain import explain
+
+    explain(name, url, admin_api_key, as_json)
 
 
 def _never() -> None:

@@ -70,6 +70,10 @@ class Admission:
     def __repr__(self) -> str:
         return f"<Admission {self.rule}: {len(self._promises)} admitted, rejected {self.num_rejected}>"
 
+    def knows(self, request_id: str) -> bool:
+        """Whether it was let in and has not ended."""
+        return request_id in self._promises
+
     def judge(self, request: Applicant, pools: Pools, now: float) -> Verdict:
         """Whether ``request`` is let in; if so it counts from now on."""
         verdict = self._judge(request, pools, now)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from mooncake.conductor.explain import Explain, Explained, Explanation
 from mooncake.conductor.messages import (
     REPLIES,
     AddInstance,
@@ -22,6 +23,7 @@ from mooncake.conductor.messages import (
     GetStory,
     InstanceStatus,
     Place,
+    Prefilled,
     Refuse,
     RemoveInstance,
     Status,
@@ -45,6 +47,10 @@ class Scheduling(Protocol):
 
     async def place(self, request: Place) -> Decision | Refuse: ...
 
+    async def prefilled(self, event: Prefilled) -> Refuse | None:
+        """Report that a prompt is computed; some rules of admission refuse only now."""
+        ...
+
     def post(self, event: Event) -> None:
         """Report a fact. Returns at once; never raises."""
         ...
@@ -57,12 +63,16 @@ class Scheduling(Protocol):
 
     async def story(self, key: str) -> list[str]: ...
 
+    async def explain(self, request_id: str) -> Explanation | None:
+        """What is remembered of a request. Raises Unavailable."""
+        ...
+
 
 class RemoteConductor:
     """A conductor in another process, and what is done while it is away."""
 
     def __init__(self, address: str) -> None:
-        self._client = AsyncClient(address, REPLIES, "the conductor")
+        self._client = AsyncClient(address, (*REPLIES, Explained), "the conductor")
         self._known: dict[InstanceId, Role] = {}
         self._rows: list[InstanceStatus] = []
         self._is_connected = False
@@ -96,6 +106,16 @@ class RemoteConductor:
                 return answer
         return self._place_in_turn(request)
 
+    async def prefilled(self, event: Prefilled) -> Refuse | None:
+        if not self._is_connected:
+            return None
+        try:
+            answer = await self._client.call(event, CALL_TIMEOUT_S)
+        except MooncakeError as error:
+            log.debug("fact_not_delivered", fact="Prefilled", reason=str(error))
+            return None
+        return answer if isinstance(answer, Refuse) else None
+
     def post(self, event: Event) -> None:
         self._remember(event)
         # A full queue means a conductor that is long gone: what it misses, it learns by probing.
@@ -124,6 +144,11 @@ class RemoteConductor:
         answer = await self._client.call(GetStory(key), CALL_TIMEOUT_S)
         assert isinstance(answer, Story)
         return answer.lines
+
+    async def explain(self, request_id: str) -> Explanation | None:
+        answer = await self._client.call(Explain(request_id), CALL_TIMEOUT_S)
+        assert isinstance(answer, Explained)
+        return answer.explanation
 
     def _remember(self, event: Event) -> None:
         if isinstance(event, AddInstance):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -91,7 +91,7 @@ class Explanation(msgspec.Struct):
     blocks: list[BlockVerdict]
 
 
-class Explained(msgspec.Struct, tag=True):
+class Explained(msgspec.Struct, array_like=True, tag=True):
     """``explanation`` is None when nothing is known: never heard of, or too long ago."""
 
     explanation: Explanation | None
@@ -193,10 +193,9 @@ class Explainer:
         self,
         request_id: str,
         index: PrefixIndex,
-        identity_of: Callable[[InstanceId], str],
         now: float,
     ) -> Explanation | None:
-        """Everything about a request; None when it is not remembered. ``identity_of``: see ``misses``."""
+        """Everything about a request; None when it is not remembered."""
         record = self._records.get(request_id)
         if record is None:
             return None
@@ -217,7 +216,7 @@ class Explainer:
             prediction=outcome.prediction,
             actual=record.actual,
             admission=record.admission,
-            blocks=[] if is_refused else verdicts(record.asked, in_flight, index, identity_of),
+            blocks=[] if is_refused else verdicts(record.asked, in_flight, index),
         )
 
     def check(self) -> None:

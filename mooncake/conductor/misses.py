@@ -16,18 +16,17 @@ equal verdicts are one row. The causes of a miss:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from mooncake.conductor.index import PrefixIndex
-from mooncake.conductor.past import Removal
 from mooncake.types import InstanceId, Tier
 
-POOL_SCOPE = "kv/"
-"""Blocks of the pool are in scopes of this beginning; what follows is whose numbers they are."""
+OTHER_IDENTITY = "identity "
+"""The pool's blocks of other weights or layouts are in scopes of this beginning; their digest follows."""
 
 _TIERS = list(Tier)
 
@@ -72,14 +71,12 @@ def verdicts(
     asked: Asked,
     in_flight: Sequence[Asked],
     index: PrefixIndex,
-    identity_of: Callable[[InstanceId], str],
 ) -> list[BlockVerdict]:
-    """What became of every block. ``identity_of`` an instance: the digest of its weights and layout; ""
-    when that is unknown."""
+    """What became of every block. ``in_flight``: prompts that were being computed when it was asked for."""
     keys = asked.keys
     num_hit, found = _hits(asked)
     if num_hit < len(keys):
-        found += _Causes(asked, in_flight, index, identity_of(asked.instance)).of(num_hit)
+        found += _Causes(asked, in_flight, index).of(num_hit)
     return _joined(found)
 
 
@@ -103,8 +100,8 @@ def _place(asked: Asked, number: int) -> str:
 class _Causes:
     """Why blocks of one prompt were missing."""
 
-    def __init__(self, asked: Asked, in_flight: Sequence[Asked], index: PrefixIndex, identity: str) -> None:
-        self._asked, self._index, self._identity = asked, index, identity
+    def __init__(self, asked: Asked, in_flight: Sequence[Asked], index: PrefixIndex) -> None:
+        self._asked, self._index = asked, index
         keys = np.array(asked.keys, np.uint64)
         self._written: dict[int, InstanceId] = {}
         for other in in_flight:
@@ -112,9 +109,6 @@ class _Causes:
                 common = keys[np.isin(keys, np.array(other.keys, np.uint64))]
                 self._written.update(dict.fromkeys(common.tolist(), other.instance))
         self._removals = index.past.removals(asked.keys.tolist(), asked.scope)
-        self._pool_removals: list[Removal | None] = [None] * len(keys)
-        if identity:
-            self._pool_removals = index.past.removals(asked.keys.tolist(), POOL_SCOPE + identity)
 
     def of(self, first: int) -> list[BlockVerdict]:
         """One verdict for each block from ``first`` on."""
@@ -127,26 +121,22 @@ class _Causes:
         holders = self._holders(key)
         if holders:
             return BlockVerdict(number, 1, "elsewhere", ", ".join(holders))
-        gone = [one[number] for one in (self._removals, self._pool_removals)]
-        before = [removal for removal in gone if removal is not None and removal.at <= asked.at]
-        if before:
-            last = max(before, key=lambda removal: removal.at)
+        last = self._removals[number]
+        if last is not None and last.at <= asked.at:
             verdict, rule = _named(last.reason)
             where = last.instance if last.tier is None else f"{last.instance} {last.tier}"
             return BlockVerdict(number, 1, verdict, where, rule, asked.at - last.at)
-        digests = [scope for scope in self._index.scopes_of(key) if scope.startswith(POOL_SCOPE)]
-        others = [scope.removeprefix(POOL_SCOPE) for scope in digests]
-        if self._identity and any(digest != self._identity for digest in others):
-            return BlockVerdict(number, 1, "other_digest", ", ".join(others))
+        scopes = [scope for scope in self._index.scopes_of(key) if scope.startswith(OTHER_IDENTITY)]
+        if scopes:
+            digests = ", ".join(scope.removeprefix(OTHER_IDENTITY) for scope in scopes)
+            return BlockVerdict(number, 1, "other_digest", digests)
         if asked.bare_keys and self._index.past.other_salts(key, asked.bare_keys[number]):
             return BlockVerdict(number, 1, "other_salt")
         return BlockVerdict(number, 1, "never_stored")
 
     def _holders(self, key: int) -> list[str]:
-        """Who else has it, in the request's scope or in the pool with the right identity."""
+        """Who else has it."""
         found = self._index.matches([key], self._asked.scope)
-        if self._identity:
-            found |= self._index.matches([key], POOL_SCOPE + self._identity)
         return [instance for instance in found if instance != self._asked.instance]
 
 

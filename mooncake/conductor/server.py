@@ -19,11 +19,13 @@ import zmq.asyncio
 from msgspec import Meta
 from prometheus_client import Counter
 
-from mooncake import metrics
+from mooncake import clock, metrics
 from mooncake.conductor import exposition
 from mooncake.conductor.conductor import Conductor
 from mooncake.conductor.events import EventReader, EventSource, follow
+from mooncake.conductor.explain import Explain, Explained, Explanation
 from mooncake.conductor.health import ProbeOutcome
+from mooncake.conductor.measured import Measured, read_measured
 from mooncake.conductor.messages import (
     POOL,
     AddInstance,
@@ -142,6 +144,7 @@ class ConductorService:
         self._answer: Decision | Refuse | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._followers: dict[InstanceId, asyncio.Task[None]] = {}
+        self._read: dict[InstanceId, Measured] = {}  # how far its measurements have been read
         self._session: aiohttp.ClientSession | None = None
         self._zmq = zmq.asyncio.Context()
 
@@ -177,6 +180,15 @@ class ConductorService:
             _placements.labels(answer.refusal.code).inc()
         return answer
 
+    async def prefilled(self, event: Prefilled) -> Refuse | None:
+        return self.prefilled_now(event)
+
+    def prefilled_now(self, event: Prefilled) -> Refuse | None:
+        self._driver.post(event)
+        answer, self._answer = self._answer, None
+        assert not isinstance(answer, Decision)
+        return answer
+
     def post(self, event: Event) -> None:
         self._driver.post(event)
 
@@ -188,6 +200,12 @@ class ConductorService:
 
     async def story(self, key: str) -> list[str]:
         return self.core.story(key)
+
+    async def explain(self, request_id: str) -> Explanation | None:
+        return self.explain_now(request_id)
+
+    def explain_now(self, request_id: str) -> Explanation | None:
+        return self.core.explain(request_id, clock.monotonic())
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -236,6 +254,7 @@ class ConductorService:
         assert self._session is not None
         async with self._session.get(f"http://{instance}/ready") as response:
             if response.status == 200:
+                self._take_measured(instance, await response.read())
                 return ProbeOutcome.READY, "answers"
             if response.status != 404:
                 return ProbeOutcome.ALIVE, f"/ready answers {response.status}"
@@ -250,6 +269,14 @@ class ConductorService:
             await follow(self._zmq, EventReader(POOL), source, self._driver.post)
         except zmq.ZMQError as error:
             log.warning("kv_events_ignored", instance=POOL, sources=[source], reason=str(error))
+
+    def _take_measured(self, instance: InstanceId, body: bytes) -> None:
+        """Post what the instance has measured since it was last asked; only our workers tell."""
+        found = read_measured(body)
+        if found is not None:
+            for event in found.since(self._read.get(instance), instance):
+                self._driver.post(event)
+            self._read[instance] = found
 
     async def _follow(self, instance: InstanceId) -> None:
         """Subscribe to every source that the instance names; without any the index stays empty for it."""
@@ -281,10 +308,10 @@ class ConductorService:
 class _Sources(msgspec.Struct):
     sources: list[EventSource]
     block_size: int
+    kv_identity: str = ""
 
 
 _FACTS = (
-    Prefilled,
     Finished,
     Failed,
     ChunkMeasured,
@@ -306,6 +333,7 @@ class ConductorServer:
         self._service = service
         self._placed: dict[Connection, dict[str, None]] = {}
         handlers: dict[type[msgspec.Struct], Any] = dict.fromkeys(_FACTS, self._note)
+        handlers |= {Prefilled: self._prefilled, Explain: self._explain}
         handlers |= {Place: self._place, GetStatus: self._status, GetStory: self._story}
         self.rpc = RpcServer(handlers, self._on_lost)
 
@@ -325,6 +353,12 @@ class ConductorServer:
             self._placed.get(call.connection, {}).pop(event.request_id, None)
         self._service.post(event)
         return Noted()
+
+    def _prefilled(self, event: Prefilled, call: Call) -> Noted | Refuse:
+        return self._service.prefilled_now(event) or Noted()
+
+    def _explain(self, message: Explain, call: Call) -> Explained:
+        return Explained(self._service.explain_now(message.request_id))
 
     def _status(self, message: GetStatus, call: Call) -> Status:
         return Status(self._service.core.status())

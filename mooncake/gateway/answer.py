@@ -16,9 +16,10 @@ import msgspec
 from prometheus_client import Counter
 
 from mooncake import clock, metrics
+from mooncake.conductor.messages import Finished
 from mooncake.gateway.route import Choice, Walk
 from mooncake.inference.answers import ChatWriter, Piece, TextWriter
-from mooncake.inference.latency import e2e_seconds, itl_seconds, ttft_seconds
+from mooncake.inference.latency import e2e_seconds, itl_seconds, mean_of_longest, ttft_seconds
 from mooncake.inference.openai import (
     STREAM_END,
     ApiError,
@@ -99,6 +100,9 @@ class Answer:
         self._num_output_tokens = 0
         """In the pieces given out so far; workers may be ahead."""
         self._longest_gap_s = 0.0
+        self._gaps_s: list[list[float]] = [[] for _ in walks]
+        """Of each prompt, what lay between two pieces of its answers."""
+        self._ttfts_s = [0.0] * len(walks)
         self._ttft_s: float | None = None
         writer = ChatWriter if isinstance(asked, ChatCompletionRequest) else TextWriter
         self._writer = writer(answer_id, int(clock.wall()), model, asked.return_token_ids)
@@ -178,11 +182,13 @@ class Answer:
         """One prompt from prefill to the end of its last choice."""
         asked = self._asked
         first = number * asked.n
+        is_complete = False
         try:
             await walk.prefill(asked.cache_salt)
             async with asyncio.TaskGroup() as group:
                 for choice in self._choices[first : first + asked.n]:
-                    group.create_task(self._decode(walk, choice, choice.index - first, news))
+                    group.create_task(self._decode(number, walk, choice, choice.index - first, news))
+            is_complete = True
             news.put_nowait(None)
         except* ApiError as errors:
             news.put_nowait(self._as_asked(_first(errors)))
@@ -191,10 +197,17 @@ class Answer:
             message = "the gateway failed while answering; its log has the traceback"
             news.put_nowait(ApiError(500, message, code="internal_error"))
         finally:
-            walk.end()
+            num_tokens = max(len(choice.token_ids) for choice in self._choices[first : first + asked.n])
+            tbt_s = mean_of_longest(self._gaps_s[number])
+            walk.end(Finished(walk.place_id, num_tokens, self._ttfts_s[number], tbt_s, is_complete))
 
     async def _decode(
-        self, walk: Walk, choice: Choice, seed_offset: int, news: asyncio.Queue[Piece | ApiError | None]
+        self,
+        number: int,
+        walk: Walk,
+        choice: Choice,
+        seed_offset: int,
+        news: asyncio.Queue[Piece | ApiError | None],
     ) -> None:
         last: float | None = None
         pieces = walk.decode(choice, self._sampling(seed_offset), self._max_tokens(walk))
@@ -204,7 +217,9 @@ class Answer:
                 if last is None:
                     ttft_seconds.observe(now - self._began)
                     self._ttft_s = max(self._ttft_s or 0.0, now - self._began)
+                    self._ttfts_s[number] = max(self._ttfts_s[number], now - self._began)
                 else:
+                    self._gaps_s[number].append(now - last)
                     itl_seconds.observe(now - last)
                     self._longest_gap_s = max(self._longest_gap_s, now - last)
                 last = now

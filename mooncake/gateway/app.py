@@ -21,9 +21,11 @@ from starlette.exceptions import HTTPException
 
 import mooncake
 from mooncake import clock, metrics
-from mooncake.gateway import admin
+from mooncake.conductor.messages import Place
+from mooncake.gateway import admin, explaining
 from mooncake.gateway.answer import Answer, AnyRequest, Slo
 from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer
+from mooncake.gateway.naming import Names
 from mooncake.gateway.reading import read_body, request_id_of, slo_of, tokenize
 from mooncake.gateway.route import Walk
 from mooncake.gateway.stream import EventStream, unless_left
@@ -108,7 +110,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     @app.exception_handler(ApiError)
     async def _refused(http: Request, error: ApiError) -> Response:
         _requests.labels(_endpoint(http), error.status).inc()
-        headers = {**error.headers(), "X-Request-ID": request_id_of(http)}
+        headers = {**error.headers(), **_ids(http)}
         return Response(error.body(), error.status, headers, media_type="application/json")
 
     @app.exception_handler(HTTPException)
@@ -145,6 +147,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         return Response(to_json(gateway.model_card()), media_type="application/json")
 
     admin.add_routes(app, gateway)
+    explaining.add_routes(app, gateway)
     return app
 
 
@@ -185,7 +188,6 @@ async def _serve(gateway: Gateway, http: Request, asked: AnyRequest) -> Response
     def leave() -> None:
         gateway.gate.leave(num_answers, clock.monotonic() - began)
 
-    headers = {"X-Request-ID": request_id_of(http)}
     try:
         max_model_len = await gateway.context_length()
         prompts = await tokenize(gateway.tokenizer, asked, max_model_len)
@@ -194,7 +196,7 @@ async def _serve(gateway: Gateway, http: Request, asked: AnyRequest) -> Response
             body = to_json(await unless_left(http, answer.whole()))
             leave()
             _requests.labels(_endpoint(http), 200).inc()
-            return Response(body, 200, {**headers, **answer.headers()}, media_type="application/json")
+            return Response(body, 200, {**_ids(http), **answer.headers()}, media_type="application/json")
         # The first event is awaited here, so that a refusal still has a status of its own.
         events = answer.stream()
         first = await unless_left(http, anext(events))
@@ -202,7 +204,13 @@ async def _serve(gateway: Gateway, http: Request, asked: AnyRequest) -> Response
         leave()
         raise
     _requests.labels(_endpoint(http), 200).inc()
-    return EventStream(first, events, {**headers, **answer.headers()}, leave)
+    return EventStream(first, events, {**_ids(http), **answer.headers()}, leave)
+
+
+def _ids(http: Request) -> dict[str, str]:
+    """The names of a request, under which its explanation can be asked for."""
+    answer_id = getattr(http.state, "answer_id", None)
+    return {"X-Request-ID": request_id_of(http)} | ({"X-Mooncake-ID": answer_id} if answer_id else {})
 
 
 def _endpoint(http: Request) -> str:
@@ -225,19 +233,39 @@ def _answer(
     for name in ("traceparent", "tracestate"):
         if name in http.headers:
             passed_on[name] = http.headers[name]
-    root = root_hash(asked.cache_salt or "")
+    salt = asked.cache_salt or ""
+
+    def place_of(number: int, prompt: list[int]) -> Place:
+        hashes = block_hashes(prompt, settings.block_tokens, root_hash(salt))
+        bare = block_hashes(prompt, settings.block_tokens, root_hash()) if salt else []
+        return Place(
+            answer_id if len(prompts) == 1 else f"{answer_id}/p{number}",
+            len(prompt),
+            [short_key(block_hash) for block_hash in hashes],
+            http.headers.get("x-session-affinity", "")[:256],
+            lifetime_s=settings.request_timeout_s + 60.0,
+            slo_ttft_s=(slo.ttft_ms or 0.0) / 1000.0,
+            slo_tbt_s=(slo.tbt_ms or 0.0) / 1000.0,
+            priority=asked.priority or 0,
+            max_output_tokens=asked.output_limit or 0,
+            bare_keys=[short_key(block_hash) for block_hash in bare],
+        )
+
+    places = [place_of(number, prompt) for number, prompt in enumerate(prompts)]
+    request_id = request_id_of(http)
+    is_secret = request_id != http.headers.get("x-request-id")
+    gateway.named.note(Names(answer_id, request_id, is_secret, [place.request_id for place in places]))
+    http.state.answer_id = answer_id
     walks = [
         Walk(
             gateway.scheduling,
             gateway.workers,
-            request_id=answer_id if len(prompts) == 1 else f"{answer_id}/p{number}",
+            place=place,
             prompt=prompt,
-            keys=[short_key(one) for one in block_hashes(prompt, settings.block_tokens, root)],
             headers=passed_on,
-            affinity=http.headers.get("x-session-affinity", "")[:256],
-            lifetime_s=settings.request_timeout_s + 60.0,
+            block_tokens=settings.block_tokens,
         )
-        for number, prompt in enumerate(prompts)
+        for place, prompt in zip(places, prompts, strict=True)
     ]
     return Answer(
         asked,

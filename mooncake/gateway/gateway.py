@@ -20,6 +20,7 @@ from mooncake.conductor.settings import SchedulingSettings, Seconds
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.errors import InvalidArgument
 from mooncake.gateway.gate import Gate
+from mooncake.gateway.naming import NamedRequests
 from mooncake.gateway.workers import WorkerFailed, Workers
 from mooncake.inference.openai import ApiError, ModelCard
 from mooncake.log import get_logger
@@ -97,6 +98,7 @@ class Gateway:
         self.tokenizer = tokenizer
         self.workers = Workers(settings.stall_timeout_s)
         self.gate = Gate(settings.max_in_flight)
+        self.named = NamedRequests()
         self.created = int(clock.wall())
         self.max_model_len: int | None = None
         """Context of the model; known when a worker has been asked."""

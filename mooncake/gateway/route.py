@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from prometheus_client import Counter
 
 from mooncake import clock, metrics
 from mooncake.conductor.client import Scheduling
-from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled
+from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled, Refuse
 from mooncake.gateway.workers import WorkerBusy, WorkerFailed, Workers
 from mooncake.inference.answers import Piece
 from mooncake.inference.openai import ApiError, Usage
 from mooncake.log import get_logger
-from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId
 
 log = get_logger(__name__)
@@ -90,6 +90,17 @@ class _Attempts:
     "What the last busy worker said."
 
 
+class _Measured(msgspec.Struct):
+    """``measured`` in a worker's answer to prefill."""
+
+    queued_s: float
+    loaded_s: float
+    computed_s: float
+    num_local_tokens: int
+    num_loaded_tokens: int
+    num_computed_tokens: int
+
+
 class Walk:
     """One prompt: ``prefill`` once, then ``decode`` once per choice, then ``end``."""
 
@@ -98,26 +109,25 @@ class Walk:
         scheduling: Scheduling,
         workers: Workers,
         *,
-        request_id: str,
+        place: Place,
         prompt: list[int],
-        keys: Sequence[BlockKey],
         headers: Mapping[str, str],
-        affinity: str = "",
-        lifetime_s: float,
+        block_tokens: int,
     ) -> None:
+        """``place``: what the conductor is told of the prompt."""
         self.prompt = prompt
         self.route = Route()
         self.num_cached_tokens = 0
         """Prompt tokens whose KV whoever computed the prompt found in its memory or the pool."""
         self._scheduling = scheduling
         self._workers = workers
-        self._request_id = request_id
-        self._keys = list(keys)
+        self._request_id = place.request_id
+        self._asked = place
+        self._block_tokens = block_tokens
         self._headers = headers
-        self._affinity = affinity
-        self._lifetime_s = lifetime_s
         self._transfer: dict[str, Any] = {}
         self._is_prefilled = False
+        self._is_computed = False
         self._placed: dict[str, None] = {}
         self._decision: Decision | None = None
 
@@ -132,7 +142,6 @@ class Walk:
             "max_tokens": 1,
             "temperature": 0.0,
             "stream": False,
-            "kv_transfer_params": {"do_remote_decode": True},
         }
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
@@ -143,16 +152,22 @@ class Walk:
             self.route = Route(decision.prefill, decision.decode, decision.degraded)
             if decision.prefill is None:
                 return
+            body["kv_transfer_params"] = self._hints(decision)
+            began = clock.monotonic()
             try:
                 answer = await self._workers.complete(decision.prefill, body, self._headers)
             except (WorkerFailed, WorkerBusy) as error:
                 self._note(error, self._request_id, attempts, "prefill")
                 continue
             self._transfer = answer.kv_transfer_params or {}
-            self._is_prefilled = True
+            measured = self._transfer.pop("measured", None)
+            self._is_prefilled = self._is_computed = True
             if answer.usage is not None:
                 self._count_cached(answer.usage)
-            self._scheduling.post(Prefilled(self._request_id))
+            fact = self._prefilled(measured, decision, clock.monotonic() - began)
+            refused = await self._scheduling.prefilled(fact)
+            if refused is not None:
+                raise _as_error(refused)
             return
 
     async def decode(
@@ -183,11 +198,49 @@ class Walk:
                     self._note(error, place_id, attempts, "resumed" if choice.token_ids else "decode")
             decision = None
 
-    def end(self) -> None:
-        """Tell the conductor that the workers are free of this prompt."""
+    def end(self, finished: Finished) -> None:
+        """Tell the conductor that the workers are free of this prompt, and how it was."""
         for place_id in self._placed:
-            self._scheduling.post(Finished(place_id))
+            is_own = place_id == self._request_id
+            self._scheduling.post(finished if is_own else Finished(place_id))
         self._placed.clear()
+
+    @property
+    def place_id(self) -> str:
+        return self._request_id
+
+    def _hints(self, decision: Decision) -> dict[str, Any]:
+        """What a prefill worker of ours heeds, and others don't know."""
+        hints: dict[str, Any] = {"do_remote_decode": True}
+        if decision.fetches:
+            end = max(fetch.first_block + fetch.num_blocks for fetch in decision.fetches)
+            hints["max_load_tokens"] = end * self._block_tokens
+        return hints
+
+    def _prefilled(self, measured: Any, decision: Decision, elapsed_s: float) -> Prefilled:
+        """What the worker measured; of one that measures nothing, what is seen from here."""
+        with contextlib.suppress(msgspec.ValidationError):
+            found = msgspec.convert(measured, _Measured)
+            return Prefilled(
+                self._request_id,
+                found.queued_s,
+                found.computed_s,
+                found.num_computed_tokens,
+                found.num_local_tokens,
+                found.loaded_s,
+                found.num_loaded_tokens,
+            )
+        # Who waited in a queue there can't be told from who was computed: only a prompt that was expected to
+        # begin at once says how long computing takes.
+        queue_s = decision.prediction.queue_s if decision.prediction is not None else 0.0
+        computed_s = elapsed_s if queue_s < 0.05 * elapsed_s else 0.0
+        num_cached = self.num_cached_tokens
+        return Prefilled(
+            self._request_id,
+            computed_s=computed_s,
+            num_computed_tokens=max(1, len(self.prompt) - num_cached),
+            num_cached_tokens=num_cached,
+        )
 
     async def _follow(
         self, instance: InstanceId, choice: Choice, sampling: Mapping[str, Any], max_tokens: int
@@ -214,6 +267,10 @@ class Walk:
             async for chunk in chunks:
                 if chunk.usage is not None and not self._is_prefilled:
                     self._count_cached(chunk.usage)
+                if chunk.choices and not self._is_computed:
+                    # No prefill instance was there: this one has computed the prompt.
+                    self._is_computed = True
+                    self._scheduling.post(Prefilled(self._request_id))
                 for part in chunk.choices:
                     if part.finish_reason == "abort":
                         raise WorkerFailed(instance, "it gave the answer up")
@@ -245,24 +302,19 @@ class Walk:
         while True:
             self._placed[place_id] = None
             answer = await self._scheduling.place(
-                Place(
-                    place_id,
-                    len(self.prompt),
-                    self._keys,
-                    self._affinity,
-                    list(attempts.exclude),
-                    needs_prefill,
-                    self._lifetime_s,
+                msgspec.structs.replace(
+                    self._asked,
+                    request_id=place_id,
+                    exclude=list(attempts.exclude),
+                    needs_prefill=needs_prefill,
                 )
             )
             if isinstance(answer, Decision):
                 return answer
             if attempts.busy is not None:
                 raise attempts.busy
-            refusal = answer.refusal
             if clock.monotonic() >= give_up_at:
-                status = 429 if refusal.code == "overloaded" else 503
-                raise ApiError(status, refusal.reason, code=refusal.code, retry_after_s=answer.retry_after_s)
+                raise _as_error(answer)
             # Whoever failed may have come back by now: a restarted worker keeps its address.
             attempts.exclude.clear()
             await asyncio.sleep(min(0.25, answer.retry_after_s))
@@ -288,3 +340,11 @@ class Walk:
             num_tried = attempts.num_failures + attempts.num_unreachable
             message = f"{num_tried} attempts to {stage} failed, the last on {error}"
             raise ApiError(503, message, code="workers_failed", retry_after_s=RETRY_PATIENCE_S) from error
+
+
+def _as_error(refuse: Refuse) -> ApiError:
+    """What a client reads of a refusal: too much now (429), or nobody there (503)."""
+    status = 503 if refuse.refusal.code == "no_instance" else 429
+    return ApiError(
+        status, refuse.refusal.reason, code=refuse.refusal.code, retry_after_s=refuse.retry_after_s
+    )

@@ -325,6 +325,8 @@ def _engine_request(
             salt=asked.cache_salt or "",
             num_prior_output_tokens=num_prior,
             save_tail=_is_prefill(asked),
+            priority=_transfer_count(asked, "turn"),
+            max_external_tokens=_transfer_count(asked, "max_load_tokens") or None,
         )
     except InvalidArgument as error:
         raise _as_api_error(error) from error

@@ -12,6 +12,8 @@ tokens) and ``kv_transfer_params``, a map that a gateway hands on unread, except
 ``do_remote_decode``    request to prefill: compute the prompt's KV, store it, somebody else decodes
 ``do_remote_prefill``   answer of prefill, request to decode: KV of the prompt lies in the pool
 ``num_stored_tokens``   how many prompt tokens of KV the pool has
+``turn``                request to prefill: waiting prompts are taken in this order, lower first
+``max_load_tokens``     request to prefill: load no more than so many leading tokens, compute the rest
 ``measured``            answer of prefill: how its first token came about (``measured.PromptMeasured``)
 ``num_output_tokens``   request to decode: the last so many prompt tokens are output already generated
                         elsewhere; they count for ``max_tokens``, ``min_tokens``, ``seed`` and ``stop``

@@ -103,17 +103,20 @@ class Request:
         priority: int = 0,
         num_prior_output_tokens: int = 0,
         save_tail: bool = False,
+        max_external_tokens: int | None = None,
     ) -> None:
         """``num_prior_output_tokens``: how many trailing prompt tokens are an answer begun elsewhere.
 
         ``save_tail`` (prefill role) stores the prompt's partial last block too, and holds the final
-        output back until everything is stored. Lower ``priority`` goes first. Raises InvalidArgument.
+        output back until everything is stored. Lower ``priority`` goes first. No more than
+        ``max_external_tokens`` leading tokens come from the external cache. Raises InvalidArgument.
         """
         self.id = request_id
         self.sampling = sampling or SamplingParams()
         self.salt = salt
         self.priority = priority
         self.save_tail = save_tail
+        self.max_external_tokens = max_external_tokens
         self.num_prior_output_tokens = num_prior_output_tokens
         self.num_prompt_tokens = len(prompt_token_ids)
         if not prompt_token_ids:

@@ -308,6 +308,10 @@ class Scheduler:
         blocks = [(block_hash, block_tokens) for block_hash in hashes]
         if request.tail_hash is not None and request.num_tokens == request.num_prompt_tokens:
             blocks.append((request.tail_hash, request.num_tokens % block_tokens))
+        if request.max_external_tokens is not None:
+            blocks = blocks[
+                : max(0, request.max_external_tokens - request.num_computed_tokens) // block_tokens
+            ]
         if not blocks:
             return False
         request.state = RequestState.LOOKING

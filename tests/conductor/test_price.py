@@ -26,8 +26,10 @@ def test_without_overload_nothing_has_a_price() -> None:
 def test_in_overload_the_dear_ones_are_not_worth_it() -> None:
     price = offered({0.5: 2.0, 2.0: 2.0})
     assert 0.4 < price.per_second(2.5, 150.0) <= 0.5
-    # Twice the value makes up for four times the cost only at a lower price.
-    assert per_second <= 4.0 / 2.0
+    paid = {cost: sum(price.is_paid(1.0, cost, 2.5, 150.0) for _ in range(100)) for cost in (0.5, 2.0)}
+    assert paid[0.5] == 100
+    assert paid[2.0] == pytest.approx(25, abs=5), "half a second of two is left for those at the price"
+    assert price.is_paid(4.0, 2.0, 2.5, 150.0), "four times the value makes up for four times the cost"
 
 
 def test_a_long_backlog_leaves_room_for_the_cheapest_only() -> None:

@@ -60,6 +60,9 @@ class WorkerDouble:
     refuse: tuple[int, dict[str, Any]] | None = None
     "Answer every completion with this status and error."
 
+    measured: dict[str, Any] | None = None
+    "What it says of how its prompts were computed."
+
     token_pause_s: float = 0.0
     is_ready: bool = True
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -135,7 +138,11 @@ class WorkerDouble:
                 "model": "tiny",
                 "choices": [{"index": 0, "text": text_of(token), "finish_reason": "length"}],
                 "usage": usage,
-                "kv_transfer_params": {"do_remote_prefill": True, "num_stored_tokens": len(prompt)},
+                "kv_transfer_params": {
+                    "do_remote_prefill": True,
+                    "num_stored_tokens": len(prompt),
+                    **({"measured": self.measured} if self.measured else {}),
+                },
             }
         )
 

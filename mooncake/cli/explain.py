@@ -1,0 +1,144 @@
+"""``mooncake explain ID``: why a request was served as it was, as tables.
+
+Knows the gateway's HTTP answer and the terminal, nothing of the cluster. Standard library and rich, so that
+it starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, ProtocolError
+
+_TIMEOUT_S = 10.0
+
+
+def explain(name: str, url: str, admin_api_key: str, as_json: bool) -> None:
+    """Ask the gateway at ``url`` and print.
+
+    Raises:
+        InvalidArgument: nothing is remembered of such a request, or the URL is none.
+        AccessDenied: it takes the admin key.
+        PeerLost, ProtocolError: the gateway is away, or none.
+    """
+    answer = _ask(name, url.rstrip("/"), admin_api_key)
+    if as_json:
+        print(json.dumps(answer, indent=2))
+        return
+    console = Console()
+    for prompt in answer["prompts"]:
+        show(console, prompt)
+
+
+def _ask(name: str, url: str, admin_api_key: str) -> Any:
+    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        raise InvalidArgument("--url", url, "an address such as http://127.0.0.1:8000")
+    path = f"/v1/requests/{urllib.parse.quote(name, safe='')}/explain"
+    asking = urllib.request.Request(url + path)
+    if admin_api_key:
+        asking.add_header("X-API-Key", admin_api_key)
+    try:
+        with urllib.request.urlopen(asking, timeout=_TIMEOUT_S) as response:
+            return json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _refused(error.code, error.read(), name, url) from None
+    except OSError as error:
+        raise PeerLost(f"no gateway answers at {url}: {error}; start one or name it with --url") from error
+    except ValueError as error:
+        raise ProtocolError(f"{url} did not answer like a gateway of ours: {error}") from error
+
+
+def _refused(status: int, body: bytes, name: str, url: str) -> Exception:
+    try:
+        message = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ProtocolError(f"{url} answered {status}; is it a gateway of ours?")
+    if status == 404:
+        return InvalidArgument("ID", name, f"the id of a request that is remembered ({message})")
+    if status in (401, 403):
+        return AccessDenied(f"{message}; with --admin-api-key")
+    return PeerLost(f"{url} answered {status}: {message}")
+
+
+def show(console: Console, found: dict[str, Any]) -> None:
+    """One prompt."""
+    console.print(
+        f"[bold]{escape(found['request_id'])}[/bold]  {found['state']}, {found['num_tokens']} tokens, "
+        f"placed {found['seconds_ago']:.1f} s ago"
+        + (f", {found['num_placements']} times" if found["num_placements"] > 1 else ""),
+        highlight=False,
+    )
+    if found["policy"]:
+        console.print(f"policy {found['policy']}: {escape(found['reason'])}", highlight=False)
+    _show_admission(console, found["admission"])
+    if found["candidates"]:
+        console.print(_candidates(found))
+    console.print(_times(found))
+    if found["blocks"]:
+        console.print(_blocks(found["blocks"]))
+
+
+def _show_admission(console: Console, verdict: dict[str, Any] | None) -> None:
+    if verdict is None:
+        return
+    if verdict["code"] == "admitted":
+        loads = f"load {verdict['prefill_load']:.0%} of TTFT SLO, {verdict['decode_load']:.0%} of TBT SLO"
+        console.print(f"admission {verdict['rule']}: admitted, {loads}", highlight=False)
+        return
+    outcome = "rejected, let in as an audit" if verdict["is_audited"] else "rejected"
+    reason = f"{verdict['code']}: {escape(verdict['reason'])}; Retry-After {verdict['retry_after_s']:.2f} s"
+    console.print(f"admission {verdict['rule']}: [bold]{outcome}[/bold]: {reason}", highlight=False)
+
+
+def _candidates(found: dict[str, Any]) -> Table:
+    table = Table("candidate", "score", "queue", "fetch", "prefill", "cached tokens", "", title="weighed")
+    chosen = found["prefill"] or found["decode"]
+    for one in found["candidates"]:
+        if one["why_not"]:
+            table.add_row(one["instance"], "", "", "", "", "", escape(one["why_not"]))
+            continue
+        times = (f"{one[name]:.3f} s" for name in ("score_s", "queue_s", "fetch_s", "prefill_s"))
+        mark = "chosen" if one["instance"] == chosen else ""
+        table.add_row(one["instance"], *times, str(one["cached_tokens"]), mark)
+    return table
+
+
+def _times(found: dict[str, Any]) -> Table:
+    actual, predicted = found["actual"], found["prediction"] or {}
+    table = Table("", "predicted", "measured", title="times")
+    rows = (
+        ("queue", "queue_s", "queue_s"),
+        ("load", "fetch_s", "load_s"),
+        ("prefill", "prefill_s", "prefill_s"),
+        ("TTFT", "ttft_s", "ttft_s"),
+        ("TBT", "tbt_s", "tbt_s"),
+    )
+    for label, before, after in rows:
+        table.add_row(label, _seconds(predicted.get(before)), _seconds(actual[after]))
+    table.add_row("output tokens", str(predicted.get("output_tokens") or ""), str(actual["output_tokens"]))
+    table.add_row("tokens cached + loaded", "", f"{actual['cached_tokens']} + {actual['loaded_tokens']}")
+    return table
+
+
+def _blocks(rows: list[dict[str, Any]]) -> Table:
+    table = Table("blocks", "verdict", "where", "rule", "before the request", title="blocks")
+    for one in rows:
+        first, last = one["first"], one["first"] + one["num"] - 1
+        when = f"{one['seconds_before']:.1f} s" if one["seconds_before"] else ""
+        blocks = f"{first}-{last}" if last > first else str(first)
+        verdict = one["verdict"].replace("_", " ")
+        table.add_row(blocks, verdict, escape(one["where"]), escape(one["rule"]), when)
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    return f"{value:.3f} s" if value else ""

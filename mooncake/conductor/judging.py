@@ -1,0 +1,104 @@
+"""What the conductor remembers of a request beside where it is: whether it was let in, and why it went there.
+
+Joins admission and explanations to the conductor's events, and owns nothing but their joint. With admission
+"none" and no memory for explanations it costs a comparison, which is what the simulator wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mooncake.conductor.admission import Admission
+from mooncake.conductor.explain import Candidate, Explainer, Explanation
+from mooncake.conductor.index import PrefixIndex
+from mooncake.conductor.messages import Decision, Finished, Place, Prediction, Prefilled, Refuse
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.conductor.verdict import Applicant, Pools, Verdict
+from mooncake.errors import Refusal
+
+
+class Judging:
+    """Admission by the rule of the settings, and the memory of what was decided."""
+
+    def __init__(self, settings: SchedulingSettings) -> None:
+        self.admission = Admission(
+            settings.admission, audit_share=settings.audit_share, turn_share=settings.turn_share
+        )
+        self.explainer = Explainer(
+            settings.explained_requests, settings.explained_size_bytes, settings.block_tokens
+        )
+        self._settings = settings
+
+    @property
+    def is_admitting_all(self) -> bool:
+        return self.admission.rule == "none"
+
+    def judge(
+        self, event: Place, prediction: Prediction, busy_s: float, pools: Pools, now: float
+    ) -> Verdict | None:
+        """Whether a request is let in; None for one that was already, and only needs another instance."""
+        if not event.needs_prefill or self.admission.knows(event.request_id):
+            return None
+        applicant = Applicant(
+            event.request_id,
+            event.num_tokens,
+            prediction.queue_s,
+            busy_s,
+            prediction.ttft_s,
+            prediction.tbt_s,
+            prediction.output_tokens,
+            event.slo_ttft_s or self._settings.slo_ttft_s,
+            event.slo_tbt_s or self._settings.slo_tbt_s,
+            event.priority,
+        )
+        return self.admission.judge(applicant, pools, now)
+
+    def noted(
+        self,
+        event: Place,
+        outcome: Decision | Refuse,
+        candidates: Sequence[Candidate],
+        tiers: Sequence[int],
+        verdict: Verdict | None,
+        now: float,
+    ) -> None:
+        """It was placed or refused; see ``Explainer.judged``."""
+        self.explainer.judged(event, outcome, candidates, tiers, self.admission.rule, verdict, now)
+
+    def prefilled(self, event: Prefilled, pools: Pools, now: float) -> Refuse | None:
+        """Its prompt is computed; the rule "baseline" may reject it only now."""
+        self.explainer.prefilled(event, now)
+        verdict = self.admission.prefilled(event.request_id, pools, now)
+        if verdict.is_admitted:
+            return None
+        refuse = refused(event.request_id, verdict, None)
+        self.explainer.rejected_late(refuse, self.admission.rule, verdict, now)
+        return refuse
+
+    def finished(self, event: Finished, now: float) -> None:
+        self.explainer.finished(event, now)
+        self.admission.finished(event.request_id, event.ttft_s, event.tbt_s, event.is_complete, now)
+
+    def explain(self, request_id: str, index: PrefixIndex, now: float) -> Explanation | None:
+        return self.explainer.explain(request_id, index, now)
+
+    def status(self) -> dict[str, Any]:
+        """For ``/status``: how many were rejected, by code, and what became of the audited."""
+        audit = self.admission.audit
+        return {
+            "rule": self.admission.rule,
+            "rejected": self.admission.num_rejected,
+            "audited": audit.num_admitted,
+            "audited_ended": audit.num_ended,
+            "audited_in_slo": audit.num_in_slo,
+        }
+
+    def check(self) -> None:
+        self.admission.check()
+        self.explainer.check()
+
+
+def refused(request_id: str, verdict: Verdict, prediction: Prediction | None) -> Refuse:
+    """What a rejected request is told."""
+    return Refuse(request_id, Refusal(verdict.code, verdict.reason), verdict.retry_after_s, prediction)
