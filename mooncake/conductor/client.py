@@ -16,6 +16,7 @@ from mooncake.conductor.explain import Explain, Explained, Explanation
 from mooncake.conductor.messages import (
     REPLIES,
     AddInstance,
+    AdmissionStatus,
     Decision,
     Drain,
     Event,
@@ -61,6 +62,10 @@ class Scheduling(Protocol):
 
     async def status(self) -> list[InstanceStatus]: ...
 
+    async def admission(self) -> AdmissionStatus:
+        """What became of requests at the door; as it was last known."""
+        ...
+
     async def story(self, key: str) -> list[str]: ...
 
     async def explain(self, request_id: str) -> Explanation | None:
@@ -75,6 +80,7 @@ class RemoteConductor:
         self._client = AsyncClient(address, (*REPLIES, Explained), "the conductor")
         self._known: dict[InstanceId, Role] = {}
         self._rows: list[InstanceStatus] = []
+        self._admission = AdmissionStatus()
         self._is_connected = False
         self._next_turn = 0
         self._outbox: asyncio.Queue[Event] = asyncio.Queue(10_000)
@@ -138,7 +144,11 @@ class RemoteConductor:
             ]
             return [msgspec.structs.replace(row, detail=detail) for row in rows]
         assert isinstance(answer, Status)
+        self._admission = answer.admission
         return answer.rows
+
+    async def admission(self) -> AdmissionStatus:
+        return self._admission
 
     async def story(self, key: str) -> list[str]:
         answer = await self._client.call(GetStory(key), CALL_TIMEOUT_S)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -19,8 +19,11 @@ import msgspec
 import numpy as np
 
 from mooncake.conductor.balance import Balance
+from mooncake.conductor.costs import DecodeModel
+from mooncake.conductor.explain import Explanation
 from mooncake.conductor.health import Health, Instance
 from mooncake.conductor.index import PrefixIndex
+from mooncake.conductor.judging import Judging, candidates_of, refused
 from mooncake.conductor.load import Loads, Slots
 from mooncake.conductor.messages import (
     POOL,
@@ -54,6 +57,7 @@ from mooncake.conductor.policies import POLICIES
 from mooncake.conductor.predict import CostModels, Predictor
 from mooncake.conductor.select import Choice, Cluster, Job, Policy
 from mooncake.conductor.settings import SchedulingSettings
+from mooncake.conductor.verdict import Pools, Verdict
 from mooncake.errors import Refusal
 from mooncake.machine import Wake
 from mooncake.types import InstanceId, Role
@@ -77,7 +81,8 @@ class Conductor:
     """The core. ``random`` serves the policy "random" only; ``costs`` counts until something is measured."""
 
     def __init__(self, settings: SchedulingSettings, random: Random, costs: CostModels | None = None) -> None:
-        self.index = PrefixIndex(_REMEMBERED_BLOCKS)
+        self.index = PrefixIndex(_REMEMBERED_BLOCKS if settings.explained_requests else 0)
+        self.judging = Judging(settings)
         self.instances: dict[InstanceId, Instance] = {}
         self.predict = Predictor(costs or CostModels())
         self.loads = Loads()
@@ -147,10 +152,15 @@ class Conductor:
         """What happened to a request or an instance."""
         return [f"{now:.3f} {text}" for now, keys, text in self._story if key in keys]
 
+    def explain(self, request_id: str, now: float) -> Explanation | None:
+        """Why a request was served as it was; None when it is not remembered."""
+        return self.judging.explain(request_id, self.index, now)
+
     def check(self) -> None:
         self.index.check()
         self.loads.check()
         self.predict.check()
+        self.judging.check()
         for instance in self.instances.values():
             instance.check()
             assert self.cluster.names[instance.slot] == instance.id
@@ -197,7 +207,71 @@ class Conductor:
             decode = replace(decode, queue_s=queue_s, prefill_s=prefill_s, busy_s=prefill_s)
             decode.done_s = queue_s + prefill_s
         prediction = self._predicted(job, prefill or decode, decode.slot)
-        return [*effects, self._decide(event, job, prefill, decode, degraded, prediction)]
+        verdict = self._judge(event, prefill or decode, decode, prediction, now)
+        if verdict is not None and not verdict.is_admitted:
+            return [*effects, self._reject(event, job, prefill or decode, verdict, prediction)]
+        decision = self._decide(event, job, prefill, decode, degraded, prediction)
+        self._note(event, decision, prefill or decode, verdict, now)
+        return [*effects, decision]
+
+    def _judge(
+        self, event: Place, computing: Choice, decode: Choice, prediction: Prediction, now: float
+    ) -> Verdict | None:
+        if self.judging.is_admitting_all:
+            return None
+        busy_s = computing.busy_s or prediction.prefill_s
+        return self.judging.judge(event, prediction, busy_s, self._pools_with(decode.slot), now)
+
+    def _reject(
+        self, event: Place, job: Job, computing: Choice, verdict: Verdict, prediction: Prediction
+    ) -> Refuse:
+        refuse = refused(event.request_id, verdict, prediction)
+        self._tell(job.now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
+        self._note(event, refuse, computing, verdict, job.now)
+        return refuse
+
+    def _note(
+        self,
+        event: Place,
+        outcome: Decision | Refuse,
+        computing: Choice | None,
+        verdict: Verdict | None,
+        now: float,
+    ) -> None:
+        """Remember what was decided, for whoever asks."""
+        if not self.judging.explainer.is_on:
+            return
+        keys = event.keys[: event.num_tokens // self._settings.block_tokens]
+        self.index.past.note_prompt(keys, event.bare_keys[: len(keys)] or keys)
+        tiers = [0] * len(keys)
+        if computing is not None and keys:
+            tiers = self.index.match(keys).tiers_of(computing.slot)
+        candidates = candidates_of(self.cluster.names, computing, self._not_weighed(event.exclude))
+        self.judging.noted(event, outcome, candidates, tiers, verdict, now)
+
+    def _not_weighed(self, exclude: list[InstanceId]) -> Iterator[tuple[InstanceId, str]]:
+        """Instances that could not be chosen, and why."""
+        num_ready = sum(len(self._pools_of(role)[0]) for role in Role)
+        if not exclude and num_ready == len(self.instances):
+            return
+        for one in self.instances.values():
+            if one.id in exclude:
+                yield one.id, "it failed this request before"
+            elif not one.may_be_chosen or one.health is not Health.READY:
+                yield one.id, f"{one.state}: {one.detail}"
+
+    def _pools_with(self, decode: int) -> Pools:
+        """What there is to serve with; all decode instances are taken for such as this one."""
+        ready = {role: len(self._pools_of(role)[0]) for role in Role}
+        step = DecodeModel(*self.predict.decode.columns[:, decode].tolist())
+        num_decode = ready[Role.DECODE] or ready[Role.PREFILL]
+        return Pools(ready[Role.PREFILL] or num_decode, num_decode, step)
+
+    def _pools_of(self, role: Role) -> tuple[Slots, Slots]:
+        pools = self._choosable.get(role)
+        if pools is None:
+            pools = self._choosable[role] = self._pools(role)
+        return pools
 
     def _job(self, event: Place, now: float) -> Job:
         block_tokens = self._settings.block_tokens
@@ -216,10 +290,7 @@ class Conductor:
 
     def _choose(self, role: Role, policy: Policy, job: Job, exclude: dict[InstanceId, None]) -> Choice | None:
         """The policy's choice among ready instances, else among suspects, else None."""
-        pools = self._choosable.get(role)
-        if pools is None:
-            pools = self._choosable[role] = self._pools(role)
-        for pool in pools:
+        for pool in self._pools_of(role):
             eligible = self._without(pool, exclude)
             has_room = self.loads.num_requests[eligible] < self._settings.max_requests_per_instance
             if not has_room.all():
@@ -338,7 +409,9 @@ class Conductor:
             states = ", ".join(f"{one.id} is {one.state}" for one in self.instances.values())
             refusal = Refusal("no_instance", f"no instance can serve: {states or 'none was added'}")
         self._tell(now, (event.request_id,), f"refused {event.request_id}: {refusal}")
-        return Refuse(event.request_id, refusal, wait_s)
+        refuse = Refuse(event.request_id, refusal, wait_s)
+        self._note(event, refuse, None, None, now)
+        return refuse
 
     # --- facts about requests
 
@@ -358,6 +431,11 @@ class Conductor:
             first = event.num_cached_tokens + event.num_loaded_tokens
             self.predict.chunk_measured(instance.slot, first, event.num_computed_tokens, event.computed_s)
         self.loads.end_prompt(instance.slot, event.request_id, now)
+        decode = self.instances.get(placement.decode, instance)
+        refuse = self.judging.prefilled(event, self._pools_with(decode.slot), now)
+        if refuse is not None:
+            self._tell(now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
+            return [refuse, *self._release(event.request_id, now)]
         return self._leave_if_drained(instance, now)
 
     def _chunk_measured(self, event: ChunkMeasured, now: float) -> list[Effect]:
@@ -380,6 +458,7 @@ class Conductor:
         return []
 
     def _finished(self, event: Finished, now: float) -> list[Effect]:
+        self.judging.finished(event, now)
         placement = self.placements.get(event.request_id)
         if placement is None:
             return []
@@ -459,6 +538,7 @@ class Conductor:
                 placement = self.placements.get(key)
                 if placement is not None and placement.expires_at == at:
                     self._tell(now, (key,), f"expired {key}: nobody reported its end")
+                    self.judging.finished(Finished(key), now)
                     effects += self._release(key, now)
         return effects
 

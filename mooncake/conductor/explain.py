@@ -56,6 +56,17 @@ class Admitted(msgspec.Struct, frozen=True):
     decode_load: float = 0.0
 
 
+class Predicted(msgspec.Struct, frozen=True):
+    """A ``Prediction``, by names."""
+
+    queue_s: float
+    fetch_s: float
+    prefill_s: float
+    ttft_s: float
+    tbt_s: float
+    output_tokens: int
+
+
 class Actual(msgspec.Struct):
     """What was measured; 0: not (yet)."""
 
@@ -85,7 +96,7 @@ class Explanation(msgspec.Struct):
     degraded: str
     num_placements: int
     candidates: list[Candidate]
-    prediction: Prediction | None
+    prediction: Predicted | None
     actual: Actual
     admission: Admitted | None
     blocks: list[BlockVerdict]
@@ -213,7 +224,7 @@ class Explainer:
             degraded="" if isinstance(outcome, Refuse) else outcome.degraded,
             num_placements=record.num_placements,
             candidates=record.candidates,
-            prediction=outcome.prediction,
+            prediction=_predicted(outcome.prediction),
             actual=record.actual,
             admission=record.admission,
             blocks=[] if is_refused else verdicts(record.asked, in_flight, index),
@@ -231,6 +242,10 @@ class Explainer:
             written_at = other.asked.written_at
             if other is not record and is_placed and (written_at is None or written_at > at):
                 yield other
+
+
+def _predicted(prediction: Prediction | None) -> Predicted | None:
+    return None if prediction is None else Predicted(**msgspec.structs.asdict(prediction))
 
 
 def _admitted(rule: str, verdict: Verdict | None) -> Admitted | None:

@@ -6,16 +6,28 @@ Joins admission and explanations to the conductor's events, and owns nothing but
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from mooncake.conductor.admission import Admission
 from mooncake.conductor.explain import Candidate, Explainer, Explanation
 from mooncake.conductor.index import PrefixIndex
-from mooncake.conductor.messages import Decision, Finished, Place, Prediction, Prefilled, Refuse
+from mooncake.conductor.messages import (
+    AdmissionStatus,
+    Decision,
+    Finished,
+    Place,
+    Prediction,
+    Prefilled,
+    Refuse,
+)
+from mooncake.conductor.select import Choice
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.conductor.verdict import Applicant, Pools, Verdict
 from mooncake.errors import Refusal
+from mooncake.types import InstanceId
+
+_MAX_OTHERS = 8
 
 
 class Judging:
@@ -83,16 +95,11 @@ class Judging:
     def explain(self, request_id: str, index: PrefixIndex, now: float) -> Explanation | None:
         return self.explainer.explain(request_id, index, now)
 
-    def status(self) -> dict[str, Any]:
-        """For ``/status``: how many were rejected, by code, and what became of the audited."""
-        audit = self.admission.audit
-        return {
-            "rule": self.admission.rule,
-            "rejected": self.admission.num_rejected,
-            "audited": audit.num_admitted,
-            "audited_ended": audit.num_ended,
-            "audited_in_slo": audit.num_in_slo,
-        }
+    def status(self) -> AdmissionStatus:
+        audit, rejected = self.admission.audit, dict(self.admission.num_rejected)
+        return AdmissionStatus(
+            self.admission.rule, rejected, audit.num_admitted, audit.num_ended, audit.num_in_slo
+        )
 
     def check(self) -> None:
         self.admission.check()
@@ -102,3 +109,21 @@ class Judging:
 def refused(request_id: str, verdict: Verdict, prediction: Prediction | None) -> Refuse:
     """What a rejected request is told."""
     return Refuse(request_id, Refusal(verdict.code, verdict.reason), verdict.retry_after_s, prediction)
+
+
+def candidates_of(
+    names: Sequence[InstanceId], choice: Choice | None, others: Iterable[tuple[InstanceId, str]]
+) -> list[Candidate]:
+    """The instances that came closest, best first, and some that were not weighed, with the reason."""
+    found: list[Candidate] = []
+    if choice is not None and choice.considered is not None:
+        seen = choice.considered
+        for row, slot in enumerate(seen.slots.tolist()):
+            score_s, queue_s, fetch_s, prefill_s, cached_tokens = (
+                float(column[row])
+                for column in (seen.score_s, seen.queue_s, seen.fetch_s, seen.prefill_s, seen.cached_tokens)
+            )
+            found.append(Candidate(names[slot], score_s, queue_s, fetch_s, prefill_s, int(cached_tokens)))
+    elif choice is not None:
+        found.append(Candidate(names[choice.slot], 0.0, choice.queue_s, choice.fetch_s, choice.prefill_s))
+    return found + [Candidate(one, why_not=why_not) for one, why_not in islice(others, _MAX_OTHERS)]

@@ -289,8 +289,21 @@ class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
+class AdmissionStatus(msgspec.Struct, frozen=True):
+    """Who was let in lately, for ``/status``."""
+
+    rule: str = ""
+    rejected: dict[str, int] = {}
+    "By the code of the refusal."
+    audited: int = 0
+    "Rejected, and served all the same to see whether that was right."
+    audited_ended: int = 0
+    audited_in_slo: int = 0
+
+
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rows: list[InstanceStatus]
+    admission: AdmissionStatus = AdmissionStatus()
 
 
 class GetStory(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -19,8 +19,8 @@ _BUCKET_S = 0.05
 _NUM_BUCKETS = 1 << 15
 _AHEAD = _NUM_BUCKETS // 2
 _FIRST_GUESS_S = 10.0
-_SLOWEST = 0.02
-"""The weight of a new observation once there are many."""
+_FORGETS = 0.01
+"""Of what was learned of stays, with each departure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,12 @@ class _Member:
 class Population:
     """Requests that decode now, and those that will."""
 
-    def __init__(self) -> None:
-        self.mean_stay_s = _FIRST_GUESS_S
+    def __init__(self, first_guess_s: float = _FIRST_GUESS_S) -> None:
+        # Stays are learned from time spent over departures, not from the stays of those who left: at first,
+        # and whenever load grows, those are the short ones.
+        self._spent_s = first_guess_s
+        self._num_left = 1.0
+        self._counted_until = 0.0
         self._members: dict[str, _Member] = {}
         self._num_decoding = 0
         self._decoding_tokens = 0
@@ -50,7 +54,10 @@ class Population:
         self._starts: npt.NDArray[np.int64] = np.zeros(_NUM_BUCKETS, np.int64)
         self._tokens: npt.NDArray[np.int64] = np.zeros(_NUM_BUCKETS, np.int64)
         self._first = -_AHEAD  # the oldest bucket in the ring
-        self._num_stays = 0
+
+    @property
+    def mean_stay_s(self) -> float:
+        return self._spent_s / self._num_left
 
     @property
     def decoding(self) -> Load:
@@ -69,6 +76,7 @@ class Population:
         if member is None or member.started_at is not None:
             return
         self._advance(now)
+        self._count_time(now)
         self._withdraw(member)
         member = self._members[request_id] = self._enter(now, member.num_tokens)
         member.started_at = now
@@ -81,10 +89,10 @@ class Population:
         if member is None or member.started_at is None:
             self.forget(request_id)
             return
+        self._count_time(now)
         self._no_longer_decodes(request_id, member)
-        self._num_stays += 1
-        weight = max(_SLOWEST, 1.0 / self._num_stays)
-        self.mean_stay_s += weight * (now - member.started_at - self.mean_stay_s)
+        self._spent_s *= 1.0 - _FORGETS
+        self._num_left = self._num_left * (1.0 - _FORGETS) + 1.0
 
     def forget(self, request_id: str) -> None:
         """It will not decode, or not here."""
@@ -149,6 +157,11 @@ class Population:
         there = present[stay - 1 :].copy()
         there[1:] -= present[: len(there) - 1]
         return there
+
+    def _count_time(self, now: float) -> None:
+        if self._num_decoding:
+            self._spent_s += self._num_decoding * (now - self._counted_until)
+        self._counted_until = now
 
     def _no_longer_decodes(self, request_id: str, member: _Member) -> None:
         del self._members[request_id]

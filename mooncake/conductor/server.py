@@ -29,6 +29,7 @@ from mooncake.conductor.measured import Measured, read_measured
 from mooncake.conductor.messages import (
     POOL,
     AddInstance,
+    AdmissionStatus,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -149,7 +150,7 @@ class ConductorService:
         self._zmq = zmq.asyncio.Context()
 
     async def start(self) -> None:
-        exposition.show(self.core.predict)
+        exposition.show(self.core)
         timeout = aiohttp.ClientTimeout(total=self.settings.probe_timeout_s)
         self._session = aiohttp.ClientSession(timeout=timeout)
         if self.settings.pool_events:
@@ -158,7 +159,7 @@ class ConductorService:
 
     async def close(self) -> None:
         self._driver.close()
-        exposition.hide(self.core.predict)
+        exposition.hide(self.core)
         tasks = [*self._tasks, *self._followers.values()]
         for task in tasks:
             task.cancel()
@@ -197,6 +198,9 @@ class ConductorService:
 
     async def status(self) -> list[InstanceStatus]:
         return self.core.status()
+
+    async def admission(self) -> AdmissionStatus:
+        return self.core.judging.status()
 
     async def story(self, key: str) -> list[str]:
         return self.core.story(key)
@@ -361,7 +365,7 @@ class ConductorServer:
         return Explained(self._service.explain_now(message.request_id))
 
     def _status(self, message: GetStatus, call: Call) -> Status:
-        return Status(self._service.core.status())
+        return Status(self._service.core.status(), self._service.core.judging.status())
 
     def _story(self, message: GetStory, call: Call) -> Story:
         return Story(self._service.core.story(message.key))

@@ -28,6 +28,27 @@ class SchedulingSettings:
     uses_per_copy: Annotated[float, Meta(gt=0)] = 10.0
     "Uses in a minute for which a hot prefix deserves one more instance that keeps a copy."
 
+    admission: Literal["none", "baseline", "early", "predicted", "goodput"] = "goodput"
+    "Who is let in: all, by each stage for itself, by present load, by predicted load, or by worth and SLO."
+
+    slo_ttft_s: Annotated[float, Meta(ge=0)] = 0.0
+    "Time within which the first token is wanted by requests that don't say; 0 for no limit."
+
+    slo_tbt_s: Annotated[float, Meta(ge=0)] = 0.0
+    "Time between tokens that is wanted by requests that don't say; 0 for no limit."
+
+    audit_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    "Share of rejected requests that are served all the same, to see how many of them meet their SLOs."
+
+    turn_share: Annotated[float, Meta(gt=0, le=1)] = 0.05
+    "Share of the instances' time that `goodput` gives to requests which its price would refuse."
+
+    explained_requests: Annotated[int, Meta(ge=0)] = 10_000
+    "So many of the latest requests can be explained; 0 remembers none."
+
+    explained_size_bytes: Annotated[int, Meta(ge=0)] = 128 << 20
+    "Memory for these explanations."
+
     block_tokens: Annotated[int, Meta(gt=0)] = 32
     "Tokens per KV block in the workers; prompts are matched in such blocks."
 

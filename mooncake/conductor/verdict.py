@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from mooncake.conductor.population import Load
 from mooncake.conductor.predict import DecodeModel
 
+CODES = ("slo_ttft", "slo_tbt", "overload")
+"""Why requests are rejected."""
+
 SOONEST_RETRY_S = 0.05
 
 

@@ -125,6 +125,7 @@ async def _status(gateway: Gateway) -> dict[str, Any]:
         "model": gateway.settings.model_name,
         "max_model_len": gateway.max_model_len,
         "scheduling": gateway.settings.scheduling,
+        "admission": await gateway.scheduling.admission(),
         "conductor": gateway.conductor_state,
         "degraded": degraded,
         "requests_in_flight": gateway.gate.num_in_flight,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mooncake.conductor.explain import Admitted, Candidate, Explainer, Explanation
+from mooncake.conductor.explain import Admitted, Candidate, Explainer, Explanation, Predicted
 from mooncake.conductor.index import PrefixIndex
 from mooncake.conductor.messages import Decision, Finished, Place, Prediction, Prefilled, Refuse
 from mooncake.conductor.verdict import Verdict
 from mooncake.errors import Refusal
 
 PREDICTION = Prediction(queue_s=0.1, prefill_s=0.4, ttft_s=0.5, tbt_s=0.02, output_tokens=100)
+PREDICTED = Predicted(0.1, 0.0, 0.4, 0.5, 0.02, 100)
 CANDIDATES = [Candidate("p1", 0.5, 0.1, 0.0, 0.4, 0), Candidate("p2", why_not="draining")]
 
 
@@ -36,7 +37,7 @@ def test_what_was_weighed_predicted_and_measured() -> None:
     note(explainer)
     found = explained(explainer)
     assert (found.state, found.prefill, found.decode, found.policy) == ("prefill", "p1", "d1", "overlap")
-    assert found.candidates == CANDIDATES and found.prediction == PREDICTION
+    assert found.candidates == CANDIDATES and found.prediction == PREDICTED
     assert found.admission == Admitted("goodput", True, "admitted", prefill_load=0.2)
     assert found.seconds_ago == 10.0
     explainer.prefilled(Prefilled("r", 0.2, 0.3, 16, 16, 0.0, 0), 11.0)
@@ -58,7 +59,7 @@ def test_a_refusal_is_remembered_with_its_reason() -> None:
     found = explained(explainer)
     assert (found.state, found.reason) == ("refused", "slo_ttft: too late")
     assert found.admission is not None and found.admission.retry_after_s == 3.0
-    assert found.prediction == PREDICTION and not found.blocks
+    assert found.prediction == PREDICTED and not found.blocks
 
 
 def test_a_retry_keeps_the_verdict_of_the_first_try() -> None:

@@ -10,8 +10,7 @@ from mooncake.conductor.population import Load, Population
 
 
 def test_promised_requests_decode_for_the_mean_stay_from_the_end_of_their_prefill_on() -> None:
-    population = Population()
-    population.mean_stay_s = 4.0
+    population = Population(first_guess_s=4.0)
     for number, starts_at in enumerate((101.0, 102.0, 103.0)):
         population.expect(str(number), starts_at, 1000, 100.0)
     assert [population.at(100.0 + after, 100.0).num_requests for after in (0.5, 1.5, 2.5, 3.5)] == [
@@ -34,7 +33,7 @@ def test_who_is_computed_early_decodes_early() -> None:
     assert population.decoding == Load(1, 10) == population.at(104.0, 103.0)
     population.left("r", 105.0)
     assert population.decoding == Load(0, 0)
-    assert population.mean_stay_s == pytest.approx(2.0), "the first stay replaces the guess"
+    assert population.mean_stay_s == pytest.approx((10.0 + 2.0) / 2.0, rel=0.02), "the guess and one stay"
 
 
 def test_the_forgotten_never_decode() -> None:
@@ -48,8 +47,7 @@ def test_the_forgotten_never_decode() -> None:
 
 
 def test_when_it_falls() -> None:
-    population = Population()
-    population.mean_stay_s = 10.0
+    population = Population(first_guess_s=10.0)
     for number in range(5):
         population.expect(str(number), 100.0 + number, 10, 100.0)
     assert population.at(104.5, 100.0).num_requests == 5
@@ -76,3 +74,13 @@ def test_it_agrees_with_a_plain_list_over_hours() -> None:
         for key in [key for key, start in starts.items() if start < now - 500]:
             del starts[key]
     population.check()
+
+
+def test_stays_are_learned_from_those_who_are_still_there_too() -> None:
+    """Of ten, one leaves after a second, nine stay: a second is not how long one stays."""
+    population = Population()
+    for number in range(10):
+        population.expect(str(number), 100.0, 10, 100.0)
+        population.started(str(number), 100.0)
+    population.left("0", 101.0)
+    assert population.mean_stay_s == pytest.approx((10.0 + 10.0) / 2.0, rel=0.02)
