@@ -21,6 +21,7 @@ import numpy as np
 from mooncake.conductor.balance import Balance
 from mooncake.conductor.costs import DecodeModel
 from mooncake.conductor.explain import Explanation
+from mooncake.conductor.fit import TRUSTED_SAMPLES
 from mooncake.conductor.health import Health, Instance
 from mooncake.conductor.index import PrefixIndex
 from mooncake.conductor.judging import Judging, candidates_of, refused
@@ -83,6 +84,7 @@ class Conductor:
     def __init__(self, settings: SchedulingSettings, random: Random, costs: CostModels | None = None) -> None:
         self.index = PrefixIndex(_REMEMBERED_BLOCKS if settings.explained_requests else 0)
         self.judging = Judging(settings)
+        self._is_told = costs is not None
         self.instances: dict[InstanceId, Instance] = {}
         self.predict = Predictor(costs or CostModels())
         self.loads = Loads()
@@ -220,7 +222,15 @@ class Conductor:
         if self.judging.is_admitting_all:
             return None
         busy_s = computing.busy_s or prediction.prefill_s
-        return self.judging.judge(event, prediction, busy_s, self._pools_with(decode.slot), now)
+        pools = self._pools_with(decode.slot)
+        return self.judging.judge(event, prediction, busy_s, pools, self._is_measured, now)
+
+    @property
+    def _is_measured(self) -> tuple[bool, bool]:
+        """Whether what prefill and decode take was told or measured; else it is a guess."""
+        fits = (self.predict.prefill.common, self.predict.decode.common)
+        prefill, decode = (self._is_told or fit.num_samples >= TRUSTED_SAMPLES for fit in fits)
+        return prefill, decode
 
     def _reject(
         self, event: Place, job: Job, computing: Choice, verdict: Verdict, prediction: Prediction

@@ -47,9 +47,19 @@ class Judging:
         return self.admission.rule == "none"
 
     def judge(
-        self, event: Place, prediction: Prediction, busy_s: float, pools: Pools, now: float
+        self,
+        event: Place,
+        prediction: Prediction,
+        busy_s: float,
+        pools: Pools,
+        is_measured: tuple[bool, bool],
+        now: float,
     ) -> Verdict | None:
-        """Whether a request is let in; None for one that was already, and only needs another instance."""
+        """Whether a request is let in; None for one that was already, and only needs another instance.
+
+        ``is_measured``: whether predictions of prefill, and of decode, rest on measurements. Nobody is
+        rejected because of a guess.
+        """
         if not event.needs_prefill or self.admission.knows(event.request_id):
             return None
         applicant = Applicant(
@@ -60,8 +70,8 @@ class Judging:
             prediction.ttft_s,
             prediction.tbt_s,
             prediction.output_tokens,
-            event.slo_ttft_s or self._settings.slo_ttft_s,
-            event.slo_tbt_s or self._settings.slo_tbt_s,
+            is_measured[0] * (event.slo_ttft_s or self._settings.slo_ttft_s),
+            is_measured[1] * (event.slo_tbt_s or self._settings.slo_tbt_s),
             event.priority,
         )
         return self.admission.judge(applicant, pools, now)

@@ -37,7 +37,7 @@ class SchedulingSettings:
     slo_tbt_s: Annotated[float, Meta(ge=0)] = 0.0
     "Time between tokens that is wanted by requests that don't say; 0 for no limit."
 
-    audit_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    audit_share: Annotated[float, Meta(ge=0, le=1)] = 0.01
     "Share of rejected requests that are served all the same, to see how many of them meet their SLOs."
 
     turn_share: Annotated[float, Meta(gt=0, le=1)] = 0.05
