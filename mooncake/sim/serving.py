@@ -40,12 +40,13 @@ def simulate(
     ``settings`` are the conductor's, for objectives and thresholds; ``scheduling``, ``admission`` and what
     only makes sense with real instances (probes, slow start, limits) are overruled.
     """
-    changes: dict[str, Any] = {"scheduling": scheduling}
-    if admission != "none":
-        changes["admission"] = admission
+    changes: dict[str, Any] = {"scheduling": scheduling, "admission": admission}
     settings = dataclasses.replace(
-        settings or SchedulingSettings(),
+        settings or SchedulingSettings(audit_share=0.0),
         **changes,
+        slo_ttft_s=slo_ttft_s,
+        slo_tbt_s=slo_tbt_s,
+        explained_requests=0,
         block_tokens=cluster.block_tokens,
         max_requests_per_instance=1_000_000_000,
         probe_interval_s=NEVER_S,
