@@ -57,9 +57,8 @@ class Match:
         rows = self._rows[: self.num_held]
         if not len(rows):
             return counts
-        starts = [0, *((rows[1:] != rows[:-1]).nonzero()[0] + 1).tolist()]  # of runs with the same holders
-        runs = rows[starts].tolist()
-        ends = np.array([*starts[1:], len(rows)])
+        last_of_run = np.append(rows[1:] != rows[:-1], True).nonzero()[0]  # a run has the same holders
+        runs, ends = rows[last_of_run].tolist(), last_of_run + 1
         width = self._num_slots // 8
         packed = bytearray().join([self._holders.packed(row, width) for row in runs])
         held = np.frombuffer(packed, np.uint64).reshape(len(runs), len(PLANE), -1)
@@ -68,7 +67,7 @@ class Match:
         alive = np.bitwise_and.accumulate(held, axis=0)
         alive[:-1] ^= alive[1:]  # now: those for whom this run was the last
         last = alive.reshape(-1)
-        words = last.nonzero()[0]
+        words = (last != 0).nonzero()[0]
         bits = np.unpackbits(last[words].view(np.uint8), bitorder="little").view(np.bool_).nonzero()[0]
         run, place = np.divmod(words, alive[0].size)  # few words, many bits
         word = bits >> 6
