@@ -279,7 +279,7 @@ class PrefixIndex:
 def _groups(rows: Values) -> Iterator[tuple[int, slice | npt.NDArray[np.bool_], int]]:
     """(row, where it stands, how often) for each different row."""
     first = rows[:1]
-    if (rows == first).all():
+    if np.count_nonzero(rows != first) == 0:
         if len(rows):
             yield int(first[0]), slice(None), len(rows)
         return

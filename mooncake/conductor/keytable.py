@@ -23,7 +23,7 @@ Places = npt.NDArray[np.int64]
 
 _BUCKET = 8
 _MAX_LOAD = 0.7
-_FIRST_BUCKETS = 64
+_FIRST_BUCKETS = 8
 _SPLIT_AT_LEAST = 256
 _ABSENT, _OVERFLOWN = -1, -2
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -61,7 +61,7 @@ class KeyTable:
         return self._size
 
     def find(self, keys: Keys) -> Found:
-        if not keys.all():
+        if not _all(keys):
             keys = np.where(keys == 0, np.uint64(_INSTEAD_OF_0), keys)
         mixed = _mixed(keys)
         buckets = self._buckets(mixed)
@@ -69,7 +69,7 @@ class KeyTable:
         places += buckets * _BUCKET
         is_here = self._keys.reshape(-1).take(places) == keys
         values = self._values.reshape(-1).take(places) * is_here
-        if not is_here.all():
+        if not _all(is_here):
             places[~is_here] = _ABSENT
             if self._overflow:
                 spilled = self._spilled.take(mixed & (self._num_buckets - 1)) > 0
@@ -83,14 +83,15 @@ class KeyTable:
         """Give what was just found (distinct keys) these values; those that get 0 are removed."""
         places = found.places
         is_inside = places >= 0
-        if is_inside.all():
+        if _all(is_inside):
             self._overwrite(places, values)
             return
-        self._overwrite(places[is_inside], values[is_inside])
+        if np.count_nonzero(is_inside):
+            self._overwrite(places[is_inside], values[is_inside])
         for at in (places == _OVERFLOWN).nonzero()[0].tolist():
             self._put_overflown(found.keys[at : at + 1], int(values[at]))
         is_new = (places == _ABSENT) & (values != 0)
-        if is_new.any():
+        if np.count_nonzero(is_new):
             keys, values = found.keys[is_new], values[is_new]
             self._make_room(len(keys))
             self._size += len(keys)
@@ -130,8 +131,8 @@ class KeyTable:
 
     def _overwrite(self, places: Places, values: Values) -> None:
         self._values.reshape(-1)[places] = values
-        gone = places[values == 0]
-        if len(gone):
+        if not _all(values):
+            gone = places[values == 0]
             self._keys.reshape(-1)[gone] = 0
             self._size -= len(gone)
 
@@ -151,12 +152,15 @@ class KeyTable:
             buckets = self._buckets(mixed)
             places = (self._keys.take(buckets, axis=0) == 0).argmax(axis=1) + buckets * _BUCKET
             is_free = flat.take(places) == 0
-            if not is_free.all():
+            if not _all(is_free):
                 self._overflow.update(zip(keys[~is_free].tolist(), values[~is_free].tolist(), strict=True))
                 np.add.at(self._spilled, mixed[~is_free] & (self._num_buckets - 1), 1)
                 keys, values, places = keys[is_free], values[is_free], places[is_free]
             flat[places] = keys
             has_won = flat.take(places) == keys
+            if _all(has_won):
+                flat_values[places] = values
+                return
             flat_values[places[has_won]] = values[has_won]
             keys, values = keys[~has_won], values[~has_won]
 
@@ -191,6 +195,11 @@ class KeyTable:
                 np.fromiter(overflow, np.uint64, len(overflow)),
                 np.fromiter(overflow.values(), values.dtype, len(overflow)),
             )
+
+
+def _all(column: npt.NDArray[Any]) -> bool:
+    """Four times as fast as ``column.all()`` when it is short."""
+    return np.count_nonzero(column) == len(column)
 
 
 def _mixed(keys: Keys) -> Places:
