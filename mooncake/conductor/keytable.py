@@ -199,7 +199,7 @@ class KeyTable:
 
 def _all(column: npt.NDArray[Any]) -> bool:
     """Four times as fast as ``column.all()`` when it is short."""
-    return np.count_nonzero(column) == len(column)
+    return bool(np.count_nonzero(column) == len(column))
 
 
 def _mixed(keys: Keys) -> Places:
