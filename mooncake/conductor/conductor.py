@@ -325,9 +325,8 @@ class Conductor:
         return bool(len(self._ready(role, exclude)))
 
     def _predicted(self, job: Job, prefill: Choice, decode: int) -> Prediction:
-        here = np.array([decode])
-        context = self.loads.context_tokens[here] + job.num_tokens + job.output_tokens
-        [tbt_s] = self.predict.step_s(here, self.loads.batch_size[here] + 1, context).tolist()
+        context = float(self.loads.context_tokens[decode]) + job.num_tokens + job.output_tokens
+        tbt_s = self.predict.decode_model(decode).seconds(float(self.loads.batch_size[decode]) + 1, context)
         return Prediction(
             prefill.queue_s,
             prefill.fetch_s,

@@ -77,7 +77,7 @@ def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     choice = chosen_at(job, slots, best, "", queue, prefill, score, fetch)
     choice.turn = turn
     if part is not None and part[best] > 0:
-        _load_part(cluster, job, choice, source, reach)
+        _load_part(cluster, job, choice, source, reach, is_all=bool(part[best] >= 1))
     choice.reason = f"{why or 'soonest'}: {told(job, choice.slot, choice.queue_s, choice.prefill_s)}"
     if choice.source >= 0:
         choice.reason += _loaded(cluster, choice)
@@ -112,7 +112,9 @@ def _parts(
     return fetch, part, part * missing * per_token
 
 
-def _load_part(cluster: Cluster, job: Job, choice: Choice, source: int, reach: float) -> None:
+def _load_part(
+    cluster: Cluster, job: Job, choice: Choice, source: int, reach: float, is_all: bool
+) -> None:
     """Put the split of the chosen candidate where both curves meet, at a block's boundary."""
     own, block = int(job.cached[choice.slot]), cluster.settings.block_tokens
     model, layers = cluster.predict.prefill_model(choice.slot), cluster.predict.costs.num_layers
@@ -127,12 +129,14 @@ def _load_part(cluster: Cluster, job: Job, choice: Choice, source: int, reach: f
         return choice.queue_s + compute_s, begun + num_blocks * block * per_token + compute_s / layers
 
     fewest, most = 0, int(reach - own) // block
-    while fewest < most:  # the first split at which the card is later than the processor
-        middle = (fewest + most) // 2
-        processor_s, card_s = curves(middle)
-        fewest, most = (fewest, middle) if card_s >= processor_s else (middle + 1, most)
-    # Of the two splits beside the point where the curves meet, the better one.
-    num_blocks = min((fewest - 1, fewest), key=lambda one: max(curves(one)) if one >= 0 else np.inf)
+    num_blocks = most
+    if not is_all:
+        while fewest < most:  # the first split at which the card is later than the processor
+            middle = (fewest + most) // 2
+            processor_s, card_s = curves(middle)
+            fewest, most = (fewest, middle) if card_s >= processor_s else (middle + 1, most)
+        # Of the two splits beside the point where the curves meet, the better one.
+        num_blocks = min((fewest - 1, fewest), key=lambda one: max(curves(one)) if one >= 0 else np.inf)
     if num_blocks <= 0:
         return
     end = own + num_blocks * block

@@ -86,6 +86,9 @@ class Predictor:
     def prefill_model(self, slot: int) -> PrefillModel:
         return PrefillModel(*map(float, self.prefill.columns[:, slot]))
 
+    def decode_model(self, slot: int) -> DecodeModel:
+        return DecodeModel(*map(float, self.decode.columns[:, slot]))
+
     def step_s(self, slots: Slots, batch_size: Floats, context_tokens: Floats) -> Floats:
         """A step of decode on each of these instances with such a batch."""
         base, per_request, per_token = self.decode.columns[:, slots]

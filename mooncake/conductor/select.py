@@ -174,12 +174,13 @@ def decode_by_tbt(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     tokens = job.num_tokens + job.output_tokens
     context = loads.context_tokens[slots] + tokens
     fits = context <= loads.capacity_tokens[slots]
-    if not fits.any():
+    fit_all = bool(fits.all())
+    if not fit_all and not fits.any():
         # Someone has to wait wherever it goes: where least is promised in excess of what there is.
         best = int((context / loads.capacity_tokens[slots]).argmin())
         return Choice(int(slots[best]), f"no memory anywhere, least wanted: {context[best]:.0f} tokens")
     step = cluster.predict.step_s(slots, loads.batch_size[slots] + 1, context)
-    step = shared(cluster, job, slots, np.where(fits, step, np.inf))
+    step = shared(cluster, job, slots, step if fit_all else np.where(fits, step, np.inf))
     equals = np.flatnonzero(step <= step.min() * (1 + 1e-9))
     order = job.cached[slots[equals]] * 1e9 - loads.num_placed[slots[equals]]
     best = int(equals[order.argmax()])
