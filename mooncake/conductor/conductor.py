@@ -286,9 +286,11 @@ class Conductor:
     def _job(self, event: Place, now: float) -> Job:
         block_tokens = self._settings.block_tokens
         matched = self.index.match(event.keys[: event.num_tokens // block_tokens])
-        cached = matched.leading * float(block_tokens)
+        cached = in_memory = matched.leading * float(block_tokens)
+        if (matched.leading_memory != matched.leading).any():
+            in_memory = matched.leading_memory * float(block_tokens)
         output_tokens = self.predict.lengths.expected(event.scope, event.max_output_tokens)
-        return Job(now, event.num_tokens, cached, event.affinity, output_tokens, event.priority)
+        return Job(now, event.num_tokens, cached, in_memory, event.affinity, output_tokens, event.priority)
 
     def _pools(self, role: Role) -> tuple[Slots, Slots]:
         """Slots of a role's instances that may be chosen: those that are ready, and suspects."""

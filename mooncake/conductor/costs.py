@@ -55,3 +55,5 @@ class CostModels(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int = 131_072
     num_layers: int = 32
     "A prompt's KV is loaded layer by layer while others are computed."
+    ssd: LinkModel = LinkModel(1e-4, 3e9)
+    "Reading blocks from an instance's own SSD."

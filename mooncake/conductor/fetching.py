@@ -18,6 +18,8 @@ threshold to adjust: a slow card, a busy source or an idle processor move the sp
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from mooncake.conductor.fit import Floats
@@ -56,28 +58,46 @@ def kvcache_centric(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     return choice
 
 
+@dataclass(slots=True)
+class _Lender:
+    """Somebody who has more of the prompt, and how that would come to each candidate."""
+
+    slot: int
+    "-1: each candidate reads from its own SSD."
+    reach: Floats | float
+    "Leading tokens that it has."
+    begun: Floats
+    "Until the first byte comes."
+    per_token: Floats | float
+
+
 def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     """Least time until computed, where loading overlaps waiting and computing."""
-    prefill = cluster.predict.prefill_s(slots, job.cached[slots], job.num_tokens)
-    source, reach = _best_source(cluster, job)
-    if source >= 0:
-        rest = cluster.predict.prefill_s(slots, reach, job.num_tokens)
-        turn = job.turn(float(np.minimum(prefill, rest).min()))
-    else:
-        rest, turn = prefill, job.turn(float(prefill.min()))
+    own = job.in_memory[slots]
+    prefill = cluster.predict.prefill_s(slots, own, job.num_tokens)
+    lenders = _lenders(cluster, job, slots)
+    rests = [cluster.predict.prefill_s(slots, one.reach, job.num_tokens) for one in lenders]
+    # Its turn is that of a prompt whose cached part is there: nobody is late because of who serves it.
+    turn = job.turn(float(min(one.min() for one in (prefill, *rests))))
     queue, num_behind = cluster.loads.queue_s(slots, job.now, turn)
-    done, fetch, part = queue + prefill, None, None
-    price_s: Floats | float = 0.0
-    if source >= 0:
-        fetch, part, moving_s = _parts(cluster, job, slots, source, reach, queue, prefill, rest)
-        done = done - part * (prefill - rest)
-        price_s = LOAD_PRICE * moving_s
+    done = queue + prefill
+    price = np.zeros(len(slots))
+    part, which, fetch = price, None, None
+    for number, (lender, rest) in enumerate(zip(lenders, rests, strict=True)):
+        its_part, moving = _parts(cluster, lender, slots, own, queue, prefill, rest)
+        its_done = queue + prefill - its_part * (prefill - rest)
+        is_better = its_done < done if number else its_part > 0
+        done = np.where(is_better, its_done, done)
+        price = np.where(is_better, LOAD_PRICE * moving, price)
+        part = np.where(is_better, its_part, part)
+        which = np.where(is_better, number, 0 if which is None else which)
+        fetch = lender.begun + moving if fetch is None else np.where(is_better, lender.begun + moving, fetch)
     busy = done - queue
-    score, best, why = ranked(cluster, job, slots, done + num_behind * busy + price_s)
+    score, best, why = ranked(cluster, job, slots, done + num_behind * busy + price)
     choice = chosen_at(job, slots, best, "", queue, prefill, score, fetch)
     choice.turn = turn
-    if part is not None and part[best] > 0:
-        _load_part(cluster, job, choice, source, reach, is_all=bool(part[best] >= 1))
+    if which is not None and part[best] > 0:
+        _load_part(cluster, job, choice, lenders[int(which[best])], best, is_all=bool(part[best] >= 1))
     choice.reason = f"{why or 'soonest'}: {told(job, choice.slot, choice.queue_s, choice.prefill_s)}"
     if choice.source >= 0:
         choice.reason += _loaded(cluster, choice)
@@ -86,42 +106,34 @@ def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
 
 def _parts(
     cluster: Cluster,
-    job: Job,
+    lender: _Lender,
     slots: Slots,
-    source: int,
-    reach: float,
+    own: Floats,
     queue: Floats,
     prefill: Floats,
     rest: Floats,
-) -> tuple[Floats, Floats, Floats]:
-    """Of each: until it would have loaded all, which part it had better load, and how long that moves.
+) -> tuple[Floats, Floats]:
+    """Of each candidate: which part of what is lent it had better load, and how long that moves.
 
     Both curves are taken for straight lines between loading nothing and loading all; the split of the one
     that is chosen is made exact afterwards.
     """
     layers = cluster.predict.costs.num_layers
-    latency_s, per_token = _path(cluster, source, slots)
-    begun = _wait(cluster, job, source, slots) + latency_s
-    missing = np.maximum(reach - job.cached[slots], 0.0)
-    fetch = begun + missing * per_token
+    all_s = np.maximum(lender.reach - own, 0.0) * lender.per_token
     # How far the card is ahead of the processor when nothing is loaded, and behind when all is.
-    lead = queue + prefill - begun - prefill / layers
-    late = fetch + rest / layers - queue - rest
+    lead = queue + prefill - lender.begun - prefill / layers
+    late = lender.begun + all_s + rest / layers - queue - rest
     part = np.where(late <= 0, 1.0, np.clip(lead / np.maximum(lead + late, 1e-12), 0.0, 1.0))
-    part[(missing <= 0) | (prefill <= rest) | (slots == source)] = 0.0
-    return fetch, part, part * missing * per_token
+    part[(all_s <= 0) | (prefill <= rest) | (slots == lender.slot)] = 0.0
+    return part, part * all_s
 
 
-def _load_part(
-    cluster: Cluster, job: Job, choice: Choice, source: int, reach: float, is_all: bool
-) -> None:
+def _load_part(cluster: Cluster, job: Job, choice: Choice, lender: _Lender, best: int, is_all: bool) -> None:
     """Put the split of the chosen candidate where both curves meet, at a block's boundary."""
-    own, block = int(job.cached[choice.slot]), cluster.settings.block_tokens
+    own, block = int(job.in_memory[choice.slot]), cluster.settings.block_tokens
     model, layers = cluster.predict.prefill_model(choice.slot), cluster.predict.costs.num_layers
-    here = np.array([choice.slot])
-    latency_s, per_token_here = _path(cluster, source, here)
-    per_token = float(np.max(per_token_here))
-    begun = float(_wait(cluster, job, source, here)[0]) + latency_s
+    reach, per_token = _at(lender.reach, best), _at(lender.per_token, best)
+    begun = float(lender.begun[best])
 
     def curves(num_blocks: int) -> tuple[float, float]:
         end = own + num_blocks * block
@@ -143,9 +155,14 @@ def _load_part(
     choice.prefill_s = model.seconds(end, job.num_tokens)
     choice.done_s = max(curves(num_blocks))
     choice.busy_s = choice.done_s - choice.queue_s
-    choice.fetch_s = begun + num_blocks * block * per_token
     choice.card_s = num_blocks * block * per_token
-    choice.source, choice.fetch_tokens = source, (own, end)
+    choice.fetch_s = begun + choice.card_s
+    choice.source = choice.slot if lender.slot < 0 else lender.slot
+    choice.fetch_tokens = (own, end)
+
+
+def _at(column: Floats | float, position: int) -> float:
+    return float(column[position]) if isinstance(column, np.ndarray) else float(column)
 
 
 def _loaded(cluster: Cluster, choice: Choice) -> str:
@@ -166,16 +183,44 @@ def _longest(cluster: Cluster, job: Job) -> tuple[int, float]:
     return int(most[cluster.predict.links.egress_free_at[most].argmin()]), float(reach)
 
 
-def _best_source(cluster: Cluster, job: Job) -> tuple[int, float]:
-    """As ``_longest``, but less of the prompt from an idle card may be better than all from a busy one."""
-    held = job.cached[cluster.sources]
-    holders = cluster.sources[held > 0]
-    if not len(holders):
-        return -1, 0.0
-    held = job.cached[holders]
-    wait = np.maximum(cluster.predict.links.egress_free_at[holders] - job.now, 0.0)
-    best = int((wait + cluster.predict.prefill_s(holders, held, job.num_tokens)).argmin())
-    return int(holders[best]), float(held[best])
+def _lenders(cluster: Cluster, job: Job, slots: Slots) -> list[_Lender]:
+    """Who has more of the prompt: the best of the others, and each candidate's own SSD if it has anything."""
+    lenders = []
+    source, reach, is_on_ssd = _best_source(cluster, job)
+    predict = cluster.predict
+    per_token_ssd = predict.costs.kv_bytes_per_token / predict.costs.ssd.bytes_per_s
+    if source >= 0:
+        latency_s, per_token = _path(cluster, source, slots)
+        if is_on_ssd:
+            per_token = np.maximum(per_token, per_token_ssd)
+        lenders.append(_Lender(source, reach, _wait(cluster, job, source, slots) + latency_s, per_token))
+    if job.cached is not job.in_memory:
+        wait = np.maximum(predict.links.ssd_free_at[slots] - job.now, 0.0)
+        lenders.append(_Lender(-1, job.cached[slots], wait + predict.costs.ssd.latency_s, per_token_ssd))
+    return lenders
+
+
+def _best_source(cluster: Cluster, job: Job) -> tuple[int, float, bool]:
+    """Slot, tokens, and whether they lie on its SSD; (-1, 0, False) for nobody.
+
+    As ``_longest``, but less of the prompt from an idle card may be better than all from a busy one, or than
+    all from an SSD.
+    """
+    predict, best = cluster.predict, (np.inf, -1, 0.0, False)
+    per_token_ssd = predict.costs.kv_bytes_per_token / predict.costs.ssd.bytes_per_s
+    holdings = [job.in_memory] if job.cached is job.in_memory else [job.in_memory, job.cached]
+    for is_on_ssd, tokens in enumerate(holdings):
+        holders = cluster.sources[tokens[cluster.sources] > 0]
+        if not len(holders):
+            continue
+        held = tokens[holders]
+        wait = np.maximum(predict.links.egress_free_at[holders] - job.now, 0.0)
+        slow_s = held * per_token_ssd if is_on_ssd else 0.0
+        cost = wait + slow_s + predict.prefill_s(holders, held, job.num_tokens)
+        least = int(cost.argmin())
+        if cost[least] < best[0]:
+            best = (float(cost[least]), int(holders[least]), float(held[least]), bool(is_on_ssd))
+    return best[1:]
 
 
 def _path(cluster: Cluster, source: int, slots: Slots) -> tuple[float, Floats | float]:

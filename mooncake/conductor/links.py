@@ -38,12 +38,14 @@ class Links:
         self.s_per_byte = 1 / prior.bytes_per_s
         self.egress_free_at: Floats = np.empty(0)
         self.ingress_free_at: Floats = np.empty(0)
+        self.ssd_free_at: Floats = np.empty(0)
         self._sources: dict[int, _Source] = {}
 
     def grow(self, num_slots: int) -> None:
         added = num_slots - len(self.egress_free_at)
         self.egress_free_at = np.append(self.egress_free_at, np.full(added, -math.inf))
         self.ingress_free_at = np.append(self.ingress_free_at, np.full(added, -math.inf))
+        self.ssd_free_at = np.append(self.ssd_free_at, np.full(added, -math.inf))
         self._sources.clear()  # columns of another length: learnt again within a few transfers
 
     def forget(self, slot: int) -> None:
@@ -51,7 +53,7 @@ class Links:
         self._sources.pop(slot, None)
         for source in self._sources.values():
             source.num_samples[slot] = 0
-        self.egress_free_at[slot] = self.ingress_free_at[slot] = -math.inf
+        self.egress_free_at[slot] = self.ingress_free_at[slot] = self.ssd_free_at[slot] = -math.inf
 
     def add(self, source: int, target: int, size_bytes: int, seconds: float) -> None:
         """Take one transfer; what can't be a duration is ignored."""
@@ -80,7 +82,10 @@ class Links:
         return np.where(known.num_samples >= _TRUSTED_SAMPLES, known.path_s_per_byte, known.s_per_byte)
 
     def book(self, source: int, target: int, seconds: float, now: float) -> None:
-        """Both cards will be busy for so long with what was decided now."""
+        """Both cards, or one instance's SSD, will be busy for so long with what was decided now."""
+        if source == target:
+            self.ssd_free_at[source] = max(now, self.ssd_free_at[source]) + seconds
+            return
         begin = max(now, self.egress_free_at[source], self.ingress_free_at[target])
         self.egress_free_at[source] = self.ingress_free_at[target] = begin + seconds
 

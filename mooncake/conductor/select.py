@@ -53,7 +53,9 @@ class Job:
     num_tokens: int
     "Length of the prompt."
     cached: Floats
-    "Leading tokens of the prompt that each instance holds, by slot."
+    "Leading tokens of the prompt that each instance holds on any tier, by slot."
+    in_memory: Floats
+    "Those that need not be read from its SSD first."
     affinity: str = ""
     "A hint that requests with the same word should meet again; empty for none."
     output_tokens: int = 0

@@ -51,7 +51,14 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def models(self) -> CostModels:
         """What a conductor believes of such nodes before it has measured anything."""
-        return CostModels(self.prefill, self.decode, self.link, self.kv_bytes_per_token, self.num_layers)
+        return CostModels(
+            self.prefill,
+            self.decode,
+            self.link,
+            self.kv_bytes_per_token,
+            self.num_layers,
+            LinkModel(1e-4, self.ssd_bytes_per_s),
+        )
 
     def prefill_s(self, num_cached: int, num_tokens: int) -> float:
         """Computing a prompt behind a cached prefix."""

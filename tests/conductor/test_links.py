@@ -67,3 +67,9 @@ def test_another_instance_begins_anew(links: Links) -> None:
     links.forget(0)
     assert from_source(links, 0) == [links.s_per_byte] * 4
     assert links.ingress_free_at[0] < 0
+
+
+def test_an_ssd_is_busy_with_its_own_instances_reads(links: Links) -> None:
+    links.book(2, 2, 3.0, 10.0)
+    assert links.ssd_free_at[2] == 13.0
+    assert links.egress_free_at[2] < 0

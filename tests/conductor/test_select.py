@@ -39,7 +39,8 @@ def every(queued_s: Any) -> Any:
 
 
 def job(*cached: float, num_tokens: int = 1000, **fields: Any) -> Job:
-    return Job(1000.0, num_tokens, np.array(cached, dtype=float), **fields)
+    held = np.array(cached, dtype=float)
+    return Job(1000.0, num_tokens, held, held, **fields)
 
 
 def test_cache_outweighs_a_shorter_queue_until_it_does_not() -> None:
@@ -176,6 +177,26 @@ class TestOverlap:
         for other in (end - 10, end + 10):
             computed_s, loaded_s = (1000 - other) * 1e-3, other * 2e-3
             assert choice.done_s <= max(computed_s, loaded_s + computed_s / 10)
+
+    def test_what_lies_on_its_own_ssd_is_read_while_the_prompt_waits(self) -> None:
+        costs = CostModels(COSTS.prefill, COSTS.decode, COSTS.link, 100, 10, LinkModel(1e-9, 1e6))
+        pair = cluster(0.05, 0, costs=costs)
+        there = Job(1000.0, 1000, np.array([900.0, 0.0]), np.array([100.0, 0.0]))
+        pair.sources = np.array([], dtype=np.int64)
+        choice = fetching.overlap(pair, there, every("ab"))
+        assert (choice.slot, choice.source, choice.fetch_tokens) == (0, 0, (100, 900))
+        # 0.08 s to read from now on, 0.1 s to compute from 0.05 s on.
+        assert choice.done_s == pytest.approx(0.15)
+        pair.predict.links.book(0, 0, 5.0, 1000.0)
+        choice = fetching.overlap(pair, there, every("ab"))
+        assert choice.source == -1
+
+    def test_the_ssd_of_another_lends_when_nobody_has_it_in_memory(self) -> None:
+        costs = CostModels(COSTS.prefill, COSTS.decode, COSTS.link, 100, 10, LinkModel(1e-9, 2e5))
+        there = Job(1000.0, 1000, np.array([900.0, 0.0]), np.array([0.0, 0.0]))
+        choice = fetching.overlap(cluster(5.0, 0, costs=costs), there, every("ab"))
+        assert (choice.slot, choice.source) == (1, 0)
+        assert choice.card_s == pytest.approx(choice.fetch_tokens[1] * 5e-4)
 
     def test_a_busy_card_is_not_waited_for(self) -> None:
         pair = cluster(50, 0)
