@@ -65,6 +65,8 @@ from mooncake.types import InstanceId, Role
 
 _STORY_LENGTH = 4000
 _REMEMBERED_BLOCKS = 1 << 20
+POOL_SCOPES = "kv/"
+"""What the scopes of the store's facts begin with; an identity of weights and layout follows."""
 
 
 class Placement(msgspec.Struct):
@@ -96,6 +98,7 @@ class Conductor:
         self._choosable: dict[Role, tuple[Slots, Slots]] = {}  # ready and suspect; dropped at any change
         self._tells_chunks: dict[int, None] = {}  # slots that measure chunk by chunk
         self._has_prefill = False
+        self._pool_slot = -1
         self._mean_duration_s = 1.0
         # (instant, "probe" | "expiry", instance or request). An entry counts only if it still agrees with
         # next_probe_at or expires_at; cancelling is done by changing those.
@@ -173,7 +176,7 @@ class Conductor:
                 assert self.placements[request_id].decode == instance.id
             if instance.next_probe_at is not None:
                 assert (instance.next_probe_at, "probe", instance.id) in self._timers
-        assert sum(1 for name in self.cluster.names if name) == len(self.instances)
+        assert sum(1 for name in self.cluster.names if name not in ("", POOL)) == len(self.instances)
         assert self.loads.num_slots == len(self.cluster.names) == self.index.num_slots
         for role, pools in self._choosable.items():
             assert [pool.tolist() for pool in pools] == [pool.tolist() for pool in self._pools(role)]
@@ -289,8 +292,18 @@ class Conductor:
         cached = in_memory = matched.leading * float(block_tokens)
         if (matched.leading_memory != matched.leading).any():
             in_memory = matched.leading_memory * float(block_tokens)
+        if self._pool_slot >= 0:
+            cached[self._pool_slot] = in_memory[self._pool_slot] = self._in_pool(event) * block_tokens
         output_tokens = self.predict.lengths.expected(event.scope, event.max_output_tokens)
         return Job(now, event.num_tokens, cached, in_memory, event.affinity, output_tokens, event.priority)
+
+    def _in_pool(self, event: Place) -> int:
+        """Leading blocks of a prompt that the store has, under whichever identity it has most of them."""
+        most = 0
+        for scope in self.index.scopes_of(event.keys[0]) if event.keys else []:
+            if scope.startswith(POOL_SCOPES):
+                most = max(most, int(self.index.match(event.keys, scope).leading[self._pool_slot]))
+        return most
 
     def _pools(self, role: Role) -> tuple[Slots, Slots]:
         """Slots of a role's instances that may be chosen: those that are ready, and suspects."""
@@ -398,6 +411,8 @@ class Conductor:
         first, end = choice.fetch_tokens
         block_tokens, links = self._settings.block_tokens, self.predict.links
         links.book(choice.source, choice.slot, choice.card_s, job.now)
+        if choice.source == self._pool_slot:
+            links.egress_free_at[self._pool_slot] = -np.inf  # it has many cards
         num_holders = int((job.cached >= end).sum())
         is_replica = self._settings.scheduling == "kvcache_centric" or self.balance.wants_copy(
             hot, num_holders, job.now
@@ -567,6 +582,10 @@ class Conductor:
     # --- blocks
 
     def _blocks_stored(self, event: BlocksStored, now: float) -> list[Effect]:
+        if event.instance == POOL and self._pool_slot < 0:
+            self._pool_slot = self._slot_of(POOL)
+            self.cluster.names[self._pool_slot] = POOL
+            self._members_changed()
         if event.instance in self.instances or event.instance == POOL:
             self.index.store(event.instance, event.keys, event.tier, event.scope)
             self._grow()  # the pool gets its slot here
@@ -617,6 +636,8 @@ class Conductor:
         self._choosable.clear()
         self._has_prefill = any(one.role is Role.PREFILL for one in self.instances.values())
         lends = [one.slot for one in self.instances.values()] if self._settings.shares_blocks else []
+        if self._pool_slot >= 0:
+            lends = [self._pool_slot]  # instances share through the store, and it is known what that has
         self.cluster.sources = np.array(lends, np.int64)
 
     def _remove(self, event: RemoveInstance, now: float) -> list[Effect]:

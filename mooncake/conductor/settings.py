@@ -23,7 +23,7 @@ class SchedulingSettings:
     "`kvcache_centric` transfers a prefix that is longer than an instance's own by more than this factor."
 
     shares_blocks: bool = True
-    "Whether an instance can load blocks that another one holds, from it or through the store."
+    "Whether an instance can load blocks that another one holds. Once the store tells what it has, it lends."
 
     uses_per_copy: Annotated[float, Meta(gt=0)] = 10.0
     "Uses in a minute for which a hot prefix deserves one more instance that keeps a copy."

@@ -223,6 +223,18 @@ def test_hot_blocks_are_fetched_to_keep(conductor: Conductor) -> None:
     assert kept and not kept[0] and kept[-1]
 
 
+def test_what_the_store_has_need_not_be_computed(conductor: Conductor) -> None:
+    add(conductor, "p1", "p2", "d1")
+    conductor.handle(BlocksStored(POOL, KEYS, Tier.MEMORY, "kv/abc"), 0.0)
+    conductor.handle(BlocksStored("p2", KEYS[:1]), 0.0)
+    decided(conductor, "long", num_tokens=10**6, exclude=["p1"])
+    decision = decided(conductor, keys=KEYS, num_tokens=64_000)
+    assert decision.prefill == "p1"
+    assert [(one.source, one.first_block, one.num_blocks) for one in decision.fetches] == [(POOL, 0, 4)]
+    assert decision.num_cached_tokens == 64
+    assert decided(conductor, "other", num_tokens=64_000, keys=[1, 2]).fetches == []
+
+
 def test_lower_priority_numbers_go_first(conductor: Conductor) -> None:
     add(conductor, "p1", "d1")
     late = decided(conductor, "late", priority=1)
@@ -434,12 +446,13 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
-def test_the_pool_is_known_but_serves_nobody(conductor: Conductor) -> None:
+def test_the_pool_lends_but_serves_nobody(conductor: Conductor) -> None:
     add(conductor, *(f"d{number}" for number in range(64)))  # so that the pool's slot is one too many
     conductor.handle(BlocksStored(POOL, KEYS[:2], Tier.MEMORY, "kv/0"), 1.0)
     conductor.handle(BlocksStored("stranger", KEYS, Tier.MEMORY, "kv/0"), 1.0)
     assert conductor.index.matches(KEYS, "kv/0") == {POOL: 2}
-    assert decided(conductor, keys=KEYS).num_cached_tokens == 0
+    decision = decided(conductor, keys=KEYS)
+    assert POOL not in (decision.prefill, decision.decode)
     assert all(row.instance != POOL for row in conductor.status())
     conductor.handle(BlocksCleared(POOL, "restarted"), 2.0)
     assert conductor.index.matches(KEYS, "kv/0") == {}
