@@ -23,7 +23,7 @@ from mooncake.conductor.costs import DecodeModel
 from mooncake.conductor.explain import Explanation
 from mooncake.conductor.fit import TRUSTED_SAMPLES
 from mooncake.conductor.health import Health, Instance
-from mooncake.conductor.index import PrefixIndex
+from mooncake.conductor.index import Match, PrefixIndex
 from mooncake.conductor.judging import Judging, candidates_of, refused
 from mooncake.conductor.load import Loads, Slots
 from mooncake.conductor.messages import (
@@ -216,7 +216,7 @@ class Conductor:
         if verdict is not None and not verdict.is_admitted:
             return [*effects, self._reject(event, job, prefill or decode, verdict, prediction)]
         decision = self._decide(event, job, prefill, decode, degraded, prediction)
-        self._note(event, decision, prefill or decode, verdict, now)
+        self._note(event, decision, prefill or decode, verdict, now, job.matched)
         return [*effects, decision]
 
     def _judge(
@@ -240,7 +240,7 @@ class Conductor:
     ) -> Refuse:
         refuse = refused(event.request_id, verdict, prediction)
         self._tell(job.now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
-        self._note(event, refuse, computing, verdict, job.now)
+        self._note(event, refuse, computing, verdict, job.now, job.matched)
         return refuse
 
     def _note(
@@ -250,6 +250,7 @@ class Conductor:
         computing: Choice | None,
         verdict: Verdict | None,
         now: float,
+        matched: Match | None = None,
     ) -> None:
         """Remember what was decided, for whoever asks."""
         if not self.judging.explainer.is_on:
@@ -257,8 +258,8 @@ class Conductor:
         keys = event.keys[: event.num_tokens // self._settings.block_tokens]
         self.index.past.note_prompt(keys, event.bare_keys[: len(keys)] or keys)
         tiers = [0] * len(keys)
-        if computing is not None and keys:
-            tiers = self.index.match(keys).tiers_of(computing.slot)
+        if computing is not None and matched is not None and keys:
+            tiers = matched.tiers_of(computing.slot)
         candidates = candidates_of(self.cluster.names, computing, self._not_weighed(event.exclude))
         self.judging.noted(event, outcome, candidates, tiers, verdict, now)
 
@@ -295,7 +296,16 @@ class Conductor:
         if self._pool_slot >= 0:
             cached[self._pool_slot] = in_memory[self._pool_slot] = self._in_pool(event) * block_tokens
         output_tokens = self.predict.lengths.expected(event.scope, event.max_output_tokens)
-        return Job(now, event.num_tokens, cached, in_memory, event.affinity, output_tokens, event.priority)
+        return Job(
+            now,
+            event.num_tokens,
+            cached,
+            in_memory,
+            event.affinity,
+            output_tokens,
+            event.priority,
+            matched,
+        )
 
     def _in_pool(self, event: Place) -> int:
         """Leading blocks of a prompt that the store has, under whichever identity it has most of them."""

@@ -81,22 +81,31 @@ def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     turn = job.turn(float(min(one.min() for one in (prefill, *rests))))
     queue, num_behind = cluster.loads.queue_s(slots, job.now, turn)
     done = queue + prefill
-    price = np.zeros(len(slots))
-    part, which, fetch = price, None, None
+    price: Floats | float = 0.0
+    part, fetch, which = None, None, np.zeros(len(slots), np.int64)
     for number, (lender, rest) in enumerate(zip(lenders, rests, strict=True)):
         its_part, moving = _parts(cluster, lender, slots, own, queue, prefill, rest)
         its_done = queue + prefill - its_part * (prefill - rest)
-        is_better = its_done < done if number else its_part > 0
-        done = np.where(is_better, its_done, done)
-        price = np.where(is_better, LOAD_PRICE * moving, price)
-        part = np.where(is_better, its_part, part)
-        which = np.where(is_better, number, 0 if which is None else which)
-        fetch = lender.begun + moving if fetch is None else np.where(is_better, lender.begun + moving, fetch)
+        its_price, its_fetch = LOAD_PRICE * moving, lender.begun + moving
+        if part is None or fetch is None:
+            done, price, part, fetch = its_done, its_price, its_part, its_fetch
+            continue
+        is_better = its_done < done
+        which[is_better] = number
+        done, price, part, fetch = (
+            np.where(is_better, its, other)
+            for its, other in (
+                (its_done, done),
+                (its_price, price),
+                (its_part, part),
+                (its_fetch, fetch),
+            )
+        )
     busy = done - queue
     score, best, why = ranked(cluster, job, slots, done + num_behind * busy + price)
     choice = chosen_at(job, slots, best, "", queue, prefill, score, fetch)
     choice.turn = turn
-    if which is not None and part[best] > 0:
+    if part is not None and part[best] > 0:
         _load_part(cluster, job, choice, lenders[int(which[best])], best, is_all=bool(part[best] >= 1))
     choice.reason = f"{why or 'soonest'}: {told(job, choice.slot, choice.queue_s, choice.prefill_s)}"
     if choice.source >= 0:
@@ -123,8 +132,9 @@ def _parts(
     # How far the card is ahead of the processor when nothing is loaded, and behind when all is.
     lead = queue + prefill - lender.begun - prefill / layers
     late = lender.begun + all_s + rest / layers - queue - rest
-    part = np.where(late <= 0, 1.0, np.clip(lead / np.maximum(lead + late, 1e-12), 0.0, 1.0))
-    part[(all_s <= 0) | (prefill <= rest) | (slots == lender.slot)] = 0.0
+    part = np.minimum(np.maximum(lead / np.maximum(lead + late, 1e-12), 0.0), 1.0)
+    part[late <= 0] = 1.0
+    part[(all_s <= 0) | (slots == lender.slot)] = 0.0
     return part, part * all_s
 
 

@@ -11,6 +11,7 @@ when it has some, by everybody's until then, by what was believed when nobody ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,7 @@ TRUSTED_SAMPLES = 8
 _KEPT = 0.5 ** (1 / 256)  # of a sample's weight, when the next one comes
 _RIDGE = 1e-5  # how much the shape of what was believed before weighs beside all samples
 _OUTLIER = 4.0
+_OFTEN = 16  # samples, each of which moves the coefficients; later ones do together
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e6
 
 
@@ -32,15 +34,18 @@ class Fit:
 
     def __init__(self, prior: Sequence[float]) -> None:
         assert all(one > 0 for one in prior), "a coefficient that is believed to be 0 stays there"
-        self.coefficients = np.array(prior)
+        self.coefficients = list(prior)
         self.num_samples = 0
-        self._prior = np.array(prior)
-        self._gram = np.zeros((len(prior), len(prior)))
-        self._moment = np.zeros(len(prior))
+        self._prior = list(prior)
+        self._gram = [[0.0] * len(prior) for _ in prior]
+        self._moment = [0.0] * len(prior)
+
+    def expected(self, terms: Sequence[float]) -> float:
+        return sum(term * one for term, one in zip(terms, self.coefficients, strict=True))
 
     def add(self, terms: Sequence[float], seconds: float) -> bool:
         """Take one sample; returns whether the coefficients moved. What can't be a duration is ignored."""
-        expected = float(self.coefficients @ terms)
+        expected = self.expected(terms)
         if not (_SHORTEST_S < seconds < _LONGEST_S and expected > 0):
             return False
         # Errors count as a part of what is expected; of what is measured, while expectations may be far off.
@@ -49,10 +54,14 @@ class Fit:
             seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
             scale = expected
         self.num_samples += 1
-        relative = self._prior * terms / scale
-        self._gram = self._gram * _KEPT + np.outer(relative, relative)
-        self._moment = self._moment * _KEPT + relative * (seconds / scale)
-        if self.num_samples > 32 and self.num_samples % 16:
+        # Plain loops: for three terms an array costs more to make than to fill.
+        relative = [prior * term / scale for prior, term in zip(self._prior, terms, strict=True)]
+        for row, one in zip(self._gram, relative, strict=True):
+            for column, other in enumerate(relative):
+                row[column] = row[column] * _KEPT + one * other
+        for row_number, one in enumerate(relative):
+            self._moment[row_number] = self._moment[row_number] * _KEPT + one * seconds / scale
+        if self.num_samples > _OFTEN and self.num_samples % _OFTEN:
             return False
         self._solve()
         return True
@@ -63,22 +72,23 @@ class Fit:
         Where samples don't tell terms apart, these keep the proportion in which they were believed: an
         instance is faster or slower as a whole before it is anything else.
         """
-        size = len(self._prior)
-        ridge = _RIDGE * self._gram.trace()
-        pull = ridge * self._moment.sum() / self._gram.sum()
-        factors = np.zeros(size)
-        free = list(range(size))
+        gram, moment = np.array(self._gram), np.array(self._moment)
+        ridge = _RIDGE * gram.trace()
+        moment += ridge * moment.sum() / gram.sum()
+        gram[np.diag_indices_from(gram)] += ridge
+        free = list(range(len(self._prior)))
         while free:
-            gram = self._gram[np.ix_(free, free)] + ridge * np.eye(len(free))
-            found = np.linalg.solve(gram, self._moment[free] + pull)
-            if (worst := int(found.argmin())) >= 0 and found[worst] >= 0:
-                factors[free] = found
+            found = np.linalg.solve(gram[np.ix_(free, free)], moment[free])
+            worst = int(found.argmin())
+            if found[worst] >= 0:
                 break
             del free[worst]
-        self.coefficients = factors * self._prior
+        self.coefficients = [0.0] * len(self._prior)
+        for position, factor in zip(free, found.tolist(), strict=True):
+            self.coefficients[position] = factor * self._prior[position]
 
     def check(self) -> None:
-        assert (self.coefficients >= 0).all() and np.isfinite(self.coefficients).all()
+        assert all(0 <= one < math.inf for one in self.coefficients)
 
 
 class FittedColumns:
@@ -95,7 +105,7 @@ class FittedColumns:
     def _unmeasured(self) -> Floats:
         """What an instance costs that has told little or nothing."""
         is_known = self.common.num_samples >= TRUSTED_SAMPLES
-        return self.common.coefficients if is_known else np.array(self._prior)
+        return np.array(self.common.coefficients if is_known else self._prior)
 
     def grow(self, num_slots: int) -> None:
         added = num_slots - self.columns.shape[1]

@@ -79,7 +79,7 @@ class Predictor:
 
     def prefill_s(self, slots: Slots, first: Floats | float, end: float) -> Floats:
         """Computing the prompt tokens [first, end) on each of these instances."""
-        c0, c1, c2 = self.prefill.columns[:, slots]
+        c0, c1, c2 = self.prefill.columns.take(slots, axis=1)
         seconds: Floats = c0 + c1 * (end - first) + c2 * (end * end - first * first)
         return seconds
 
@@ -91,7 +91,7 @@ class Predictor:
 
     def step_s(self, slots: Slots, batch_size: Floats, context_tokens: Floats) -> Floats:
         """A step of decode on each of these instances with such a batch."""
-        base, per_request, per_token = self.decode.columns[:, slots]
+        base, per_request, per_token = self.decode.columns.take(slots, axis=1)
         seconds: Floats = base + per_request * batch_size + per_token * context_tokens
         return seconds
 

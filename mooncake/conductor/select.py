@@ -18,6 +18,7 @@ from random import Random
 import numpy as np
 
 from mooncake.conductor.fit import Floats
+from mooncake.conductor.index import Match
 from mooncake.conductor.load import Loads, Slots
 from mooncake.conductor.predict import Predictor
 from mooncake.conductor.settings import SchedulingSettings
@@ -62,6 +63,8 @@ class Job:
     "As long as the answer is expected to be; 0 when nothing is known."
     priority: int = 0
     "Lower goes first."
+    matched: Match | None = None
+    "Where ``cached`` comes from, block by block."
 
     def turn(self, compute_s: float) -> float:
         """Its turn where shorter prompts overtake longer ones, but nobody is overtaken for ever.
@@ -163,7 +166,7 @@ def decode_by_load(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     """Fewest running requests; among equals the one that already holds most of the prompt."""
     running = cluster.loads.num_requests[slots]
     score = shared(cluster, job, slots, running + 1)
-    equals = np.flatnonzero(score == score.min())
+    equals = (score == score.min()).nonzero()[0]
     # Both in one number: blocks first, then who served least.
     order = job.cached[slots[equals]] * 1e9 - cluster.loads.num_placed[slots[equals]]
     best = int(equals[order.argmax()])
@@ -183,7 +186,7 @@ def decode_by_tbt(cluster: Cluster, job: Job, slots: Slots) -> Choice:
         return Choice(int(slots[best]), f"no memory anywhere, least wanted: {context[best]:.0f} tokens")
     step = cluster.predict.step_s(slots, loads.batch_size[slots] + 1, context)
     step = shared(cluster, job, slots, step if fit_all else np.where(fits, step, np.inf))
-    equals = np.flatnonzero(step <= step.min() * (1 + 1e-9))
+    equals = (step <= step.min() * (1 + 1e-9)).nonzero()[0]
     order = job.cached[slots[equals]] * 1e9 - loads.num_placed[slots[equals]]
     best = int(equals[order.argmax()])
     running = loads.batch_size[slots[best]]
@@ -208,7 +211,7 @@ def shared(cluster: Cluster, job: Job, slots: Slots, score: Floats) -> Floats:
 def least_used(cluster: Cluster, slots: Slots, score: Floats) -> int:
     """Position of the best; among equals, who has least to do and served least."""
     best = int(score.argmin())
-    equals = np.flatnonzero(score <= score[best] * (1 + 1e-9) + 1e-12)
+    equals = (score <= score[best] * (1 + 1e-9) + 1e-12).nonzero()[0]
     if len(equals) == 1:
         return best
     loads, tied = cluster.loads, slots[equals]

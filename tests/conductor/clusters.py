@@ -1,0 +1,39 @@
+"""Small clusters for the tests of policies: a second for a thousand tokens, a tenth of it to load them."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from mooncake.conductor.load import Loads
+from mooncake.conductor.predict import CostModels, DecodeModel, LinkModel, Predictor, PrefillModel
+from mooncake.conductor.select import Cluster, Job
+from mooncake.conductor.settings import SchedulingSettings
+
+COSTS = CostModels(
+    PrefillModel(1e-15, 1e-3, 1e-15), DecodeModel(0.02, 1e-3, 1e-6), LinkModel(1e-9, 1e6), 100, 10
+)
+
+
+def cluster(*queued_s: float, costs: CostModels = COSTS, **settings: Any) -> Cluster:
+    """Instances h:0, h:1, ... that have prompts to compute for so long."""
+    loads, predict = Loads(), Predictor(costs)
+    loads.grow(len(queued_s))
+    predict.grow(len(queued_s))
+    for slot, seconds in enumerate(queued_s):
+        if seconds:
+            loads.add_prompt(slot, f"r{slot}", seconds, 1, 0.0, 1000.0)
+    given = SchedulingSettings(block_tokens=10, **settings)
+    names = [f"h:{slot}" for slot in range(len(queued_s))]
+    return Cluster(given, Random(0), loads, predict, names, every(queued_s), np.zeros(len(names)))
+
+
+def every(queued_s: Any) -> Any:
+    return np.arange(len(queued_s))
+
+
+def job(*cached: float, num_tokens: int = 1000, **fields: Any) -> Job:
+    held = np.array(cached, dtype=float)
+    return Job(1000.0, num_tokens, held, held, **fields)
