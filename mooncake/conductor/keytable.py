@@ -26,7 +26,7 @@ _MAX_LOAD = 0.7
 _FIRST_BUCKETS = 8
 _SPLIT_AT_LEAST = 256
 _ABSENT, _OVERFLOWN = -1, -2
-_MIX = np.uint64(0x9E3779B97F4A7C15)
+_MIX, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 _INSTEAD_OF_0 = 0xD6E8FEB86659FD93  # 0 marks a free place; a block whose key is 0 gets this one
 
 
@@ -40,9 +40,11 @@ class Found(NamedTuple):
     """Where keys are, for ``KeyTable.put``."""
 
     keys: Keys
+    mixed: Places
     places: Places
     values: Values
     """0 for what is not there."""
+    is_all_new: bool
 
 
 class KeyTable:
@@ -68,8 +70,10 @@ class KeyTable:
         places = (self._keys.take(buckets, axis=0) == keys[:, None]).argmax(axis=1)
         places += buckets * _BUCKET
         is_here = self._keys.reshape(-1).take(places) == keys
+        num_here = np.count_nonzero(is_here)
         values = self._values.reshape(-1).take(places) * is_here
-        if not _all(is_here):
+        num_overflown = 0
+        if num_here < len(keys):
             places[~is_here] = _ABSENT
             if self._overflow:
                 spilled = self._spilled.take(mixed & (self._num_buckets - 1)) > 0
@@ -77,25 +81,28 @@ class KeyTable:
                     value = self._overflow.get(int(keys[at]))
                     if value is not None:
                         values[at], places[at] = value, _OVERFLOWN
-        return Found(keys, places, values)
+                        num_overflown += 1
+        return Found(keys, mixed, places, values, num_here + num_overflown == 0)
 
     def put(self, found: Found, values: Values) -> None:
         """Give what was just found (distinct keys) these values; those that get 0 are removed."""
-        places = found.places
-        is_inside = places >= 0
-        if _all(is_inside):
-            self._overwrite(places, values)
-            return
-        if np.count_nonzero(is_inside):
-            self._overwrite(places[is_inside], values[is_inside])
-        for at in (places == _OVERFLOWN).nonzero()[0].tolist():
-            self._put_overflown(found.keys[at : at + 1], int(values[at]))
-        is_new = (places == _ABSENT) & (values != 0)
-        if np.count_nonzero(is_new):
-            keys, values = found.keys[is_new], values[is_new]
+        keys, mixed, places, _, is_all_new = found
+        if not is_all_new:
+            is_inside = places >= 0
+            if _all(is_inside):
+                self._overwrite(places, values)
+                return
+            if np.count_nonzero(is_inside):
+                self._overwrite(places[is_inside], values[is_inside])
+            for at in (places == _OVERFLOWN).nonzero()[0].tolist():
+                self._put_overflown(keys[at : at + 1], int(values[at]))
+        if not is_all_new or not _all(values):
+            is_new = (places == _ABSENT) & (values != 0)
+            keys, mixed, values = keys[is_new], mixed[is_new], values[is_new]
+        if len(keys):
             self._make_room(len(keys))
             self._size += len(keys)
-            self._insert(keys, values)
+            self._insert(keys, mixed, values)
 
     def keys_with(self, is_wanted: npt.NDArray[np.bool_]) -> Keys:
         """Every key for whose value ``is_wanted`` says so."""
@@ -144,25 +151,25 @@ class KeyTable:
             self._spilled[_mixed(key) & (self._num_buckets - 1)] -= 1
             self._size -= 1
 
-    def _insert(self, keys: Keys, values: Values) -> None:
+    def _insert(self, keys: Keys, mixed: Places, values: Values) -> None:
         """Each key to the first free place of its bucket; of several that want the same one, one gets it."""
         flat, flat_values = self._keys.reshape(-1), self._values.reshape(-1)
         while len(keys):
-            mixed = _mixed(keys)
             buckets = self._buckets(mixed)
             places = (self._keys.take(buckets, axis=0) == 0).argmax(axis=1) + buckets * _BUCKET
             is_free = flat.take(places) == 0
             if not _all(is_free):
                 self._overflow.update(zip(keys[~is_free].tolist(), values[~is_free].tolist(), strict=True))
                 np.add.at(self._spilled, mixed[~is_free] & (self._num_buckets - 1), 1)
-                keys, values, places = keys[is_free], values[is_free], places[is_free]
+                keys, mixed, values = keys[is_free], mixed[is_free], values[is_free]
+                places = places[is_free]
             flat[places] = keys
             has_won = flat.take(places) == keys
             if _all(has_won):
                 flat_values[places] = values
                 return
             flat_values[places[has_won]] = values[has_won]
-            keys, values = keys[~has_won], values[~has_won]
+            keys, mixed, values = keys[~has_won], mixed[~has_won], values[~has_won]
 
     def _make_room(self, num_keys: int) -> None:
         """Begin to double the buckets when they are full enough, and go on while that is under way.
@@ -191,10 +198,8 @@ class KeyTable:
             self._num_split = 0
             self._spilled = np.zeros(self._num_buckets, np.uint16)
             overflow, self._overflow = self._overflow, {}
-            self._insert(
-                np.fromiter(overflow, np.uint64, len(overflow)),
-                np.fromiter(overflow.values(), values.dtype, len(overflow)),
-            )
+            keys = np.fromiter(overflow, np.uint64, len(overflow))
+            self._insert(keys, _mixed(keys), np.fromiter(overflow.values(), values.dtype, len(overflow)))
 
 
 def _all(column: npt.NDArray[Any]) -> bool:
@@ -204,7 +209,7 @@ def _all(column: npt.NDArray[Any]) -> bool:
 
 def _mixed(keys: Keys) -> Places:
     """32 bits that are all over the place."""
-    return ((keys * _MIX) >> np.uint64(32)).astype(np.int64)
+    return ((keys * _MIX) >> _HALF).view(np.int64)
 
 
 def _doubled(column: Values) -> Values:
