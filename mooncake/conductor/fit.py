@@ -32,11 +32,11 @@ _SHORTEST_S, _LONGEST_S = 1e-9, 1e6
 class Fit:
     """The coefficients of a sum of terms."""
 
-    def __init__(self, prior: Sequence[float]) -> None:
-        assert all(one > 0 for one in prior), "a coefficient that is believed to be 0 stays there"
+    def __init__(self, prior: Sequence[float], scale: Sequence[float]) -> None:
         self.coefficients = list(prior)
         self.num_samples = 0
-        self._prior = list(prior)
+        # What is believed to cost nothing may turn out to: no term is taken for smaller than it can well be.
+        self._prior = [max(pair) for pair in zip(prior, scale, strict=True)]
         self._gram = [[0.0] * len(prior) for _ in prior]
         self._moment = [0.0] * len(prior)
 
@@ -94,10 +94,10 @@ class Fit:
 class FittedColumns:
     """``columns[term, slot]``: what each instance's work costs."""
 
-    def __init__(self, prior: Sequence[float]) -> None:
-        self.common = Fit(prior)
+    def __init__(self, prior: Sequence[float], scale: Sequence[float]) -> None:
+        self.common = Fit(prior, scale)
         self.columns: Floats = np.empty((len(prior), 0))
-        self._prior = tuple(prior)
+        self._prior, self._scale = tuple(prior), tuple(scale)
         self._own: dict[int, Fit] = {}
         self._is_trusted = np.empty(0, dtype=bool)
 
@@ -117,7 +117,7 @@ class FittedColumns:
             self.columns[:, ~self._is_trusted] = self._unmeasured[:, None]
         own = self._own.get(slot)
         if own is None:
-            own = self._own[slot] = Fit(self._prior)
+            own = self._own[slot] = Fit(self._prior, self._scale)
         if own.add(terms, seconds) and own.num_samples >= TRUSTED_SAMPLES:
             self._is_trusted[slot] = True
             self.columns[:, slot] = own.coefficients

@@ -23,6 +23,10 @@ QUANTITIES = ("queue_s", "fetch_s", "prefill_s", "ttft_s", "tbt_s", "output_toke
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 """Upper bounds of the buckets in which what came is counted, as a multiple of what was predicted."""
 
+_PREFILL_SCALE = (1e-2, 1e-6, 1e-11)
+_DECODE_SCALE = (1e-3, 1e-5, 1e-9)
+"""Coefficients below which no fast machine's are worth telling apart."""
+
 
 class Accuracy:
     """What came of one quantity's predictions."""
@@ -57,11 +61,8 @@ class Predictor:
     def __init__(self, costs: CostModels) -> None:
         self.costs = costs
         prefill, decode = costs.prefill, costs.decode
-        # A term that costs nothing may turn out to cost something: it begins far below what matters.
-        self.prefill = FittedColumns([max(one, 1e-15) for one in (prefill.c0, prefill.c1, prefill.c2)])
-        self.decode = FittedColumns(
-            [max(one, 1e-15) for one in (decode.base_s, decode.per_request_s, decode.per_token_s)]
-        )
+        self.prefill = FittedColumns((prefill.c0, prefill.c1, prefill.c2), _PREFILL_SCALE)
+        self.decode = FittedColumns((decode.base_s, decode.per_request_s, decode.per_token_s), _DECODE_SCALE)
         self.links = Links(costs.link)
         self.lengths = Lengths()
         self.accuracy = {quantity: Accuracy() for quantity in QUANTITIES}
