@@ -129,8 +129,10 @@ def candidates_of(
     if choice is not None and choice.considered is not None:
         seen = choice.considered
         columns = (seen.slots, seen.score_s, seen.queue_s, seen.fetch_s, seen.prefill_s, seen.cached_tokens)
-        for slot, *seconds, cached_tokens in zip(*(column.tolist() for column in columns), strict=True):
-            found.append(Candidate(names[slot], *seconds, int(cached_tokens)))
+        for slot, score_s, queue_s, fetch_s, prefill_s, cached_tokens in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            found.append(Candidate(names[slot], score_s, queue_s, fetch_s, prefill_s, int(cached_tokens)))
     elif choice is not None:
         found.append(Candidate(names[choice.slot], 0.0, choice.queue_s, choice.fetch_s, choice.prefill_s))
     return found + [Candidate(one, why_not=why_not) for one, why_not in islice(others, _MAX_OTHERS)]
