@@ -44,12 +44,12 @@ class Match:
 
     def tiers_of(self, slot: int) -> list[int]:
         """For each block of the prompt the tiers on which a slot has it, as bits in the order of ``Tier``."""
-        masks = {row: self._holders.masks(row) for row in np.unique(self._rows).tolist()}
-        bits = {
-            row: sum((mask >> slot & 1) << plane for plane, mask in enumerate(planes))
-            for row, planes in masks.items()
-        }
-        return [bits[row] for row in self._rows.tolist()]
+        rows, ends = _runs(self._rows)
+        found = []
+        for device, memory, ssd in map(self._holders.masks, rows):
+            found.append(device >> slot & 1 | (memory >> slot & 1) << 1 | (ssd >> slot & 1) << 2)
+        tiers: list[int] = np.repeat(found, np.diff(ends, prepend=0)).tolist()
+        return tiers
 
     def _walk(self) -> npt.NDArray[np.int64]:
         """Follow the prompt with everybody; note who stays behind where. A row of counts for each level."""
@@ -57,8 +57,7 @@ class Match:
         rows = self._rows[: self.num_held]
         if not len(rows):
             return counts
-        last_of_run = np.append(rows[1:] != rows[:-1], True).nonzero()[0]  # a run has the same holders
-        runs, ends = rows[last_of_run].tolist(), last_of_run + 1
+        runs, ends = _runs(rows)
         width = self._num_slots // 8
         packed = bytearray().join([self._holders.packed(row, width) for row in runs])
         held = np.frombuffer(packed, np.uint64).reshape(len(runs), len(PLANE), -1)
@@ -285,6 +284,12 @@ def _groups(rows: Values) -> Iterator[tuple[int, slice | npt.NDArray[np.bool_], 
         return
     for row, count in zip(*(column.tolist() for column in np.unique(rows, return_counts=True)), strict=True):
         yield row, rows == row, count
+
+
+def _runs(rows: Values) -> tuple[list[int], Counts]:
+    """Neighbours with equal holders: the row of each run, and where it ends."""
+    last = np.append(rows[1:] != rows[:-1], len(rows) > 0).nonzero()[0]
+    return rows[last].tolist(), last + 1
 
 
 def _slots_in(mask: int) -> Iterator[int]:

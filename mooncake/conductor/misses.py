@@ -109,6 +109,7 @@ class _Causes:
                 common = keys[np.isin(keys, np.array(other.keys, np.uint64))]
                 self._written.update(dict.fromkeys(common.tolist(), other.instance))
         self._removals = index.past.removals(asked.keys.tolist(), asked.scope)
+        self._salts = index.past.other_salts(asked.keys, asked.bare_keys)
 
     def of(self, first: int) -> list[BlockVerdict]:
         """One verdict for each block from ``first`` on."""
@@ -130,7 +131,7 @@ class _Causes:
         if scopes:
             digests = ", ".join(scope.removeprefix(OTHER_IDENTITY) for scope in scopes)
             return BlockVerdict(number, 1, "other_digest", digests)
-        if asked.bare_keys and self._index.past.other_salts(key, asked.bare_keys[number]):
+        if self._salts[number]:
             return BlockVerdict(number, 1, "other_salt")
         return BlockVerdict(number, 1, "never_stored")
 

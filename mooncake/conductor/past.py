@@ -7,7 +7,7 @@ eight bytes a block and no loop; whoever asks pays for the search, and asks for 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,21 +61,28 @@ class Past:
         last = dict(zip(gone[at].tolist(), note_of.tolist(), strict=True))
         return [notes[last[key]][1] if key in last else None for key in keys]
 
-    def note_prompt(self, keys: Iterable[BlockKey], bare_keys: Iterable[BlockKey]) -> None:
+    def note_prompt(self, keys: Sequence[BlockKey], bare_keys: Sequence[BlockKey]) -> None:
         """A prompt was asked for whose blocks are ``keys`` and would be ``bare_keys`` without a salt."""
-        ours, bare = column_of(keys), column_of(bare_keys)
-        if len(ours) != len(bare) or not 0 < len(ours) <= self._capacity:
+        if len(keys) != len(bare_keys) or not 0 < len(keys) <= self._capacity:
             return
-        self._prompts.append((ours, bare))
+        ours = np.array(keys, np.uint64)
+        self._prompts.append((ours, ours if bare_keys is keys else np.array(bare_keys, np.uint64)))
         self._num_prompt_blocks += len(ours)
         while self._num_prompt_blocks > self._capacity or len(self._prompts) > _MAX_NOTES:
             self._num_prompt_blocks -= len(self._prompts.popleft()[0])
 
-    def other_salts(self, key: BlockKey, bare_key: BlockKey) -> list[BlockKey]:
-        """What a block was called, other than ``key``, when its tokens were asked for with other salts."""
-        others: dict[BlockKey, None] = {}
-        for ours, bare in reversed(self._prompts):
-            for other in ours[bare == np.uint64(bare_key)].tolist():
-                others[other] = None
-        others.pop(key, None)
-        return list(others)
+    def other_salts(self, keys: Sequence[BlockKey], bare_keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
+        """For each block what else it was called when its tokens were asked for with other salts."""
+        if not self._prompts or not len(bare_keys):
+            return [[] for _ in keys]
+        ours = np.concatenate([prompt[0] for prompt in self._prompts])
+        bare = np.concatenate([prompt[1] for prompt in self._prompts])
+        asked, asked_bare = np.array(keys, np.uint64), np.array(bare_keys, np.uint64)
+        [at] = np.isin(bare, asked_bare).nonzero()
+        ours, bare = ours[at], bare[at]
+        order = asked_bare.argsort()
+        is_other = ours != asked[order][np.searchsorted(asked_bare[order], bare)]
+        others: dict[BlockKey, dict[BlockKey, None]] = {}
+        for name, other in zip(bare[is_other].tolist(), ours[is_other].tolist(), strict=True):
+            others.setdefault(name, {})[other] = None
+        return [list(others.get(name, ())) for name in asked_bare.tolist()]

@@ -28,7 +28,7 @@ def test_it_is_bounded() -> None:
     nothing = Past(0)
     nothing.note_removed("", column_of([1]), removal)
     nothing.note_prompt([1], [2])
-    assert nothing.removals([1]) == [None] and nothing.other_salts(3, 2) == []
+    assert nothing.removals([1]) == [None] and nothing.other_salts([3], [2]) == [[]]
 
 
 def test_the_same_tokens_under_other_salts() -> None:
@@ -36,7 +36,11 @@ def test_the_same_tokens_under_other_salts() -> None:
     past.note_prompt([11, 12], [1, 2])
     past.note_prompt([21, 22], [1, 2])
     past.note_prompt([31], [1, 2])  # of another length: not the same blocks
-    assert past.other_salts(11, 1) == [21]
-    assert past.other_salts(41, 2) == [22, 12]
+    assert past.other_salts([11, 12], [1, 2]) == [[21], [22]]
+    assert past.other_salts([42, 9, 41], [2, 7, 1]) == [[12, 22], [], [11, 21]]
+    assert past.other_salts([11], []) == [[]]
     past.note_prompt([41, 42, 43, 44], [1, 2, 3, 4])
-    assert past.other_salts(51, 1) == [41, 21]
+    assert past.other_salts([51], [1]) == [[21, 41]]
+    bare = [1, 2]
+    past.note_prompt(bare, bare)
+    assert past.other_salts([51], [1]) == [[41, 1]]
