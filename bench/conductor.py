@@ -35,9 +35,9 @@ TIERS = list(Tier)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--instances", type=int, nargs="+", default=[10, 1000])
+    parser.add_argument("--instances", type=int, nargs="+", default=[1000])
     parser.add_argument("--blocks", type=int, default=10_000_000, help="different cached blocks in all")
-    parser.add_argument("--policies", nargs="+", default=["cache_aware"])
+    parser.add_argument("--policies", nargs="+", default=["cache_aware", "overlap"])
     given = parser.parse_args()
     print("CPU time, as decisions wait for nothing and neighbours on the machine are not their cost.\n")
     print(

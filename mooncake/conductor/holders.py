@@ -10,6 +10,8 @@ thousand instances still hold the next block of a prompt.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -36,6 +38,7 @@ class HolderSets:
         self._rows: dict[Masks, int] = {(0, 0, 0): NOBODY}
         self._free: list[int] = []
         self._packed: dict[int, bytes] = {}
+        self._width = 0
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -54,14 +57,19 @@ class HolderSets:
         device, memory, ssd = self._masks[row]
         return bool((device | memory | ssd) >> slot & 1)
 
-    def packed(self, row: int, width: int) -> bytes:
-        """The masks of a row one after the other, each in ``width`` bytes."""
-        packed = self._packed.get(row)
-        if packed is None or len(packed) != width * len(PLANE):
-            masks = self._masks[row]
-            packed = b"".join([mask.to_bytes(width, "little") for mask in masks])
-            if sum(mask.bit_count() for mask in masks) > _WORTH_KEEPING:
-                self._packed[row] = packed
+    def packed(self, rows: Sequence[int], width: int) -> bytearray:
+        """The masks of rows one after the other, each in ``width`` bytes."""
+        if width != self._width:
+            self._packed.clear()
+            self._width = width
+        kept = self._packed.get
+        return bytearray().join([kept(row) or self._pack(row) for row in rows])
+
+    def _pack(self, row: int) -> bytes:
+        masks = self._masks[row]
+        packed = b"".join([mask.to_bytes(self._width, "little") for mask in masks])
+        if sum(mask.bit_count() for mask in masks) > _WORTH_KEEPING:
+            self._packed[row] = packed
         return packed
 
     def move(self, before: int, masks: Masks, num_blocks: int) -> int:

@@ -58,8 +58,7 @@ class Match:
         if not len(rows):
             return counts
         runs, ends = _runs(rows)
-        width = self._num_slots // 8
-        packed = bytearray().join([self._holders.packed(row, width) for row in runs])
+        packed = self._holders.packed(runs, self._num_slots // 8)
         held = np.frombuffer(packed, np.uint64).reshape(len(runs), len(PLANE), -1)
         held[:, 1] |= held[:, 0]  # from here on: on this tier or a faster one
         held[:, 2] |= held[:, 1]

@@ -146,6 +146,17 @@ def test_who_has_most_blocks_needs_no_list(index: PrefixIndex) -> None:
     assert len(index._lists[1][""]) == 1
 
 
+def test_what_many_hold_is_right_after_the_arrays_grew(index: PrefixIndex) -> None:
+    for number in range(60):
+        index.store(f"i{number}", PROMPT[: 1 + number % 8])
+    assert index.matches(PROMPT)["i7"] == 8
+    for number in range(60, 70):
+        index.store(f"i{number}", PROMPT[:3])
+    assert index.matches(PROMPT) == {
+        f"i{number}": 1 + number % 8 if number < 60 else 3 for number in range(70)
+    }
+
+
 BLOCKS = list(range(6))
 step = st.tuples(
     st.sampled_from(["store", "remove", "clear", "forget"]),
