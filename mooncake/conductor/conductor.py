@@ -157,9 +157,14 @@ class Conductor:
         """What happened to a request or an instance."""
         return [f"{now:.3f} {text}" for now, keys, text in self._story if key in keys]
 
-    def explain(self, request_id: str, now: float) -> Explanation | None:
-        """Why a request was served as it was; None when it is not remembered."""
-        return self.judging.explain(request_id, self.index, now)
+    def explain(
+        self, request_id: str, identity_of: Callable[[InstanceId], str], now: float
+    ) -> Explanation | None:
+        """Why a request was served as it was; None when it is not remembered.
+
+        ``identity_of`` an instance: the digest under which its blocks lie in the pool, or "".
+        """
+        return self.judging.explain(request_id, self.index, identity_of, now)
 
     def check(self) -> None:
         self.index.check()

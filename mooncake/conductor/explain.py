@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -201,12 +201,12 @@ class Explainer:
             record.asked.written_at = record.asked.written_at or now
 
     def explain(
-        self,
-        request_id: str,
-        index: PrefixIndex,
-        now: float,
+        self, request_id: str, index: PrefixIndex, identity_of: Callable[[InstanceId], str], now: float
     ) -> Explanation | None:
-        """Everything about a request; None when it is not remembered."""
+        """Everything about a request; None when it is not remembered.
+
+        ``identity_of`` an instance: the digest under which its blocks lie in the pool, or "".
+        """
         record = self._records.get(request_id)
         if record is None:
             return None
@@ -227,7 +227,9 @@ class Explainer:
             prediction=_predicted(outcome.prediction),
             actual=record.actual,
             admission=record.admission,
-            blocks=[] if is_refused else verdicts(record.asked, in_flight, index),
+            blocks=[]
+            if is_refused
+            else verdicts(record.asked, in_flight, index, identity_of(record.asked.instance)),
         )
 
     def check(self) -> None:

@@ -6,7 +6,7 @@ Joins admission and explanations to the conductor's events, and owns nothing but
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from mooncake.conductor.admission import Admission
@@ -102,8 +102,10 @@ class Judging:
         self.explainer.finished(event, now)
         self.admission.finished(event.request_id, event.ttft_s, event.tbt_s, event.is_complete, now)
 
-    def explain(self, request_id: str, index: PrefixIndex, now: float) -> Explanation | None:
-        return self.explainer.explain(request_id, index, now)
+    def explain(
+        self, request_id: str, index: PrefixIndex, identity_of: Callable[[InstanceId], str], now: float
+    ) -> Explanation | None:
+        return self.explainer.explain(request_id, index, identity_of, now)
 
     def status(self) -> AdmissionStatus:
         audit, rejected = self.admission.audit, dict(self.admission.num_rejected)

@@ -25,8 +25,8 @@ import numpy as np
 from mooncake.conductor.index import PrefixIndex
 from mooncake.types import InstanceId, Tier
 
-OTHER_IDENTITY = "identity "
-"""The pool's blocks of other weights or layouts are in scopes of this beginning; their digest follows."""
+POOL_SCOPE = "kv/"
+"""The pool's blocks are in scopes of this beginning; the digest of their weights and layout follows."""
 
 _TIERS = list(Tier)
 
@@ -71,12 +71,18 @@ def verdicts(
     asked: Asked,
     in_flight: Sequence[Asked],
     index: PrefixIndex,
+    identity: str,
 ) -> list[BlockVerdict]:
-    """What became of every block. ``in_flight``: prompts that were being computed when it was asked for."""
+    """What became of every block.
+
+    Args:
+        in_flight: prompts that were being computed when it was asked for.
+        identity: the digest under which the instance's blocks lie in the pool; empty when it has none.
+    """
     keys = asked.keys
     num_hit, found = _hits(asked)
     if num_hit < len(keys):
-        found += _Causes(asked, in_flight, index).of(num_hit)
+        found += _Causes(asked, in_flight, index, identity).of(num_hit)
     return _joined(found)
 
 
@@ -100,16 +106,19 @@ def _place(asked: Asked, number: int) -> str:
 class _Causes:
     """Why blocks of one prompt were missing."""
 
-    def __init__(self, asked: Asked, in_flight: Sequence[Asked], index: PrefixIndex) -> None:
+    def __init__(self, asked: Asked, in_flight: Sequence[Asked], index: PrefixIndex, identity: str) -> None:
         self._asked, self._index = asked, index
+        self._pool = POOL_SCOPE + identity if identity else ""
         keys = np.array(asked.keys, np.uint64)
         self._written: dict[int, InstanceId] = {}
         for other in in_flight:
             if other.scope == asked.scope:
                 common = keys[np.isin(keys, np.array(other.keys, np.uint64))]
                 self._written.update(dict.fromkeys(common.tolist(), other.instance))
-        self._removals = index.past.removals(asked.keys.tolist(), asked.scope)
-        self._salts = index.past.other_salts(asked.keys, asked.bare_keys)
+        self._removals = [index.past.removals(asked.keys.tolist(), asked.scope)]
+        if self._pool:
+            self._removals.append(index.past.removals(asked.keys.tolist(), self._pool))
+        self._salts = index.past.other_salts(asked.keys, asked.bare_keys or asked.keys)
 
     def of(self, first: int) -> list[BlockVerdict]:
         """One verdict for each block from ``first`` on."""
@@ -122,22 +131,26 @@ class _Causes:
         holders = self._holders(key)
         if holders:
             return BlockVerdict(number, 1, "elsewhere", ", ".join(holders))
-        last = self._removals[number]
-        if last is not None and last.at <= asked.at:
+        gone = [one[number] for one in self._removals]
+        before = [removal for removal in gone if removal is not None and removal.at <= asked.at]
+        if before:
+            last = max(before, key=lambda removal: removal.at)
             verdict, rule = _named(last.reason)
             where = last.instance if last.tier is None else f"{last.instance} {last.tier}"
             return BlockVerdict(number, 1, verdict, where, rule, asked.at - last.at)
-        scopes = [scope for scope in self._index.scopes_of(key) if scope.startswith(OTHER_IDENTITY)]
-        if scopes:
-            digests = ", ".join(scope.removeprefix(OTHER_IDENTITY) for scope in scopes)
+        scopes = [scope for scope in self._index.scopes_of(key) if scope.startswith(POOL_SCOPE)]
+        if self._pool and scopes:
+            digests = ", ".join(scope.removeprefix(POOL_SCOPE) for scope in scopes)
             return BlockVerdict(number, 1, "other_digest", digests)
         if self._salts[number]:
             return BlockVerdict(number, 1, "other_salt")
         return BlockVerdict(number, 1, "never_stored")
 
     def _holders(self, key: int) -> list[str]:
-        """Who else has it."""
+        """Who else has it, the pool among them."""
         found = self._index.matches([key], self._asked.scope)
+        if self._pool:
+            found |= self._index.matches([key], self._pool)
         return [instance for instance in found if instance != self._asked.instance]
 
 

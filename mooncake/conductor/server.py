@@ -145,6 +145,7 @@ class ConductorService:
         self._answer: Decision | Refuse | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._followers: dict[InstanceId, asyncio.Task[None]] = {}
+        self._identities: dict[InstanceId, str] = {}  # under which digest its blocks lie in the pool
         self._read: dict[InstanceId, Measured] = {}  # how far its measurements have been read
         self._session: aiohttp.ClientSession | None = None
         self._zmq = zmq.asyncio.Context()
@@ -209,7 +210,8 @@ class ConductorService:
         return self.explain_now(request_id)
 
     def explain_now(self, request_id: str) -> Explanation | None:
-        return self.core.explain(request_id, clock.monotonic())
+        identities = self._identities
+        return self.core.explain(request_id, lambda one: identities.get(one, ""), clock.monotonic())
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -292,6 +294,7 @@ class ConductorService:
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError) as error:
             log.info("no_kv_events", instance=instance, reason=str(error))
             return
+        self._identities[instance] = answer.kv_identity
         if found and answer.block_size != self.settings.block_tokens:
             log.warning(
                 "kv_events_ignored",

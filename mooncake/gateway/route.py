@@ -212,6 +212,8 @@ class Walk:
     def _hints(self, decision: Decision) -> dict[str, Any]:
         """What a prefill worker of ours heeds, and others don't know."""
         hints: dict[str, Any] = {"do_remote_decode": True}
+        if decision.turn > 0:
+            hints["turn"] = round(decision.turn * 1000)
         if decision.fetches:
             end = max(fetch.first_block + fetch.num_blocks for fetch in decision.fetches)
             hints["max_load_tokens"] = end * self._block_tokens

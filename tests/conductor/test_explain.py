@@ -27,7 +27,7 @@ def note(explainer: Explainer, name: str = "r", keys: tuple[int, ...] = (1, 2), 
 
 
 def explained(explainer: Explainer, name: str = "r", now: float = 20.0) -> Explanation:
-    found = explainer.explain(name, PrefixIndex(), now)
+    found = explainer.explain(name, PrefixIndex(), lambda instance: "", now)
     assert found is not None
     return found
 
@@ -95,7 +95,7 @@ def test_only_the_latest_are_kept(max_requests: int, max_bytes: int) -> None:
         note(explainer, str(number))
     explainer.check()
     assert len(explainer) == 3
-    assert explainer.explain("0", PrefixIndex(), 20.0) is None
+    assert explainer.explain("0", PrefixIndex(), lambda instance: "", 20.0) is None
     assert explained(explainer, "9").request_id == "9"
 
 

@@ -31,8 +31,8 @@ def asked(**fields: Any) -> Asked:
     return Asked(**{"keys": KEYS, **given, **fields})
 
 
-def ask(index: PrefixIndex, one: Asked, *in_flight: Asked) -> list[BlockVerdict]:
-    return verdicts(one, in_flight, index)
+def ask(index: PrefixIndex, one: Asked, *in_flight: Asked, identity: str = "mine") -> list[BlockVerdict]:
+    return verdicts(one, in_flight, index, identity)
 
 
 def test_what_nobody_told_of_was_never_stored(index: PrefixIndex) -> None:
@@ -56,7 +56,7 @@ def test_hits_are_where_the_index_believed_them_until_the_worker_tells(index: Pr
 
 def test_another_instance_may_have_it(index: PrefixIndex) -> None:
     index.store("p2", [12])
-    index.store("pool", [13], Tier.MEMORY)
+    index.store("pool", [13], Tier.MEMORY, "kv/mine")
     assert [one.verdict for one in ask(index, asked())] == [
         "never_stored",
         "elsewhere",
@@ -96,14 +96,15 @@ def test_an_instance_that_was_lost_took_its_blocks_along(index: PrefixIndex, how
 
 
 def test_the_pool_evicts_too(index: PrefixIndex) -> None:
-    index.store("pool", [11], Tier.MEMORY)
-    index.remove("pool", [11], Tier.MEMORY, reason="evicted: lru", now=98.0)
+    index.store("pool", [11], Tier.MEMORY, "kv/mine")
+    index.remove("pool", [11], Tier.MEMORY, "kv/mine", "evicted: lru", 98.0)
     assert ask(index, asked())[0] == BlockVerdict(0, 1, "evicted", "pool memory", "lru", 2.0)
 
 
 def test_other_weights_or_another_layout(index: PrefixIndex) -> None:
-    index.store("pool", [11, 12], Tier.MEMORY, "identity theirs")
+    index.store("pool", [11, 12], Tier.MEMORY, "kv/theirs")
     assert ask(index, asked())[0] == BlockVerdict(0, 2, "other_digest", "theirs")
+    assert ask(index, asked(), identity="")[0].verdict == "never_stored", "whose we want is not known"
 
 
 def test_the_same_tokens_under_another_salt(index: PrefixIndex) -> None:
