@@ -100,7 +100,10 @@ def _show_admission(console: Console, verdict: dict[str, Any] | None) -> None:
 
 
 def _candidates(found: dict[str, Any]) -> Table:
-    table = Table("candidate", "score", "queue", "fetch", "prefill", "cached tokens", "", title="weighed")
+    table = Table(title="weighed")
+    table.add_column("candidate", no_wrap=True)
+    for name in ("score", "queue", "fetch", "prefill", "cached", ""):
+        table.add_column(name)
     chosen = found["prefill"] or found["decode"]
     for one in found["candidates"]:
         if one["why_not"]:

@@ -24,7 +24,7 @@ from mooncake.conductor.explain import Explanation
 from mooncake.conductor.fit import TRUSTED_SAMPLES
 from mooncake.conductor.health import Health, Instance
 from mooncake.conductor.index import Match, PrefixIndex
-from mooncake.conductor.judging import Judging, candidates_of, refused
+from mooncake.conductor.judging import Judging, asked_of, candidates_of, refused
 from mooncake.conductor.load import Loads, Slots
 from mooncake.conductor.messages import (
     POOL,
@@ -262,11 +262,10 @@ class Conductor:
             return
         keys = event.keys[: event.num_tokens // self._settings.block_tokens]
         self.index.past.note_prompt(keys, event.bare_keys[: len(keys)] or keys)
-        tiers = [0] * len(keys)
-        if computing is not None and matched is not None and keys:
-            tiers = matched.tiers_of(computing.slot)
+        where = self.cluster.names[computing.slot] if computing is not None else ""
+        asked = asked_of(event, len(keys), self.index, matched, where, now)
         candidates = candidates_of(self.cluster.names, computing, self._not_weighed(event.exclude))
-        self.judging.noted(event, outcome, candidates, tiers, verdict, now)
+        self.judging.noted(event, outcome, candidates, asked, verdict, now)
 
     def _not_weighed(self, exclude: list[InstanceId]) -> Iterator[tuple[InstanceId, str]]:
         """Instances that could not be chosen, and why."""

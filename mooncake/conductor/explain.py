@@ -7,7 +7,6 @@ nobody asks about most requests.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -146,19 +145,14 @@ class Explainer:
         place: Place,
         outcome: Decision | Refuse,
         candidates: Sequence[Candidate],
-        tiers: Sequence[int],
+        asked: Asked,
         rule: str,
         verdict: Verdict | None,
         now: float,
     ) -> None:
-        """A request was placed or refused. ``tiers``: of each of its blocks, those on which the instance that
-        computes it was believed to have it, as bits in the order of ``Tier``."""
+        """A request was placed or refused; ``asked``: its blocks, as the index knew them then."""
         if not self.is_on:
             return
-        num_blocks = len(tiers)
-        where = "" if isinstance(outcome, Refuse) else outcome.prefill or outcome.decode
-        keys, bare_keys = array("Q", place.keys[:num_blocks]), array("Q", place.bare_keys[:num_blocks])
-        asked = Asked(keys, bare_keys, bytes(tiers), place.scope, where, now)
         record = _Record(place, asked, list(candidates), now, outcome, _admitted(rule, verdict))
         before = self._records.pop(place.request_id, None)
         if before is not None:

@@ -6,12 +6,13 @@ Joins admission and explanations to the conductor's events, and owns nothing but
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from mooncake.conductor.admission import Admission
 from mooncake.conductor.explain import Candidate, Explainer, Explanation
-from mooncake.conductor.index import PrefixIndex
+from mooncake.conductor.index import Match, PrefixIndex
 from mooncake.conductor.messages import (
     AdmissionStatus,
     Decision,
@@ -21,6 +22,7 @@ from mooncake.conductor.messages import (
     Prefilled,
     Refuse,
 )
+from mooncake.conductor.misses import POOL_SCOPE, Asked
 from mooncake.conductor.select import Choice
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.conductor.verdict import Applicant, Pools, Verdict
@@ -81,12 +83,12 @@ class Judging:
         event: Place,
         outcome: Decision | Refuse,
         candidates: Sequence[Candidate],
-        tiers: Sequence[int],
+        asked: Asked,
         verdict: Verdict | None,
         now: float,
     ) -> None:
         """It was placed or refused; see ``Explainer.judged``."""
-        self.explainer.judged(event, outcome, candidates, tiers, self.admission.rule, verdict, now)
+        self.explainer.judged(event, outcome, candidates, asked, self.admission.rule, verdict, now)
 
     def prefilled(self, event: Prefilled, pools: Pools, now: float) -> Refuse | None:
         """Its prompt is computed; the rule "baseline" may reject it only now."""
@@ -121,6 +123,33 @@ class Judging:
 def refused(request_id: str, verdict: Verdict, prediction: Prediction | None) -> Refuse:
     """What a rejected request is told."""
     return Refuse(request_id, Refusal(verdict.code, verdict.reason), verdict.retry_after_s, prediction)
+
+
+def asked_of(
+    event: Place, num_blocks: int, index: PrefixIndex, match: Match | None, computing: InstanceId, now: float
+) -> Asked:
+    """The blocks of a prompt and who has them now; ``computing``: who it was placed on, or ""."""
+    keys = event.keys[:num_blocks]
+    asked = Asked(
+        array("Q", keys), array("Q", event.bare_keys[:num_blocks]), bytes(num_blocks), "", computing, now
+    )
+    if not keys:
+        return asked
+    match = match or index.match(keys)
+    slot = index.slots.get(computing)
+    if slot is not None:
+        asked.tiers = bytes(match.tiers_of(slot))
+    if match.num_held:
+        leading = match.leading.copy()
+        if slot is not None:
+            leading[slot] = 0
+        best = int(leading.argmax())
+        if leading[best]:
+            asked.others[index.instance_at(best)] = int(leading[best])
+    for scope in index.scopes_of(keys[0]):
+        if scope.startswith(POOL_SCOPE):
+            asked.pools[scope] = index.match(keys, scope).num_held
+    return asked
 
 
 def candidates_of(

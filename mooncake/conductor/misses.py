@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -58,6 +58,10 @@ class Asked:
     instance: InstanceId
     "Who computes the prompt."
     at: float
+    others: dict[InstanceId, int] = field(default_factory=dict)
+    "Who else had how many leading blocks."
+    pools: dict[str, int] = field(default_factory=dict)
+    "How many leading blocks the pool had, by scope."
     written_at: float | None = None
     "When its blocks were computed and stored."
     is_measured: bool = False
@@ -128,7 +132,7 @@ class _Causes:
         asked, key = self._asked, self._asked.keys[number]
         if key in self._written:
             return BlockVerdict(number, 1, "being_written", self._written[key])
-        holders = self._holders(key)
+        holders = self._holders(number)
         if holders:
             return BlockVerdict(number, 1, "elsewhere", ", ".join(holders))
         gone = [one[number] for one in self._removals]
@@ -138,20 +142,17 @@ class _Causes:
             verdict, rule = _named(last.reason)
             where = last.instance if last.tier is None else f"{last.instance} {last.tier}"
             return BlockVerdict(number, 1, verdict, where, rule, asked.at - last.at)
-        scopes = [scope for scope in self._index.scopes_of(key) if scope.startswith(POOL_SCOPE)]
-        if self._pool and scopes:
-            digests = ", ".join(scope.removeprefix(POOL_SCOPE) for scope in scopes)
-            return BlockVerdict(number, 1, "other_digest", digests)
+        digests = [scope.removeprefix(POOL_SCOPE) for scope, num in asked.pools.items() if number < num]
+        if self._pool and digests:
+            return BlockVerdict(number, 1, "other_digest", ", ".join(digests))
         if self._salts[number]:
             return BlockVerdict(number, 1, "other_salt")
         return BlockVerdict(number, 1, "never_stored")
 
-    def _holders(self, key: int) -> list[str]:
-        """Who else has it, the pool among them."""
-        found = self._index.matches([key], self._asked.scope)
-        if self._pool:
-            found |= self._index.matches([key], self._pool)
-        return [instance for instance in found if instance != self._asked.instance]
+    def _holders(self, number: int) -> list[str]:
+        """Who else had it, the pool among them."""
+        found = [name for name, num in self._asked.others.items() if number < num]
+        return found + ["pool"] * (number < self._asked.pools.get(self._pool, 0))
 
 
 def _named(reason: str) -> tuple[str, str]:

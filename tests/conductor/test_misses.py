@@ -55,15 +55,12 @@ def test_hits_are_where_the_index_believed_them_until_the_worker_tells(index: Pr
 
 
 def test_another_instance_may_have_it(index: PrefixIndex) -> None:
-    index.store("p2", [12])
-    index.store("pool", [13], Tier.MEMORY, "kv/mine")
-    assert [one.verdict for one in ask(index, asked())] == [
-        "never_stored",
-        "elsewhere",
-        "elsewhere",
-        "never_stored",
+    one = asked(others={"p2": 1}, pools={"kv/mine": 2})
+    assert ask(index, one) == [
+        BlockVerdict(0, 1, "elsewhere", "p2, pool"),
+        BlockVerdict(1, 1, "elsewhere", "pool"),
+        BlockVerdict(2, 2, "never_stored"),
     ]
-    assert [one.where for one in ask(index, asked())] == ["", "p2", "pool", ""]
 
 
 def test_a_block_that_is_just_being_computed(index: PrefixIndex) -> None:
@@ -102,9 +99,9 @@ def test_the_pool_evicts_too(index: PrefixIndex) -> None:
 
 
 def test_other_weights_or_another_layout(index: PrefixIndex) -> None:
-    index.store("pool", [11, 12], Tier.MEMORY, "kv/theirs")
-    assert ask(index, asked())[0] == BlockVerdict(0, 2, "other_digest", "theirs")
-    assert ask(index, asked(), identity="")[0].verdict == "never_stored", "whose we want is not known"
+    one = asked(pools={"kv/theirs": 2})
+    assert ask(index, one)[0] == BlockVerdict(0, 2, "other_digest", "theirs")
+    assert ask(index, one, identity="")[0].verdict == "never_stored", "whose we want is not known"
 
 
 def test_the_same_tokens_under_another_salt(index: PrefixIndex) -> None:

@@ -122,7 +122,7 @@ class WorkerDouble:
             raise
 
     async def _prefill(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        assert body["kv_transfer_params"] == {"do_remote_decode": True}
+        assert body["kv_transfer_params"]["do_remote_decode"] is True
         assert body["max_tokens"] == 1
         await self._misbehave(request, 0)
         prompt = body["prompt"]

@@ -1,0 +1,211 @@
+"""Each cause of a miss is brought about on a live cluster and named by ``explain``; so is every rejection.
+
+One cluster with two small prefill caches and a small pool serves all tests of this module; each uses prompts
+of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bench.cluster import Answer, Cluster, running_cluster, wait_for
+from mooncake.prefix import block_hashes, root_hash
+from mooncake.store import Store, StoreSettings
+from mooncake.transfer import TransferEngine, TransferSettings
+
+pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(600)]
+
+BLOCK_TOKENS = 32
+_starts = itertools.count(1000, 400)
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Cluster]:
+    """28 blocks of 32 tokens fit a worker, about as many the pool."""
+    flags = ("--prefill", "2", "--decode", "1", "--kv-cache-size", "40MiB", "--pool-size", "48MiB")
+    settings = {
+        "MOONCAKE_CONDUCTOR_ADMISSION": "early",
+        "MOONCAKE_CONDUCTOR_AUDIT_SHARE": "0",
+        "MOONCAKE_CONDUCTOR_SLOW_START_S": "0",
+    }
+    with running_cluster(*flags, environment=settings) as cluster:
+        cluster.wait_until_routable()
+        # Nobody is rejected before something was measured: some prompts, and some steps.
+        for _ in range(10):
+            assert cluster.complete(fresh(200), 4, min_tokens=4).status == 200
+        yield cluster
+
+
+@pytest.fixture
+def cluster(small: Cluster) -> Cluster:
+    small.wait_until_routable()
+    return small
+
+
+def fresh(num_tokens: int = 128) -> list[int]:
+    """A prompt that nobody has asked before."""
+    first = next(_starts)
+    return [first + number % 397 for number in range(num_tokens)]
+
+
+def explained(cluster: Cluster, name: str) -> dict[str, Any]:
+    """The explanation of a request that has ended."""
+
+    def found() -> dict[str, Any] | None:
+        answer = cluster.get(f"/v1/requests/{name}/explain")
+        assert answer.status == 200, answer.body
+        [prompt] = answer.body["prompts"]
+        return dict(prompt) if prompt["state"] in ("finished", "refused") else None
+
+    return wait_for(found, "the request's end to be reported", 20.0) or {}
+
+
+def ask(cluster: Cluster, prompt: list[int], **more: Any) -> dict[str, Any]:
+    """Its explanation, once it is answered."""
+    answer = cluster.complete(prompt, 2, min_tokens=2, **more)
+    assert answer.status == 200, answer.body
+    return explained(cluster, answer.body["id"])
+
+
+def verdicts(found: dict[str, Any]) -> dict[str, int]:
+    """Verdict -> blocks."""
+    counts: dict[str, int] = {}
+    for row in found["blocks"]:
+        counts[row["verdict"]] = counts.get(row["verdict"], 0) + row["num"]
+    return counts
+
+
+def row_of(found: dict[str, Any], verdict: str) -> dict[str, Any]:
+    return next(dict(row) for row in found["blocks"] if row["verdict"] == verdict)
+
+
+def prefills_of(found: dict[str, Any]) -> str:
+    return str(found["prefill"])
+
+
+def test_never_stored_then_hit_with_what_was_predicted_and_measured(cluster: Cluster) -> None:
+    prompt = fresh()
+    first = ask(cluster, prompt)
+    assert verdicts(first) == {"never_stored": 4}
+    second = wait_for(lambda: _if_hit(ask(cluster, prompt)), "the events to come in", 20.0)
+    assert verdicts(second) == {"hit": 4}
+    assert second["actual"]["cached_tokens"] + second["actual"]["loaded_tokens"] == 128
+    where = row_of(second, "hit")["where"]
+    assert where in (f"{prefills_of(second)} device", "pool")
+    for found in (first, second):
+        assert found["candidates"] and found["prediction"]["ttft_s"] > 0
+        assert found["actual"]["ttft_s"] > 0 and found["actual"]["prefill_s"] > 0
+        assert found["admission"]["rule"] == "early" and found["admission"]["is_admitted"]
+
+
+def _if_hit(found: dict[str, Any]) -> dict[str, Any] | None:
+    return found if "hit" in verdicts(found) else None
+
+
+def test_another_salt(cluster: Cluster) -> None:
+    prompt = fresh()
+    ask(cluster, prompt)
+    assert verdicts(ask(cluster, prompt, cache_salt="mine")) == {"other_salt": 4}
+    assert verdicts(ask(cluster, prompt, cache_salt="theirs")) == {"other_salt": 4}
+    assert verdicts(ask(cluster, fresh(), cache_salt="mine")) == {"never_stored": 4}
+
+
+def test_another_digest(cluster: Cluster) -> None:
+    """Somebody else's pool objects for the same tokens, by other weights."""
+    prompt = fresh()
+    transfer = TransferEngine(TransferSettings(listen_host="127.0.0.1"))
+    store = Store(cluster.address("master"), transfer, StoreSettings())
+    try:
+        for block in block_hashes(prompt, BLOCK_TOKENS, root_hash()):
+            store.put(f"kv/0123456789abcdef/{block.hex()}", b"numbers of other weights")
+        found = wait_for(lambda: _if_other_digest(cluster, prompt), "the store's events to come in", 20.0)
+    finally:
+        store.close()
+        transfer.close()
+    assert row_of(found, "other_digest")["where"].split(", ").count("0123456789abcdef") == 1
+
+
+def _if_other_digest(cluster: Cluster, prompt: list[int]) -> dict[str, Any] | None:
+    # A new last token keeps every block but the last: only so can the question be asked twice.
+    found = ask(cluster, prompt, cache_salt=None)
+    return found if "other_digest" in verdicts(found) else None
+
+
+def test_still_being_written(cluster: Cluster) -> None:
+    """Two at once for one long prompt: the second comes while the first is computed."""
+    prompt = fresh(600)
+    answers: list[Answer] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(cluster.complete(prompt, 2, min_tokens=2)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120.0)
+    found = [explained(cluster, answer.body["id"]) for answer in answers]
+    counts = sorted((verdicts(one) for one in found), key=lambda one: "being_written" in one)
+    assert counts[0] == {"never_stored": 18}
+    assert counts[1].get("being_written", 0) + counts[1].get("hit", 0) == 18
+    assert counts[1].get("being_written", 0) > 0
+
+
+def test_evicted_when_and_by_which_rule(cluster: Cluster) -> None:
+    prompt = fresh()
+    ask(cluster, prompt)
+    for _ in range(12):  # 144 blocks: more than both workers and the pool hold
+        ask(cluster, fresh(400))
+    found = ask(cluster, prompt)
+    assert verdicts(found).get("evicted", 0) > 0, found["blocks"]
+    row = row_of(found, "evicted")
+    assert row["seconds_before"] > 0
+    assert row["rule"] or row["where"].startswith("pool"), row
+
+
+def test_lost_with_its_instance(cluster: Cluster) -> None:
+    prompt = fresh()
+    ask(cluster, prompt)
+    for role in ("prefill-0", "prefill-1"):
+        pid = cluster.kill(role)
+        cluster.wait_until_restarted(role, pid)
+    pid = cluster.kill("node")  # and the pool's memory with it
+    cluster.wait_until_restarted("node", pid)
+    cluster.wait_until_routable()
+    found = ask(cluster, prompt)
+    assert verdicts(found).keys() <= {"lost", "restarted", "evicted", "cleared"}, found["blocks"]
+    assert verdicts(found).keys() & {"lost", "restarted"}, found["blocks"]
+
+
+def test_every_rejection_says_why_and_when_to_come_back(cluster: Cluster) -> None:
+    body = {"model": "smollm2", "prompt": fresh(600), "max_tokens": 2}
+    answer = cluster.post("/v1/completions", body, {"x-slo-ttft-ms": "1"})
+    assert answer.status == 429, answer.body
+    assert int(answer.headers["retry-after"]) >= 1
+    error = answer.body["error"]
+    assert error["code"] == "slo_ttft" and "its TTFT SLO is 0.001 s" in error["message"]
+    found = explained(cluster, answer.headers["x-mooncake-id"])
+    assert found["state"] == "refused"
+    assert found["admission"]["reason"] == error["message"]
+    assert cluster.get("/status").body["admission"]["rule"] == "early"
+
+
+def test_the_command_shows_it(cluster: Cluster) -> None:
+    answer = cluster.complete(fresh(), 2, min_tokens=2)
+    command = [sys.executable, "-m", "mooncake", "explain", answer.body["id"], "--url", cluster.url]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    for word in ("admission early", "predicted", "measured", "never stored"):
+        assert word in shown, shown
+    as_json = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(as_json.stdout)["id"] == answer.body["id"]
+    unknown = subprocess.run(
+        [*command[:4], "cmpl-nobody", *command[5:]], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert unknown.returncode == 2 and "cmpl-nobody" in unknown.stderr
