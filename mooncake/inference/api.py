@@ -79,10 +79,17 @@ class Api:
     role: Role
     events: KvEventSource
     kv_identity: str = ""
+    mean_answer_s: float = 1.0
+    """How long answers took lately."""
 
     def __post_init__(self) -> None:
         self.created = int(clock.wall())
         _watch(self.generator)
+
+    @property
+    def next_place_s(self) -> float:
+        """When a place in the queue should be free: as soon as the first of those that run has ended."""
+        return self.mean_answer_s / max(1, self.generator.engine.scheduler.num_running)
 
     @property
     def max_model_len(self) -> int:
@@ -96,6 +103,8 @@ def create_app(api: Api) -> FastAPI:
     @app.exception_handler(MooncakeError)
     async def _refused(request: Request, error: MooncakeError) -> Response:
         shown = _as_api_error(error)
+        if shown.status == 429:
+            shown.retry_after_s = api.next_place_s
         return _json(shown.body(), shown.status, shown.headers())
 
     @app.post("/v1/completions")
@@ -264,7 +273,9 @@ class _Answer:
         return found
 
     def _account(self) -> None:
-        e2e_seconds.observe(clock.monotonic() - self._began)
+        e2e_s = clock.monotonic() - self._began
+        e2e_seconds.observe(e2e_s)
+        self._api.mean_answer_s += 0.1 * (e2e_s - self._api.mean_answer_s)
         requests_total.labels("finished").inc(len(self._requests))
         for counts in self._counts:
             queries.inc(counts.num_prompt_tokens)
@@ -357,7 +368,7 @@ def _as_api_error(error: BaseException) -> ApiError:
         requests_total.labels("refused").inc()
         code = error.refusal.code
         if code == "queue_full":
-            return ApiError(429, error.refusal.reason, code=code, retry_after_s=1.0)
+            return ApiError(429, error.refusal.reason, code=code)
         return ApiError(400, error.refusal.reason, param="prompt", code=code)
     if isinstance(error, InvalidArgument):
         return ApiError(400, str(error), param=error.field, code="invalid_value")

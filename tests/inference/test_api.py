@@ -203,7 +203,11 @@ async def test_logprobs_have_a_column_per_token(client: Client) -> None:
 
 async def test_prefill_says_what_it_stored(client: Client) -> None:
     answer = await client.post(TEXT, greedy(max_tokens=1, kv_transfer_params={"do_remote_decode": True}))
-    assert answer["kv_transfer_params"] == {"do_remote_prefill": True, "num_stored_tokens": 0}
+    handed_over = answer["kv_transfer_params"]
+    measured = handed_over.pop("measured")
+    assert handed_over == {"do_remote_prefill": True, "num_stored_tokens": 0}
+    assert measured["computed_s"] > 0 and measured["queued_s"] >= 0
+    assert measured["num_computed_tokens"] == answer["usage"]["prompt_tokens"] - measured["num_local_tokens"]
 
 
 @pytest.mark.parametrize(
