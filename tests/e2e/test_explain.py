@@ -134,7 +134,7 @@ def test_another_digest(cluster: Cluster) -> None:
 
 
 def _if_other_digest(cluster: Cluster, prompt: list[int]) -> dict[str, Any] | None:
-    # A new last token keeps every block but the last: only so can the question be asked twice.
+
     found = ask(cluster, prompt, cache_salt=None)
     return found if "other_digest" in verdicts(found) else None
 
