@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,6 +106,33 @@ COMMANDS = (
     ),
 )
 
+TRACE_COMMANDS = (
+    (
+        "simulate",
+        "simulation.simulate",
+        "Replay a trace on virtual time; compare policies.",
+        "mooncake simulate trace.jsonl --cluster 8P8D --policy overlap random --html report.html",
+    ),
+    (
+        "plan",
+        "simulation.planning",
+        "Find the cheapest cluster for a trace and objectives.",
+        "mooncake plan trace.jsonl --slo-ttft 30 --slo-tbt 0.1 --gpu-prices prices.toml",
+    ),
+    (
+        "calibrate",
+        "replay.calibrate",
+        "Measure what work costs on a live cluster, for the simulator.",
+        "mooncake calibrate --url http://127.0.0.1:8000 --out costs.toml",
+    ),
+    (
+        "replay",
+        "replay.replay",
+        "Drive a live cluster with a trace; compare with the prediction.",
+        "mooncake replay trace.jsonl --url http://127.0.0.1:8000 --predict --costs costs.toml --cluster 2P2D",
+    ),
+)
+
 KNOWN_ROLES = ["log", *(command.name for command in COMMANDS)]
 """Tables that a configuration file may have."""
 
@@ -168,28 +195,15 @@ def application_for(words: Sequence[str]) -> typer.Typer:
 
 
 def _add_simulation(application: typer.Typer, asked: str | None) -> None:
-    """Two commands that take a trace; numpy and the simulator are loaded only for them."""
-    if asked == "simulate":
-        from mooncake.cli.simulation.simulate import simulate_command
-
-        example = (
-            "mooncake simulate trace.jsonl --cluster 8P8D --policy overlap --policy random --html r.html"
-        )
-        _add_many(application, "simulate", example)(simulate_command)
-    else:
-        application.command("simulate", help="Replay a trace on virtual time; compare policies.")(_never)
-    if asked == "plan":
-        from mooncake.cli.simulation.planning import plan_command
-
-        example = "mooncake plan trace.jsonl --slo-ttft 30 --slo-tbt 0.1 --gpu-prices prices.toml"
-        _add_many(application, "plan", example)(plan_command)
-    else:
-        application.command("plan", help="Find the cheapest cluster for a trace and objectives.")(_never)
-
-
-def _add_many(application: typer.Typer, name: str, example: str) -> Callable[[Any], Any]:
-    """Of such a command, options that may be repeated take several values at once, too."""
-    return application.command(name, cls=ManyValues, epilog=f"Example: {example}")
+    """Commands that take traces; numpy and the simulator are loaded only for the one that runs."""
+    for name, module, summary, example in TRACE_COMMANDS:
+        if asked == name:
+            found = importlib.import_module(f"mooncake.cli.{module}")
+            # Options that may be repeated take several values at once, too.
+            add = application.command(name, cls=ManyValues, epilog=f"Example: {example}")
+            add(getattr(found, f"{name}_command"))
+        else:
+            application.command(name, help=summary)(_never)
 
 
 def _print_version(wanted: bool) -> None:

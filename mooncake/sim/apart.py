@@ -206,8 +206,8 @@ class Apart(Arrivals):
 
     def _prefilled(self, journey: Journey) -> None:
         now, node = self.kernel.now, self.prefill[journey.prefill]
-        journey.first_token_at = now
-        self.recorder.ttft_s[journey.number] = now - journey.arrived_at
+        journey.first_token_at = now + self.costs.first_token_s
+        self.recorder.ttft_s[journey.number] = journey.first_token_at - journey.arrived_at
         self.tell_blocks(node.id, node.cache)
         loaded_s = journey.fetch_ended_at - journey.fetch_began_at if journey.loads else 0.0
         num_loaded = min(journey.fetched_tokens, journey.cached_tokens)
@@ -226,7 +226,7 @@ class Apart(Arrivals):
                 journey.decode = -1
                 return
         if journey.num_output == 1:
-            self.done(journey, now)
+            self.done(journey, journey.first_token_at)
 
     # decode
 

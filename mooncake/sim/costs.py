@@ -42,6 +42,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     "From the node's DRAM to its devices."
     reuse_s: Annotated[float, Meta(ge=0)] = 0.0
     "What it costs to use a cached prefix at all."
+    first_token_s: Annotated[float, Meta(ge=0)] = 0.0
+    "From a prompt's last computed layer to the client's first token; its prefill instance is free by then."
     num_gpus: Count = 1
 
     @property

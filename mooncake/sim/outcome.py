@@ -127,7 +127,7 @@ class Outcome:
 
     def summary(self, slo_ttft_s: float | None = None, slo_tbt_s: float | None = None) -> Summary:
         done, good = self.is_done, self.is_good(slo_ttft_s, slo_tbt_s)
-        began = self.prefill_gpu_s > 0
+        began = done | np.equal(self.status, REJECTED_AFTER_PREFILL)
         counts = np.bincount(self.status.astype(np.int64), minlength=len(STATUSES))
         ends_s = self.arrival_s[done] + self.e2e_s[done]
         span_s = float(ends_s.max() - self.arrival_s[0]) if done.any() else 0.0

@@ -1,0 +1,172 @@
+"""One OpenAI endpoint: what it serves, and one streamed completion with the instants of its tokens.
+
+It owns what "measured at the client" means: a request is sent when the call begins, its first token is there
+with the first event that carries one. What an answer says of itself (cached tokens, which workers) is taken
+from usage and headers where a server gives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from mooncake import clock
+from mooncake.errors import InvalidArgument, ProtocolError, Unavailable
+from mooncake.gateway.stream import EventParser
+
+
+@dataclasses.dataclass
+class Answer:
+    """What came back, and when, in seconds since the request was sent."""
+
+    status: int = 0
+    """HTTP; 0: none came."""
+    error: str = ""
+    retry_after_s: float | None = None
+    token_at_s: list[float] = dataclasses.field(default_factory=list)
+    """Of every token; tokens of one event share an instant."""
+    end_s: float = 0.0
+    num_cached: int = 0
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.status == 200 and not self.error and bool(self.token_at_s)
+
+    @property
+    def intervals_s(self) -> list[float]:
+        pairs = zip(self.token_at_s, self.token_at_s[1:], strict=False)
+        return [later - earlier for earlier, later in pairs]
+
+
+class Endpoint:
+    """Use as an async context manager.
+
+    Raises on entering:
+        Unavailable: nobody answers there, or it serves nothing.
+    """
+
+    def __init__(self, url: str, model: str = "", api_key: str = "", timeout_s: float = 600.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InvalidArgument("--url", url, "an address that begins with http:// or https://")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.model = model
+        self._timeout_s = timeout_s
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Endpoint:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_read=self._timeout_s),
+            headers=self._headers,
+        )
+        try:
+            if not self.model:
+                self.model = await self._first_model()
+        except BaseException:
+            await self._session.close()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def _first_model(self) -> str:
+        assert self._session is not None
+        try:
+            async with self._session.get(f"{self.url}/v1/models") as response:
+                answer = await response.json(content_type=None)
+                return str(answer["data"][0]["id"])
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise Unavailable(f"{self.url} does not answer: {error}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise Unavailable(f"{self.url}/v1/models names no model; give one with --model") from error
+
+    async def complete(
+        self, prompt: Sequence[int], num_output: int, headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        """One greedy completion of exactly ``num_output`` tokens. Failures are in the answer, not raised."""
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": num_output,
+            "min_tokens": num_output,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        answer, began = Answer(), clock.monotonic()
+        assert self._session is not None
+        try:
+            async with self._session.post(
+                f"{self.url}/v1/completions", json=body, headers=headers
+            ) as response:
+                answer.status = response.status
+                answer.headers = dict(response.headers)
+                if response.status == 200:
+                    await _follow(response, answer, began)
+                else:
+                    answer.error = _message(await response.text())
+                    answer.retry_after_s = _seconds(response.headers.get("Retry-After"))
+        except (aiohttp.ClientError, OSError, TimeoutError, ProtocolError) as error:
+            answer.error = str(error) or type(error).__name__
+        answer.end_s = clock.monotonic() - began
+        return answer
+
+
+async def _follow(response: aiohttp.ClientResponse, answer: Answer, began: float) -> None:
+    parser, is_over = EventParser(), False
+    async for data in response.content.iter_any():
+        now_s = clock.monotonic() - began
+        for event in parser.feed(data):
+            if event == b"[DONE]":
+                is_over = True
+            elif event:
+                _read(event, answer, now_s)
+    if not is_over and not answer.error:
+        answer.error = "the stream ended before the answer did"
+
+
+def _read(event: bytes, answer: Answer, now_s: float) -> None:
+    try:
+        chunk: dict[str, Any] = json.loads(event)
+    except ValueError as error:
+        raise ProtocolError(f"an event that is no JSON: {event[:80]!r}") from error
+    if chunk.get("error"):
+        answer.error = str(chunk["error"].get("message", chunk["error"]))
+    for choice in chunk.get("choices") or ():
+        token_ids = choice.get("token_ids")
+        num_tokens = len(token_ids) if token_ids is not None else bool(choice.get("text"))
+        answer.token_at_s += [now_s] * num_tokens
+    details = (chunk.get("usage") or {}).get("prompt_tokens_details") or {}
+    answer.num_cached = details.get("cached_tokens") or answer.num_cached
+
+
+def _message(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return text[:200]
+
+
+def _seconds(text: str | None) -> float | None:
+    try:
+        return float(text) if text is not None else None
+    except ValueError:
+        return None
+
+
+async def gather_at_once(
+    endpoint: Endpoint, prompts: Sequence[Sequence[int]], num_output: int
+) -> list[Answer]:
+    """All of them at the same time."""
+    return list(await asyncio.gather(*(endpoint.complete(prompt, num_output) for prompt in prompts)))

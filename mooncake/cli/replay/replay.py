@@ -1,0 +1,150 @@
+"""``mooncake replay``: a trace against a live endpoint, and the simulator's prediction beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mooncake.cli.replay.calibrate import ApiKey, Url
+from mooncake.cli.replay.endpoint import Endpoint
+from mooncake.cli.replay.prompts import Prompts
+from mooncake.cli.replay.replaying import Accuracy, Measured, Replay, accuracy
+from mooncake.cli.simulation.asked import Requests, cluster_of, requests_of
+from mooncake.cli.simulation.shown import Run, table, wide_console
+from mooncake.cli.simulation.simulate import TRACE_HELP, Format, known, write_whole
+from mooncake.errors import InvalidArgument
+from mooncake.sim.rows import TraceRow
+from mooncake.sim.serving import simulate
+from mooncake.sim.traces import TraceOptions
+
+
+def replay_command(
+    trace: Annotated[str, typer.Argument(metavar="TRACE", help=TRACE_HELP)],
+    url: Url = "http://127.0.0.1:8000",
+    model: Annotated[str, typer.Option("--model", help="By default the first that it serves.")] = "",
+    api_key: ApiKey = "",
+    rows: Annotated[int, typer.Option("--rows", min=0, help="Only the first ones; 0 is all.")] = 0,
+    speedup: Annotated[float, typer.Option("--speedup", help="Requests come that many times as fast.")] = 1.0,
+    divide_lengths: Annotated[
+        int, typer.Option("--divide-lengths", min=1, help="Prompts and answers that many times shorter.")
+    ] = 1,
+    trace_format: Annotated[Format, typer.Option("--format", help="Of the trace file.")] = "auto",
+    slo_ttft_s: Annotated[float, typer.Option("--slo-ttft", metavar="SECONDS", min=0)] = 30.0,
+    slo_tbt_s: Annotated[float, typer.Option("--slo-tbt", metavar="SECONDS", min=0)] = 0.1,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Simulate first; print both and the errors.")
+    ] = False,
+    costs: Annotated[
+        str, typer.Option("--costs", metavar="NAME|FILE", help="As `mooncake calibrate` wrote them.")
+    ] = "costs.toml",
+    cluster: Annotated[str, typer.Option("--cluster", help="What is live, e.g. 2P2D.")] = "2P2D",
+    policy: Annotated[str, typer.Option("--policy", help="Of the live conductor.")] = "cache_aware",
+    admission: Annotated[str, typer.Option("--admission", help="Of the live conductor.")] = "none",
+    seed: Annotated[int, typer.Option("--seed", help="Another one for prompts not sent before.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Report with plots.")
+    ] = None,
+) -> None:
+    """Drive a live cluster with a trace, each request at its time, and report what clients saw.
+
+    Prompts are made of the trace's block ids, so that what is shared there is shared here. With --predict
+    the same rows first run through the simulator with calibrated costs.
+    """
+    if not speedup > 0:
+        raise InvalidArgument("--speedup", speedup, "more than 0")
+    options = TraceOptions(format=trace_format, num_rows=rows, divide_lengths=divide_lengths)
+    requests = requests_of(trace, options)
+    objectives = (slo_ttft_s, slo_tbt_s)
+    # Read whole before the first request is sent: a broken row must not end a run in its middle.
+    wanted = list(requests)
+    runs: list[Run] = []
+    if predict:
+        known("policy", "scheduling", [policy])
+        known("admission", "admission", [admission])
+        spec = cluster_of(cluster, costs, [], requests.block_tokens)
+        began = time.perf_counter()
+        outcome = simulate(
+            wanted, spec, policy, admission, speedup=speedup, slo_ttft_s=slo_ttft_s, slo_tbt_s=slo_tbt_s
+        )
+        runs.append(Run("predicted", outcome, outcome.summary(), time.perf_counter() - began))
+    began = time.perf_counter()
+    measured = asyncio.run(_drive(wanted, requests, url, model, api_key, speedup, objectives, seed))
+    outcome = measured.outcome
+    runs.append(Run("measured", outcome, outcome.summary(), time.perf_counter() - began))
+    report(requests, runs, measured)
+    if json_file is not None:
+        write_whole(json_file, _json(requests.name, runs, measured))
+    if html_file is not None:
+        from mooncake.cli.simulation.page import page  # matplotlib is slow to load, and an extra
+
+        write_whole(html_file, page(requests.name, runs))
+
+
+async def _drive(
+    wanted: list[TraceRow],
+    requests: Requests,
+    url: str,
+    model: str,
+    api_key: str,
+    speedup: float,
+    objectives: tuple[float, float],
+    seed: int,
+) -> Measured:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    async with Endpoint(url, model, api_key) as endpoint:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("replaying", total=len(wanted))
+
+            def show(sent: int, ended: int) -> None:
+                bar.update(task, completed=ended, description=f"{sent - ended} under way")
+
+            prompts = Prompts(requests.block_tokens, seed)
+            return await Replay(endpoint, prompts, speedup, objectives, show).run(wanted)
+
+
+def report(requests: Requests, runs: list[Run], measured: Measured) -> None:
+    console = wide_console()
+    console.print(table(requests.name, runs))
+    if len(runs) == 2:
+        errors = accuracy(runs[0].outcome, runs[1].outcome)
+        console.print(
+            f"errors of the prediction over {errors.num_compared} requests: TTFT {errors.ttft_error:.1%}, "
+            f"TBT {errors.tbt_error:.1%} (mean absolute error over the measured mean), hit rate "
+            f"{errors.hit_rate_error:+.3f}, goodput {errors.goodput_error:+.1%}"
+        )
+    for reason, count in measured.errors.most_common(5):
+        console.print(f"failed, {count} times: {reason}", markup=False)
+    for reason, count in measured.rejections.most_common(5):
+        console.print(f"rejected, {count} times: {reason}", markup=False)
+    if measured.retry_after_s:
+        least, most = min(measured.retry_after_s), max(measured.retry_after_s)
+        console.print(f"Retry-After of the rejected: {least:g} to {most:g} s")
+    if measured.num_without_retry_after:
+        console.print(f"{measured.num_without_retry_after} rejections did not say when to come back")
+    if measured.num_late:
+        console.print(f"{measured.num_late} requests left late: this machine can't send that fast")
+
+
+def _json(trace: str, runs: list[Run], measured: Measured) -> str:
+    document: dict[str, object] = {
+        "trace": trace,
+        "runs": [{"name": run.name, **json.loads(run.outcome.to_json(rows=True))} for run in runs],
+        "errors": dict(measured.errors),
+        "rejections": dict(measured.rejections),
+        "num_without_retry_after": measured.num_without_retry_after,
+        "num_late": measured.num_late,
+    }
+    if len(runs) == 2:
+        errors: Accuracy = accuracy(runs[0].outcome, runs[1].outcome)
+        document["accuracy"] = msgspec.to_builtins(errors)
+    return json.dumps(document) + "\n"

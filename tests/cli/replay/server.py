@@ -1,0 +1,81 @@
+"""An OpenAI endpoint that answers at once, counts what it was asked, and misbehaves where it is told to."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Served:
+    """What a test sets, and what it reads afterwards."""
+
+    reject_every: int = 0
+    "Every so manieth completion gets a 429."
+    retry_after: str | None = "7"
+    break_prompt_of: int = 0
+    "An answer to a prompt of that length ends in its middle."
+    models: tuple[str, ...] = ("double",)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    seen: set[tuple[int, ...]] = field(default_factory=set)
+
+
+@contextmanager
+def serving(served: Served) -> Iterator[str]:
+    """Its address."""
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self._json(200, {"data": [{"id": name} for name in served.models]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            prompt = tuple(body["prompt"])
+            with lock:
+                served.bodies.append(body)
+                number, is_known = len(served.bodies), prompt in served.seen
+                served.seen.add(prompt)
+            if served.reject_every and number % served.reject_every == 0:
+                headers = {} if served.retry_after is None else {"Retry-After": served.retry_after}
+                return self._json(429, {"error": {"message": "too much to do"}}, headers)
+            self.send_response(200)
+            self.end_headers()
+            for token in range(body["max_tokens"]):
+                if served.break_prompt_of == len(prompt) and token == 1:
+                    return None
+                self._event({"choices": [{"text": "", "token_ids": [token]}]})
+            cached = len(prompt) - 1 if is_known else 0
+            self._event({"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": cached}}})
+            self.wfile.write(b"data: [DONE]\n\n")
+            return None
+
+        def _event(self, document: Any) -> None:
+            self.wfile.write(b"data: " + json.dumps(document).encode() + b"\n\n")
+
+        def _json(self, status: int, document: Any, headers: dict[str, str] | None = None) -> None:
+            content = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

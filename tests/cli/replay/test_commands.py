@@ -1,0 +1,136 @@
+"""``mooncake replay`` and ``mooncake calibrate`` against an endpoint whose answers are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from mooncake.cli import main
+from mooncake.sim.costs import load_costs
+from tests.cli.replay.server import Served, serving
+
+Run = Callable[..., "CompletedProcess[str]"]
+LOAD = "poisson:rate=200,requests=40,input_tokens=100,output_tokens=5,block_tokens=32"
+
+
+@pytest.fixture
+def mooncake(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command in this process."""
+
+    def call(*words: str) -> CompletedProcess[str]:
+        with pytest.raises(SystemExit) as exit:
+            main(words)
+        assert isinstance(exit.value.code, int), exit.value.code
+        return CompletedProcess(words, exit.value.code, *capsys.readouterr())
+
+    return call
+
+
+def test_every_row_is_sent_as_the_trace_says(mooncake: Run, tmp_path: Path) -> None:
+    trace, document = tmp_path / "trace.jsonl", tmp_path / "r.json"
+    rows = [(0, 600, [1, 2]), (0, 1024, [1, 3]), (0, 600, [1, 2]), (3000, 512, [1])]
+    trace.write_text(
+        "".join(
+            json.dumps({"timestamp": at, "input_length": length, "output_length": 5, "hash_ids": ids}) + "\n"
+            for at, length, ids in rows
+        )
+    )
+    served = Served()
+    with serving(served) as url:
+        done = mooncake("replay", str(trace), "--url", url, "--speedup", "10", "--json", str(document))
+    assert done.returncode == 0, done.stderr
+    prompts = sorted((body["prompt"] for body in served.bodies), key=len)
+    assert [len(prompt) for prompt in prompts] == [512, 600, 600, 1024]
+    assert prompts[1] == prompts[2] and prompts[0] == prompts[1][:512] == prompts[3][:512]
+    assert prompts[3][512:600] != prompts[1][512:600], "another key, other tokens"
+    assert all(body["max_tokens"] == 5 == body["min_tokens"] and body["ignore_eos"] for body in served.bodies)
+    [run] = json.loads(document.read_text())["runs"]
+    assert run["summary"]["num_done"] == 4
+    assert sum(run["requests"]["cached_tokens"]) == 599, "as the answer's usage says"
+
+
+def test_rejected_and_broken_answers_are_told_apart(mooncake: Run, tmp_path: Path) -> None:
+    document = tmp_path / "r.json"
+    with serving(Served(reject_every=4)) as url:
+        done = mooncake("replay", LOAD, "--url", url, "--json", str(document))
+    assert done.returncode == 0, done.stderr
+    assert "rejected, 10 times: too much to do" in done.stdout
+    assert "Retry-After of the rejected: 7 to 7 s" in done.stdout
+    found = json.loads(document.read_text())
+    summary = found["runs"][0]["summary"]
+    assert (summary["num_done"], summary["num_rejected"], summary["num_failed"]) == (30, 10, 0)
+    with serving(Served(reject_every=4, retry_after=None, break_prompt_of=100)) as url:
+        spread = LOAD + ",spread=0"
+        done = mooncake("replay", spread, "--url", url, "--json", str(document))
+    found = json.loads(document.read_text())
+    assert found["runs"][0]["summary"]["num_failed"] == 30
+    assert found["num_without_retry_after"] == 10
+    assert "10 rejections did not say when to come back" in done.stdout
+    assert "failed, 30 times" in done.stdout
+
+
+def test_prediction_stands_beside_what_was_measured(mooncake: Run, tmp_path: Path) -> None:
+    document = tmp_path / "r.json"
+    costs = ["--costs", "llama3-70b-8xH100", "--cluster", "1P1D"]
+    with serving(Served()) as url:
+        done = mooncake("replay", LOAD, "--url", url, "--predict", *costs, "--json", str(document))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(document.read_text())
+    assert [run["name"] for run in found["runs"]] == ["predicted", "measured"]
+    assert found["accuracy"]["num_compared"] == 40
+    ours, theirs = (run["requests"]["ttft_s"] for run in found["runs"])
+    mean = sum(theirs) / 40
+    wanted = sum(abs(one - other) for one, other in zip(ours, theirs, strict=True)) / 40 / mean
+    assert found["accuracy"]["ttft_error"] == pytest.approx(wanted, rel=1e-3)
+    assert "errors of the prediction over 40 requests" in done.stdout
+
+
+def test_calibration_writes_a_file_that_simulates(mooncake: Run, tmp_path: Path) -> None:
+    file = tmp_path / "costs.toml"
+    served = Served()
+    with serving(served) as url:
+        words = ["--length", "16", "32", "64", "--batch", "1", "2", "--rounds", "1"]
+        done = mooncake("calibrate", "--url", url, "--out", str(file), *words)
+    assert done.returncode == 0, done.stderr
+    costs = load_costs(str(file))
+    assert costs.title == "double" and costs.kv_bytes_per_token == 46_080
+    assert costs.prefill.seconds(0, 64) > 0 and costs.decode.seconds(1, 64) > 0
+    lengths = {len(body["prompt"]) for body in served.bodies}
+    assert lengths == {16, 32, 64}
+    assert mooncake("simulate", LOAD, "--costs", str(file), "--policy", "load").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["replay", LOAD, "--url", "127.0.0.1:1"], "--url is '127.0.0.1:1'"),
+        (["replay", LOAD, "--url", "http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer"),
+        (["replay", LOAD, "--speedup", "-1"], "--speedup is -1.0"),
+        (["replay", LOAD, "--predict", "--costs", "abacus"], "costs is 'abacus'"),
+        (["calibrate", "--url", "http://127.0.0.1:1"], "does not answer"),
+        (["calibrate", "--length", "16", "32"], "at least three"),
+    ],
+)
+def test_bad_input_is_one_line(mooncake: Run, words: list[str], named: str) -> None:
+    done = mooncake(*words)
+    assert done.returncode in (1, 2)
+    assert named in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_an_endpoint_without_models_is_named(mooncake: Run) -> None:
+    with serving(Served(models=())) as url:
+        assert "names no model" in mooncake("replay", LOAD, "--url", url).stderr
+
+
+def test_a_broken_row_is_found_before_anything_is_sent(mooncake: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n{"x"\n')
+    served = Served()
+    with serving(served) as url:
+        done = mooncake("replay", str(trace), "--url", url)
+    assert done.returncode == 2 and "row 2" in done.stderr
+    assert not served.bodies
