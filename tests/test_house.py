@@ -168,10 +168,7 @@ DOORS = {
     "http_metadata_server",
     "mooncake_store_service",
     "sim.__main__",
-    "sim.serving",
-    "sim.generators",
     "sim.hitrate",
-    "sim.traces",
 }
 
 

@@ -53,7 +53,7 @@ def plan_command(
         list[str] | None,
         typer.Option("--costs", metavar="NAME|FILE", help="Hardware to try; may be repeated."),
     ] = None,
-    policy: Annotated[str, typer.Option("--policy", help="Of the clusters that are tried.")] = "cache_aware",
+    policy: Annotated[str, typer.Option("--policy", help="Of the clusters that are tried.")] = "overlap",
     speedup: Annotated[float, typer.Option("--speedup", help="Requests come that many times as fast.")] = 1.0,
     rows: Annotated[int, typer.Option("--rows", min=0, help="Only the first ones; 0 is all.")] = 0,
     ssd_tokens: Annotated[int, typer.Option("--ssd-tokens", min=0, help="SSD per node to consider.")] = 0,

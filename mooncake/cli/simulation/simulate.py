@@ -72,7 +72,7 @@ def simulate_command(
         text: cluster_of(text, costs, [*watched, *(changes or [])], requests.block_tokens)
         for text in clusters or ["8P8D"]
     }
-    chosen = known("policy", "scheduling", policies or ["cache_aware"])
+    chosen = known("policy", "scheduling", policies or ["overlap"])
     rules = known("admission", "admission", admissions or ["none"])
     runs = [
         _run(requests, name, spec, policy, rule, seed, speedup, (slo_ttft_s, slo_tbt_s))
