@@ -70,7 +70,8 @@ def run_engine(folder: Path, settings: EngineSettings, together: bool) -> Answer
 
 
 def compare(found: Answers, expected: Answers) -> None:
-    wrong = [length for length, a, b in zip(LENGTHS, found, expected, strict=True) if a != b]
+    assert len(found) == len(expected)
+    wrong = [length for length, a, b in zip(LENGTHS, found, expected, strict=False) if a != b]
     assert not wrong, f"answers to prompts of {wrong} tokens differ from transformers'"
 
 
@@ -105,6 +106,8 @@ def test_disaggregated_cold_then_warm(folder: Path, expected: Answers, cluster: 
 
 
 def test_disaggregated_batched_with_others(folder: Path, expected: Answers, cluster: Cluster) -> None:
+    """Without the three longest, which take as long as the others together and were cold above."""
+
     def ask(prompt: list[int]) -> list[int]:
         # Another salt: the prefixes are cold again.
         answer = cluster.complete(prompt, NUM_NEW, min_tokens=NUM_NEW, cache_salt="batched")
@@ -113,4 +116,4 @@ def test_disaggregated_batched_with_others(folder: Path, expected: Answers, clus
         return tokens
 
     with ThreadPoolExecutor(8) as pool:
-        compare(list(pool.map(ask, prompts(folder))), expected)
+        compare(list(pool.map(ask, prompts(folder)[:-3])), expected[:-3])
