@@ -109,25 +109,25 @@ COMMANDS = (
 TRACE_COMMANDS = (
     (
         "simulate",
-        "simulation.simulate",
+        "mooncake.cli.simulation.simulate",
         "Replay a trace on virtual time; compare policies.",
         "mooncake simulate trace.jsonl --cluster 8P8D --policy overlap random --html report.html",
     ),
     (
         "plan",
-        "simulation.planning",
+        "mooncake.cli.simulation.planning",
         "Find the cheapest cluster for a trace and objectives.",
         "mooncake plan trace.jsonl --slo-ttft 30 --slo-tbt 0.1 --gpu-prices prices.toml",
     ),
     (
         "calibrate",
-        "replay.calibrate",
+        "mooncake.cli.replay.calibrate",
         "Measure what work costs on a live cluster, for the simulator.",
         "mooncake calibrate --url http://127.0.0.1:8000 --out costs.toml",
     ),
     (
         "replay",
-        "replay.replay",
+        "mooncake.cli.replay.replay",
         "Drive a live cluster with a trace; compare with the prediction.",
         "mooncake replay trace.jsonl --url http://127.0.0.1:8000 --predict --costs costs.toml --cluster 2P2D",
     ),
@@ -198,7 +198,7 @@ def _add_simulation(application: typer.Typer, asked: str | None) -> None:
     """Commands that take traces; numpy and the simulator are loaded only for the one that runs."""
     for name, module, summary, example in TRACE_COMMANDS:
         if asked == name:
-            found = importlib.import_module(f"mooncake.cli.{module}")
+            found = importlib.import_module(module)
             # Options that may be repeated take several values at once, too.
             add = application.command(name, cls=ManyValues, epilog=f"Example: {example}")
             add(getattr(found, f"{name}_command"))
