@@ -41,7 +41,9 @@ def test_simulate_compares_and_reports(mooncake: Run, tmp_path: Path) -> None:
     for run in runs:
         assert run["summary"]["num_requests"] == 120 == len(run["requests"]["ttft_s"])
     hits = {run["name"]: run["summary"]["hit_rate"] for run in runs}
-    assert all(0.1 < hit_rate < 0.4 for hit_rate in hits.values()), "2 of some 8 blocks are shared"
+    for name, hit_rate in hits.items():
+        # Some 4 of 8 blocks are one of 40 beginnings; chunked keeps no prefixes.
+        assert 0.1 < hit_rate < 0.4 if name.startswith("2P2D") else hit_rate == 0, name
     assert len({run["summary"]["ttft_s"]["mean"] for run in runs}) == 4, "four runs, not one four times"
     html = page.read_text()
     assert html.count("<svg") == 7 and html.count("</svg>") == 7
