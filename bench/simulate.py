@@ -44,8 +44,9 @@ def main() -> None:
             cluster = ClusterSpec(costs=costs)
         else:
             rows = day(given.requests)
+            half = given.nodes // 2
             cluster = ClusterSpec(
-                costs=costs, num_prefill=given.nodes // 2, num_decode=given.nodes // 2, sample_s=60.0
+                costs=costs, num_prefill=half, num_decode=half, measure_s=60.0, sample_s=60.0
             )
         print(measure(rows, cluster, scheduling, TRACE_ROWS if given.trace else DAY_REQUESTS), flush=True)
 

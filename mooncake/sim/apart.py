@@ -209,9 +209,19 @@ class Apart(Arrivals):
         journey.first_token_at = now + self.costs.first_token_s
         self.recorder.ttft_s[journey.number] = journey.first_token_at - journey.arrived_at
         self.tell_blocks(node.id, node.cache)
+        fact = self._measured(journey) if self.measures(node.id) else Prefilled(journey.request_id)
+        for effect in self.tell(fact):
+            if isinstance(effect, Refuse) and effect.request_id == journey.request_id:
+                self.give_up(journey, REJECTED_AFTER_PREFILL)
+                journey.decode = -1
+                return
+        if journey.num_output == 1:
+            self.done(journey, journey.first_token_at)
+
+    def _measured(self, journey: Journey) -> Prefilled:
         loaded_s = journey.fetch_ended_at - journey.fetch_began_at if journey.loads else 0.0
         num_loaded = min(journey.fetched_tokens, journey.cached_tokens)
-        fact = Prefilled(
+        return Prefilled(
             journey.request_id,
             journey.prefill_began_at - journey.arrived_at,
             journey.lasted_s,
@@ -220,13 +230,6 @@ class Apart(Arrivals):
             loaded_s,
             num_loaded,
         )
-        for effect in self.tell(fact):
-            if isinstance(effect, Refuse) and effect.request_id == journey.request_id:
-                self.give_up(journey, REJECTED_AFTER_PREFILL)
-                journey.decode = -1
-                return
-        if journey.num_output == 1:
-            self.done(journey, journey.first_token_at)
 
     # decode
 

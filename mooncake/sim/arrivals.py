@@ -39,7 +39,6 @@ from mooncake.sim.stepwise import prompt_of
 from mooncake.sim.timeline import Sampler
 from mooncake.types import InstanceId, Role, Tier
 
-STEPS_MEASURED_EVERY_S = 1.0
 LIFETIME_S = 1e9
 """Nobody is forgotten: every end is reported."""
 
@@ -65,7 +64,7 @@ class Arrivals:
         self._rows: Iterator[TraceRow] = iter(())
         self._speedup = 1.0
         self._first_s = 0.0
-        self._measured_at: dict[InstanceId, float] = {}
+        self._measures_at: dict[InstanceId, float] = {}
 
     def run(self, rows: Iterable[TraceRow], speedup: float) -> Outcome:
         self._rows = iter(rows)
@@ -124,11 +123,17 @@ class Arrivals:
             cache.ssd_came = []
 
     def tell_step(self, instance: InstanceId, batch: Batch) -> None:
-        """``batch`` is at the end of a step, as its engine reports now and then."""
-        now = self.kernel.now
-        if now - self._measured_at.get(instance, -1e9) >= STEPS_MEASURED_EVERY_S:
-            self._measured_at[instance] = now
+        """``batch`` is at the end of a step."""
+        if self.measures(instance):
             self.tell(StepMeasured(instance, len(batch), batch.context, batch.seconds(1)))
+
+    def measures(self, instance: InstanceId) -> bool:
+        """Whether it is time again for it to report how long its work takes."""
+        now = self.kernel.now
+        if now < self._measures_at.get(instance, 0.0):
+            return False
+        self._measures_at[instance] = now + self.cluster.measure_s
+        return True
 
     def done(self, journey: Journey, at: float) -> None:
         """Its last token was made at ``at``."""

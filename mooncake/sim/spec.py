@@ -51,6 +51,8 @@ class ClusterSpec:
     """Requests that one instance decodes at a time."""
     obeys_turns: bool = True
     """Whether waiting prompts are computed in the conductor's order, or first come first served."""
+    measure_s: float = 10.0
+    """How often an instance reports to the conductor what its work takes; the rest it hears without times."""
     sample_s: float = 10.0
     """The time line's interval."""
     watches_blocks: bool = False
