@@ -81,9 +81,10 @@ POLICIES_NOTE = """\
 The paper's 16 nodes are split in a way that it does not say; ours are 8 + 8. Our waiting times are shorter
 throughout: at this rate prefill is busy to 45-70 %, and an engine's overheads are not in the model. Ratios
 are what the policies make of the same machines. At the trace's own speed Algorithm 1's mean is mostly
-computing, which no policy can shorten by waiting less: `computing alone` is the ratio without any queue. At 1.75 times
-that speed it waits as long as in the paper (3.07 s). With chunked pipeline parallelism (two pipelines of four
-nodes, for both policies) a long prompt is computed by four nodes, and the queue is again what differs."""
+computing, which no policy shortens by waiting less: `computing alone` is the ratio without any queue. At
+1.75 times that speed it waits as long as in the paper (3.07 s). With chunked pipeline parallelism (two
+pipelines of four nodes, for both policies) a long prompt is computed by four nodes, and the queue is what
+differs again."""
 
 
 def one_pool(folder: Path) -> Table:
@@ -135,20 +136,28 @@ disaggregation and in part a slower engine; the rows without a step time show th
 """
 
 
+SHORT_OF_BOTH = ClusterSpec(costs=COSTS, num_prefill=8, num_decode=2)
+OVERLOAD_NOTE = """\
+Objectives 30 s and 100 ms; the paper's are not printed, nor is its rule's horizon. 8 prefill and 2 decode
+nodes, where both stages are short: on 8 + 8 as in the paper, decode steps take 35 ms in our model, so that
+decode never binds and the three rules are one (15 of 12,031 rejected). Good: done within both objectives."""
+
+
 def overload(folder: Path) -> Table:
     """arXiv v3 Table 3: who is rejected at twice the speed; and what the rest is worth."""
     published = {"baseline": 4183, "early": 3771, "predicted": 3589}
     checks: list[Check] = []
-    for name, cluster in OVERLOADS.items():
+    for name in (CONVERSATION, SURROGATE, AGENTIC):
         workload = name.split(".")[0].removesuffix("_trace")
         rejected: dict[str, int] = {}
         good: dict[str, int] = {}
         for rule in (*published, "goodput"):
-            summary = run(folder / name, cluster, "kvcache_centric", rule, speedup=2.0).summary()
+            summary = run(folder / name, SHORT_OF_BOTH, "kvcache_centric", rule, speedup=2.0).summary()
             rejected[rule] = summary.num_rejected + summary.num_rejected_after_prefill
             good[rule] = summary.num_good
             paper: float | str = published.get(rule, "") if name == CONVERSATION else ""
-            checks.append(Check(what=f"rejected, {workload}, {rule}", paper=paper, ours=rejected[rule], digits=0))
+            what = f"rejected, {workload}, {rule}"
+            checks.append(Check(what=what, paper=paper, ours=rejected[rule], digits=0))
         for rule in good:
             checks.append(Check(what=f"good, {workload}, {rule}", ours=good[rule], digits=0))
         for more, less in (("baseline", "early"), ("early", "predicted")):

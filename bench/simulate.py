@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--trace", help="a trace file; without, the day of agents")
     parser.add_argument("--requests", type=int, default=300_000)
     parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--block-tokens", type=int, default=512, help="of the day's prompts")
     parser.add_argument("--costs", default="llama3-70b-8xA800")
     parser.add_argument("--scheduling", nargs="+", default=["cache_aware"])
     given = parser.parse_args()
@@ -43,15 +44,20 @@ def main() -> None:
             rows = read_trace(given.trace, TraceOptions())
             cluster = ClusterSpec(costs=costs)
         else:
-            rows = day(given.requests)
+            rows = day(given.requests, given.block_tokens)
             half = given.nodes // 2
             cluster = ClusterSpec(
-                costs=costs, num_prefill=half, num_decode=half, measure_s=60.0, sample_s=60.0
+                costs=costs,
+                num_prefill=half,
+                num_decode=half,
+                block_tokens=given.block_tokens,
+                measure_s=60.0,
+                sample_s=60.0,
             )
         print(measure(rows, cluster, scheduling, TRACE_ROWS if given.trace else DAY_REQUESTS), flush=True)
 
 
-def day(num_requests: int) -> Agentic:
+def day(num_requests: int, block_tokens: int) -> Agentic:
     """As many agents at once as make ten million requests a day."""
     gap_s = 27.0 + 5.2 * 2.02  # an answer, and the pause behind it on average
     return Agentic(
@@ -60,6 +66,7 @@ def day(num_requests: int) -> Agentic:
         groups=50,
         jitter=0.3,
         ramp_s=1200.0,
+        block_tokens=block_tokens,
     )
 
 
