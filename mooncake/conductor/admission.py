@@ -147,23 +147,27 @@ class Admission:
     def _present_decode(self, request: Applicant, pools: Pools) -> Verdict | None:
         """Why the decode pool is too full now; somebody leaves it every ``mean_stay_s / n`` seconds."""
         there = self.population.decoding
-        step_s = pools.step_s(there, request)
-        if not request.slo_tbt_s or not pools.num_decode or step_s <= request.slo_tbt_s:
+        step_s, memory_load = pools.step_s(there, request), pools.memory_load(there, request)
+        if not request.slo_tbt_s or not pools.num_decode:
+            return None
+        if step_s <= request.slo_tbt_s and memory_load <= 1.0:
             return None
         num_over = max(1.0, there.num_requests + 1 - pools.most_requests(there, request.slo_tbt_s))
         wait_s = num_over * self.population.mean_stay_s / max(1, there.num_requests)
-        return decode_full(there.num_requests, request.slo_tbt_s, step_s, wait_s, "are decoding")
+        return decode_full(there.num_requests, request.slo_tbt_s, step_s, memory_load, wait_s, "are decoding")
 
     def _predicted_decode(self, request: Applicant, pools: Pools, now: float) -> Verdict | None:
         instant = now + request.ttft_s
         there = self.population.at(instant, now)
-        step_s = pools.step_s(there, request)
-        if not request.slo_tbt_s or not pools.num_decode or step_s <= request.slo_tbt_s:
+        step_s, memory_load = pools.step_s(there, request), pools.memory_load(there, request)
+        if not request.slo_tbt_s or not pools.num_decode:
+            return None
+        if step_s <= request.slo_tbt_s and memory_load <= 1.0:
             return None
         most = pools.most_requests(there, request.slo_tbt_s)
         wait_s = self.population.falls_to(most - 1, instant, now) - instant
         when = f"will be decoding in {request.ttft_s:.3g} s when its prompt is computed"
-        return decode_full(there.num_requests, request.slo_tbt_s, step_s, wait_s, when)
+        return decode_full(there.num_requests, request.slo_tbt_s, step_s, memory_load, wait_s, when)
 
     def _count(self, verdict: Verdict) -> None:
         self.num_rejected[verdict.code] = self.num_rejected.get(verdict.code, 0) + 1

@@ -283,7 +283,8 @@ class Conductor:
         ready = {role: len(self._pools_of(role)[0]) for role in Role}
         step = DecodeModel(*self.predict.decode.columns[:, decode].tolist())
         num_decode = ready[Role.DECODE] or ready[Role.PREFILL]
-        return Pools(ready[Role.PREFILL] or num_decode, num_decode, step)
+        kv_tokens = float(self.loads.capacity_tokens[decode])
+        return Pools(ready[Role.PREFILL] or num_decode, num_decode, step, kv_tokens)
 
     def _pools_of(self, role: Role) -> tuple[Slots, Slots]:
         pools = self._choosable.get(role)

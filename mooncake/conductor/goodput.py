@@ -115,13 +115,13 @@ class Goodput:
         """Why the decode pool will be too full, or None; and the longest step while it decodes."""
         instant = now + request.ttft_s
         there = self._population.peak(instant, now)
-        step_s = pools.step_s(there, request)
-        if step_s <= limit_s:
+        step_s, memory_load = pools.step_s(there, request), pools.memory_load(there, request)
+        if step_s <= limit_s and memory_load <= 1.0:
             return None, step_s
         most = pools.most_requests(there, limit_s)
         wait_s = self._population.falls_to(most - 1, instant, now) - instant
         when = f"will be decoding while it does, from {request.ttft_s:.3g} s on"
-        return decode_full(there.num_requests, request.slo_tbt_s, step_s, wait_s, when), step_s
+        return decode_full(there.num_requests, request.slo_tbt_s, step_s, memory_load, wait_s, when), step_s
 
     def _decode_cost_s(self, request: Applicant, pools: Pools, room_s: float) -> float:
         """Its part of what a decode instance can hold, for as long as it stays."""

@@ -6,10 +6,11 @@ decides nothing.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from mooncake.conductor.costs import DecodeModel
 from mooncake.conductor.population import Load
-from mooncake.conductor.predict import DecodeModel
 
 CODES = ("slo_ttft", "slo_tbt", "overload")
 """Why requests are rejected."""
@@ -37,11 +38,13 @@ class Applicant:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """What there is to serve with; ``step`` is what a decode instance's step takes."""
+    """What there is to serve with; ``step`` is what a decode instance's step takes, ``kv_tokens`` what fits
+    into its memory."""
 
     num_prefill: int
     num_decode: int
     step: DecodeModel
+    kv_tokens: float = math.inf
 
     def step_s(self, load: Load, one_more: Applicant | None = None) -> float:
         """A step when the load (and one more) is spread evenly."""
@@ -52,10 +55,15 @@ class Pools:
         share = max(1, min(self.num_decode, num_requests))
         return self.step.seconds(num_requests / share, num_tokens / share)
 
+    def memory_load(self, load: Load, one_more: Applicant) -> float:
+        """What part of the decode instances' memory the contexts take."""
+        return (load.num_tokens + one_more.num_tokens) / (max(1, self.num_decode) * self.kv_tokens)
+
     def most_requests(self, load: Load, step_s: float) -> float:
-        """How many requests with contexts like those in ``load`` keep a step that short."""
-        each_s = self.added_s(load.num_tokens / max(1, load.num_requests))
-        return self.num_decode * max(0.0, step_s - self.step.base_s) / max(1e-9, each_s)
+        """How many requests with contexts like those in ``load`` fit, and keep a step that short."""
+        mean_tokens = load.num_tokens / max(1, load.num_requests)
+        in_time = max(0.0, step_s - self.step.base_s) / max(1e-9, self.added_s(mean_tokens))
+        return self.num_decode * min(in_time, self.kv_tokens / max(1.0, mean_tokens))
 
     def added_s(self, context_tokens: float) -> float:
         """By how much a request lengthens every step."""
@@ -94,14 +102,18 @@ def too_late(request: Applicant, late_s: float = 0.0) -> Verdict:
     return Verdict(False, "slo_ttft", reason, wait_s, request.ttft_s / request.slo_ttft_s)
 
 
-def decode_full(num_requests: int, slo_tbt_s: float, step_s: float, wait_s: float, when: str) -> Verdict:
-    """The TBT SLO can't be met."""
+def decode_full(
+    num_requests: int, slo_tbt_s: float, step_s: float, memory_load: float, wait_s: float, when: str
+) -> Verdict:
+    """The TBT SLO can't be met; a request that finds no memory waits in the middle of its answer."""
     reason = (
         f"{num_requests} requests {when}, a step with it would take {step_s * 1000:.3g} ms, its TBT SLO is "
         f"{slo_tbt_s * 1000:.3g} ms"
     )
+    if memory_load > 1.0:
+        reason += f"; with it they would need {memory_load:.0%} of the decode instances' memory"
     wait_s = max(SOONEST_RETRY_S, wait_s)
-    return Verdict(False, "slo_tbt", reason, wait_s, decode_load=step_s / slo_tbt_s)
+    return Verdict(False, "slo_tbt", reason, wait_s, decode_load=max(step_s / slo_tbt_s, memory_load))
 
 
 def too_dear(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mooncake.conductor.admission import Admission, Rule
-from mooncake.conductor.predict import DecodeModel
+from mooncake.conductor.costs import DecodeModel
 from mooncake.conductor.verdict import Applicant, Pools, Verdict
 
 STEP = DecodeModel(0.02, 0.002, 1e-6)
@@ -66,6 +66,21 @@ def test_early_looks_at_decode_now() -> None:
     assert "10 requests are decoding" in verdict.reason and "53 ms" in verdict.reason
     # Ten leave in ten seconds (the first guess), one must.
     assert verdict.retry_after_s == pytest.approx(1.0)
+
+
+def test_memory_is_a_limit_like_time() -> None:
+    """Ten contexts of 1,000 tokens are in memory for ten."""
+    pools = Pools(1, 1, DecodeModel(0.001, 0.0, 0.0), kv_tokens=10_500)
+    for rule in ("early", "predicted", "goodput"):
+        admission = Admission(rule)
+        for number in range(10):
+            one = applicant(str(number), ttft_s=0.0)
+            assert admission.judge(one, pools, 0.0).is_admitted
+            admission.prefilled(str(number), pools, 0.0)
+        verdict = admission.judge(applicant(ttft_s=0.0), pools, 0.0)
+        assert (verdict.is_admitted, verdict.code) == (False, "slo_tbt")
+        assert "105% of the decode instances' memory" in verdict.reason
+        assert verdict.retry_after_s > 0
 
 
 def test_predicted_looks_at_decode_when_the_prompt_is_computed() -> None:
