@@ -26,9 +26,6 @@ from mooncake.conductor.fit import Floats
 from mooncake.conductor.load import Slots
 from mooncake.conductor.select import Choice, Cluster, Job, chosen_at, estimates, ranked, told
 
-WEIGHED = 32
-"""So many candidates are weighed in full, unless another one could be better."""
-
 LOAD_PRICE = 0.1
 """A second of both cards in seconds of a request's waiting: so much, others' loads suffer from it."""
 
@@ -76,40 +73,13 @@ class _Lender:
 
 def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     """Least time until computed, where loading overlaps waiting and computing."""
-    predict, num_tokens = cluster.predict, job.num_tokens
-    source = _best_source(cluster, job)
-    least = predict.prefill_s(slots, job.in_memory[slots], num_tokens)
-    if source[0] >= 0:
-        least = np.minimum(least, predict.prefill_s(slots, source[1], num_tokens))
-    if job.cached is not job.in_memory:
-        least = np.minimum(least, predict.prefill_s(slots, job.cached[slots], num_tokens))
-    # Its turn is that of a prompt whose cached part is there: nobody is late because of who serves it.
-    turn = job.turn(float(least.min()))
-    queue, num_behind = cluster.loads.queue_s(slots, job.now, turn)
-    if len(slots) > 2 * WEIGHED and not job.affinity:
-        # No score is below this; if the best of a few is below all others' bounds, nobody else matters.
-        bound = queue + least
-        near = bound.argpartition(WEIGHED)
-        limit, near = bound[near[WEIGHED]], near[:WEIGHED]
-        choice = _weighed(cluster, job, slots[near], queue[near], num_behind[near], source, turn)
-        if choice.considered is not None and choice.considered.score_s[0] < limit:
-            return choice
-    return _weighed(cluster, job, slots, queue, num_behind, source, turn)
-
-
-def _weighed(
-    cluster: Cluster,
-    job: Job,
-    slots: Slots,
-    queue: Floats,
-    num_behind: Floats,
-    source: tuple[int, float, bool],
-    turn: float,
-) -> Choice:
     own = job.in_memory[slots]
     prefill = cluster.predict.prefill_s(slots, own, job.num_tokens)
-    lenders = _lenders(cluster, job, slots, source)
+    lenders = _lenders(cluster, job, slots)
     rests = [cluster.predict.prefill_s(slots, one.reach, job.num_tokens) for one in lenders]
+    # Its turn is that of a prompt whose cached part is there: nobody is late because of who serves it.
+    turn = job.turn(float(min(one.min() for one in (prefill, *rests))))
+    queue, num_behind = cluster.loads.queue_s(slots, job.now, turn)
     done = queue + prefill
     price: Floats | float = 0.0
     part, fetch, which = None, None, np.zeros(len(slots), np.int64)
@@ -223,10 +193,10 @@ def _longest(cluster: Cluster, job: Job) -> tuple[int, float]:
     return int(most[cluster.predict.links.egress_free_at[most].argmin()]), float(reach)
 
 
-def _lenders(cluster: Cluster, job: Job, slots: Slots, best_source: tuple[int, float, bool]) -> list[_Lender]:
+def _lenders(cluster: Cluster, job: Job, slots: Slots) -> list[_Lender]:
     """Who has more of the prompt: the best of the others, and each candidate's own SSD if it has anything."""
     lenders = []
-    source, reach, is_on_ssd = best_source
+    source, reach, is_on_ssd = _best_source(cluster, job)
     predict = cluster.predict
     per_token_ssd = predict.costs.kv_bytes_per_token / predict.costs.ssd.bytes_per_s
     if source >= 0:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import numpy as np
 import pytest
 
@@ -112,20 +110,3 @@ def test_a_short_prompt_overtakes_and_is_told_so() -> None:
     pair.loads.add_prompt(1, "another", 0.2, 1, 1000.0, 1000.0)
     choice = fetching.overlap(pair, job(0, 0, num_tokens=100), every("ab"))
     assert choice.slot == 0 and choice.queue_s == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_weighing_a_few_finds_what_weighing_all_does(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    random = Random(seed)
-    many = range(random.choice([70, 100]))
-    queues = [random.choice([0.0, random.uniform(0, 3)]) for _ in many]
-    costs = CostModels(COSTS.prefill, COSTS.decode, LinkModel(1e-3, random.choice([5e4, 1e6])), 100, 10)
-    held = [float(10 * random.choice([0, 0, random.randrange(100)])) for _ in many]
-    found = []
-    for weighed in (4, 32, 1000):
-        monkeypatch.setattr(fetching, "WEIGHED", weighed)
-        crowd = cluster(*queues, costs=costs)
-        crowd.loads.num_placed[:] = [number % 7 for number in many]
-        choice = fetching.overlap(crowd, job(*held), every(queues))
-        found.append((choice.slot, choice.source, choice.fetch_tokens, choice.done_s, choice.turn))
-    assert found[0] == found[1] == found[2]
