@@ -115,25 +115,29 @@ def one_pool(folder: Path) -> Table:
             for limit, paper, ours in zip(limits_s, values, shares[mode], strict=True):
                 what = f"% effective, {mode}{title}, TBT <= {limit * 1000:.0f} ms"
                 checks.append(Check(what=what, paper=paper, ours=ours, digits=1))
-        for number, (limit, paper) in enumerate(zip(limits_s, (498.0, 157.0, 59.0), strict=True)):
-            best = max(values[number] for mode, values in shares.items() if mode != "disaggregated")
-            gain = 100 * (shares["disaggregated"][number] / best - 1)
-            what = f"% more than the best one pool{title}, TBT <= {limit * 1000:.0f} ms"
-            checks.append(Check(what=what, paper=paper, ours=gain, digits=0))
+        for name, modes in (("plain and prefix", POOLS[:2]), ("all three", POOLS)):
+            for number, (limit, paper) in enumerate(zip(limits_s, (498.0, 157.0, 59.0), strict=True)):
+                best = max(shares[mode][number] for mode in modes)
+                gain = 100 * (shares["disaggregated"][number] / best - 1)
+                what = f"% more than the best of {name}{title}, TBT <= {limit * 1000:.0f} ms"
+                checks.append(Check(what=what, paper=paper, ours=gain, digits=0))
     return Table(
         "FAST'25 5.2: effective requests beside one-pool serving, conversation, 16 nodes", checks, POOL_NOTE
     )
 
 
+POOLS: tuple[Mode, ...] = ("vllm", "prefix", "chunked")
 SLOW_STEP_S = 0.060
 POOL_NOTE = """\
-At equal costs the gain is smaller than printed, because our one-pool servers pay only for what the devices
-compute: a step of 27 ms and, for chunks, 512 tokens a step with no overhead of their own. vLLM 0.5.1 did not
-reach that. One number explains what was printed: with 60 ms a step (host-side scheduling, sampling and
-broadcasts between steps; the 2024 paper's own decode ran at 60-70 ms) and chunks of 2,048 tokens, plain and
-prefix-caching serving come out near the printed shares at all three limits. So the printed gain is in part
-disaggregation and in part a slower engine; the rows without a step time show the first part alone.
-"""
+At equal costs the gain is smaller than printed, because our one-pool servers pay only for what the
+devices compute: a step of 27 ms and, for chunks, 512 tokens a step with no overhead of their own. vLLM
+0.5.1 did not reach that. One number explains most of what was printed: with 60 ms a step (host-side
+scheduling, sampling and broadcasts between steps; the 2024 paper's own decode ran at 60-70 ms) plain and
+prefix-caching serving come out within ten points of the printed shares at all three limits, and the gain
+over them follows. Chunked prefill stays better here than printed, even with 2,048 tokens a step: the
+paper's took 22 % more GPU time than plain prefill (Fig 8), ours takes none more. Well done, with small
+chunks and no overhead, it keeps TBT within 100 ms for nearly all of this trace on 16 nodes; what is left
+of the gain at equal costs is the lower TBT."""
 
 
 SHORT_OF_BOTH = ClusterSpec(costs=COSTS, num_prefill=8, num_decode=2)

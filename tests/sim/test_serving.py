@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.sim.costs import load_costs
-from mooncake.sim.outcome import DONE, Outcome
+from mooncake.sim.outcome import DONE, REJECTED, REJECTED_AFTER_PREFILL, Outcome
 from mooncake.sim.rows import TraceRow
 from mooncake.sim.serving import ClusterSpec, simulate
 
@@ -186,3 +186,18 @@ def test_any_run_ends_with_everything_done(seed: int, mode: str, scheduling: str
     assert (outcome.status == DONE).all()
     assert (outcome.cached_tokens < outcome.num_input).all()
     assert (outcome.ttft_s >= 0).all() and np.isfinite(outcome.e2e_s).all()
+
+
+def test_a_late_refusal_wastes_a_prefill_and_an_early_one_nothing() -> None:
+    rows = [TraceRow(0.05 * n, 4_000, 300, ()) for n in range(200)]
+    cluster = spec(num_prefill=8, num_decode=1)
+    late = simulate(rows, cluster, "load", "baseline", slo_tbt_s=0.03)
+    early = simulate(rows, cluster, "load", "early", slo_tbt_s=0.03)
+    for outcome in (late, early):
+        assert set(outcome.status.tolist()) <= {DONE, REJECTED, REJECTED_AFTER_PREFILL}
+        assert (outcome.prefill_gpu_s[outcome.status == REJECTED] == 0).all()
+        assert (outcome.prefill_gpu_s[outcome.status != REJECTED] > 0).all()
+        assert np.isnan(outcome.e2e_s[outcome.status != DONE]).all()
+    assert (late.status == REJECTED_AFTER_PREFILL).any()
+    assert (early.status == REJECTED).any() and not (early.status == REJECTED_AFTER_PREFILL).any()
+    assert late.time_line.num_rejected[-1] == (late.status != DONE).sum()
