@@ -47,6 +47,8 @@ POOL_BYTES = 768 * MIB
 LEASE_S = 0.2
 SIZES = [("4 KiB", 4 * KIB), ("64 KiB", 64 * KIB), ("1 MiB", MIB), ("16 MiB", 16 * MIB)]
 BATCH = 128
+IN_A_ROW = 32
+"""A small operation that has just waited for others finds its code in no cache: both ways are shown."""
 
 
 @dataclass
@@ -128,9 +130,10 @@ class Reference:
         self._client = start(python, script, master, str(redis_port if has_redis else 0))
         answer_of(self._client)
 
-    def time(self, system: str, what: str, size: int, count: int) -> float:
+    def time(self, system: str, what: str, size: int, count: int, times: int = 1) -> float:
+        """Seconds that one of ``times`` in a row took."""
         assert self._client.stdin is not None
-        self._client.stdin.write(f"{system} {what} {size} {count}\n")
+        self._client.stdin.write(f"{system} {what} {size} {count} {times}\n")
         self._client.stdin.flush()
         return float(answer_of(self._client))
 
@@ -237,6 +240,42 @@ class Bench:
             rows.append(self.row(f"view {name}, unverified", views, 1))
         return rows
 
+    def in_a_row(self, name: str, size: int) -> list[Row]:
+        """Small objects as programs move them: one after the other, not one between two others' turns."""
+        ours: dict[str, list[float]] = {"put": [], "exists": [], "get": []}
+        others: dict[tuple[str, str], list[float]] = {}
+        for _ in range(self.num_rounds):
+            keys = self.new_keys(IN_A_ROW)
+            source, target = (
+                self.pieces(self.source, size, IN_A_ROW),
+                self.pieces(self.target, size, IN_A_ROW),
+            )
+            actions: dict[str, Callable[[str, tuple[int, int], tuple[int, int]], object]] = {
+                "put": lambda key, from_here, _: self.put([key], [from_here]),
+                "exists": lambda key, *_: self.store.exists([key]),
+                "get": lambda key, _, to_here: self.get([key], [to_here]),
+            }
+            for what, action in actions.items():
+                began = time.perf_counter()
+                for arguments in zip(keys, source, target, strict=True):
+                    action(*arguments)
+                ours[what].append((time.perf_counter() - began) / IN_A_ROW)
+                for system in self.reference.systems if self.reference is not None else ():
+                    if what != "exists" or system == "package":
+                        assert self.reference is not None
+                        seconds = self.reference.time(system, what, size, 1, IN_A_ROW)
+                        others.setdefault((system, what), []).append(seconds)
+            self.store.remove(keys, force=True)
+        rows = []
+        for what, samples in ours.items():
+            row = self.row(f"{what} {name}, {IN_A_ROW} in a row", samples, 1)
+            row.package_us, row.redis_us = (
+                statistics.median(others[system, what]) * 1e6 if (system, what) in others else None
+                for system in ("package", "redis")
+            )
+            rows.append(row)
+        return rows
+
     def put(self, keys: list[str], source: list[tuple[int, int]]) -> None:
         refused = [outcome for outcome in self.store.put_batch(keys, source) if outcome is not None]
         assert not refused, f"a refused put is not a fast one: {refused[0]}"
@@ -284,6 +323,8 @@ class Bench:
             times.append(timed(lambda: self.store.exists(keys)))
             if self.reference is not None:
                 others.append(self.reference.time("package", "exists", KIB, count))
+        if self.reference is not None:
+            self.reference.time("package", "get", KIB, count)  # every put is read once
         row = self.row(f"exists, {count} keys", times, count)
         row.package_us = statistics.median(others) * 1e6 if others else None
         return row
@@ -336,6 +377,7 @@ def measure(path: str, num_rounds: int, reference: Reference | None) -> list[Row
             rows = [bench.exists(1), bench.exists(256)] if path == "shm" else []
             for name, size in SIZES:
                 rows += bench.put_and_get(name, size, 1)
+                rows += bench.in_a_row(name, size) if size < MIB else []
             rows += bench.put_and_get(f"{BATCH} x 1 MiB", MIB, BATCH)
             return rows
         finally:

@@ -2,8 +2,9 @@
 
 Runs under an interpreter of its own, because the package has our import name. ``store_reference.py MASTER``
 contributes memory and waits; ``store_reference.py MASTER NODE PORT`` is the client: a line ``SYSTEM WHAT
-SIZE COUNT`` on standard input, the seconds it took as a line on standard output. Its connection pool is on
-and its buffers are registered, which is its best over tcp; Redis gets one pipeline per batch.
+SIZE COUNT TIMES`` on standard input, the seconds that one of so many in a row took as a line on standard
+output. Its connection pool is on and its buffers are registered, which is its best over tcp; Redis gets one
+pipeline per batch.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Package:
             expect(self._store.register_buffer(ctypes.addressof(buffer), WINDOW_BYTES) == 0, "register")
         self._num_keys = 0
         self._keys: list[str] = []
+        self._unread: list[list[str]] = []
+        "Of puts that no get has followed yet."
 
     def time(self, what: str, size: int, count: int) -> float:
         source, target = ctypes.addressof(self._source), ctypes.addressof(self._target)
@@ -56,6 +59,9 @@ class Package:
         if what == "put":
             self._num_keys += count
             self._keys = [f"kv/0123456789abcdef/{self._num_keys - i:064x}" for i in range(count)]
+            self._unread.append(self._keys)
+        elif what == "get":
+            self._keys = self._unread.pop(0)
         keys, results = self._keys, list[Any]()
         if what == "put" and count == 1:
             seconds = timed(lambda: results.append(store.put_from(keys[0], source, size)))
@@ -113,8 +119,9 @@ def main() -> None:
         systems["redis"] = Redis(int(sys.argv[2]))
     print("ready", flush=True)
     for line in sys.stdin:
-        system, what, size, count = line.split()
-        print(systems[system].time(what, int(size), int(count)), flush=True)
+        system, what, size, count, times = line.split()
+        each = [systems[system].time(what, int(size), int(count)) for _ in range(int(times))]
+        print(sum(each) / len(each), flush=True)
     os._exit(0)  # its destructors are not what is measured
 
 

@@ -24,7 +24,7 @@ from typing import Any, cast
 import msgspec
 
 from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
-from mooncake.rpc.looking import LOOK_S, Looking
+from mooncake.rpc.looking import REPLY_LOOK_S, Looking
 from mooncake.rpc.tls import TlsSocket
 from mooncake.rpc.wire import PREFACE, Failure, FrameDecoder, Message, decoder_for, encode, error_of
 
@@ -242,14 +242,12 @@ class _Socket:
         self.lost: str | None = None
 
 
-def _look(readable: select.poll) -> bool:
-    """Whether something has come."""
+def _look(readable: select.poll) -> None:
+    """Wait a moment for something to come, awake."""
     # Without sched_yield: on a busy machine that gives the core away for milliseconds.
-    until = time.perf_counter() + LOOK_S
-    while time.perf_counter() < until:
-        if readable.poll(0):
-            return True
-    return False
+    until = time.perf_counter() + REPLY_LOOK_S
+    while not readable.poll(0) and time.perf_counter() < until:
+        pass
 
 
 class BlockingClient:
@@ -369,7 +367,7 @@ class BlockingClient:
             if remaining_s <= 0:
                 raise TimeoutError
             if self._looking.pays:
-                self._looking.found(_look(connection.readable))
+                _look(connection.readable)
             connection.sock.settimeout(remaining_s)
             data = connection.sock.recv(_READ_BYTES)
             if not data:

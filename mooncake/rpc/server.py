@@ -289,9 +289,7 @@ class RpcServer:
 
     def stay_awake(self) -> None:
         """Keep the loop awake for a moment, if that pays: whoever asked just now often asks again."""
-        if self._is_awake:
-            self._looking.found(True)
-        elif self._looking.pays:
+        if not self._is_awake and self._looking.pays:
             self._is_awake = True
             asyncio.get_running_loop().call_soon(self._stay_awake)
         self._awake_until = time.perf_counter() + looking.LOOK_S
@@ -300,8 +298,6 @@ class RpcServer:
         self._is_awake = time.perf_counter() < self._awake_until
         if self._is_awake:
             asyncio.get_running_loop().call_soon(self._stay_awake)
-        else:
-            self._looking.found(False)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; port 0 takes a free one. Returns the port.

@@ -1,38 +1,59 @@
+"""Looking pays where nobody else wants the core."""
+
 from __future__ import annotations
 
-from mooncake.rpc.looking import EVERY, FOUND, MAX_TRUST, Looking
+import math
+import threading
+
+import pytest
+
+from mooncake.rpc.looking import Looking, scheduled
+
+MS = 1_000_000
 
 
-def looks(looking: Looking, times: int, is_found: bool) -> int:
-    """How often it was worth a look."""
-    num_looks = 0
-    for _ in range(times):
-        if looking.pays:
-            num_looks += 1
-            looking.found(is_found)
-    return num_looks
+@pytest.mark.parametrize(
+    ("ran", "waited", "times", "pays"),
+    [
+        (10 * MS, 0, 50, True),
+        (10 * MS, 1 * MS, 10, True),
+        (10 * MS, 40 * MS, 5, False),
+        (1 * MS, 4 * MS, 50, False),
+        (1 * MS, MS // 2, 50, True),
+    ],
+    ids=["alone", "hardly disturbed", "looks and is preempted", "sleeps and is kept waiting", "only woken"],
+)
+def test_it_pays_while_no_core_is_waited_for(ran: int, waited: int, times: int, pays: bool) -> None:
+    looking = Looking(sample_s=math.inf)
+    looking.sampled((5, 7, 3))
+    assert looking.pays
+    looking.sampled((5 + ran, 7 + waited, 3 + times))
+    assert looking.pays is pays
 
 
-def test_it_goes_on_while_something_is_found() -> None:
-    assert looks(Looking(), 1000, is_found=True) == 1000
+def test_it_begins_again_when_the_others_are_gone() -> None:
+    looking = Looking(sample_s=math.inf)
+    for counts in ((0, 0, 0), (MS, 9 * MS, 2)):
+        looking.sampled(counts)
+    assert not looking.pays
+    looking.sampled((2 * MS, 9 * MS, 4))
+    assert looking.pays
 
 
-def test_it_stops_when_nothing_is_found_and_tries_now_and_then() -> None:
-    looking = Looking()
-    assert looks(looking, MAX_TRUST, is_found=False) == MAX_TRUST
-    assert looks(looking, 10 * EVERY, is_found=False) == 10
+def test_another_thread_and_a_kernel_that_does_not_count_change_nothing() -> None:
+    looking = Looking(sample_s=math.inf)
+    for counts in ((0, 0, 0), (MS, 9 * MS, 2), (5, 0, 1), None):
+        looking.sampled(counts)
+    assert not looking.pays
 
 
-def test_one_find_in_three_is_enough() -> None:
-    looking = Looking()
-    assert FOUND == 2
-    for _ in range(100):
-        assert looks(looking, 1, is_found=True) == 1
-        assert looks(looking, 2, is_found=False) == 2
-
-
-def test_it_begins_again_when_a_try_finds_something() -> None:
-    looking = Looking()
-    looks(looking, MAX_TRUST, is_found=False)
-    assert looks(looking, EVERY, is_found=True) == 1, "the last of them"
-    assert looks(looking, 100, is_found=True) == 100
+def test_the_kernel_counts_for_each_thread() -> None:
+    mine = scheduled()
+    found: list[tuple[int, int, int] | None] = []
+    thread = threading.Thread(target=lambda: found.append(scheduled()))
+    thread.start()
+    thread.join()
+    if mine is None:
+        pytest.skip("this kernel has no /proc/thread-self/schedstat")
+    [others] = found
+    assert others is not None and others[2] < mine[2]
