@@ -42,7 +42,6 @@ CORES = {
     "prefix",
     "kvlayout",
     "machine",
-    "rpc.looking",
     "rpc.wire",
     "transfer.batch",
     "transfer.rails",
