@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeAlias, TypeVar
@@ -68,7 +69,7 @@ class BlockPool(Generic[KeyT]):
         """Cached blocks that nobody uses."""
         self._now = 0
         """Counts blocks that were given back."""
-        self._given_back = [0] * num_blocks
+        self._given_back = array("q", bytes(8 * num_blocks))
         """When that was, of cached blocks."""
         self._queue: list[int] = []
         """A heap of (no later than when it was given back, block); every cached block has one entry or, until
