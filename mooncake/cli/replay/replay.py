@@ -39,6 +39,9 @@ def replay_command(
     trace_format: Annotated[Format, typer.Option("--format", help="Of the trace file.")] = "auto",
     slo_ttft_s: Annotated[float, typer.Option("--slo-ttft", metavar="SECONDS", min=0)] = 30.0,
     slo_tbt_s: Annotated[float, typer.Option("--slo-tbt", metavar="SECONDS", min=0)] = 0.1,
+    tells_slo: Annotated[
+        bool, typer.Option("--tell-slo", help="Send the objectives along, for servers that reject by them.")
+    ] = False,
     predict: Annotated[
         bool, typer.Option("--predict", help="Simulate first; print both and the errors.")
     ] = False,
@@ -77,7 +80,9 @@ def replay_command(
         )
         runs.append(Run("predicted", outcome, outcome.summary(), time.perf_counter() - began))
     began = time.perf_counter()
-    measured = asyncio.run(_drive(wanted, requests, url, model, api_key, speedup, objectives, seed))
+    measured = asyncio.run(
+        _drive(wanted, requests, url, model, api_key, speedup, objectives, tells_slo, seed)
+    )
     outcome = measured.outcome
     runs.append(Run("measured", outcome, outcome.summary(), time.perf_counter() - began))
     report(requests, runs, measured)
@@ -97,6 +102,7 @@ async def _drive(
     api_key: str,
     speedup: float,
     objectives: tuple[float, float],
+    tells_slo: bool,
     seed: int,
 ) -> Measured:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -109,7 +115,7 @@ async def _drive(
                 bar.update(task, completed=ended, description=f"{sent - ended} under way")
 
             prompts = Prompts(requests.block_tokens, seed)
-            return await Replay(endpoint, prompts, speedup, objectives, show).run(wanted)
+            return await Replay(endpoint, prompts, speedup, objectives, tells_slo, show).run(wanted)
 
 
 def report(requests: Requests, runs: list[Run], measured: Measured) -> None:

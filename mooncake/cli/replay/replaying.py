@@ -47,12 +47,16 @@ class Replay:
         prompts: Prompts,
         speedup: float,
         objectives: tuple[float, float],
+        tells_slo: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._prompts = prompts
         self._speedup = speedup
         self._objectives = objectives
+        names = ("x-slo-ttft-ms", "x-slo-tbt-ms")
+        wanted = {name: f"{s * 1000:g}" for name, s in zip(names, objectives, strict=True) if s}
+        self._headers = wanted if tells_slo else {}
         self._progress = progress
         self._recorder = Recorder()
         self._measured = Measured(outcome=None)  # type: ignore[arg-type]  # there is none before the end
@@ -83,7 +87,7 @@ class Replay:
 
     async def _one(self, place: int, prompt: list[int], num_output: int) -> None:
         self._num_decoding += 1
-        answer = await self._endpoint.complete(prompt, num_output)
+        answer = await self._endpoint.complete(prompt, num_output, self._headers)
         self._num_decoding -= 1
         self._num_ended += 1
         self._note(place, answer, num_output)

@@ -22,6 +22,7 @@ class Served:
     "An answer to a prompt of that length ends in its middle."
     models: tuple[str, ...] = ("double",)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
     seen: set[tuple[int, ...]] = field(default_factory=set)
 
 
@@ -42,6 +43,7 @@ def serving(served: Served) -> Iterator[str]:
             prompt = tuple(body["prompt"])
             with lock:
                 served.bodies.append(body)
+                served.headers.append({name.lower(): value for name, value in self.headers.items()})
                 number, is_known = len(served.bodies), prompt in served.seen
                 served.seen.add(prompt)
             if served.reject_every and number % served.reject_every == 0:

@@ -73,6 +73,17 @@ def test_rejected_and_broken_answers_are_told_apart(mooncake: Run, tmp_path: Pat
     assert "failed, 30 times" in done.stdout
 
 
+def test_objectives_travel_when_they_are_to(mooncake: Run) -> None:
+    served = Served()
+    few = LOAD.replace("requests=40", "requests=2")
+    with serving(served) as url:
+        assert mooncake("replay", few, "--url", url, "--slo-ttft", "1.5").returncode == 0
+        assert not any("x-slo-ttft-ms" in headers for headers in served.headers)
+        assert mooncake("replay", few, "--url", url, "--slo-ttft", "1.5", "--tell-slo").returncode == 0
+    told = [(one["x-slo-ttft-ms"], one["x-slo-tbt-ms"]) for one in served.headers[-2:]]
+    assert told == [("1500", "100")] * 2
+
+
 def test_prediction_stands_beside_what_was_measured(mooncake: Run, tmp_path: Path) -> None:
     document = tmp_path / "r.json"
     costs = ["--costs", "llama3-70b-8xH100", "--cluster", "1P1D"]
