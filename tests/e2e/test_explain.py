@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -161,8 +162,10 @@ def test_still_being_written(cluster: Cluster) -> None:
 def test_evicted_when_and_by_which_rule(cluster: Cluster) -> None:
     prompt = fresh()
     ask(cluster, prompt)
-    for _ in range(12):  # 144 blocks: more than both workers and the pool hold
-        ask(cluster, fresh(400))
+    # 192 blocks, more than both workers and the pool hold; two at a time, so that neither worker is left out.
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(8):
+            list(pool.map(lambda one: ask(cluster, one), [fresh(400), fresh(400)]))
     found = ask(cluster, prompt)
     assert verdicts(found).get("evicted", 0) > 0, found["blocks"]
     row = row_of(found, "evicted")
