@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
-from mooncake.cli import main
 from mooncake.sim.costs import load_costs
+from tests.cli.conftest import Run
 from tests.cli.replay.server import Served, serving
 
-Run = Callable[..., "CompletedProcess[str]"]
 LOAD = "poisson:rate=200,requests=40,input_tokens=100,output_tokens=5,block_tokens=32"
-
-
-@pytest.fixture
-def mooncake(capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command in this process."""
-
-    def call(*words: str) -> CompletedProcess[str]:
-        with pytest.raises(SystemExit) as exit:
-            main(words)
-        assert isinstance(exit.value.code, int), exit.value.code
-        return CompletedProcess(words, exit.value.code, *capsys.readouterr())
-
-    return call
 
 
 def test_every_row_is_sent_as_the_trace_says(mooncake: Run, tmp_path: Path) -> None:

@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
-from mooncake.cli import main
+from mooncake.cli.simulation.planning import read_prices
+from tests.cli.conftest import Run
 
 LOAD = "poisson:rate=2,requests=120,input_tokens=4000,prefixes=40,prefix_tokens=2048"
-Run = Callable[..., "CompletedProcess[str]"]
-
-
-@pytest.fixture
-def mooncake(capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command in this process."""
-
-    def call(*words: str) -> CompletedProcess[str]:
-        with pytest.raises(SystemExit) as exit:
-            main(words)
-        assert isinstance(exit.value.code, int), exit.value.code
-        return CompletedProcess(words, exit.value.code, *capsys.readouterr())
-
-    return call
 
 
 def test_simulate_compares_and_reports(mooncake: Run, tmp_path: Path) -> None:
@@ -85,9 +70,15 @@ def test_plan_finds_a_cluster_and_what_it_costs(mooncake: Run, tmp_path: Path) -
         (["simulate", LOAD, "--speedup", "0"], "--speedup is 0.0"),
         (["plan", LOAD, "--gpu-prices", "none.toml"], "--gpu-prices is 'none.toml'"),
         (["plan", LOAD, "--attainment", "2"], "attainment is 2.0"),
+        (["plan", LOAD, "--speedup", "0"], "--speedup is 0.0"),
     ],
 )
 def test_bad_input_is_one_line(mooncake: Run, words: list[str], named: str) -> None:
     done = mooncake(*words)
     assert done.returncode == 2
     assert named in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_the_example_of_prices_is_the_default() -> None:
+    example = Path(__file__).parents[3] / "examples" / "gpu-prices.toml"
+    assert read_prices(example) == read_prices(None)

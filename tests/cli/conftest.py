@@ -1,0 +1,25 @@
+"""Commands in this process: starting one takes ten times as long as what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from subprocess import CompletedProcess
+
+import pytest
+
+from mooncake.cli import main
+
+Run = Callable[..., "CompletedProcess[str]"]
+
+
+@pytest.fixture
+def mooncake(capsys: pytest.CaptureFixture[str]) -> Run:
+    """``mooncake(*words)``: its exit status and what it printed."""
+
+    def call(*words: str) -> CompletedProcess[str]:
+        with pytest.raises(SystemExit) as exit:
+            main(words)
+        assert isinstance(exit.value.code, int), exit.value.code
+        return CompletedProcess(words, exit.value.code, *capsys.readouterr())
+
+    return call
