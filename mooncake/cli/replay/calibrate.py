@@ -15,7 +15,7 @@ from rich.console import Console
 
 from mooncake.cli.replay.endpoint import Endpoint
 from mooncake.cli.replay.measuring import Measurements, Measuring
-from mooncake.cli.simulation.simulate import write_whole
+from mooncake.cli.simulation.shown import write_whole
 from mooncake.errors import InvalidArgument
 from mooncake.sim.costs import Costs
 from mooncake.sim.fitting import fit_decode, fit_prefill

@@ -107,11 +107,11 @@ class Measuring:
             begin = max(answer.token_at_s[0] for answer in together)
             end = min(answer.token_at_s[-1] for answer in together)
             steps = _steps(together, begin, end)
-            batch = len(together) if len(steps) >= STEPS // 4 else 1
-            if batch == 1:
-                steps = _steps(together, 0.0, math.inf)
+            size = len(together)
+            if len(steps) < STEPS // 4:
+                size, steps = 1, _steps(together, 0.0, math.inf)
             seconds = max(MIN_STEP_S, statistics.median(steps))
-            self.found.steps.append(StepSample(batch, batch * (length + STEPS // 2), seconds))
+            self.found.steps.append(StepSample(size, size * (length + STEPS // 2), seconds))
 
     async def _at_once(self, prompts: Sequence[list[int]], num_output: int) -> list[Answer]:
         answers = await gather_at_once(self._endpoint, prompts, num_output)

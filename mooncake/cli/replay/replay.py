@@ -17,28 +17,38 @@ from mooncake.cli.replay.calibrate import ApiKey, Url
 from mooncake.cli.replay.endpoint import Endpoint
 from mooncake.cli.replay.prompts import Prompts
 from mooncake.cli.replay.replaying import Accuracy, Measured, Replay, accuracy
-from mooncake.cli.simulation.asked import Requests, cluster_of, requests_of
-from mooncake.cli.simulation.shown import Run, table, wide_console
-from mooncake.cli.simulation.simulate import TRACE_HELP, Format, known, write_whole
-from mooncake.errors import InvalidArgument
+from mooncake.cli.simulation.asked import (
+    DivideLengths,
+    Format,
+    NumRows,
+    Requests,
+    SloTbt,
+    SloTtft,
+    Speedup,
+    TraceSpec,
+    cluster_of,
+    known,
+    requests_of,
+)
+from mooncake.cli.simulation.page import page
+from mooncake.cli.simulation.shown import Run, table, wide_console, write_whole
+from mooncake.sim.outcome import Outcome
 from mooncake.sim.rows import TraceRow
 from mooncake.sim.serving import simulate
 from mooncake.sim.traces import TraceOptions
 
 
 def replay_command(
-    trace: Annotated[str, typer.Argument(metavar="TRACE", help=TRACE_HELP)],
+    trace: TraceSpec,
     url: Url = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option("--model", help="By default the first that it serves.")] = "",
     api_key: ApiKey = "",
-    rows: Annotated[int, typer.Option("--rows", min=0, help="Only the first ones; 0 is all.")] = 0,
-    speedup: Annotated[float, typer.Option("--speedup", help="Requests come that many times as fast.")] = 1.0,
-    divide_lengths: Annotated[
-        int, typer.Option("--divide-lengths", min=1, help="Prompts and answers that many times shorter.")
-    ] = 1,
-    trace_format: Annotated[Format, typer.Option("--format", help="Of the trace file.")] = "auto",
-    slo_ttft_s: Annotated[float, typer.Option("--slo-ttft", metavar="SECONDS", min=0)] = 30.0,
-    slo_tbt_s: Annotated[float, typer.Option("--slo-tbt", metavar="SECONDS", min=0)] = 0.1,
+    rows: NumRows = 0,
+    speedup: Speedup = 1.0,
+    divide_lengths: DivideLengths = 1,
+    trace_format: Format = "auto",
+    slo_ttft_s: SloTtft = 30.0,
+    slo_tbt_s: SloTbt = 0.1,
     tells_slo: Annotated[
         bool, typer.Option("--tell-slo", help="Send the objectives along, for servers that reject by them.")
     ] = False,
@@ -62,8 +72,6 @@ def replay_command(
     Prompts are made of the trace's block ids, so that what is shared there is shared here. With --predict
     the same rows first run through the simulator with calibrated costs.
     """
-    if not speedup > 0:
-        raise InvalidArgument("--speedup", speedup, "more than 0")
     options = TraceOptions(format=trace_format, num_rows=rows, divide_lengths=divide_lengths)
     requests = requests_of(trace, options)
     objectives = (slo_ttft_s, slo_tbt_s)
@@ -80,17 +88,15 @@ def replay_command(
         )
         runs.append(Run("predicted", outcome, outcome.summary(), time.perf_counter() - began))
     began = time.perf_counter()
-    measured = asyncio.run(
+    outcome, measured = asyncio.run(
         _drive(wanted, requests, url, model, api_key, speedup, objectives, tells_slo, seed)
     )
-    outcome = measured.outcome
     runs.append(Run("measured", outcome, outcome.summary(), time.perf_counter() - began))
-    report(requests, runs, measured)
+    errors = accuracy(runs[0].outcome, outcome) if predict else None
+    report(requests, runs, measured, errors)
     if json_file is not None:
-        write_whole(json_file, _json(requests.name, runs, measured))
+        write_whole(json_file, _json(requests.name, runs, measured, errors))
     if html_file is not None:
-        from mooncake.cli.simulation.page import page  # matplotlib is slow to load, and an extra
-
         write_whole(html_file, page(requests.name, runs))
 
 
@@ -104,7 +110,7 @@ async def _drive(
     objectives: tuple[float, float],
     tells_slo: bool,
     seed: int,
-) -> Measured:
+) -> tuple[Outcome, Measured]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     async with Endpoint(url, model, api_key) as endpoint:
@@ -118,11 +124,10 @@ async def _drive(
             return await Replay(endpoint, prompts, speedup, objectives, tells_slo, show).run(wanted)
 
 
-def report(requests: Requests, runs: list[Run], measured: Measured) -> None:
+def report(requests: Requests, runs: list[Run], measured: Measured, errors: Accuracy | None) -> None:
     console = wide_console()
     console.print(table(requests.name, runs))
-    if len(runs) == 2:
-        errors = accuracy(runs[0].outcome, runs[1].outcome)
+    if errors is not None:
         console.print(
             f"errors of the prediction over {errors.num_compared} requests: TTFT {errors.ttft_error:.1%}, "
             f"TBT {errors.tbt_error:.1%} (mean absolute error over the measured mean), hit rate "
@@ -141,7 +146,7 @@ def report(requests: Requests, runs: list[Run], measured: Measured) -> None:
         console.print(f"{measured.num_late} requests left late: this machine can't send that fast")
 
 
-def _json(trace: str, runs: list[Run], measured: Measured) -> str:
+def _json(trace: str, runs: list[Run], measured: Measured, errors: Accuracy | None) -> str:
     document: dict[str, object] = {
         "trace": trace,
         "runs": [{"name": run.name, **json.loads(run.outcome.to_json(rows=True))} for run in runs],
@@ -150,7 +155,6 @@ def _json(trace: str, runs: list[Run], measured: Measured) -> str:
         "num_without_retry_after": measured.num_without_retry_after,
         "num_late": measured.num_late,
     }
-    if len(runs) == 2:
-        errors: Accuracy = accuracy(runs[0].outcome, runs[1].outcome)
+    if errors is not None:
         document["accuracy"] = msgspec.to_builtins(errors)
     return json.dumps(document) + "\n"

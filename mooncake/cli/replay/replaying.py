@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,12 +12,11 @@ import numpy as np
 from mooncake import clock
 from mooncake.cli.replay.endpoint import Answer, Endpoint
 from mooncake.cli.replay.prompts import Prompts
+from mooncake.sim.batch import longest_mean
 from mooncake.sim.outcome import DONE, FAILED, REJECTED, Outcome, Recorder, TimeLine
 from mooncake.sim.rows import TraceRow
 
 SAMPLE_S = 1.0
-LONGEST_SHARE = 0.1
-"""TBT is the mean of the longest tenth of the intervals, as in the simulator."""
 LATE_S = 0.05
 """A request that leaves later than that behind its time shows that this machine can't keep up."""
 
@@ -27,7 +25,6 @@ LATE_S = 0.05
 class Measured:
     """What a replay saw besides its outcome."""
 
-    outcome: Outcome
     errors: Counter[str] = field(default_factory=Counter)
     "Why requests failed, and how often."
     rejections: Counter[str] = field(default_factory=Counter)
@@ -59,12 +56,12 @@ class Replay:
         self._headers = wanted if tells_slo else {}
         self._progress = progress
         self._recorder = Recorder()
-        self._measured = Measured(outcome=None)  # type: ignore[arg-type]  # there is none before the end
+        self._measured = Measured()
         self._num_ended = 0
         self._num_decoding = 0
         self._samples: list[tuple[float, ...]] = []
 
-    async def run(self, rows: Iterable[TraceRow]) -> Measured:
+    async def run(self, rows: Iterable[TraceRow]) -> tuple[Outcome, Measured]:
         """Send everything, wait for every end. A broken row raises and nothing is measured."""
         began = clock.monotonic()
         first_s: float | None = None
@@ -82,8 +79,8 @@ class Replay:
         finally:
             sampling.cancel()
         columns = np.array(self._samples, dtype=np.float64).reshape(-1, 10).T
-        self._measured.outcome = self._recorder.outcome(TimeLine(SAMPLE_S, *columns), *self._objectives)
-        return self._measured
+        outcome = self._recorder.outcome(TimeLine(SAMPLE_S, *columns), *self._objectives)
+        return outcome, self._measured
 
     async def _one(self, place: int, prompt: list[int], num_output: int) -> None:
         self._num_decoding += 1
@@ -131,11 +128,11 @@ class Replay:
 
 
 def between(intervals_s: list[float]) -> tuple[float, float]:
-    """Mean of the longest tenth and mean of all; 0 without any."""
+    """Mean of the longest tenth, as in the simulator, and mean of all; 0 without any."""
     if not intervals_s:
         return 0.0, 0.0
-    longest = sorted(intervals_s, reverse=True)[: math.ceil(len(intervals_s) * LONGEST_SHARE)]
-    return sum(longest) / len(longest), sum(intervals_s) / len(intervals_s)
+    longest_s = longest_mean([(1, seconds) for seconds in intervals_s], 0.0, len(intervals_s))
+    return longest_s, sum(intervals_s) / len(intervals_s)
 
 
 @dataclass(frozen=True)

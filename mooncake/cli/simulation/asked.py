@@ -1,4 +1,5 @@
-"""What a command line says about requests and machines, as a trace and cluster descriptions."""
+"""What a command line says about requests, objectives and machines: the options that commands share, and what
+their words mean."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
+import typer
 
+from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.sim import generators
 from mooncake.sim.costs import load_costs
@@ -19,6 +22,38 @@ from mooncake.sim.spec import ClusterSpec
 from mooncake.sim.traces import Trace, TraceOptions, read_trace
 
 CLUSTER_FORMS = "8P8D (prefill and decode apart), 16xvllm, 16xprefix, 16xchunked (one pool), or a TOML file"
+
+
+def _above_zero(speedup: float) -> float:
+    if not speedup > 0:
+        raise InvalidArgument("--speedup", speedup, "more than 0")
+    return speedup
+
+
+TraceSpec = Annotated[
+    str,
+    typer.Argument(
+        metavar="TRACE", help="A trace file (.jsonl, .csv, .gz), or a generator: agentic:sessions=75,turns=30"
+    ),
+]
+Format = Annotated[
+    Literal["auto", "mooncake", "sessions", "azure"], typer.Option("--format", help="Of the trace file.")
+]
+NumRows = Annotated[int, typer.Option("--rows", min=0, help="Only the first ones; 0 is all.")]
+DivideLengths = Annotated[
+    int, typer.Option("--divide-lengths", min=1, help="Prompts and answers that many times shorter.")
+]
+Speedup = Annotated[
+    float,
+    typer.Option("--speedup", help="Requests come that many times as fast.", callback=_above_zero),
+]
+SloTtft = Annotated[float, typer.Option("--slo-ttft", metavar="SECONDS", min=0)]
+SloTbt = Annotated[float, typer.Option("--slo-tbt", metavar="SECONDS", min=0)]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--with", metavar="FIELD=VALUE", help="Of the cluster: cache_tokens=3000000; repeated."),
+]
+
 _APART = re.compile(r"(\d+)p\+?(\d+)d", re.IGNORECASE)
 _ONE_POOL = re.compile(r"(\d+)x(vllm|prefix|chunked)", re.IGNORECASE)
 
@@ -59,9 +94,10 @@ def requests_of(spec: str, options: TraceOptions) -> Requests:
             kinds = ", ".join(f"{kind}:..." for kind in generators.KINDS)
             raise InvalidArgument("TRACE", spec, f"a file that exists, or {kinds}")
         return Requests(Path(spec).name, read_trace(spec, options), 0)
-    for field in ("format", "block_tokens", "divide_lengths", "coarsen", "is_halved"):
-        if getattr(options, field) != getattr(TraceOptions(), field):
-            raise InvalidArgument(field, getattr(options, field), f"left out with a generator ({spec})")
+    for field in dataclasses.fields(TraceOptions):
+        value = getattr(options, field.name)
+        if field.name != "num_rows" and value != field.default:
+            raise InvalidArgument(field.name, value, f"left out with a generator ({spec})")
     return Requests(spec, generator, options.num_rows)
 
 
@@ -109,3 +145,12 @@ def _checked(name: str, fields: dict[str, Any]) -> ClusterSpec:
         raise InvalidArgument(
             field or name, fields.get(field, name), message[:1].lower() + message[1:]
         ) from error
+
+
+def known(what: str, field: str, names: Sequence[str]) -> list[str]:
+    """``names`` if the conductor's settings have them. Raises InvalidArgument."""
+    allowed = get_args(get_type_hints(SchedulingSettings)[field])
+    for name in names:
+        if name not in allowed:
+            raise InvalidArgument(f"--{what}", name, ", ".join(allowed))
+    return list(dict.fromkeys(names))

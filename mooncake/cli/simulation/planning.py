@@ -13,9 +13,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mooncake.cli.simulation.asked import Requests, cluster_of, requests_of
-from mooncake.cli.simulation.shown import wide_console
-from mooncake.cli.simulation.simulate import TRACE_HELP, known, write_whole
+from mooncake.cli.simulation.asked import (
+    Changes,
+    NumRows,
+    Requests,
+    SloTbt,
+    SloTtft,
+    Speedup,
+    TraceSpec,
+    cluster_of,
+    known,
+    requests_of,
+)
+from mooncake.cli.simulation.shown import wide_console, write_whole
 from mooncake.errors import InvalidArgument
 from mooncake.sim.outcome import Summary
 from mooncake.sim.planner import Candidate, Objectives, Plan, Planner, Prices, Simulate
@@ -35,13 +45,14 @@ FIGURES = (
     "memory",
     "network",
 )
+"""What ``_figures`` gives of a cluster."""
 EXAMPLE_PRICES = {"A100": 1.69, "A800": 1.69, "H100": 2.54, "H200": 3.70}
 
 
 def plan_command(
-    trace: Annotated[str, typer.Argument(metavar="TRACE", help=TRACE_HELP)],
-    slo_ttft_s: Annotated[float, typer.Option("--slo-ttft", metavar="SECONDS", min=0)] = 30.0,
-    slo_tbt_s: Annotated[float, typer.Option("--slo-tbt", metavar="SECONDS", min=0)] = 0.1,
+    trace: TraceSpec,
+    slo_ttft_s: SloTtft = 30.0,
+    slo_tbt_s: SloTbt = 0.1,
     attainment: Annotated[
         float, typer.Option("--attainment", help="Share of requests that must meet both objectives.")
     ] = 0.9,
@@ -54,12 +65,10 @@ def plan_command(
         typer.Option("--costs", metavar="NAME|FILE", help="Hardware to try; may be repeated."),
     ] = None,
     policy: Annotated[str, typer.Option("--policy", help="Of the clusters that are tried.")] = "overlap",
-    speedup: Annotated[float, typer.Option("--speedup", help="Requests come that many times as fast.")] = 1.0,
-    rows: Annotated[int, typer.Option("--rows", min=0, help="Only the first ones; 0 is all.")] = 0,
+    speedup: Speedup = 1.0,
+    rows: NumRows = 0,
     ssd_tokens: Annotated[int, typer.Option("--ssd-tokens", min=0, help="SSD per node to consider.")] = 0,
-    changes: Annotated[
-        list[str] | None, typer.Option("--with", metavar="FIELD=VALUE", help="As of `mooncake simulate`.")
-    ] = None,
+    changes: Changes = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
 ) -> None:
     """Find the smallest and the cheapest cluster that meets the objectives, by simulating candidates.
@@ -155,18 +164,7 @@ def _found(plans: dict[str, Plan]) -> Table:
         caption="Memory and network are per node. Every row was simulated over the whole trace.",
         caption_justify="left",
     )
-    for heading in (
-        "cluster",
-        "nodes",
-        "$/h",
-        "good",
-        "good per $",
-        "TTFT p90 s",
-        "TBT p90 ms",
-        "hit rate",
-        "memory",
-        "network",
-    ):
+    for heading in ("cluster", *FIGURES):
         shown.add_column(heading, justify="left" if heading == "cluster" else "right")
     for hardware, plan in plans.items():
         for one, kind in ((plan.best, "apart"), (plan.one_pool, "one pool")):
@@ -193,21 +191,9 @@ def _figures(one: Candidate) -> tuple[str, ...]:
 
 def _sensitivity(best: Candidate, rows: list[Candidate]) -> Table:
     shown = Table(box=box.SIMPLE, title=f"Around the cheapest, {_describe(best)}", title_justify="left")
-    for heading in (
-        "change",
-        "nodes",
-        "$/h",
-        "good",
-        "meets",
-        "good per $",
-        "TTFT p90 s",
-        "TBT p90 ms",
-        "hit rate",
-    ):
+    for heading in ("change", *FIGURES[:3], "meets", *FIGURES[3:7]):
         shown.add_column(heading, justify="left" if heading == "change" else "right")
     for one in (msgspec.structs.replace(best, note="as it is"), *rows):
-        nodes, dollars, good, per_dollar, ttft, tbt, hits, *_ = _figures(one)
-        shown.add_row(
-            one.note, nodes, dollars, good, "yes" if one.meets else "no", per_dollar, ttft, tbt, hits
-        )
+        figures = _figures(one)
+        shown.add_row(one.note, *figures[:3], "yes" if one.meets else "no", *figures[3:7])
     return shown

@@ -1,13 +1,16 @@
-"""Runs as a table: one column per figure, one row per run."""
+"""Runs as a table, one column per figure and one row per run; and reports as files."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mooncake.errors import InvalidArgument
 from mooncake.sim.outcome import Outcome, Summary
 
 MIN_WIDTH = 130
@@ -81,3 +84,13 @@ def wide_console() -> Console:
     """Standard output, as wide as the terminal, and wide enough where there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, MIN_WIDTH))
+
+
+def write_whole(file: Path, text: str) -> None:
+    """The whole file or none. Raises InvalidArgument."""
+    fresh = file.with_name(file.name + ".new")
+    try:
+        fresh.write_text(text)
+        os.replace(fresh, file)
+    except OSError as error:
+        raise InvalidArgument("file", str(file), f"a file that can be written ({error.strerror})") from error

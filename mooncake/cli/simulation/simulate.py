@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_type_hints
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from mooncake.cli.simulation.asked import CLUSTER_FORMS, Requests, cluster_of, requests_of
-from mooncake.cli.simulation.shown import Run, table, wide_console
-from mooncake.conductor.settings import SchedulingSettings
-from mooncake.errors import InvalidArgument
+from mooncake.cli.simulation.asked import (
+    CLUSTER_FORMS,
+    Changes,
+    DivideLengths,
+    Format,
+    NumRows,
+    Requests,
+    SloTbt,
+    SloTtft,
+    Speedup,
+    TraceSpec,
+    cluster_of,
+    known,
+    requests_of,
+)
+from mooncake.cli.simulation.page import page
+from mooncake.cli.simulation.shown import Run, table, wide_console, write_whole
 from mooncake.sim.serving import simulate
 from mooncake.sim.spec import ClusterSpec
 from mooncake.sim.traces import TraceOptions
 
-TRACE_HELP = "A trace file (.jsonl, .csv, .gz), or a generator: agentic:sessions=75,turns=30"
-Format = Literal["auto", "mooncake", "sessions", "azure"]
-
 
 def simulate_command(
-    trace: Annotated[str, typer.Argument(metavar="TRACE", help=TRACE_HELP)],
+    trace: TraceSpec,
     policies: Annotated[
         list[str] | None, typer.Option("--policy", help="How prefill and decode are chosen; may be repeated.")
     ] = None,
@@ -42,17 +50,14 @@ def simulate_command(
     costs: Annotated[
         str, typer.Option("--costs", metavar="NAME|FILE", help="What work costs on a node.")
     ] = "llama3-70b-8xA800",
-    slo_ttft_s: Annotated[float, typer.Option("--slo-ttft", metavar="SECONDS", min=0)] = 30.0,
-    slo_tbt_s: Annotated[float, typer.Option("--slo-tbt", metavar="SECONDS", min=0)] = 0.1,
-    speedup: Annotated[float, typer.Option("--speedup", help="Requests come that many times as fast.")] = 1.0,
-    rows: Annotated[int, typer.Option("--rows", min=0, help="Only the first ones; 0 is all.")] = 0,
+    slo_ttft_s: SloTtft = 30.0,
+    slo_tbt_s: SloTbt = 0.1,
+    speedup: Speedup = 1.0,
+    rows: NumRows = 0,
     seed: Annotated[int, typer.Option("--seed", help="Of policies that draw lots.")] = 0,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--with", metavar="FIELD=VALUE", help="Of the cluster: cache_tokens=3000000; repeated."),
-    ] = None,
-    trace_format: Annotated[Format, typer.Option("--format", help="Of the trace file.")] = "auto",
-    divide_lengths: Annotated[int, typer.Option("--divide-lengths", min=1)] = 1,
+    changes: Changes = None,
+    trace_format: Format = "auto",
+    divide_lengths: DivideLengths = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write summaries and time lines.")
     ] = None,
@@ -84,8 +89,6 @@ def simulate_command(
     if json_file is not None:
         write_whole(json_file, _json(requests.name, runs, with_rows))
     if html_file is not None:
-        from mooncake.cli.simulation.page import page  # matplotlib is slow to load, and an extra
-
         write_whole(html_file, page(requests.name, runs))
 
 
@@ -99,8 +102,6 @@ def _run(
     speedup: float,
     objectives: tuple[float, float],
 ) -> Run:
-    if not speedup > 0:
-        raise InvalidArgument("--speedup", speedup, "more than 0")
     name = f"{cluster} {policy}" + (f" {admission}" if admission != "none" else "")
     began = time.perf_counter()
     with _bar(name) as (progress, task):
@@ -139,27 +140,6 @@ def _bar(name: str) -> Iterator[tuple[Progress, TaskID]]:
         yield progress, progress.add_task(name, total=1.0, text="")
 
 
-def known(what: str, field: str, names: list[str]) -> list[str]:
-    """``names`` if the conductor's settings have them. Raises InvalidArgument."""
-    allowed = get_args(get_type_hints(SchedulingSettings).get(field)) or ("none",)
-    for name in names:
-        if name not in allowed:
-            raise InvalidArgument(f"--{what}", name, ", ".join(allowed))
-    return list(dict.fromkeys(names))
-
-
 def _json(trace: str, runs: list[Run], with_rows: bool) -> str:
     documents = [{"name": run.name, **json.loads(run.outcome.to_json(rows=with_rows))} for run in runs]
     return msgspec.json.format(json.dumps({"trace": trace, "runs": documents}), indent=1) + "\n"
-
-
-def write_whole(file: Path, text: str) -> None:
-    """The whole file or none."""
-    try:
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        with open(handle, "w") as out:
-            out.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, file)
-    except OSError as error:
-        raise InvalidArgument("file", str(file), f"a file that can be written ({error.strerror})") from error
