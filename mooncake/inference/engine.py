@@ -46,6 +46,8 @@ class EngineSettings:
     """Tokens of prompt and answer together; None takes the model's context."""
     max_batch_tokens: int = 512
     """Token budget of one step."""
+    saturating_tokens: int = 0
+    """Prompt tokens from which on no further prompt joins a step; 0: the budget alone counts."""
     max_running: int = 64
     """Requests computed at the same time."""
     max_waiting: int = 1024
@@ -58,6 +60,7 @@ class EngineSettings:
             block_tokens=self.block_tokens,
             max_model_len=min(self.max_model_len or limit, limit),
             max_batch_tokens=self.max_batch_tokens,
+            saturating_tokens=self.saturating_tokens,
             max_running=min(self.max_running, self.max_batch_tokens),
             max_waiting=self.max_waiting,
             eos_token_ids=model.config.eos_token_ids,

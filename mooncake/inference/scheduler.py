@@ -46,6 +46,10 @@ class SchedulerSettings:
     """Tokens of prompt and answer together."""
     max_batch_tokens: int = 512
     """Token budget of one step. Larger steps prefill faster and make decoding requests wait longer."""
+    saturating_tokens: int = 0
+    """Prompt tokens from which on a step keeps the device busy: no further prompt joins it. Prompts in one
+    step all end with it; one after another takes as long in all, and half as long in the mean (DistServe,
+    §3.1). 0: prompts join until the budget is used up."""
     max_running: int = 64
     """Requests that may hold blocks at the same time."""
     max_waiting: int = 1024
@@ -61,6 +65,8 @@ class SchedulerSettings:
                 raise InvalidArgument(field, getattr(self, field), "at least 1")
         if self.num_blocks < 2:
             raise InvalidArgument("num_blocks", self.num_blocks, "at least 2")
+        if self.saturating_tokens < 0:
+            raise InvalidArgument("saturating_tokens", self.saturating_tokens, "at least 0")
         if self.max_running > self.max_batch_tokens:
             allowed = f"at most max_batch_tokens ({self.max_batch_tokens})"
             raise InvalidArgument("max_running", self.max_running, allowed)
@@ -153,10 +159,11 @@ class Scheduler:
         for request in decoding:
             if request.state is RequestState.RUNNING and self._grow(request, step, now):
                 budget -= self._run(request, 1, step)
+        least = max(0, budget - (self.settings.saturating_tokens or budget))
         for request in prefilling:
-            if request.state is RequestState.RUNNING and budget > 0:
+            if request.state is RequestState.RUNNING and budget > least:
                 budget -= self._run(request, budget, step)
-        while budget > 0 and self._waiting and len(self._admitted) < self.settings.max_running:
+        while budget > least and self._waiting and len(self._admitted) < self.settings.max_running:
             request = self._waiting[0]
             if not self._admit(request, now):
                 break

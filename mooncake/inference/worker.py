@@ -82,6 +82,9 @@ class WorkerSettings:
     max_batch_tokens: Annotated[int, Meta(ge=1)] = 512
     "Most tokens computed in one step; longer prompts are computed in chunks."
 
+    saturating_tokens: Annotated[int, Meta(ge=0)] = 64
+    "Prompt tokens from which on a step keeps the device busy: no further one joins it; 0 for no such bound."
+
     max_running: Annotated[int, Meta(ge=1)] = 64
     "Most requests computed at the same time."
 
@@ -97,6 +100,7 @@ class WorkerSettings:
             kv_cache_bytes=self.kv_cache_size_bytes,
             max_model_len=self.max_model_len or None,
             max_batch_tokens=self.max_batch_tokens,
+            saturating_tokens=self.saturating_tokens,
             max_running=self.max_running,
             max_waiting=self.max_waiting,
         )

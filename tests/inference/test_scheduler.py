@@ -45,6 +45,26 @@ def test_long_prompts_are_cut_and_decodes_go_first() -> None:
     assert shape(run_step(scheduler)) == [("2", 40, 1)]
 
 
+def test_prompts_that_keep_the_device_busy_are_computed_one_after_another() -> None:
+    scheduler = Scheduler(dataclasses.replace(SETTINGS, saturating_tokens=8))
+    for name, num_tokens in (("1", 3), ("2", 5), ("3", 9), ("4", 20), ("5", 2)):
+        scheduler.add(request_of(name, num_tokens, 1), 0.0)
+    assert shape(run_step(scheduler)) == [("1", 0, 3), ("2", 0, 5)], "small ones share a step"
+    assert shape(run_step(scheduler)) == [("3", 0, 9)]
+    assert shape(run_step(scheduler)) == [("4", 0, 16)]
+    assert shape(run_step(scheduler)) == [("4", 16, 4), ("5", 0, 2)]
+
+
+def test_a_saturating_prompt_leaves_decodes_their_turn() -> None:
+    scheduler = Scheduler(dataclasses.replace(SETTINGS, saturating_tokens=4))
+    scheduler.add(request_of("1", 3), 0.0)
+    run_step(scheduler)
+    scheduler.add(request_of("2", 6), 0.0)
+    scheduler.add(request_of("3", 6), 0.0)
+    assert shape(run_step(scheduler)) == [("1", 3, 1), ("2", 0, 6)]
+    assert shape(run_step(scheduler)) == [("1", 4, 1), ("2", 6, 1), ("3", 0, 6)]
+
+
 def test_priority_then_arrival() -> None:
     scheduler = Scheduler(dataclasses.replace(SETTINGS, max_running=1))
     for name, priority in (("1", 1), ("2", 0), ("3", 0)):
@@ -192,6 +212,7 @@ class World:
                 num_blocks=self.random.choice([8, 14, 40]),
                 block_tokens=BLOCK,
                 max_batch_tokens=self.random.choice([4, 9, 32]),
+                saturating_tokens=self.random.choice([0, 0, 1, 6]),
                 max_running=self.random.choice([1, 4]),
                 has_external_cache=self.random.random() < 0.7,
             )
