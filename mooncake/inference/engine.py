@@ -47,7 +47,7 @@ class EngineSettings:
     max_batch_tokens: int = 512
     """Token budget of one step."""
     saturating_tokens: int = 0
-    """Prompt tokens from which on no further prompt joins a step; 0: the budget alone counts."""
+    """Most prompt tokens that share one step; 0: as the budget allows."""
     max_running: int = 64
     """Requests computed at the same time."""
     max_waiting: int = 1024

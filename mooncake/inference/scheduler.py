@@ -47,9 +47,9 @@ class SchedulerSettings:
     max_batch_tokens: int = 512
     """Token budget of one step. Larger steps prefill faster and make decoding requests wait longer."""
     saturating_tokens: int = 0
-    """Prompt tokens from which on a step keeps the device busy: no further prompt joins it. Prompts in one
-    step all end with it; one after another takes as long in all, and half as long in the mean (DistServe,
-    §3.1). 0: prompts join until the budget is used up."""
+    """Prompt tokens that keep the device busy: prompts share a step only as long as they have no more of them
+    together. Prompts in one step all end with it; one after another takes as long in all, but the shorter
+    ones end sooner (DistServe, §3.1). 0: prompts share a step until the budget is used up."""
     max_running: int = 64
     """Requests that may hold blocks at the same time."""
     max_waiting: int = 1024
@@ -159,17 +159,21 @@ class Scheduler:
         for request in decoding:
             if request.state is RequestState.RUNNING and self._grow(request, step, now):
                 budget -= self._run(request, 1, step)
-        least = max(0, budget - (self.settings.saturating_tokens or budget))
-        for request in prefilling:
-            if request.state is RequestState.RUNNING and budget > least:
-                budget -= self._run(request, budget, step)
-        while budget > least and self._waiting and len(self._admitted) < self.settings.max_running:
+        num_shared = 0
+        for request in (r for r in prefilling if r.state is RequestState.RUNNING):
+            if not self._joins(request.num_uncomputed_tokens, num_shared, budget):
+                break
+            num_tokens = self._run(request, budget, step)
+            num_shared, budget = num_shared + num_tokens, budget - num_tokens
+        while self._waiting and len(self._admitted) < self.settings.max_running:
             request = self._waiting[0]
-            if not self._admit(request, now):
+            # What the cache spares is known only once it is admitted, and then it must run.
+            if not self._joins(request.num_tokens, num_shared, budget) or not self._admit(request, now):
                 break
             if not self._look_up(request, step):
                 request.state = RequestState.RUNNING
-                budget -= self._run(request, budget, step)
+                num_tokens = self._run(request, budget, step)
+                num_shared, budget = num_shared + num_tokens, budget - num_tokens
         for chunk in step.chunks:
             if chunk.request.timings.started is None:
                 chunk.request.timings.started = now
@@ -344,6 +348,11 @@ class Scheduler:
                 return False
         request.block_ids += block
         return True
+
+    def _joins(self, num_tokens: int, num_shared: int, budget: int) -> bool:
+        """Whether a prompt of ``num_tokens`` may join a step with ``num_shared`` prompt tokens so far."""
+        most = self.settings.saturating_tokens or self.settings.max_batch_tokens
+        return budget > 0 and (not num_shared or num_shared + min(num_tokens, budget) <= most)
 
     def _run(self, request: Request, budget: int, step: Step) -> int:
         """Add a chunk of up to ``budget`` tokens; returns its size."""

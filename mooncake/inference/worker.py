@@ -83,7 +83,7 @@ class WorkerSettings:
     "Most tokens computed in one step; longer prompts are computed in chunks."
 
     saturating_tokens: Annotated[int, Meta(ge=0)] = 64
-    "Prompt tokens from which on a step keeps the device busy: no further one joins it; 0 for no such bound."
+    "Most prompt tokens that share a step, else prompts are computed in turn; 0 for no such bound."
 
     max_running: Annotated[int, Meta(ge=1)] = 64
     "Most requests computed at the same time."

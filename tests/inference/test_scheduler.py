@@ -47,10 +47,10 @@ def test_long_prompts_are_cut_and_decodes_go_first() -> None:
 
 def test_prompts_that_keep_the_device_busy_are_computed_one_after_another() -> None:
     scheduler = Scheduler(dataclasses.replace(SETTINGS, saturating_tokens=8))
-    for name, num_tokens in (("1", 3), ("2", 5), ("3", 9), ("4", 20), ("5", 2)):
+    for name, num_tokens in (("1", 3), ("2", 5), ("3", 2), ("4", 20), ("5", 2)):
         scheduler.add(request_of(name, num_tokens, 1), 0.0)
     assert shape(run_step(scheduler)) == [("1", 0, 3), ("2", 0, 5)], "small ones share a step"
-    assert shape(run_step(scheduler)) == [("3", 0, 9)]
+    assert shape(run_step(scheduler)) == [("3", 0, 2)], "who waits for a long one ends no sooner than it"
     assert shape(run_step(scheduler)) == [("4", 0, 16)]
     assert shape(run_step(scheduler)) == [("4", 16, 4), ("5", 0, 2)]
 
