@@ -8,6 +8,9 @@ store is one block: ``[layer][k|v][token][head][dim]``, without the tokens a par
 
 K and V of a layer are separate runs of blocks in the pool so that blocks with consecutive ids are
 one contiguous K and one contiguous V matrix, which attention can use without gathering.
+
+Engines that are not ours are ``SlabLayout`` and ``ForeignIdentity``: how many pieces a block has in a
+layer and how long one is, but not what is in them, which is theirs to know.
 """
 
 from __future__ import annotations
@@ -51,9 +54,14 @@ class KvLayout:
         return self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
 
     @property
+    def num_slabs(self) -> int:
+        """Pieces of a block in one layer: its keys and its values."""
+        return 2
+
+    @property
     def num_chunks(self) -> int:
         """Chunks (and checksums) of one object: keys and values of every layer."""
-        return 2 * self.num_layers
+        return self.num_slabs * self.num_layers
 
     def chunk_bytes(self, num_tokens: int) -> int:
         """Bytes of one chunk of an object that holds ``num_tokens`` tokens."""
@@ -108,6 +116,67 @@ class KvIdentity:
     def digest(self) -> str:
         """16 hex digits."""
         text = repr(("kv-1", self.weights, self.tokenizer, dataclasses.astuple(self.layout)))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def key(self, block_hash: BlockHash) -> ObjectKey:
+        """The store's key for the block that ends the prefix ``block_hash``."""
+        return f"kv/{self.digest}/{block_hash.hex()}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SlabLayout:
+    """The KV cache of an engine whose blocks are moved whole, because only it knows what is in them.
+
+    A block is ``num_slabs`` pieces of ``slab_bytes`` in each layer; an object is all of them, layer by
+    layer. There are no partial blocks: a packed slab can't be cut.
+    """
+
+    num_layers: int
+    num_slabs: int
+    slab_bytes: int
+    block_tokens: int
+
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "num_slabs", "slab_bytes", "block_tokens"):
+            if getattr(self, field) < 1:
+                raise InvalidArgument(field, getattr(self, field), "at least 1")
+
+    def chunk_bytes(self, num_tokens: int) -> int:
+        """Bytes of one chunk of an object."""
+        assert num_tokens == self.block_tokens, num_tokens
+        return self.slab_bytes
+
+    def object_bytes(self, num_tokens: int) -> int:
+        """Bytes of an object."""
+        return self.num_layers * self.num_slabs * self.chunk_bytes(num_tokens)
+
+    def object_offsets(self, layer: int, num_tokens: int) -> tuple[int, ...]:
+        """Offsets of the slabs of ``layer`` in an object."""
+        chunk = self.chunk_bytes(num_tokens)
+        return tuple((layer * self.num_slabs + slab) * chunk for slab in range(self.num_slabs))
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignIdentity:
+    """Everything that must be equal for two engines that are not ours to read each other's blocks.
+
+    ``KvIdentity`` says it of our own worker. Another engine has more that decides what the bytes of a
+    block mean: its name and version, the attention backend, how that packs a block, which part of the
+    heads and layers is meant. Whoever connects the engine lists it; anything that differs is a miss.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+    """(what, which), sorted by what."""
+    layout: SlabLayout
+
+    @classmethod
+    def of(cls, layout: SlabLayout, **facts: object) -> ForeignIdentity:
+        return cls(tuple(sorted((name, str(value)) for name, value in facts.items())), layout)
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits."""
+        text = repr(("kv-foreign-1", self.facts, dataclasses.astuple(self.layout)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def key(self, block_hash: BlockHash) -> ObjectKey:

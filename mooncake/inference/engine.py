@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from mooncake import clock
+from mooncake.connectors.link import AnyLink
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference.attention import PagedAttention
 from mooncake.inference.blocks import BlockEvent
-from mooncake.inference.link import AnyLink
 from mooncake.inference.measured import PromptMeasured, StepLog, measured
 from mooncake.inference.model import Decoder
 from mooncake.inference.request import FinishReason, Request

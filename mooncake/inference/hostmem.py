@@ -3,92 +3,20 @@
 Transfer moves host memory. A pool on the CPU *is* host memory, so blocks are read and written in
 place. A pool on a device is reached through a pinned staging area: slots of one block each, filled
 from the device after a layer is computed, emptied into it before a layer is needed. Both answer the
-same five questions, so that ``layerwise.py`` need not know where torch computes.
+same questions (``connectors.memory.HostMemory``), so that the link need not know where torch computes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 
+from mooncake.connectors.memory import DeviceEvent, Held, HostMemory, SlabMemory
 from mooncake.kvlayout import Column, KvLayout
-
-
-class DeviceEvent(Protocol):
-    """What is used of ``torch.cuda.Event``."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-
-@dataclasses.dataclass(eq=False)
-class Held:
-    """Host memory for some blocks of the pool, from ``hold`` to ``release``."""
-
-    block_ids: list[int]
-    slots: list[int] = dataclasses.field(default_factory=list)
-    copied: list[DeviceEvent | None] = dataclasses.field(default_factory=list)
-    """Of a device: one event for each layer that is on its way to the host."""
-    is_released: bool = False
-
-
-class HostMemory(Protocol):
-    """The host's side of a KV pool. ``leave`` and ``enter`` are called on the engine's thread."""
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The host memory, to be registered with transfer."""
-        ...
-
-    def hold(self, block_ids: Sequence[int]) -> Held | None:
-        """Host memory for these blocks, or None when there is none left."""
-        ...
-
-    def addresses(self, held: Held, layer: int, members: Sequence[int]) -> Column:
-        """Addresses of keys and values of ``layer`` of some of the blocks: u64 [2 * n]."""
-        ...
-
-    def leave(self, held: Held, layer: int, is_last: bool) -> int:
-        """``layer`` was computed. How many leading layers lie in host memory now; all, if ``is_last``."""
-        ...
-
-    def enter(self, held: Held, layer: int) -> None:
-        """``layer`` lies in host memory and is needed in the pool by what is computed next."""
-        ...
-
-    def release(self, held: Held) -> None:
-        """Give the memory back. May be said more than once."""
-        ...
-
-
-class DirectMemory:
-    """The pool of a CPU worker: nothing to stage."""
-
-    def __init__(self, layout: KvLayout, pool: torch.Tensor) -> None:
-        assert pool.device.type == "cpu" and pool.is_contiguous()
-        self._layout = layout
-        self.tensor = pool
-
-    def hold(self, block_ids: Sequence[int]) -> Held | None:
-        return Held(list(block_ids))
-
-    def addresses(self, held: Held, layer: int, members: Sequence[int]) -> Column:
-        ids = [held.block_ids[index] for index in members]
-        return self._layout.pool_addresses(self.tensor.data_ptr(), int(self.tensor.shape[2]), layer, ids)
-
-    def leave(self, held: Held, layer: int, is_last: bool) -> int:
-        return layer + 1
-
-    def enter(self, held: Held, layer: int) -> None:
-        pass
-
-    def release(self, held: Held) -> None:
-        pass
 
 
 class StagedMemory:
@@ -102,6 +30,7 @@ class StagedMemory:
         self.tensor = torch.zeros(
             (num_slots, *layout.pool_shape(1)), dtype=pool.dtype, pin_memory=self._is_cuda
         )
+        self.buffers = [self.tensor]
         self._lock = threading.Lock()
         self._free = list(range(num_slots))
         self._draining: list[Held] = []
@@ -169,6 +98,10 @@ class StagedMemory:
 def host_memory(layout: KvLayout, pool: torch.Tensor, staging_bytes: int) -> HostMemory:
     """What fits where ``pool`` lies; ``staging_bytes`` bounds the staging area of a device."""
     if pool.device.type == "cpu":
-        return DirectMemory(layout, pool)
+        assert pool.is_contiguous()
+        base, num_blocks = pool.data_ptr(), int(pool.shape[2])
+        layers = range(layout.num_layers)
+        first = np.stack([layout.pool_addresses(base, num_blocks, layer, [0]) for layer in layers])
+        return SlabMemory([pool], first, layout.chunk_bytes(layout.block_tokens))
     num_slots = max(1, min(int(pool.shape[2]), staging_bytes // layout.pool_bytes(1)))
     return StagedMemory(layout, pool, num_slots)

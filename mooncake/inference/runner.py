@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mooncake.connectors.link import AnyLink, Load, Save
 from mooncake.inference.attention import SCRATCH_BLOCK, PagedAttention
-from mooncake.inference.link import AnyLink, Load, Save
 from mooncake.inference.model import Decoder
 from mooncake.inference.step import Chunk
 

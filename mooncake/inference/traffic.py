@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from mooncake.inference.link import AnyLink, Load, Lookup, Save
+from mooncake.connectors.link import AnyLink, Load, Lookup, Save
 from mooncake.inference.request import FinishReason, Request
 from mooncake.inference.scheduler import Scheduler
 from mooncake.inference.step import LookUp, SaveBlocks, Step

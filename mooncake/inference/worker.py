@@ -17,13 +17,14 @@ import torch
 from msgspec import Meta
 
 from mooncake.config import Port, Size
+from mooncake.connectors.blocks import StoreLink
 from mooncake.inference import kv_events
 from mooncake.inference.api import Api, create_app
 from mooncake.inference.blocks import EVICTED, BlockEvent, BlockStored
 from mooncake.inference.engine import Engine, EngineSettings
 from mooncake.inference.generate import Generator
 from mooncake.inference.gguf import resolve_model
-from mooncake.inference.layerwise import LinkSettings, StoreLink
+from mooncake.inference.hostmem import host_memory
 from mooncake.inference.tokenizer import Tokenizer
 from mooncake.inference.weights import load_model, tokenizer_digest, weights_digest
 from mooncake.kvlayout import KvIdentity
@@ -37,6 +38,9 @@ log = get_logger(__name__)
 
 STORE_PATIENCE_S = 1.0
 """A store that does not answer in time has no blocks: computing them takes about as long."""
+
+STAGING_BYTES = 512 << 20
+"""Pinned host memory through which the blocks of a device pass; unused on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,8 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Api]:
             stack.callback(transfer.close)
             store = AsyncStore(settings.master, transfer, StoreSettings(timeout_s=STORE_PATIENCE_S))
             stack.push_async_callback(store.close)
-            link = StoreLink(store, transfer, identity, pool, loop, LinkSettings())
+            memory = host_memory(layout, pool, STAGING_BYTES)
+            link = StoreLink(store, transfer, identity, memory, loop)
             stack.push_async_callback(link.close)
             log.info("store_linked", master=settings.master, identity=identity.digest)
         publisher = kv_events.KvEventPublisher(settings.host)

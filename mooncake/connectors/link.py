@@ -1,6 +1,6 @@
 """The contract between the engine and a KV cache outside its process.
 
-It owns names and promises only; ``layerwise.py`` implements them over the store, tests over a
+It owns names and promises only; ``blocks.py`` implements them over the store, tests over a
 dictionary. Every call comes from the engine's thread. Only ``wait_layer`` may block, and every
 wait has a deadline of the link's own: a cache that is slow or gone must end as a miss, a failed load
 or a save that stored nothing. Whenever ``done``, ``num_layers_loaded`` or ``failed`` of something

@@ -1,20 +1,26 @@
-"""The link between a worker's pool and a real store (master and node in this process)."""
+"""The link between an engine's memory and a real store (master and node in this process).
+
+Over our own worker's pool, in place and staged, and over memory laid out as other engines lay it out.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from bench.cluster import wait_for
-from mooncake.inference.hostmem import HostMemory, StagedMemory
-from mooncake.inference.layerwise import LinkSettings, Load, Lookup, Save, StoreLink
-from mooncake.kvlayout import KvIdentity, KvLayout
+from mooncake.connectors.blocks import LinkSettings, Load, Lookup, Save, StoreLink
+from mooncake.connectors.memory import HostMemory, Identity, SlabMemory
+from mooncake.inference.hostmem import StagedMemory, host_memory
+from mooncake.kvlayout import ForeignIdentity, KvIdentity, KvLayout, SlabLayout
 from mooncake.prefix import BlockHash, block_hashes, root_hash
 from mooncake.store import AsyncStore, StoreSettings
 from mooncake.store.node import Node, NodeSettings
@@ -28,25 +34,22 @@ NUM_BLOCKS = 12
 TIMEOUT_S = 10.0
 
 
-class Worker:
-    """A pool of random KV with a link, driven from a thread as an engine would."""
+class Driver:
+    """A link driven from a thread, as an engine would."""
 
     def __init__(
-        self, store: AsyncStore, transfer: TransferEngine, is_staged: bool, weights: str = "w"
+        self, store: AsyncStore, transfer: TransferEngine, identity: Identity, memory: HostMemory
     ) -> None:
-        self.pool = torch.randn(LAYOUT.pool_shape(NUM_BLOCKS))
-        self.memory: HostMemory | None = StagedMemory(LAYOUT, self.pool, NUM_BLOCKS) if is_staged else None
-        identity = KvIdentity(weights, "t", LAYOUT)
         settings = LinkSettings(lookup_timeout_s=1.0, load_timeout_s=5.0, retry_after_s=0.2)
-        loop = asyncio.get_running_loop()
-        self.link = StoreLink(store, transfer, identity, self.pool, loop, settings, self.memory)
+        self.num_layers = identity.layout.num_layers
+        self.link = StoreLink(store, transfer, identity, memory, asyncio.get_running_loop(), settings)
 
-    async def save(self, blocks: Sequence[tuple[BlockHash, int, int]], num_layers: int = 4) -> Save:
+    async def save(self, blocks: Sequence[tuple[BlockHash, int, int]], num_layers: int | None = None) -> Save:
         def engine() -> Save:
             save = self.link.start_save(blocks)
-            for layer in range(num_layers):
+            for layer in range(self.num_layers if num_layers is None else num_layers):
                 self.link.save_layer(save, layer)
-            if num_layers == LAYOUT.num_layers:
+            if num_layers is None:
                 self.link.finish_save(save)
             else:
                 self.link.abort_save(save)
@@ -66,12 +69,50 @@ class Worker:
     async def load(self, lookup: Lookup, block_ids: Sequence[int]) -> Load:
         def engine() -> Load:
             load = self.link.start_load(lookup, block_ids)
-            for layer in range(LAYOUT.num_layers):
+            for layer in range(self.num_layers):
                 self.link.wait_layer([load], layer)
             wait_for(lambda: load.done, "the load to be done", TIMEOUT_S)
             return load
 
         return await asyncio.to_thread(engine)
+
+
+class Worker(Driver):
+    """Our own worker's pool, full of random KV."""
+
+    def __init__(
+        self, store: AsyncStore, transfer: TransferEngine, is_staged: bool, weights: str = "w"
+    ) -> None:
+        self.pool = torch.randn(LAYOUT.pool_shape(NUM_BLOCKS))
+        memory: HostMemory = host_memory(LAYOUT, self.pool, 0)
+        if is_staged:
+            memory = StagedMemory(LAYOUT, self.pool, NUM_BLOCKS)
+        super().__init__(store, transfer, KvIdentity(weights, "t", LAYOUT), memory)
+
+
+FOREIGN = SlabLayout(num_layers=3, num_slabs=1, slab_bytes=96, block_tokens=32)
+
+
+class Foreign(Driver):
+    """Another engine's memory: a tensor for each layer, gaps between the blocks, what's in them its own."""
+
+    def __init__(
+        self, store: AsyncStore, transfer: TransferEngine, layout: SlabLayout = FOREIGN, **facts: str
+    ) -> None:
+        random = np.random.default_rng()
+        stride = layout.slab_bytes + 32
+        shape = (layout.num_layers, layout.num_slabs, NUM_BLOCKS, stride)
+        self.layers = list(random.integers(0, 256, shape, dtype=np.uint8))
+        first = np.array(
+            [[slab.ctypes.data for slab in layer] for layer in self.layers],
+            dtype=np.uint64,
+        )
+        identity = ForeignIdentity.of(layout, engine="e", **facts)
+        super().__init__(store, transfer, identity, SlabMemory(self.layers, first, stride))
+
+    def block(self, block_id: int) -> list[bytes]:
+        size = FOREIGN.slab_bytes
+        return [bytes(slab[block_id, :size]) for layer in self.layers for slab in layer]
 
 
 class House:
@@ -84,13 +125,21 @@ class House:
         self._stack = stack
 
     async def worker(self, is_staged: bool, port: int | None = None, **more: Any) -> Worker:
-        transfer = TransferEngine(TransferSettings())
-        self._stack.callback(transfer.close)
-        store = AsyncStore(f"127.0.0.1:{port or self.port}", transfer, StoreSettings(timeout_s=1.0))
-        self._stack.push_async_callback(store.close)
-        worker = Worker(store, transfer, is_staged, **more)
+        worker = Worker(*self._client(port or self.port), is_staged, **more)
         self._stack.push_async_callback(worker.link.close)
         return worker
+
+    async def foreign(self, **more: Any) -> Foreign:
+        engine = Foreign(*self._client(self.port), **more)
+        self._stack.push_async_callback(engine.link.close)
+        return engine
+
+    def _client(self, port: int) -> tuple[AsyncStore, TransferEngine]:
+        transfer = TransferEngine(TransferSettings())
+        self._stack.callback(transfer.close)
+        store = AsyncStore(f"127.0.0.1:{port}", transfer, StoreSettings(timeout_s=1.0))
+        self._stack.push_async_callback(store.close)
+        return store, transfer
 
 
 @pytest.fixture
@@ -210,13 +259,38 @@ async def test_no_room_is_refused_and_nothing_breaks(house: House) -> None:
     house.master.master.check()
 
 
-def test_staging_gives_out_what_it_has_and_takes_it_back() -> None:
-    pool = torch.randn(LAYOUT.pool_shape(NUM_BLOCKS))
-    memory = StagedMemory(LAYOUT, pool, 3)
-    held = memory.hold([1, 2])
-    assert held is not None
-    assert memory.hold([3, 4]) is None
-    memory.release(held)
-    memory.release(held)
-    assert memory.hold([3, 4, 5]) is not None
-    assert memory.hold([6]) is None
+@pytest.mark.parametrize("num_slabs", [1, 2])
+async def test_blocks_of_another_engine_arrive_as_they_were(house: House, num_slabs: int) -> None:
+    layout = dataclasses.replace(FOREIGN, num_slabs=num_slabs)
+    writer, reader = await house.foreign(layout=layout), await house.foreign(layout=layout)
+    first, second = block_hashes(range(64), 32, root_hash())
+    save = await writer.save([(first, 32, 7), (second, 32, 2)])
+    assert save.num_stored_blocks == 2
+    before = [layer.copy() for layer in reader.layers]
+    lookup = await reader.lookup([(first, 32), (second, 32)])
+    load = await reader.load(lookup, [0, NUM_BLOCKS - 1])
+    assert not load.failed
+    assert reader.block(0) == writer.block(7)
+    assert reader.block(NUM_BLOCKS - 1) == writer.block(2)
+    for layer, was in zip(reader.layers, before, strict=True):
+        assert np.array_equal(layer[:, 1:-1], was[:, 1:-1])
+        assert np.array_equal(layer[:, :, FOREIGN.slab_bytes :], was[:, :, FOREIGN.slab_bytes :])
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"dtype": "float32"},
+    {"weights": "other"},
+    {"layout": dataclasses.replace(FOREIGN, slab_bytes=48)},
+    {"layout": dataclasses.replace(FOREIGN, block_tokens=16)},
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=["dtype", "weights", "slab", "block"])
+async def test_blocks_of_another_kind_of_engine_are_not_found(house: House, other: dict[str, Any]) -> None:
+    same = {"dtype": "bfloat16", "weights": "w", "layout": FOREIGN}
+    writer = await house.foreign(**same)
+    reader, stranger = await house.foreign(**same), await house.foreign(**{**same, **other})
+    (first,) = block_hashes(range(32), 32, root_hash())
+    await writer.save([(first, 32, 7)])
+    assert (await reader.lookup([(first, 32)])).num_blocks == 1
+    assert (await stranger.lookup([(first, 32)])).num_blocks == 0

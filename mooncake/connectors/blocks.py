@@ -1,8 +1,10 @@
 """Sends each layer's keys and values to the store while the next layer computes, and loads them so too.
 
-This is the ``KvLink`` of a worker that has a store. Two threads meet here. The *engine thread*
-computes; it hands over columns of addresses and goes on. The *loop* (the worker's asyncio thread)
-talks to the master and takes completions. Bytes move in native threads and never pass Python::
+This is the ``KvLink`` of any engine that has a store: our own worker's, and behind ``vllm.py`` that of
+others. It knows an engine by where its blocks lie (``memory.py``) and whose they are (an identity), and
+no framework. Two threads meet here. The *engine thread* computes; it hands over columns of addresses
+and goes on. The *loop* (an asyncio thread) talks to the master and takes completions. Bytes move in
+native threads and never pass Python::
 
     engine thread   start_save ── layer 0 ── save_layer(0) ── layer 1 ── save_layer(1) …  finish_save
     loop               └ start_puts ─▶ grants                                └ completions ─▶ end_puts
@@ -23,13 +25,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from prometheus_client import Counter
 
 from mooncake import clock
+from mooncake.connectors.memory import Held, HostMemory, Identity
 from mooncake.errors import MooncakeError
-from mooncake.inference.hostmem import Held, HostMemory, host_memory
-from mooncake.kvlayout import Column, KvIdentity
+from mooncake.kvlayout import Column
 from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.prefix import BlockHash
@@ -54,7 +55,7 @@ failures = Counter(
 
 @dataclasses.dataclass(frozen=True)
 class LinkSettings:
-    """How patient a worker is with its store."""
+    """How patient an engine is with its store."""
 
     lookup_timeout_s: float = 1.0
     """A lookup that takes longer counts as a miss."""
@@ -62,8 +63,6 @@ class LinkSettings:
     """A load that takes longer is given up and the blocks are computed."""
     retry_after_s: float = 1.0
     """How long the store is left alone after it could not be reached."""
-    staging_bytes: int = 512 << 20
-    """Pinned host memory through which the blocks of a device pass; unused on a CPU."""
 
 
 class Lookup:
@@ -147,10 +146,11 @@ class Save:
 
 
 class StoreLink:
-    """Moves KV between one worker's pool and the store.
+    """Moves KV between one engine's memory and the store.
 
     Args:
-        pool: the worker's paged KV tensor, ``layout.pool_shape(num_blocks)``.
+        identity: whose blocks they are, and what one is as an object.
+        memory: where they lie; registered with ``transfer`` until ``close``.
         loop: the loop on which ``store`` lives.
     """
 
@@ -158,19 +158,18 @@ class StoreLink:
         self,
         store: AsyncStore,
         transfer: TransferEngine,
-        identity: KvIdentity,
-        pool: torch.Tensor,
+        identity: Identity,
+        memory: HostMemory,
         loop: asyncio.AbstractEventLoop,
-        settings: LinkSettings | None = None,
-        memory: HostMemory | None = None,
+        settings: LinkSettings = LinkSettings(),
     ) -> None:
         self._store = store
         self._transfer = transfer
         self._identity = identity
         self._layout = identity.layout
         self._loop = loop
-        self._settings = settings or LinkSettings()
-        self._memory = memory or host_memory(self._layout, pool, self._settings.staging_bytes)
+        self._settings = settings
+        self._memory = memory
         self._wake: Callable[[], None] = lambda: None
         self._silent_until = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -178,7 +177,7 @@ class StoreLink:
         self._in_flight: dict[int, Callable[[Completion], None]] = {}
         self._next_token = 0
         self._token_lock = threading.Lock()
-        self._region = transfer.register(self._memory.tensor)
+        self._regions = transfer.register_all(memory.buffers)
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._queue.fileno(), self._drain)
 
     def attach(self, wake: Callable[[], None]) -> None:
@@ -191,7 +190,8 @@ class StoreLink:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._transfer.unregister(self._region)
+        for region in self._regions:
+            self._transfer.unregister(region)
 
     # -- lookups -------------------------------------------------------------------------------
 
@@ -269,7 +269,8 @@ class StoreLink:
         assert load.held is not None
         local = self._memory.addresses(load.held, layer, members)
         remote, sizes = self._columns(layer, lengths, [grant.address for grant in grants])
-        expected = np.concatenate([grant.checksums[2 * layer : 2 * layer + 2] for grant in grants])
+        chunks = self._chunks(layer)
+        expected = np.concatenate([grant.checksums[chunks] for grant in grants])
         num_bytes = int(sizes.sum())
 
         def arrived(completion: Completion) -> None:
@@ -280,7 +281,7 @@ class StoreLink:
                 wrong = np.flatnonzero(completion.checksums != expected)
                 if wrong.size:
                     good = False
-                    reason = f"checksum of {grants[int(wrong[0]) // 2].key}"
+                    reason = f"checksum of {grants[int(wrong[0]) // self._layout.num_slabs].key}"
                 else:
                     loaded_bytes.inc(num_bytes)
             if load.land(layer, good):
@@ -416,10 +417,10 @@ class StoreLink:
                 save.num_in_flight -= 1
                 if completion.status == Status.OK:
                     assert completion.checksums is not None
+                    checksums = completion.checksums.reshape(len(grants), -1)
                     for position, grant in enumerate(grants):
-                        pair = completion.checksums[2 * position : 2 * position + 2]
-                        grant.checksums[2 * layer : 2 * layer + 2] = pair
-                        grant.is_written[2 * layer : 2 * layer + 2] = True
+                        grant.checksums[self._chunks(layer)] = checksums[position]
+                        grant.is_written[self._chunks(layer)] = True
                 elif save.is_wanted:
                     save.is_wanted = False
                     failures.labels("save").inc()
@@ -465,13 +466,19 @@ class StoreLink:
 
     # -- the ground under both -----------------------------------------------------------------
 
+    def _chunks(self, layer: int) -> slice:
+        """Which chunks of an object are ``layer``."""
+        num_slabs = self._layout.num_slabs
+        return slice(layer * num_slabs, (layer + 1) * num_slabs)
+
     def _columns(self, layer: int, lengths: Sequence[int], addresses: Sequence[int]) -> tuple[Column, Column]:
-        """(remote addresses, sizes) of keys and values of ``layer`` of objects, two rows an object."""
-        remote = np.empty((len(addresses), 2), dtype=np.uint64)
-        sizes = np.empty((len(addresses), 2), dtype=np.uint64)
+        """(remote addresses, sizes) of the slabs of ``layer`` of objects, object by object."""
+        shape = (len(addresses), self._layout.num_slabs)
+        remote = np.empty(shape, dtype=np.uint64)
+        sizes = np.empty(shape, dtype=np.uint64)
         for row, (num_tokens, address) in enumerate(zip(lengths, addresses, strict=True)):
-            keys, values = self._layout.object_offsets(layer, num_tokens)
-            remote[row] = address + keys, address + values
+            offsets = self._layout.object_offsets(layer, num_tokens)
+            remote[row] = [address + offset for offset in offsets]
             sizes[row] = self._layout.chunk_bytes(num_tokens)
         return remote.reshape(-1), sizes.reshape(-1)
 

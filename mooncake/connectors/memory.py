@@ -1,0 +1,132 @@
+"""Where the blocks of an engine lie in memory that transfer can move: addresses, and who may use them when.
+
+An engine's KV cache is layers; a block has the same number of slabs in each, all of one length::
+
+    layer 0   slab 0: block 0, block 1, block 2 …      slab 1: block 0, block 1, block 2 …
+    layer 1   …                                        (K and V apart: two slabs; together: one)
+
+``SlabMemory`` is the usual case, memory that is read and written in place. Where bytes must pass
+through other memory first (a device that transfer can't reach), the engine's room brings its own
+``HostMemory``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mooncake.kvlayout import Column
+from mooncake.prefix import BlockHash
+from mooncake.types import ObjectKey
+
+
+class ObjectLayout(Protocol):
+    """What a block is as an object of the store: its chunks, layer by layer, equally long.
+
+    ``KvLayout`` and ``SlabLayout`` are such.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_slabs(self) -> int: ...
+
+    def chunk_bytes(self, num_tokens: int) -> int: ...
+
+    def object_bytes(self, num_tokens: int) -> int: ...
+
+    def object_offsets(self, layer: int, num_tokens: int) -> tuple[int, ...]: ...
+
+
+class Identity(Protocol):
+    """Whose numbers the blocks are, in the key of each: ``KvIdentity`` or ``ForeignIdentity``."""
+
+    @property
+    def layout(self) -> ObjectLayout: ...
+
+    def key(self, block_hash: BlockHash) -> ObjectKey: ...
+
+
+class DeviceEvent(Protocol):
+    """What is used of ``torch.cuda.Event``."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclasses.dataclass(eq=False)
+class Held:
+    """Host memory for some blocks of the pool, from ``hold`` to ``release``."""
+
+    block_ids: list[int]
+    slots: list[int] = dataclasses.field(default_factory=list)
+    copied: list[DeviceEvent | None] = dataclasses.field(default_factory=list)
+    """Of a device: one event for each layer that is on its way to the host."""
+    is_released: bool = False
+
+
+class HostMemory(Protocol):
+    """The host's side of a KV pool. ``leave`` and ``enter`` are called on the engine's thread."""
+
+    @property
+    def buffers(self) -> Sequence[Any]:
+        """The host memory, to be registered with transfer."""
+        ...
+
+    def hold(self, block_ids: Sequence[int]) -> Held | None:
+        """Host memory for these blocks, or None when there is none left."""
+        ...
+
+    def addresses(self, held: Held, layer: int, members: Sequence[int]) -> Column:
+        """Addresses of the slabs of ``layer`` of some of the blocks: u64 [slabs * n], block by block."""
+        ...
+
+    def leave(self, held: Held, layer: int, is_last: bool) -> int:
+        """``layer`` was computed. How many leading layers lie in host memory now; all, if ``is_last``."""
+        ...
+
+    def enter(self, held: Held, layer: int) -> None:
+        """``layer`` lies in host memory and is needed in the pool by what is computed next."""
+        ...
+
+    def release(self, held: Held) -> None:
+        """Give the memory back. May be said more than once."""
+        ...
+
+
+class SlabMemory:
+    """Memory that transfer reads and writes in place: nothing to stage.
+
+    Args:
+        buffers: what to register; every slab lies in one of them.
+        first_addresses: u64 [layers, slabs]; where the slabs of block 0 begin.
+        strides: bytes from a slab of one block to that of the next; one for all layers, or one each.
+    """
+
+    def __init__(self, buffers: Sequence[Any], first_addresses: Column, strides: int | Sequence[int]) -> None:
+        assert first_addresses.ndim == 2 and first_addresses.dtype == np.uint64
+        self.buffers = list(buffers)
+        self._first = first_addresses
+        self._strides = np.broadcast_to(np.asarray(strides, dtype=np.uint64), (len(first_addresses),))
+
+    def hold(self, block_ids: Sequence[int]) -> Held | None:
+        return Held(list(block_ids))
+
+    def addresses(self, held: Held, layer: int, members: Sequence[int]) -> Column:
+        ids = np.array([held.block_ids[index] for index in members], dtype=np.uint64)
+        column: Column = self._first[layer][None, :] + (ids * self._strides[layer])[:, None]
+        return column.reshape(-1)
+
+    def leave(self, held: Held, layer: int, is_last: bool) -> int:
+        return layer + 1
+
+    def enter(self, held: Held, layer: int) -> None:
+        pass
+
+    def release(self, held: Held) -> None:
+        pass
