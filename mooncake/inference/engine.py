@@ -141,6 +141,7 @@ class Engine:
         self._aborts: list[str] = []
         self._known: set[str] = set()
         self._has_news = False
+        self._gives_way_until: float | None = None
         self._num_steps = self._num_prefill = self._num_decode = 0
         if link is not None:
             link.attach(self.wake)
@@ -175,6 +176,9 @@ class Engine:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when there is news since the last step began. The engine's thread sleeps here."""
+        if self._gives_way_until is not None:
+            patience_s = max(0.0, self._gives_way_until - self._clock())
+            timeout_s = patience_s if timeout_s is None else min(timeout_s, patience_s)
         with self._changed:
             self._changed.wait_for(lambda: self._has_news, timeout_s)
 
@@ -220,6 +224,7 @@ class Engine:
         if self._traffic is not None:
             self._traffic.poll(now)
         step = self.scheduler.schedule(now)
+        self._gives_way_until = step.gives_way_until
         if step.lookups:
             assert self._traffic is not None
             self._traffic.begin_lookups(step.lookups)

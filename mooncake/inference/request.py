@@ -145,6 +145,8 @@ class Request:
         self.num_local_cached_tokens = 0
         self.num_external_cached_tokens = 0
         """Leading tokens that this admission found here, and then those found outside."""
+        self.looked_up_at = 0.0
+        """When this admission asked outside."""
         self.num_local_hit_tokens = 0
         self.num_external_hit_tokens = 0
         """The same as they were at the first token; what usage reports say."""
@@ -158,6 +160,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_begun(self) -> bool:
+        """Something was computed since it was admitted."""
+        return self.num_computed_tokens > self.num_local_cached_tokens + self.num_external_cached_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:

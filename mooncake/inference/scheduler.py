@@ -8,7 +8,7 @@ external cache is reached: it names lookups, loads and saves, and is told how th
     scheduler.step_finished(step, tokens, failed_loads, now)
 
 Policy: a step has a token budget. Requests that decode come first (one token each), then prompts
-already begun, chunk by chunk, then new requests in order of (priority, arrival). A new request gets
+already begun, chunk by chunk, then the others in order of (priority, arrival). A new request gets
 blocks for its whole prompt at once, so a prompt begun is a prompt finished; only decoding grows.
 When growing finds no block, the request that ranks last is preempted: its blocks go back, its full
 ones stay findable, and it is computed again later. Chunked prefill with decodes first is
@@ -29,6 +29,9 @@ from mooncake.inference.step import Chunk, LookUp, SaveBlocks, SavedBlock, Step
 from mooncake.prefix import BlockHash
 
 STORIES_KEPT = 512
+
+GIVES_WAY_S = 0.05
+"""So long a prompt that could begin waits for one of better priority whose lookup is under way."""
 
 TOKENS_SPARED = 512
 """An answer's first tokens find their blocks right behind the prompt's, if there is room enough."""
@@ -155,25 +158,16 @@ class Scheduler:
         running = [r for r in self._admitted.values() if r.state is RequestState.RUNNING]
         running.sort(key=lambda request: request.rank)
         decoding = [request for request in running if request.num_uncomputed_tokens <= 1]
-        prefilling = [request for request in running if request.num_uncomputed_tokens > 1]
+        prompts = [request for request in running if request.num_uncomputed_tokens > 1]
+        prompts.sort(key=lambda request: (not request.is_begun, request.rank))
         for request in decoding:
             if request.state is RequestState.RUNNING and self._grow(request, step, now):
                 budget -= self._run(request, 1, step)
+        prompts = [request for request in prompts if request.state is RequestState.RUNNING]
         num_shared = 0
-        for request in (r for r in prefilling if r.state is RequestState.RUNNING):
-            if not self._joins(request.num_uncomputed_tokens, num_shared, budget):
-                break
-            num_tokens = self._run(request, budget, step)
+        while (prompt := self._next_prompt(prompts, num_shared, budget, step, now)) is not None:
+            num_tokens = self._run(prompt, budget, step)
             num_shared, budget = num_shared + num_tokens, budget - num_tokens
-        while self._waiting and len(self._admitted) < self.settings.max_running:
-            request = self._waiting[0]
-            # What the cache spares is known only once it is admitted, and then it must run.
-            if not self._joins(request.num_tokens, num_shared, budget) or not self._admit(request, now):
-                break
-            if not self._look_up(request, step):
-                request.state = RequestState.RUNNING
-                num_tokens = self._run(request, budget, step)
-                num_shared, budget = num_shared + num_tokens, budget - num_tokens
         for chunk in step.chunks:
             if chunk.request.timings.started is None:
                 chunk.request.timings.started = now
@@ -310,7 +304,7 @@ class Scheduler:
         )
         return True
 
-    def _look_up(self, request: Request, step: Step) -> bool:
+    def _look_up(self, request: Request, step: Step, now: float) -> bool:
         """Ask the external cache about what is not here; False when there is nothing to ask."""
         if not self.settings.has_external_cache or request.num_computed_tokens >= request.num_tokens:
             return False
@@ -326,6 +320,7 @@ class Scheduler:
         if not blocks:
             return False
         request.state = RequestState.LOOKING
+        request.looked_up_at = now
         step.lookups.append(LookUp(request, tuple(blocks)))
         return True
 
@@ -349,10 +344,46 @@ class Scheduler:
         request.block_ids += block
         return True
 
+    def _next_prompt(
+        self, ready: list[Request], num_shared: int, budget: int, step: Step, now: float
+    ) -> Request | None:
+        """The prompt that joins the step next, out of ``ready`` or admitted now; None: no other one."""
+        while len(self._admitted) < self.settings.max_running and self._waiting:
+            request = self._waiting[0]
+            if ready and (ready[0].is_begun or ready[0].rank < request.rank):
+                break
+            # What the cache spares is known only once it is admitted, and then it must run.
+            if not self._joins(request.num_tokens, num_shared, budget):
+                return None
+            if not self._admit(request, now):
+                break
+            if not self._look_up(request, step, now):
+                request.state = RequestState.RUNNING
+                return request
+        if not ready or not self._joins(ready[0].num_uncomputed_tokens, num_shared, budget):
+            return None
+        if not ready[0].is_begun and (until := self._gives_way_until(ready[0])) > now:
+            step.gives_way_until = until
+            return None
+        return ready.pop(0)
+
     def _joins(self, num_tokens: int, num_shared: int, budget: int) -> bool:
         """Whether a prompt of ``num_tokens`` may join a step with ``num_shared`` prompt tokens so far."""
         most = self.settings.saturating_tokens or self.settings.max_batch_tokens
         return budget > 0 and (not num_shared or num_shared + min(num_tokens, budget) <= most)
+
+    def _gives_way_until(self, request: Request) -> float:
+        """A prompt begun is a prompt finished, so a long one waits a moment for those before it that are
+        being looked up: of a burst the first to come would else begin before the first in priority."""
+        return max(
+            (
+                other.looked_up_at + GIVES_WAY_S
+                for other in self._admitted.values()
+                if other.state in (RequestState.LOOKING, RequestState.LOADING)
+                and other.priority < request.priority
+            ),
+            default=0.0,
+        )
 
     def _run(self, request: Request, budget: int, step: Step) -> int:
         """Add a chunk of up to ``budget`` tokens; returns its size."""

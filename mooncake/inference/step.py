@@ -68,6 +68,8 @@ class Step:
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     saves: list[SaveBlocks] = dataclasses.field(default_factory=list)
     lookups: list[LookUp] = dataclasses.field(default_factory=list)
+    gives_way_until: float | None = None
+    """A prompt could run but lets others go first, whose lookups are under way, until then at most."""
 
     @property
     def num_tokens(self) -> int:

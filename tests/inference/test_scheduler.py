@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference.request import FinishReason, Request, RequestState, SamplingParams
-from mooncake.inference.scheduler import Scheduler, SchedulerSettings
+from mooncake.inference.scheduler import GIVES_WAY_S, Scheduler, SchedulerSettings
 from mooncake.inference.step import Chunk, Step
 
 BLOCK = 4
@@ -148,6 +148,31 @@ def test_waiting_for_the_cache_holds_nobody_up() -> None:
     assert shape(run_step(scheduler)) == [("2", 0, 8)]
 
 
+def test_a_prompt_that_could_begin_gives_way_to_one_before_it_that_is_looked_up() -> None:
+    scheduler = Scheduler(EXTERNAL)
+    scheduler.add(request_of("1", 40, priority=5), 0.0)
+    scheduler.schedule(0.0)
+    scheduler.add(request_of("2", 8, 1, priority=1), 0.01)
+    assert scheduler.lookup_finished("1", 0, 0.01) is None
+    step = scheduler.schedule(0.01)
+    assert [lookup.request.id for lookup in step.lookups] == ["2"]
+    assert not step.chunks and step.gives_way_until == pytest.approx(0.01 + GIVES_WAY_S)
+    assert scheduler.lookup_finished("2", 0, 0.02) is None
+    assert shape(run_step(scheduler, 0.02)) == [("2", 0, 8), ("1", 0, 8)]
+    scheduler.add(request_of("3", 8, 1, priority=1), 0.03)
+    assert shape(run_step(scheduler, 0.03)) == [("1", 8, 16)], "a prompt begun is a prompt finished"
+
+
+def test_it_gives_way_for_a_moment_only() -> None:
+    scheduler = Scheduler(EXTERNAL)
+    scheduler.add(request_of("1", 8, priority=5), 0.0)
+    scheduler.add(request_of("2", 8, priority=1), 0.0)
+    scheduler.schedule(0.0)
+    assert scheduler.lookup_finished("1", 0, 0.0) is None
+    assert not scheduler.schedule(GIVES_WAY_S / 2).chunks
+    assert shape(run_step(scheduler, GIVES_WAY_S)) == [("1", 0, 8)]
+
+
 def test_loaded_request_joins_with_its_first_layer() -> None:
     scheduler = Scheduler(EXTERNAL)
     request = request_of("1", 10)
@@ -229,7 +254,8 @@ class World:
         prompt = [family * 100 + index for index in range(length)]
         sampling = SamplingParams(max_tokens=self.random.randint(1, 20), ignore_eos=True)
         save_tail = self.random.random() < 0.3
-        request = Request(f"r{len(self.requests)}", prompt, sampling, save_tail=save_tail)
+        priority = self.random.choice([0, 0, 1])
+        request = Request(f"r{len(self.requests)}", prompt, sampling, save_tail=save_tail, priority=priority)
         assert self.scheduler.add(request, self.now) is None
         self.requests.append(request)
 
@@ -254,7 +280,7 @@ class World:
         self.pins = self.pins[len(self.pins) // 2 + 1 :]
 
     def step(self) -> None:
-        self.now += 1.0
+        self.now += self.random.choice([0.01, 1.0])
         self.answer_the_cache()
         step = self.scheduler.schedule(self.now)
         self.verify(step)
