@@ -96,6 +96,7 @@ CORES = {
     "store.writing",
     "store.written",
     "conductor.admission",
+    "conductor.assumed",
     "conductor.balance",
     "conductor.conductor",
     "conductor.costs",

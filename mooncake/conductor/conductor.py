@@ -18,11 +18,12 @@ from random import Random
 import msgspec
 import numpy as np
 
+from mooncake.conductor.assumed import Assumed
 from mooncake.conductor.balance import Balance
 from mooncake.conductor.costs import DecodeModel
 from mooncake.conductor.explain import Explanation
 from mooncake.conductor.fit import TRUSTED_SAMPLES
-from mooncake.conductor.health import Health, Instance
+from mooncake.conductor.health import Health, Instance, ProbeOutcome
 from mooncake.conductor.index import Match, PrefixIndex
 from mooncake.conductor.judging import Judging, asked_of, candidates_of, refused
 from mooncake.conductor.load import Loads, Slots
@@ -48,6 +49,7 @@ from mooncake.conductor.messages import (
     Probed,
     Refuse,
     RemoveInstance,
+    Silent,
     StateChanged,
     StepMeasured,
     TransferMeasured,
@@ -91,6 +93,7 @@ class Conductor:
         self.predict = Predictor(costs or CostModels())
         self.loads = Loads()
         self.balance = Balance(settings.uses_per_copy)
+        self.assumed = Assumed(settings.assumed_tokens // settings.block_tokens)
         self.cluster = Cluster(settings, random, self.loads, self.predict)
         self._grow()
         self._settings = settings
@@ -116,6 +119,7 @@ class Conductor:
             BlocksStored: self._blocks_stored,
             BlocksRemoved: self._blocks_removed,
             BlocksCleared: self._blocks_cleared,
+            Silent: self._silent,
             AddInstance: self._add,
             RemoveInstance: self._remove,
             Drain: self._drain,
@@ -401,6 +405,8 @@ class Conductor:
             (event.request_id, decode_id) if prefill_id is None else (event.request_id, prefill_id, decode_id)
         )
         self._tell(now, keys, f"placed {event.request_id}: {reason}")
+        for instance in dict.fromkeys((prefill_id or decode_id, decode_id)):
+            self._assume(instance, event, now)
         policy = self._settings.scheduling
         return Decision(
             event.request_id,
@@ -550,6 +556,9 @@ class Conductor:
         assert instance.next_probe_at is not None
         heapq.heappush(self._timers, (instance.next_probe_at, "probe", instance.id))
         effects = self._changed(instance, before)
+        if event.outcome is ProbeOutcome.READY and instance.is_engine is not event.is_engine:
+            instance.is_engine = event.is_engine
+            self._members_changed()
         if instance.health is not health:
             self._choosable.clear()
             self._tell(now, (instance.id,), f"{instance.id} is {instance.state}: {instance.detail}")
@@ -560,6 +569,7 @@ class Conductor:
                 effects.append(Watch(instance.id))
             elif instance.health is Health.DOWN:
                 self.index.clear(instance.id, "lost", now)
+                self.assumed.forget(instance.id)
                 effects.append(Unwatch(instance.id))
         return effects
 
@@ -613,7 +623,25 @@ class Conductor:
     def _blocks_cleared(self, event: BlocksCleared, now: float) -> list[Effect]:
         num_blocks = self.index.clear(event.instance, event.reason, now)
         self._tell(now, (event.instance,), f"{event.instance} cleared its {num_blocks} blocks")
+        instance = self.instances.get(event.instance)
+        if instance is not None:
+            instance.is_silent = False
+            self.assumed.forget(instance.id)
         return []
+
+    def _silent(self, event: Silent, now: float) -> list[Effect]:
+        instance = self.instances.get(event.instance)
+        if instance is not None:
+            instance.is_silent = True
+        return []
+
+    def _assume(self, instance: InstanceId, event: Place, now: float) -> None:
+        """What it was given it has, if nobody will say so."""
+        if self.instances[instance].is_silent or event.is_text:
+            keys = event.keys[: event.num_tokens // self._settings.block_tokens]
+            dropped = self.assumed.note(instance, keys)
+            self.index.store(instance, keys)
+            self.index.remove(instance, dropped, reason="assumed", now=now)
 
     # --- membership
 
@@ -650,10 +678,14 @@ class Conductor:
     def _members_changed(self) -> None:
         self._choosable.clear()
         self._has_prefill = any(one.role is Role.PREFILL for one in self.instances.values())
-        lends = [one.slot for one in self.instances.values()] if self._settings.shares_blocks else []
+        lends = [one.slot for one in self.instances.values() if self._lends(one)]
         if self._pool_slot >= 0:
             lends = [self._pool_slot]  # instances share through the store, and it is known what that has
         self.cluster.sources = np.array(lends, np.int64)
+
+    def _lends(self, instance: Instance) -> bool:
+        settings = self._settings
+        return settings.engines_share_blocks if instance.is_engine else settings.shares_blocks
 
     def _remove(self, event: RemoveInstance, now: float) -> list[Effect]:
         instance = self.instances.get(event.instance)
@@ -676,6 +708,7 @@ class Conductor:
     def _drop(self, instance: Instance, reason: str, now: float) -> list[Effect]:
         del self.instances[instance.id]
         self.index.forget(instance.id, reason, now)
+        self.assumed.forget(instance.id)
         self.cluster.names[instance.slot] = ""
         self.cluster.turns[instance.slot] = 0.0
         self.loads.forget(instance.slot)

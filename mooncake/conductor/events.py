@@ -51,6 +51,8 @@ class EventSource(msgspec.Struct, frozen=True):
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+    may_connect: bool = False
+    "It may be that the publisher connects there rather than listens."
 
     def as_seen_from_afar(self, instance: InstanceId) -> EventSource:
         """With the instance's host where the worker says "any of my addresses"."""
@@ -60,7 +62,7 @@ class EventSource(msgspec.Struct, frozen=True):
             return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", lambda _: f"tcp://{host}:", endpoint)
 
         replay = None if self.replay_endpoint is None else reachable(self.replay_endpoint)
-        return EventSource(reachable(self.endpoint), replay, self.topic)
+        return EventSource(reachable(self.endpoint), replay, self.topic, self.may_connect)
 
 
 class EventReader:
@@ -120,11 +122,51 @@ def _joined(before: Fact, fact: BlocksStored | BlocksRemoved) -> bool:
     return True
 
 
+class Following:
+    """What arrives of one publisher, in order and whole; gaps are filled by replay."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        reader: EventReader,
+        source: EventSource,
+        post: Callable[[Fact], None],
+    ) -> None:
+        self._context, self._reader, self._source, self._post = context, reader, source, post
+
+    async def begin(self) -> None:
+        """Forget what was known before, and take everything that can be replayed."""
+        _post_all(self._post, self._reader.restart())
+        await _catch_up(self._context, self._reader, self._source, self._post)
+
+    async def take(self, frames: list[bytes], was_lost: bool = False) -> None:
+        """One message; ``was_lost``: the connection broke since the one before."""
+        reader, instance = self._reader, self._reader.instance
+        if len(frames) != 3:
+            log.warning("kv_event_refused", instance=instance, reason="not 3 frames")
+            return
+        sequence, payload = int.from_bytes(frames[1], "big"), frames[2]
+        try:
+            if was_lost or reader.is_restart(sequence, payload):
+                log.info("kv_events_restarted", instance=instance)
+                _restarts.inc()
+                _post_all(self._post, reader.restart())
+            if sequence > reader.next_sequence:
+                log.info("kv_events_missed", instance=instance, first=reader.next_sequence, last=sequence - 1)
+                await _catch_up(self._context, reader, self._source, self._post)
+                is_whole = sequence <= reader.next_sequence
+                _gaps.labels("replayed" if is_whole else "lost").inc()
+                if not is_whole:  # better no hints than stale ones
+                    _post_all(self._post, reader.restart())
+            _post_all(self._post, reader.read(sequence, payload))
+        except msgspec.MsgspecError as error:
+            log.warning("kv_event_refused", instance=instance, reason=str(error))
+
+
 async def follow(
     context: zmq.asyncio.Context, reader: EventReader, source: EventSource, post: Callable[[Fact], None]
 ) -> None:
     """Follow one publisher until cancelled, beginning with everything it can replay."""
-    instance = reader.instance
     subscriber = context.socket(zmq.SUB)
     try:
         subscriber.setsockopt(zmq.LINGER, 0)
@@ -134,34 +176,61 @@ async def follow(
         # that its numbers alone would look like a small gap: a lost connection counts as a restart.
         losses = subscriber.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         subscriber.connect(source.endpoint)
-        _post_all(post, reader.restart())
-        await _catch_up(context, reader, source, post)
+        following = Following(context, reader, source, post)
+        await following.begin()
         while True:
             frames = await subscriber.recv_multipart()
-            if len(frames) != 3:
-                log.warning("kv_event_refused", instance=instance, reason="not 3 frames")
-                continue
-            sequence, payload = int.from_bytes(frames[1], "big"), frames[2]
-            try:
-                if await _drained(losses) or reader.is_restart(sequence, payload):
-                    log.info("kv_events_restarted", instance=instance)
-                    _restarts.inc()
-                    _post_all(post, reader.restart())
-                if sequence > reader.next_sequence:
-                    log.info(
-                        "kv_events_missed", instance=instance, first=reader.next_sequence, last=sequence - 1
-                    )
-                    await _catch_up(context, reader, source, post)
-                    is_whole = sequence <= reader.next_sequence
-                    _gaps.labels("replayed" if is_whole else "lost").inc()
-                    if not is_whole:  # better no hints than stale ones
-                        _post_all(post, reader.restart())
-                _post_all(post, reader.read(sequence, payload))
-            except msgspec.MsgspecError as error:
-                log.warning("kv_event_refused", instance=instance, reason=str(error))
+            await following.take(frames, await _drained(losses))
     finally:
         subscriber.disable_monitor()
         subscriber.close()
+
+
+class Inbox:
+    """A socket that publishers connect to. Which of them sent a message its topic says."""
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+        """Raises zmq.ZMQError: that is no address of this host, or it is taken."""
+        self._context = context
+        self._queues: dict[bytes, asyncio.Queue[list[bytes]]] = {}
+        self._socket = context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 100_000)
+        self._socket.subscribe(b"")
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
+        self._task = asyncio.get_running_loop().create_task(self._sort())
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._socket.close()
+
+    def expects(self, topic: str) -> bool:
+        """Whether somebody follows this topic already."""
+        return topic.encode() in self._queues
+
+    async def follow(self, reader: EventReader, source: EventSource, post: Callable[[Fact], None]) -> None:
+        """As ``follow``, for the publisher that connects here and sends under the source's topic."""
+        topic = source.topic.encode()
+        assert topic not in self._queues
+        queue = self._queues[topic] = asyncio.Queue()
+        try:
+            following = Following(self._context, reader, source, post)
+            await following.begin()
+            while True:
+                await following.take(await queue.get())
+        finally:
+            del self._queues[topic]
+
+    async def _sort(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            queue = self._queues.get(frames[0])
+            if queue is not None:
+                queue.put_nowait(frames)
 
 
 async def _drained(monitor: zmq.asyncio.Socket) -> bool:

@@ -52,6 +52,10 @@ class Instance:
     role: Role
     slot: int = 0
     "Its place in the columns."
+    is_engine: bool = False
+    "It is no worker of ours."
+    is_silent: bool = False
+    "It does not tell what blocks it has."
     health: Health = Health.STARTING
     is_draining: bool = False
     detail: str = "not probed yet"

@@ -45,6 +45,8 @@ class Place(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "Tenant, model and adapter: requests of one scope resemble each other."
     bare_keys: list[BlockKey] = []
     "The same tokens' blocks without a salt, to tell a miss by salt from others. May be empty."
+    is_text: bool = False
+    "The keys name pieces of text, because nobody could tell the tokens; no instance tells of such blocks."
 
 
 class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -114,6 +116,8 @@ class Probed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     instance: InstanceId
     outcome: ProbeOutcome
     detail: str = ""
+    is_engine: bool = False
+    "It is no worker of ours, and so has no blocks for others but those in the store."
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -135,6 +139,12 @@ class BlocksRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class BlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
     instance: InstanceId
     reason: str = "cleared"
+
+
+class Silent(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """``instance`` does not tell its blocks: it is taken to have those of the prompts it was given."""
+
+    instance: InstanceId
 
 
 class AddInstance(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -170,6 +180,7 @@ Event = (
     | BlocksStored
     | BlocksRemoved
     | BlocksCleared
+    | Silent
     | AddInstance
     | RemoveInstance
     | Drain

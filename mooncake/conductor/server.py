@@ -14,20 +14,17 @@ from typing import Annotated, Any
 
 import aiohttp
 import msgspec
-import zmq
-import zmq.asyncio
 from msgspec import Meta
 from prometheus_client import Counter
 
 from mooncake import clock, metrics
 from mooncake.conductor import exposition
 from mooncake.conductor.conductor import Conductor
-from mooncake.conductor.events import EventReader, EventSource, follow
 from mooncake.conductor.explain import Explain, Explained, Explanation
+from mooncake.conductor.following import Followers
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.measured import Measured, read_measured
 from mooncake.conductor.messages import (
-    POOL,
     AddInstance,
     AdmissionStatus,
     BlocksCleared,
@@ -144,30 +141,25 @@ class ConductorService:
         self._driver: Driver[Event, Effect] = Driver(self.core, self._perform)
         self._answer: Decision | Refuse | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._followers: dict[InstanceId, asyncio.Task[None]] = {}
-        self._identities: dict[InstanceId, str] = {}  # under which digest its blocks lie in the pool
+        self._followers = Followers(settings, self._driver.post)
         self._read: dict[InstanceId, Measured] = {}  # how far its measurements have been read
         self._session: aiohttp.ClientSession | None = None
-        self._zmq = zmq.asyncio.Context()
 
     async def start(self) -> None:
         exposition.show(self.core)
         timeout = aiohttp.ClientTimeout(total=self.settings.probe_timeout_s)
         self._session = aiohttp.ClientSession(timeout=timeout)
-        if self.settings.pool_events:
-            source = EventSource(self.settings.pool_events, self.settings.pool_events_replay or None)
-            self._spawn(self._follow_pool(source))
+        await self._followers.start(self._session)
 
     async def close(self) -> None:
         self._driver.close()
         exposition.hide(self.core)
-        tasks = [*self._tasks, *self._followers.values()]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._followers.close()
         if self._session is not None:
             await self._session.close()
-        self._zmq.destroy(linger=0)
 
     async def place(self, request: Place) -> Decision | Refuse:
         return self.place_now(request)
@@ -210,7 +202,7 @@ class ConductorService:
         return self.explain_now(request_id)
 
     def explain_now(self, request_id: str) -> Explanation | None:
-        identities = self._identities
+        identities = self._followers.identities
         return self.core.explain(request_id, lambda one: identities.get(one, ""), clock.monotonic())
 
     def _perform(self, effect: Effect) -> None:
@@ -220,11 +212,9 @@ class ConductorService:
             case Probe():
                 self._spawn(self._probe(effect.instance))
             case Watch():
-                self._unfollow(effect.instance)
-                task = asyncio.get_running_loop().create_task(self._follow(effect.instance))
-                self._followers[effect.instance] = task
+                self._followers.follow(effect.instance)
             case Unwatch():
-                self._unfollow(effect.instance)
+                self._followers.unfollow(effect.instance)
             case StateChanged():
                 _state_changes.labels(effect.role, effect.after).inc()
                 log.info(
@@ -241,40 +231,29 @@ class ConductorService:
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
 
-    def _unfollow(self, instance: InstanceId) -> None:
-        task = self._followers.pop(instance, None)
-        if task is not None:
-            task.cancel()
-
     async def _probe(self, instance: InstanceId) -> None:
-        outcome, detail = ProbeOutcome.FAILED, "the probe was cancelled"
+        outcome, detail, is_engine = ProbeOutcome.FAILED, "the probe was cancelled", False
         try:
-            outcome, detail = await self._ask(instance)
+            outcome, detail, is_engine = await self._ask(instance)
         except TimeoutError:
             detail = f"no answer to a probe within {self.settings.probe_timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
             detail = f"probe failed: {error}"
-        self._driver.post(Probed(instance, outcome, detail))
+        self._driver.post(Probed(instance, outcome, detail, is_engine))
 
-    async def _ask(self, instance: InstanceId) -> tuple[ProbeOutcome, str]:
+    async def _ask(self, instance: InstanceId) -> tuple[ProbeOutcome, str, bool]:
         assert self._session is not None
         async with self._session.get(f"http://{instance}/ready") as response:
             if response.status == 200:
                 self._take_measured(instance, await response.read())
-                return ProbeOutcome.READY, "answers"
+                return ProbeOutcome.READY, "answers", False
             if response.status != 404:
-                return ProbeOutcome.ALIVE, f"/ready answers {response.status}"
+                return ProbeOutcome.ALIVE, f"/ready answers {response.status}", False
         # vLLM has no /ready; there /health tells all.
         async with self._session.get(f"http://{instance}/health") as response:
             if response.status == 200:
-                return ProbeOutcome.READY, "answers"
-            return ProbeOutcome.FAILED, f"/health answers {response.status}"
-
-    async def _follow_pool(self, source: EventSource) -> None:
-        try:
-            await follow(self._zmq, EventReader(POOL), source, self._driver.post)
-        except zmq.ZMQError as error:
-            log.warning("kv_events_ignored", instance=POOL, sources=[source], reason=str(error))
+                return ProbeOutcome.READY, "answers", True
+            return ProbeOutcome.FAILED, f"/health answers {response.status}", True
 
     def _take_measured(self, instance: InstanceId, body: bytes) -> None:
         """Post what the instance has measured since it was last asked; only our workers tell."""
@@ -283,39 +262,6 @@ class ConductorService:
             for event in found.since(self._read.get(instance), instance):
                 self._driver.post(event)
             self._read[instance] = found
-
-    async def _follow(self, instance: InstanceId) -> None:
-        """Subscribe to every source that the instance names; without any the index stays empty for it."""
-        assert self._session is not None
-        try:
-            async with self._session.get(f"http://{instance}/kv_event_sources") as response:
-                answer = msgspec.json.decode(await response.read(), type=_Sources)
-                found = answer.sources if response.status == 200 else []
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError) as error:
-            log.info("no_kv_events", instance=instance, reason=str(error))
-            return
-        self._identities[instance] = answer.kv_identity
-        if found and answer.block_size != self.settings.block_tokens:
-            log.warning(
-                "kv_events_ignored",
-                instance=instance,
-                reason=f"its blocks have {answer.block_size} tokens, ours {self.settings.block_tokens}",
-            )
-            return
-        try:
-            async with asyncio.TaskGroup() as group:
-                for source in found:
-                    reachable = source.as_seen_from_afar(instance)
-                    group.create_task(follow(self._zmq, EventReader(instance), reachable, self._driver.post))
-        except* zmq.ZMQError as errors:
-            reason = str(errors.exceptions[0])
-            log.warning("kv_events_ignored", instance=instance, sources=found, reason=reason)
-
-
-class _Sources(msgspec.Struct):
-    sources: list[EventSource]
-    block_size: int
-    kv_identity: str = ""
 
 
 _FACTS = (

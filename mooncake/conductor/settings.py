@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from msgspec import Meta
+
+from mooncake.errors import InvalidArgument
 
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -24,6 +27,9 @@ class SchedulingSettings:
 
     shares_blocks: bool = True
     "Whether an instance can load blocks that another one holds. Once the store tells what it has, it lends."
+
+    engines_share_blocks: bool = False
+    "Whether engines that are not our workers (vLLM) can load each other's blocks, through the store."
 
     uses_per_copy: Annotated[float, Meta(gt=0)] = 10.0
     "Uses in a minute for which a hot prefix deserves one more instance that keeps a copy."
@@ -78,3 +84,17 @@ class SchedulingSettings:
 
     pool_events_replay: str = ""
     "Endpoint that replays the store's KV events to those who come late or missed some."
+
+    kv_events_listen: str = ""
+    "Endpoint for engines whose KV events come by a connection of theirs; empty: the address that they name."
+
+    event_sources: tuple[str, ...] = ()
+    "KV events of engines that name none: `host:port=tcp://host:5557`, and `=tcp://host:5558` for replay."
+
+    assumed_tokens: Annotated[int, Meta(ge=0)] = 262_144
+    "Tokens whose KV an instance without KV events is taken to keep of the prompts it was given."
+
+    def __post_init__(self) -> None:
+        for given in self.event_sources:
+            if not re.fullmatch(r"[^=\s]+:\d{1,5}(=(tcp|ipc)://[^=\s]+){1,2}", given):
+                raise InvalidArgument("event_sources", given, "host:port=tcp://host:port")

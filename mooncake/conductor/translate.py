@@ -1,10 +1,10 @@
 """Block hashes of engines and stores to the keys of an index.
 
-Two translations. ``OwnKeys`` is for the index that places our requests: our workers' SHA-256 hashes as they
-are, our store's objects by their names, and engines with other hashes by the tokens that travel beside them.
-``SequenceKeys`` is for the index that other routers ask, in the standard of ``seqhash.py``: stores send that
-standard, engines send tokens. What can't be translated is left out: a hint that is missing costs speed, one
-that is wrong costs more.
+Three translations. For the index that places our requests there are ``OwnKeys`` (our workers' SHA-256 hashes
+as they are, our store's objects by their names) and ``EngineKeys`` (engines with other hashes, by the tokens
+that travel beside them). ``SequenceKeys`` is for the index that other routers ask, in the standard of
+``seqhash.py``: stores send that standard, engines send tokens. What can't be translated is left out: a hint
+that is missing costs speed, one that is wrong costs more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mooncake.conductor.holders import PLANE
 from mooncake.conductor.keytable import KeyTable, column_of
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from mooncake.conductor.seqhash import extend_sequence
-from mooncake.prefix import BlockHash, BlockKey, extend, root_hash, short_key
+from mooncake.prefix import BlockHash, BlockKey, block_hashes, root_hash, short_key
 from mooncake.types import Tier
 
 Fact = BlocksStored | BlocksRemoved | BlocksCleared
@@ -52,36 +52,77 @@ class OwnKeys:
     """To short keys of our own block hashes. A store's blocks are in the scope of their identity: ``kv/`` and
     the digest of the ``KvIdentity`` whose numbers they are."""
 
-    def __init__(self) -> None:
-        self._hashes: dict[int, BlockHash] = {}  # of engines whose block hashes are not ours
-
     def stored(self, event: BlockStored) -> Blocks:
         if event.object_key is not None:
             return _named_by(event.object_key)
-        if not any(isinstance(block_hash, int) for block_hash in event.block_hashes):
-            return "", [short_key(one) for one in event.block_hashes if isinstance(one, bytes)]
-        if event.lora_name or any(event.extra_keys or ()):
-            return "", []  # salted in a way that is not ours
-        parent: BlockHash | None = root_hash()
-        if isinstance(event.parent_block_hash, int):
-            parent = self._hashes.get(event.parent_block_hash)
-        keys: list[BlockKey] = []
-        for foreign, tokens in _with_tokens(event):
-            if parent is None or not isinstance(foreign, int):
-                break
-            parent = extend(parent, tokens)
-            self._hashes[foreign] = parent
-            keys.append(short_key(parent))
-        return "", keys
+        return "", [short_key(one) for one in event.block_hashes if isinstance(one, bytes)]
 
     def removed(self, event: BlockRemoved) -> Blocks:
         if event.object_key is not None:
             return _named_by(event.object_key)
-        found = [one if isinstance(one, bytes) else self._hashes.get(one) for one in event.block_hashes]
-        return "", [short_key(one) for one in found if one is not None]
+        return "", [short_key(one) for one in event.block_hashes if isinstance(one, bytes)]
 
     def clear(self) -> None:
-        self._hashes.clear()
+        pass
+
+
+class _Known(msgspec.Struct):
+    """An engine's block: it ends ``tail`` tokens behind our block ``parent``, and completed ``hashes``."""
+
+    parent: BlockHash
+    tail: list[int]
+    hashes: list[BlockHash]
+    tiers: int = 0
+
+
+class EngineKeys:
+    """To short keys of our own block hashes, from the tokens of an engine that hashes in its own way.
+
+    Its blocks may be longer or shorter than ours, of ``block_tokens``: one of ours is there when an engine's
+    block completes it, and gone with that one.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._blocks: dict[ForeignHash, _Known] = {}
+
+    def stored(self, event: BlockStored) -> Blocks:
+        before = self._before(event)
+        hashes: list[BlockHash] = []
+        for number, (foreign, tokens) in enumerate(_with_tokens(event)):
+            if before is None or (_salts(event, number) and (number or event.parent_block_hash is not None)):
+                break  # more than tokens from here on, say an image
+            known = self._blocks.get(foreign) or self._completed(before, tokens)
+            known.tiers |= 1 << PLANE[tier_of(event)]
+            before = self._blocks[foreign] = known
+            hashes += known.hashes
+        return "", [short_key(one) for one in hashes]
+
+    def removed(self, event: BlockRemoved) -> Blocks:
+        keys: list[BlockKey] = []
+        for foreign in event.block_hashes:
+            known = self._blocks.get(foreign)
+            if known is not None:
+                keys += [short_key(one) for one in known.hashes]
+                known.tiers &= ~(1 << PLANE[tier_of(event)])
+                if not known.tiers:
+                    del self._blocks[foreign]
+        return "", keys
+
+    def clear(self) -> None:
+        self._blocks.clear()
+
+    def _before(self, event: BlockStored) -> _Known | None:
+        """What the event's first block follows; None when that is not known."""
+        if event.parent_block_hash is not None:
+            return self._blocks.get(event.parent_block_hash)
+        return _Known(root_hash(" ".join(_salts(event, 0)), event.lora_name or ""), [], [])
+
+    def _completed(self, before: _Known, tokens: list[int]) -> _Known:
+        together = before.tail + tokens
+        hashes = block_hashes(together, self._block_tokens, before.parent)
+        tail = together[len(hashes) * self._block_tokens :]
+        return _Known(hashes[-1] if hashes else before.parent, tail, hashes)
 
 
 def _named_by(key: str) -> Blocks:

@@ -30,6 +30,7 @@ from mooncake.conductor.messages import (
     Probed,
     Refuse,
     RemoveInstance,
+    Silent,
     StateChanged,
     StepMeasured,
     TransferMeasured,
@@ -456,3 +457,34 @@ def test_the_pool_lends_but_serves_nobody(conductor: Conductor) -> None:
     assert all(row.instance != POOL for row in conductor.status())
     conductor.handle(BlocksCleared(POOL, "restarted"), 2.0)
     assert conductor.index.matches(KEYS, "kv/0") == {}
+
+
+# --- engines that are not our workers
+
+
+def test_who_tells_nothing_has_what_it_was_given(conductor: Conductor) -> None:
+    add(conductor, "p1", "p2", "d1")
+    conductor.handle(Silent("p1"), 1.0)
+    conductor.handle(Silent("d1"), 1.0)
+    decision = place(conductor, keys=KEYS, exclude=["p2"])
+    assert isinstance(decision, Decision)
+    assert conductor.index.matches(KEYS) == {"p1": len(KEYS), "d1": len(KEYS)}
+    place(conductor, "r2", keys=KEYS, exclude=["p1"])
+    assert "p2" not in conductor.index.matches(KEYS), "this one tells"
+    place(conductor, "r3", keys=[1, 2], is_text=True, exclude=["p1"])
+    assert conductor.index.matches([1, 2])["p2"] == 2, "but never of text"
+    conductor.handle(BlocksCleared("p1"), 2.0)  # its events are followed now
+    place(conductor, "r4", keys=KEYS, exclude=["p2"])
+    assert "p1" not in conductor.index.matches(KEYS)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_engines_lend_only_if_they_share_a_store(share: bool) -> None:
+    conductor = Conductor(SchedulingSettings(block_tokens=16, engines_share_blocks=share), Random(0))
+    add(conductor, "p1", "d1")
+    conductor.handle(AddInstance("p2", Role.PREFILL), 0.0)
+    conductor.handle(Probed("p2", ProbeOutcome.READY, "", True), 0.0)
+    slot = conductor.instances["p2"].slot
+    assert (slot in conductor.cluster.sources) is share
+    assert conductor.instances["p1"].slot in conductor.cluster.sources
+    conductor.check()

@@ -14,7 +14,7 @@ import zmq.asyncio
 from mooncake.conductor.events import EventReader, EventSource, follow
 from mooncake.conductor.index import PrefixIndex
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored
-from mooncake.conductor.translate import Fact
+from mooncake.conductor.translate import EngineKeys, Fact
 from mooncake.inference.kv_events import BlockRemoved, BlockStored, KvEvent, KvEventPublisher
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.rpc import AsyncClient
@@ -195,15 +195,16 @@ def test_duplicates_are_read_once() -> None:
 
 
 def test_foreign_hashes_are_translated_by_their_tokens() -> None:
-    reader = EventReader("w")
+    reader = EventReader("w", EngineKeys(16))
     fields: dict[str, object] = {"type": "BlockStored", "block_size": 16, "group_idx": 0, "lora_id": None}
     first = {**fields, "block_hashes": [11, 22], "parent_block_hash": None, "token_ids": [*range(32)]}
     then = {**fields, "block_hashes": [33], "parent_block_hash": 22, "token_ids": [*range(32, 48)]}
     orphan = {**fields, "block_hashes": [44], "parent_block_hash": 99, "token_ids": [*range(16)]}
     facts = reader.read(0, batch(first, then, orphan, {"type": "BlockRemoved", "block_hashes": [22, 77]}))
     assert facts == [BlocksStored("w", KEYS[:3]), BlocksRemoved("w", KEYS[1:2])]
-    salted = {**first, "extra_keys": [["salt"], None]}
-    assert reader.read(1, batch(salted)) == []
+    salted = {**first, "block_hashes": [55, 66], "extra_keys": [["salt"], None]}
+    keys = [short_key(one) for one in block_hashes(range(32), 16, root_hash("salt"))]
+    assert reader.read(1, batch(salted)) == [BlocksStored("w", keys)]
 
 
 def test_cleared_clears() -> None:

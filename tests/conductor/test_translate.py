@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mooncake.conductor.eventwire import BlockRemoved, BlockStored
 from mooncake.conductor.seqhash import sequence_hashes
-from mooncake.conductor.translate import OwnKeys, Scope, SequenceKeys
+from mooncake.conductor.translate import EngineKeys, OwnKeys, Scope, SequenceKeys
 from mooncake.prefix import block_hashes, root_hash, short_key
 
 TOKENS = list(range(100, 112))
@@ -76,3 +76,37 @@ def test_our_store_s_blocks_are_in_the_scope_of_their_identity() -> None:
     assert keys.removed(removed) == ("kv/ffff456789abcdef", [short_key(block)])
     assert keys.stored(BlockStored(object_key="kv/0123456789abcdef/no hash"))[1] == []
     assert keys.stored(BlockStored(object_key="17"))[1] == []
+
+
+def test_an_engine_s_blocks_may_be_longer_or_shorter_than_ours() -> None:
+    for ours, theirs in ((2, 4), (4, 2), (4, 4), (4, 3), (3, 4)):
+        keys = EngineKeys(ours)
+        told: list[int] = []
+        for start in range(0, 12, theirs):  # each block by an event of its own
+            event = BlockStored([start], start - theirs if start else None, TOKENS[start:][:theirs], theirs)
+            told += keys.stored(event)[1]
+        expected = [short_key(one) for one in block_hashes(TOKENS, ours, root_hash())]
+        assert told == expected, (ours, theirs)
+        gone = keys.removed(BlockRemoved([*range(0, 12, theirs)]))[1]
+        assert gone == expected
+        assert keys.stored(BlockStored([99], 0, TOKENS[:theirs], theirs))[1] == [], "its parent is gone"
+
+
+def test_an_engine_s_adapters_salts_and_images_are_not_mixed_up() -> None:
+    keys = EngineKeys(4)
+    adapted = stored([1], None, 0, lora_name="sql", extra_keys=[["sql"]])
+    [block] = block_hashes(TOKENS[:4], 4, root_hash("", "sql"))
+    assert keys.stored(adapted)[1] == [short_key(block)]
+    [block] = block_hashes(TOKENS[:4], 4, root_hash("pepper"))
+    assert keys.stored(stored([b"2"], None, 0, extra_keys=[["pepper"]]))[1] == [short_key(block)]
+    with_image = stored([4, 5], None, 0, extra_keys=[None, ["image 7"]])
+    plain = [short_key(one) for one in block_hashes(TOKENS[:4], 4, root_hash())]
+    assert keys.stored(with_image)[1] == plain, "the same tokens, but not the same block"
+
+
+def test_an_engine_s_block_is_known_until_its_last_tier_lost_it() -> None:
+    keys = EngineKeys(4)
+    keys.stored(stored([1], None, 0))
+    keys.stored(stored([1], None, 0, medium="cpu"))
+    assert keys.removed(BlockRemoved([1]))[1] and keys.removed(BlockRemoved([1], medium="cpu"))[1]
+    assert keys.removed(BlockRemoved([1]))[1] == []
