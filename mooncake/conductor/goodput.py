@@ -70,7 +70,10 @@ class Goodput:
         return min(_MOST_OVER, max(_LEAST_OVER, self._over.value))
 
     def judge(self, request: Applicant, pools: Pools, now: float) -> Verdict:
-        late_s = max(0.0, self._late_s.value)
+        # Beyond the queue that is aimed at nobody is let in by mistake; below it somebody must be, or a time
+        # of wrong forecasts would end all requests, and with them all that could teach better ones.
+        most_s = (1.0 - TARGET_BACKLOG) * request.slo_ttft_s
+        late_s = min(max(0.0, self._late_s.value), most_s)
         if request.slo_ttft_s and request.ttft_s + late_s > request.slo_ttft_s:
             return too_late(request, late_s)
         room_s = max(0.0, request.slo_tbt_s - pools.step.base_s) / self._over_factor

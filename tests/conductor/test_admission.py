@@ -151,6 +151,18 @@ def test_goodput_learns_how_late_its_forecasts_are() -> None:
     admission.check()
 
 
+def test_goodput_goes_on_after_a_time_of_wrong_forecasts() -> None:
+    """Else nobody would be let in whose fate could show that they are right again."""
+    admission = Admission("goodput")
+    for number in range(100):
+        admission.goodput.learn(3600.0, 0.0)
+        assert admission.judge(applicant(f"soon{number}"), POOLS, float(number)).is_admitted
+        admission.forget(f"soon{number}")
+    verdict = admission.judge(applicant("late", queue_s=5.0, ttft_s=6.0), POOLS, 100.0)
+    assert verdict.code == "slo_ttft" and "5 s short" in verdict.reason
+    assert verdict.retry_after_s == pytest.approx(1.0)
+
+
 def test_goodput_prefers_value_per_second_and_says_what_is_given() -> None:
     admission, random = Admission("goodput"), Random(1)
     verdicts: dict[tuple[float, int], list[Verdict]] = {}
