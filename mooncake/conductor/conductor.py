@@ -24,9 +24,10 @@ from mooncake.conductor.costs import DecodeModel
 from mooncake.conductor.explain import Explanation
 from mooncake.conductor.fit import TRUSTED_SAMPLES
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
-from mooncake.conductor.index import Match, PrefixIndex
+from mooncake.conductor.index import PrefixIndex
 from mooncake.conductor.judging import Judging, asked_of, candidates_of, refused
 from mooncake.conductor.load import Loads, Slots
+from mooncake.conductor.match import Match
 from mooncake.conductor.messages import (
     POOL,
     AddInstance,

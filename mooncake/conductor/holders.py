@@ -10,8 +10,6 @@ thousand instances still hold the next block of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -21,12 +19,15 @@ from mooncake.types import Tier
 Masks = tuple[int, int, int]
 """Slots that hold a block in the order of ``Tier``."""
 
+Words = npt.NDArray[np.uint64]
+
 PLANE = {tier: position for position, tier in enumerate(Tier)}
 NOBODY = 0
 """The row of blocks that nobody holds."""
 
-_WORTH_KEEPING = 32
-"""Holders of a row from which on it is likely to be asked for again and again."""
+_FEW_ROWS = 24
+_UNPACKED = 4096
+_TIER_BITS = np.array([1, 2, 4], np.uint64)
 
 
 class HolderSets:
@@ -37,8 +38,7 @@ class HolderSets:
         self._counts: list[int] = [0]
         self._rows: dict[Masks, int] = {(0, 0, 0): NOBODY}
         self._free: list[int] = []
-        self._packed: dict[int, bytes] = {}
-        self._width = 0
+        self._unpacked = _Unpacked()
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -57,20 +57,22 @@ class HolderSets:
         device, memory, ssd = self._masks[row]
         return bool((device | memory | ssd) >> slot & 1)
 
-    def packed(self, rows: Sequence[int], width: int) -> bytearray:
-        """The masks of rows one after the other, each in ``width`` bytes."""
-        if width != self._width:
-            self._packed.clear()
-            self._width = width
-        kept = self._packed.get
-        return bytearray().join([kept(row) or self._pack(row) for row in rows])
+    def reach(self, rows: Values, num_words: int) -> Words:
+        """Who holds rows on the device or in memory, and who anywhere: by row, level and word of slots."""
+        places = self._unpacked.places(rows, self._masks, num_words)
+        return self._unpacked.reach.take(places, axis=0)
 
-    def _pack(self, row: int) -> bytes:
-        masks = self._masks[row]
-        packed = b"".join([mask.to_bytes(self._width, "little") for mask in masks])
-        if sum(mask.bit_count() for mask in masks) > _WORTH_KEEPING:
-            self._packed[row] = packed
-        return packed
+    def tiers(self, rows: Values, slot: int, num_words: int) -> npt.NDArray[np.uint8]:
+        """By row: the tiers on which a slot is in it, as bits in the order of ``Tier``."""
+        if len(rows) <= _FEW_ROWS:
+            few = [self._masks[row] for row in rows.tolist()]
+            found = [
+                one >> slot & 1 | (two >> slot & 1) << 1 | (three >> slot & 1) << 2 for one, two, three in few
+            ]
+            return np.array(found, np.uint8)
+        places = self._unpacked.places(rows, self._masks, num_words)
+        words = self._unpacked.planes[places, :, slot >> 6]
+        return ((words >> np.uint64(slot & 63) & np.uint64(1)) @ _TIER_BITS).astype(np.uint8)
 
     def move(self, before: int, masks: Masks, num_blocks: int) -> int:
         """``num_blocks`` blocks leave the row ``before`` for the row of ``masks``, which is returned."""
@@ -91,7 +93,7 @@ class HolderSets:
             if not self._counts[before]:
                 del self._rows[self._masks[before]]
                 self._masks[before] = (0, 0, 0)
-                self._packed.pop(before, None)
+                self._unpacked.forget(before)
                 self._free.append(before)
         return row
 
@@ -100,6 +102,57 @@ class HolderSets:
         assert counts == {row: self._counts[row] for row in self._rows.values() if row != NOBODY}
         assert len(self._rows) + len(self._free) == len(self._masks)
         assert all(self._masks[row] == masks for masks, row in self._rows.items())
+
+
+class _Unpacked:
+    """Rows as arrays of words, for prompts that meet many of them: a cache, emptied when it is full."""
+
+    def __init__(self) -> None:
+        self.planes: Words = np.empty((0, 3, 0), np.uint64)
+        """By place and tier."""
+        self.reach: Words = np.empty((0, 2, 0), np.uint64)
+        """By place: on the device or in memory; anywhere."""
+        self._place_of = np.full(64, -1, np.int32)  # by row
+        self._num_places = 0
+
+    def forget(self, row: int) -> None:
+        """Another set has the row now."""
+        if row < len(self._place_of):
+            self._place_of[row] = -1
+
+    def places(self, rows: Values, masks: list[Masks], num_words: int) -> npt.NDArray[np.int32]:
+        """Where each of ``rows`` is; those that were nowhere are put there."""
+        if len(masks) > len(self._place_of):
+            new = np.full(2 * len(masks) - len(self._place_of), -1, np.int32)
+            self._place_of = np.concatenate([self._place_of, new])
+        if num_words != self.planes.shape[2]:
+            self._empty(_UNPACKED, num_words)
+        places: npt.NDArray[np.int32] = self._place_of.take(rows)
+        if np.count_nonzero(places < 0):
+            missing = np.unique(rows[places < 0])
+            if self._num_places + len(missing) > len(self.planes):
+                missing = np.unique(rows)
+                self._empty(max(_UNPACKED, len(missing)), num_words)
+            self._unpack(missing, masks)
+            places = self._place_of.take(rows)
+        return places
+
+    def _empty(self, num_places: int, num_words: int) -> None:
+        self.planes = np.empty((num_places, 3, num_words), np.uint64)
+        self.reach = np.empty((num_places, 2, num_words), np.uint64)
+        self._place_of.fill(-1)
+        self._num_places = 0
+
+    def _unpack(self, rows: Values, masks: list[Masks]) -> None:
+        first, end = self._num_places, self._num_places + len(rows)
+        width = 8 * self.planes.shape[2]
+        packed = b"".join([mask.to_bytes(width, "little") for row in rows.tolist() for mask in masks[row]])
+        planes = np.frombuffer(packed, np.uint64).reshape(len(rows), 3, -1)
+        self.planes[first:end] = planes
+        self.reach[first:end, 0] = planes[:, 0] | planes[:, 1]
+        self.reach[first:end, 1] = self.reach[first:end, 0] | planes[:, 2]
+        self._place_of[rows] = range(first, end)
+        self._num_places = end
 
 
 def without_slot(masks: Masks, slot: int) -> Masks:

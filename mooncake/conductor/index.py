@@ -20,57 +20,14 @@ import numpy.typing as npt
 
 from mooncake.conductor.holders import NOBODY, PLANE, HolderSets, with_plane, without_slot
 from mooncake.conductor.keytable import Keys, KeyTable, Values, column_of
+from mooncake.conductor.match import Match
 from mooncake.conductor.past import Past, Removal
 from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId, Tier
 
-Counts = npt.NDArray[np.int64]
-
 _FIRST_SLOTS = 64
 _LISTED = 1 << 16
 _LISTED_PART = 64  # lists are kept up to so many blocks, or such a part of all
-
-
-class Match:
-    """Who holds how much of the beginning of a prompt: numbers of blocks, by slot."""
-
-    def __init__(self, holders: HolderSets, rows: Values, num_slots: int) -> None:
-        self._holders, self._rows, self._num_slots = holders, rows, num_slots
-        is_missing = rows == NOBODY
-        self.num_held = int(is_missing.argmax()) if is_missing.any() else len(rows)
-        "Leading blocks that anybody holds."
-        self.leading_device, self.leading_memory, self.leading = self._walk()
-        """Leading blocks on the device; there or in memory; anywhere."""
-
-    def tiers_of(self, slot: int) -> list[int]:
-        """For each block of the prompt the tiers on which a slot has it, as bits in the order of ``Tier``."""
-        rows, ends = _runs(self._rows)
-        found = []
-        for device, memory, ssd in map(self._holders.masks, rows):
-            found.append(device >> slot & 1 | (memory >> slot & 1) << 1 | (ssd >> slot & 1) << 2)
-        tiers: list[int] = np.repeat(found, np.diff(ends, prepend=0)).tolist()
-        return tiers
-
-    def _walk(self) -> npt.NDArray[np.int64]:
-        """Follow the prompt with everybody; note who stays behind where. A row of counts for each level."""
-        counts = np.zeros((len(PLANE), self._num_slots), np.int64)
-        rows = self._rows[: self.num_held]
-        if not len(rows):
-            return counts
-        runs, ends = _runs(rows)
-        packed = self._holders.packed(runs, self._num_slots // 8)
-        held = np.frombuffer(packed, np.uint64).reshape(len(runs), len(PLANE), -1)
-        held[:, 1] |= held[:, 0]  # from here on: on this tier or a faster one
-        held[:, 2] |= held[:, 1]
-        alive = np.bitwise_and.accumulate(held, axis=0)
-        alive[:-1] ^= alive[1:]  # now: those for whom this run was the last
-        last = alive.reshape(-1)
-        words = (last != 0).nonzero()[0]
-        bits = np.unpackbits(last[words].view(np.uint8), bitorder="little").view(np.bool_).nonzero()[0]
-        run, place = np.divmod(words, alive[0].size)  # few words, many bits
-        word = bits >> 6
-        counts.reshape(-1)[(place * 64)[word] + (bits & 63)] = ends[run][word]
-        return counts
 
 
 class PrefixIndex:
@@ -213,12 +170,9 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[BlockKey], scope: str = "") -> Match:
         """How much of the beginning of a prompt each slot holds."""
-        table = self._tables.get(scope)
-        if table is None:
-            rows: Values = np.zeros(len(keys), np.uint32)
-        else:
-            rows = table.find(np.array(keys, np.uint64)).values
-        return Match(self._holders, rows, self.num_slots)
+        table, column = self._tables.get(scope), np.fromiter(keys, np.uint64, len(keys))
+        rows: Values = np.zeros(len(keys), np.uint32) if table is None else table.find(column).values
+        return Match(self._holders, column, rows, self.num_slots)
 
     def matches(self, keys: Sequence[BlockKey], scope: str = "") -> dict[InstanceId, int]:
         """Instance -> number of leading blocks that it holds; without any it is absent."""
@@ -283,12 +237,6 @@ def _groups(rows: Values) -> Iterator[tuple[int, slice | npt.NDArray[np.bool_], 
         return
     for row, count in zip(*(column.tolist() for column in np.unique(rows, return_counts=True)), strict=True):
         yield row, rows == row, count
-
-
-def _runs(rows: Values) -> tuple[list[int], Counts]:
-    """Neighbours with equal holders: the row of each run, and where it ends."""
-    last = np.append(rows[1:] != rows[:-1], len(rows) > 0).nonzero()[0]
-    return rows[last].tolist(), last + 1
 
 
 def _slots_in(mask: int) -> Iterator[int]:

@@ -12,7 +12,8 @@ from itertools import islice
 
 from mooncake.conductor.admission import Admission
 from mooncake.conductor.explain import Candidate, Explainer, Explanation
-from mooncake.conductor.index import Match, PrefixIndex
+from mooncake.conductor.index import PrefixIndex
+from mooncake.conductor.match import Match
 from mooncake.conductor.messages import (
     AdmissionStatus,
     Decision,
@@ -138,7 +139,7 @@ def asked_of(
     match = match or index.match(keys)
     slot = index.slots.get(computing)
     if slot is not None:
-        asked.tiers = bytes(match.tiers_of(slot))
+        asked.tiers = match.tiers_of(slot)
     if match.num_held:
         leading = match.leading.copy()
         if slot is not None:

@@ -27,6 +27,8 @@ _FIRST_BUCKETS = 8
 _SPLIT_AT_LEAST = 256
 _ABSENT, _OVERFLOWN = -1, -2
 _MIX, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+_WHICH_BYTE = np.uint64(sum(byte << 61 - 8 * byte for byte in range(_BUCKET)))
+_TOP_THREE = np.uint64(61)
 _INSTEAD_OF_0 = 0xD6E8FEB86659FD93  # 0 marks a free place; a block whose key is 0 gets this one
 
 
@@ -67,13 +69,16 @@ class KeyTable:
             keys = np.where(keys == 0, np.uint64(_INSTEAD_OF_0), keys)
         mixed = _mixed(keys)
         buckets = self._buckets(mixed)
-        places = (self._keys.take(buckets, axis=0) == keys[:, None]).argmax(axis=1)
-        places += buckets * _BUCKET
-        is_here = self._keys.reshape(-1).take(places) == keys
-        num_here = np.count_nonzero(is_here)
-        values = self._values.reshape(-1).take(places) * is_here
+        # Eight answers are one word in which one byte is 1, or none is.
+        found = (self._keys.take(buckets, axis=0) == keys[:, None]).view(np.uint64).reshape(-1)
+        places = ((found * _WHICH_BYTE) >> _TOP_THREE).view(np.int64)
+        places += buckets << 3
+        values = self._values.reshape(-1).take(places)
+        num_here = np.count_nonzero(found)
         num_overflown = 0
         if num_here < len(keys):
+            is_here = found != 0
+            values *= is_here
             places[~is_here] = _ABSENT
             if self._overflow:
                 spilled = self._spilled.take(mixed & (self._num_buckets - 1)) > 0

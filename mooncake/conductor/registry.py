@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from mooncake.conductor.index import Match, PrefixIndex
+from mooncake.conductor.index import PrefixIndex
+from mooncake.conductor.match import Match
 from mooncake.conductor.messages import BlocksCleared, BlocksStored
 from mooncake.conductor.seqhash import sequence_hashes
 from mooncake.conductor.translate import Fact, Scope, SequenceKeys

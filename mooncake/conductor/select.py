@@ -18,8 +18,8 @@ from random import Random
 import numpy as np
 
 from mooncake.conductor.fit import Floats
-from mooncake.conductor.index import Match
 from mooncake.conductor.load import Loads, Slots
+from mooncake.conductor.match import Match
 from mooncake.conductor.predict import Predictor
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.types import InstanceId
