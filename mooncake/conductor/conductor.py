@@ -301,7 +301,7 @@ class Conductor:
         block_tokens = self._settings.block_tokens
         matched = self.index.match(event.keys[: event.num_tokens // block_tokens])
         cached = in_memory = matched.leading * float(block_tokens)
-        if (matched.leading_memory != matched.leading).any():
+        if matched.leading_memory is not matched.leading:
             in_memory = matched.leading_memory * float(block_tokens)
         if self._pool_slot >= 0:
             cached[self._pool_slot] = in_memory[self._pool_slot] = self._in_pool(event) * block_tokens
@@ -328,18 +328,21 @@ class Conductor:
     def _pools(self, role: Role) -> tuple[Slots, Slots]:
         """Slots of a role's instances that may be chosen: those that are ready, and suspects."""
         pool = [one for one in self.instances.values() if one.role is role and one.may_be_chosen]
-        ready = [one.slot for one in pool if one.health is Health.READY]
-        return np.array(ready, np.int64), np.array(
-            [one.slot for one in pool if one.slot not in ready], np.int64
-        )
+        ready = np.array([one.slot for one in pool if one.health is Health.READY], np.int64)
+        suspect = np.array([one.slot for one in pool if one.health is not Health.READY], np.int64)
+        for slots in (ready, suspect):
+            slots.flags.writeable = False  # what is known of them is remembered together with them
+        return ready, suspect
 
     def _choose(self, role: Role, policy: Policy, job: Job, exclude: dict[InstanceId, None]) -> Choice | None:
         """The policy's choice among ready instances, else among suspects, else None."""
+        limit = self._settings.max_requests_per_instance
         for pool in self._pools_of(role):
             eligible = self._without(pool, exclude)
-            has_room = self.loads.num_requests[eligible] < self._settings.max_requests_per_instance
-            if not has_room.all():
-                eligible = eligible[has_room]
+            if len(self.placements) >= limit:  # or nobody can have so many
+                has_room = self.loads.num_requests.take(eligible) < limit
+                if np.count_nonzero(has_room) < len(eligible):
+                    eligible = eligible[has_room]
             if len(eligible):
                 return policy(self.cluster, job, eligible)
         return None
@@ -435,7 +438,7 @@ class Conductor:
         links.book(choice.source, choice.slot, choice.card_s, job.now)
         if choice.source == self._pool_slot:
             links.egress_free_at[self._pool_slot] = -np.inf  # it has many cards
-        num_holders = int((job.cached >= end).sum())
+        num_holders = int(np.count_nonzero(job.cached >= end))
         is_replica = self._settings.scheduling == "kvcache_centric" or self.balance.wants_copy(
             hot, num_holders, job.now
         )

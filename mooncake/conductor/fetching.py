@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mooncake.conductor.fit import Floats
 from mooncake.conductor.load import Slots
@@ -28,6 +29,8 @@ from mooncake.conductor.select import Choice, Cluster, Job, chosen_at, estimates
 
 LOAD_PRICE = 0.1
 """A second of both cards in seconds of a request's waiting: so much, others' loads suffer from it."""
+
+_NOBODY: Slots = np.empty(0, np.int64)
 
 
 def kvcache_centric(cluster: Cluster, job: Job, slots: Slots) -> Choice:
@@ -37,8 +40,8 @@ def kvcache_centric(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     if source < 0:
         score, best, why = ranked(cluster, job, slots, queue + own_prefill)
         reason = f"{why or 'soonest'}: {told(job, slots[best], queue[best], own_prefill[best])}"
-        return chosen_at(job, slots, best, reason, queue, own_prefill, score)
-    own = job.cached[slots]
+        return chosen_at(cluster, job, slots, best, reason, queue, own_prefill, score)
+    own = job.cached.take(slots)
     # A factor of nothing is more than any: who holds none of it has all of it transferred.
     transfers = reach > own * cluster.settings.kvcache_balancing_threshold
     transfers &= slots != source
@@ -48,7 +51,7 @@ def kvcache_centric(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     prefill = np.where(transfers, cluster.predict.prefill_s(slots, reach, job.num_tokens), own_prefill)
     score, best, why = ranked(cluster, job, slots, queue + fetch + prefill)
     reason = f"{why or 'soonest'}: {told(job, slots[best], queue[best], prefill[best])}"
-    choice = chosen_at(job, slots, best, reason, queue, prefill, score, fetch)
+    choice = chosen_at(cluster, job, slots, best, reason, queue, prefill, score, fetch)
     if transfers[best]:
         choice.fetch_s = float(fetch[best])
         choice.card_s = float(moving[best])
@@ -64,86 +67,108 @@ class _Lender:
 
     slot: int
     "-1: each candidate reads from its own SSD."
+    is_on_ssd: bool
     reach: Floats | float
     "Leading tokens that it has."
     begun: Floats
     "Until the first byte comes."
     per_token: Floats | float
+    rest: Floats
+    "Seconds to compute what it has not."
+
+
+@dataclass(slots=True)
+class _Split:
+    """How much of what is lent each candidate had better load, and what comes of that."""
+
+    part: Floats
+    done: Floats
+    "Until the prompt is computed."
+    moving: Floats
+    "Seconds for which it keeps the cards busy."
+    begun: Floats
+
+    def improve(self, at: Slots, other: _Split, is_better: NDArray[np.bool_]) -> Slots:
+        """The candidates ``at`` those positions may do as ``other`` says; those that will."""
+        better = at[is_better]
+        if len(better):
+            self.part[better], self.done[better] = other.part[is_better], other.done[is_better]
+            self.moving[better], self.begun[better] = other.moving[is_better], other.begun[is_better]
+        return better
 
 
 def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     """Least time until computed, where loading overlaps waiting and computing."""
-    own = job.in_memory[slots]
-    prefill = cluster.predict.prefill_s(slots, own, job.num_tokens)
-    lenders = _lenders(cluster, job, slots)
-    rests = [cluster.predict.prefill_s(slots, one.reach, job.num_tokens) for one in lenders]
+    predict = cluster.predict
+    everywhere = predict.prefill_everywhere_s(job.in_memory, job.num_tokens)
+    own, prefill = job.in_memory.take(slots), everywhere.take(slots)
+    lender = _best_lender(cluster, job, slots, everywhere)
+    with_ssd, ssd = _own_ssd(cluster, job, slots, own)
     # Its turn is that of a prompt whose cached part is there: nobody is late because of who serves it.
-    turn = job.turn(float(min(one.min() for one in (prefill, *rests))))
+    turn = job.turn(min(float(one.min()) for one in (prefill, *(one.rest for one in (lender, ssd) if one))))
     queue, num_behind = cluster.loads.queue_s(slots, job.now, turn)
-    done = queue + prefill
-    price: Floats | float = 0.0
-    part, fetch, which = None, None, np.zeros(len(slots), np.int64)
-    for number, (lender, rest) in enumerate(zip(lenders, rests, strict=True)):
-        its_part, moving = _parts(cluster, lender, slots, own, queue, prefill, rest)
-        its_done = queue + prefill - its_part * (prefill - rest)
-        its_price, its_fetch = LOAD_PRICE * moving, lender.begun + moving
-        if part is None or fetch is None:
-            done, price, part, fetch = its_done, its_price, its_part, its_fetch
-            continue
-        is_better = its_done < done
-        which[is_better] = number
-        done, price, part, fetch = (
-            np.where(is_better, its, other)
-            for its, other in (
-                (its_done, done),
-                (its_price, price),
-                (its_part, part),
-                (its_fetch, fetch),
-            )
-        )
-    busy = done - queue
-    score, best, why = ranked(cluster, job, slots, done + num_behind * busy + price)
-    choice = chosen_at(job, slots, best, "", queue, prefill, score, fetch)
+    layers, whole = predict.costs.num_layers, queue + prefill
+    split = _split(lender, slots, layers, own, queue, prefill, whole)
+    better = with_ssd
+    if ssd is not None:
+        at = with_ssd
+        others = _split(ssd, slots[at], layers, own[at], queue[at], prefill[at], whole[at])
+        is_better = others.done < split.done[at] if lender is not None else np.ones(len(at), np.bool_)
+        better = split.improve(at, others, is_better)
+    price = LOAD_PRICE * split.moving
+    done = split.done
+    score = done + price if num_behind is None else done + num_behind * (done - queue) + price
+    score, best, why = ranked(cluster, job, slots, score)
+    choice = chosen_at(cluster, job, slots, best, "", queue, prefill, score, split.begun + split.moving)
     choice.turn = turn
-    if part is not None and part[best] > 0:
-        _load_part(cluster, job, choice, lenders[int(which[best])], best, is_all=bool(part[best] >= 1))
+    part = float(split.part[best])
+    if part > 0:
+        at_ssd = (with_ssd == best).nonzero()[0] if best in better else ()
+        chosen, position = (ssd, int(at_ssd[0])) if len(at_ssd) else (lender, best)
+        assert chosen is not None
+        _load_part(cluster, job, choice, chosen, position, is_all=part >= 1)
     choice.reason = f"{why or 'soonest'}: {told(job, choice.slot, choice.queue_s, choice.prefill_s)}"
     if choice.source >= 0:
         choice.reason += _loaded(cluster, choice)
     return choice
 
 
-def _parts(
-    cluster: Cluster,
-    lender: _Lender,
+def _split(
+    lender: _Lender | None,
     slots: Slots,
+    layers: int,
     own: Floats,
     queue: Floats,
     prefill: Floats,
-    rest: Floats,
-) -> tuple[Floats, Floats]:
-    """Of each candidate: which part of what is lent it had better load, and how long that moves.
+    whole: Floats,
+) -> _Split:
+    """Of each candidate: which part of what is lent it had better load.
 
     Both curves are taken for straight lines between loading nothing and loading all; the split of the one
     that is chosen is made exact afterwards.
     """
-    layers = cluster.predict.costs.num_layers
+    if lender is None:
+        nothing = np.zeros((3, len(slots)))
+        return _Split(nothing[0], whole, nothing[1], nothing[2])
+    begun, rest = lender.begun, lender.rest
     all_s = np.maximum(lender.reach - own, 0.0) * lender.per_token
     # How far the card is ahead of the processor when nothing is loaded, and behind when all is.
-    lead = queue + prefill - lender.begun - prefill / layers
-    late = lender.begun + all_s + rest / layers - queue - rest
-    part = np.minimum(np.maximum(lead / np.maximum(lead + late, 1e-12), 0.0), 1.0)
-    part[late <= 0] = 1.0
-    part[(all_s <= 0) | (slots == lender.slot)] = 0.0
-    return part, part * all_s
+    lead = whole - begun - prefill / layers
+    late = begun + all_s + rest / layers - queue - rest
+    part: Floats = np.minimum(np.maximum(lead / np.maximum(lead + late, 1e-12), 0.0), 1.0)
+    np.copyto(part, 1.0, where=late <= 0)
+    part *= all_s > 0
+    if lender.is_on_ssd:
+        part[slots == lender.slot] = 0.0
+    return _Split(part, whole - part * (prefill - rest), part * all_s, begun)
 
 
-def _load_part(cluster: Cluster, job: Job, choice: Choice, lender: _Lender, best: int, is_all: bool) -> None:
+def _load_part(cluster: Cluster, job: Job, choice: Choice, lender: _Lender, at: int, is_all: bool) -> None:
     """Put the split of the chosen candidate where both curves meet, at a block's boundary."""
     own, block = int(job.in_memory[choice.slot]), cluster.settings.block_tokens
     model, layers = cluster.predict.prefill_model(choice.slot), cluster.predict.costs.num_layers
-    reach, per_token = _at(lender.reach, best), _at(lender.per_token, best)
-    begun = float(lender.begun[best])
+    reach, per_token = _at(lender.reach, at), _at(lender.per_token, at)
+    begun = float(lender.begun[at])
 
     def curves(num_blocks: int) -> tuple[float, float]:
         end = own + num_blocks * block
@@ -193,44 +218,59 @@ def _longest(cluster: Cluster, job: Job) -> tuple[int, float]:
     return int(most[cluster.predict.links.egress_free_at[most].argmin()]), float(reach)
 
 
-def _lenders(cluster: Cluster, job: Job, slots: Slots) -> list[_Lender]:
-    """Who has more of the prompt: the best of the others, and each candidate's own SSD if it has anything."""
-    lenders = []
-    source, reach, is_on_ssd = _best_source(cluster, job)
-    predict = cluster.predict
-    per_token_ssd = predict.costs.kv_bytes_per_token / predict.costs.ssd.bytes_per_s
-    if source >= 0:
-        latency_s, per_token = _path(cluster, source, slots)
-        if is_on_ssd:
-            per_token = np.maximum(per_token, per_token_ssd)
-        lenders.append(_Lender(source, reach, _wait(cluster, job, source, slots) + latency_s, per_token))
-    if job.cached is not job.in_memory:
-        wait = np.maximum(predict.links.ssd_free_at[slots] - job.now, 0.0)
-        lenders.append(_Lender(-1, job.cached[slots], wait + predict.costs.ssd.latency_s, per_token_ssd))
-    return lenders
-
-
-def _best_source(cluster: Cluster, job: Job) -> tuple[int, float, bool]:
-    """Slot, tokens, and whether they lie on its SSD; (-1, 0, False) for nobody.
+def _best_lender(cluster: Cluster, job: Job, slots: Slots, everywhere: Floats) -> _Lender | None:
+    """Who has more of the prompt than others, if anybody has any of it; ``everywhere``: to compute it there
+    with what is in memory.
 
     As ``_longest``, but less of the prompt from an idle card may be better than all from a busy one, or than
     all from an SSD.
     """
-    predict, best = cluster.predict, (np.inf, -1, 0.0, False)
+    predict, least_s = cluster.predict, np.inf
+    source, reach, is_on_ssd = -1, 0.0, False
     per_token_ssd = predict.costs.kv_bytes_per_token / predict.costs.ssd.bytes_per_s
-    holdings = [job.in_memory] if job.cached is job.in_memory else [job.in_memory, job.cached]
-    for is_on_ssd, tokens in enumerate(holdings):
-        holders = cluster.sources[tokens[cluster.sources] > 0]
-        if not len(holders):
+    for tokens in (job.in_memory,) if job.cached is job.in_memory else (job.in_memory, job.cached):
+        holders, held = cluster.sources, tokens.take(cluster.sources)
+        has_any = held > 0
+        if not (num_holders := np.count_nonzero(has_any)):
             continue
-        held = tokens[holders]
-        wait = np.maximum(predict.links.egress_free_at[holders] - job.now, 0.0)
-        slow_s = held * per_token_ssd if is_on_ssd else 0.0
-        cost = wait + slow_s + predict.prefill_s(holders, held, job.num_tokens)
-        least = int(cost.argmin())
-        if cost[least] < best[0]:
-            best = (float(cost[least]), int(holders[least]), float(held[least]), bool(is_on_ssd))
-    return best[1:]
+        if num_holders < len(holders):
+            holders, held = holders[has_any], held[has_any]
+        cost = np.maximum(predict.links.egress_free_at.take(holders) - job.now, 0.0)
+        if tokens is job.in_memory:
+            cost += everywhere.take(holders)
+        else:
+            cost += held * per_token_ssd
+            cost += predict.prefill_s(holders, held, job.num_tokens)
+        best = int(cost.argmin())
+        if cost[best] < least_s:
+            least_s, source, reach = float(cost[best]), int(holders[best]), float(held[best])
+            is_on_ssd = tokens is not job.in_memory
+    if source < 0:
+        return None
+    latency_s, per_token = _path(cluster, source, slots)
+    if is_on_ssd:
+        per_token = np.maximum(per_token, per_token_ssd)
+    begun = _wait(cluster, job, source, slots) + latency_s
+    return _Lender(
+        source, is_on_ssd, reach, begun, per_token, predict.prefill_s(slots, reach, job.num_tokens)
+    )
+
+
+def _own_ssd(cluster: Cluster, job: Job, slots: Slots, own: Floats) -> tuple[Slots, _Lender | None]:
+    """The positions of candidates whose own SSD has more of the prompt than their memory, and how that comes
+    to these."""
+    if job.cached is job.in_memory:
+        return _NOBODY, None
+    cached, predict = job.cached.take(slots), cluster.predict
+    at = (cached > own).nonzero()[0]
+    if not len(at):
+        return _NOBODY, None
+    reach, those = cached[at], slots[at]
+    begun = np.maximum(predict.links.ssd_free_at[those] - job.now, 0.0) + predict.costs.ssd.latency_s
+    per_token = predict.costs.kv_bytes_per_token / predict.costs.ssd.bytes_per_s
+    return at, _Lender(
+        -1, False, reach, begun, per_token, predict.prefill_s(those, reach, job.num_tokens)
+    )
 
 
 def _path(cluster: Cluster, source: int, slots: Slots) -> tuple[float, Floats | float]:
@@ -245,6 +285,6 @@ def _path(cluster: Cluster, source: int, slots: Slots) -> tuple[float, Floats | 
 def _wait(cluster: Cluster, job: Job, source: int, slots: Slots) -> Floats:
     """Until both cards have moved what they were promised before."""
     links = cluster.predict.links
-    free_at = np.maximum(links.ingress_free_at[slots], links.egress_free_at[source])
+    free_at = np.maximum(links.ingress_free_at.take(slots), links.egress_free_at[source])
     wait: Floats = np.maximum(free_at - job.now, 0.0)
     return wait

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Slots = NDArray[np.int64]
 
 TRUSTED_SAMPLES = 8
 """So many samples of its own, and an instance is judged by them."""
@@ -26,6 +27,7 @@ _KEPT = 0.5 ** (1 / 256)  # of a sample's weight, when the next one comes
 _RIDGE = 1e-5  # how much the shape of what was believed before weighs beside all samples
 _OUTLIER = 4.0
 _OFTEN = 16  # samples, each of which moves the coefficients; later ones do together
+_GATHERED = 8  # two roles' instances, and what they were until one of them came or went
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e6
 
 
@@ -100,6 +102,7 @@ class FittedColumns:
         self._prior, self._scale = tuple(prior), tuple(scale)
         self._own: dict[int, Fit] = {}
         self._is_trusted = np.empty(0, dtype=bool)
+        self._gathered: dict[int, tuple[Slots, Floats]] = {}  # until a coefficient moves
 
     @property
     def _unmeasured(self) -> Floats:
@@ -107,26 +110,44 @@ class FittedColumns:
         is_known = self.common.num_samples >= TRUSTED_SAMPLES
         return np.array(self.common.coefficients if is_known else self._prior)
 
+    def of(self, slots: Slots) -> Floats:
+        """``columns`` of these instances; of an array that nobody can change they are remembered."""
+        known = self._gathered.get(id(slots))
+        if known is not None and known[0] is slots:
+            return known[1]
+        columns = self.columns.take(slots, axis=1)
+        if not slots.flags.writeable:
+            if len(self._gathered) >= _GATHERED:
+                self._gathered.clear()
+            self._gathered[id(slots)] = (slots, columns)
+        return columns
+
     def grow(self, num_slots: int) -> None:
+        self._gathered.clear()
         added = num_slots - self.columns.shape[1]
         self.columns = np.hstack([self.columns, np.tile(self._unmeasured[:, None], added)])
         self._is_trusted = np.append(self._is_trusted, np.zeros(added, dtype=bool))
 
     def add(self, slot: int, terms: Sequence[float], seconds: float) -> None:
         if self.common.add(terms, seconds):
+            self._gathered.clear()
             self.columns[:, ~self._is_trusted] = self._unmeasured[:, None]
         own = self._own.get(slot)
         if own is None:
             own = self._own[slot] = Fit(self._prior, self._scale)
         if own.add(terms, seconds) and own.num_samples >= TRUSTED_SAMPLES:
+            self._gathered.clear()
             self._is_trusted[slot] = True
             self.columns[:, slot] = own.coefficients
 
     def forget(self, slot: int) -> None:
         """Another instance has the slot now."""
+        self._gathered.clear()
         self._own.pop(slot, None)
         self._is_trusted[slot] = False
         self.columns[:, slot] = self._unmeasured
 
     def check(self) -> None:
         assert (self.columns >= 0).all() and np.isfinite(self.columns).all()
+        for slots, columns in self._gathered.values():
+            assert (columns == self.columns[:, slots]).all()

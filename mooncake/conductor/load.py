@@ -14,11 +14,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mooncake.conductor.fit import Floats
+from mooncake.conductor.fit import Floats, Slots
 
-Slots = NDArray[np.int64]
+__all__ = ["Loads", "Slots"]
 
 
 @dataclass(slots=True)
@@ -35,25 +34,28 @@ class _Waiting:
         self.num_prompts = 0
         self._rows: dict[str, int] = {}
         self._ids: list[str] = []
-        self._columns = np.empty((3, 64))
+        self._slots: Slots = np.empty(64, np.int64)
+        self._columns: Floats = np.empty((2, 64))
 
     @property
     def slots(self) -> Slots:
-        return self._columns[0, : self.num_prompts].astype(np.int64)
+        return self._slots[: self.num_prompts]
 
     @property
     def seconds(self) -> Floats:
-        return self._columns[1, : self.num_prompts]
+        return self._columns[0, : self.num_prompts]
 
     @property
     def turns(self) -> Floats:
-        return self._columns[2, : self.num_prompts]
+        return self._columns[1, : self.num_prompts]
 
     def add(self, request_id: str, slot: int, seconds: float, turn: float) -> None:
-        if self.num_prompts == self._columns.shape[1]:
-            self._columns = np.hstack([self._columns, np.empty_like(self._columns)])
-        self._columns[:, self.num_prompts] = slot, seconds, turn
-        self._rows[request_id] = self.num_prompts
+        row = self.num_prompts
+        if row == len(self._slots):
+            self._slots = np.append(self._slots, self._slots)
+            self._columns = np.hstack([self._columns, self._columns])
+        self._slots[row], self._columns[0, row], self._columns[1, row] = slot, seconds, turn
+        self._rows[request_id] = row
         self._ids.append(request_id)
         self.num_prompts += 1
 
@@ -63,6 +65,7 @@ class _Waiting:
         last = self._ids.pop()
         self.num_prompts -= 1
         if last != request_id:
+            self._slots[row] = self._slots[self.num_prompts]
             self._columns[:, row] = self._columns[:, self.num_prompts]
             self._ids[row], self._rows[last] = last, row
 
@@ -118,16 +121,19 @@ class Loads:
 
     # --- prompts
 
-    def queue_s(self, slots: Slots, now: float, turn: float = math.inf) -> tuple[Floats, Floats]:
-        """Of each: until it can begin a prompt with this turn, and how many would wait for that one."""
-        queue: Floats = np.maximum(self.first_ends_at[slots] - now, 0.0)
+    def queue_s(self, slots: Slots, now: float, turn: float = math.inf) -> tuple[Floats, Floats | None]:
+        """Of each: until it can begin a prompt with this turn, and how many would wait for that one (None:
+        nobody anywhere)."""
+        queue: Floats = np.maximum(self.first_ends_at.take(slots) - now, 0.0)
         waiting = self._waiting
         if not waiting.num_prompts:
-            return queue, np.zeros(len(slots))
+            return queue, None
         is_ahead = waiting.turns <= turn
-        ahead_s = np.bincount(waiting.slots[is_ahead], waiting.seconds[is_ahead], self.num_slots)
-        num_behind = np.bincount(waiting.slots[~is_ahead], minlength=self.num_slots)
-        return queue + ahead_s[slots], num_behind[slots].astype(np.float64)
+        queue += np.bincount(waiting.slots, waiting.seconds * is_ahead, self.num_slots).take(slots)
+        if np.count_nonzero(is_ahead) == len(is_ahead):
+            return queue, None
+        num_behind: Floats = np.bincount(waiting.slots, ~is_ahead, self.num_slots)
+        return queue, num_behind.take(slots)
 
     def add_prompt(
         self, slot: int, request_id: str, seconds: float, num_tokens: int, turn: float, now: float

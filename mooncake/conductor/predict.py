@@ -80,9 +80,11 @@ class Predictor:
 
     def prefill_s(self, slots: Slots, first: Floats | float, end: float) -> Floats:
         """Computing the prompt tokens [first, end) on each of these instances."""
-        c0, c1, c2 = self.prefill.columns.take(slots, axis=1)
-        seconds: Floats = c0 + c1 * (end - first) + c2 * (end * end - first * first)
-        return seconds
+        return _prefill_s(self.prefill.of(slots), first, end)
+
+    def prefill_everywhere_s(self, first: Floats, end: float) -> Floats:
+        """The same by slot, instances or not."""
+        return _prefill_s(self.prefill.columns, first, end)
 
     def prefill_model(self, slot: int) -> PrefillModel:
         return PrefillModel(*map(float, self.prefill.columns[:, slot]))
@@ -92,7 +94,7 @@ class Predictor:
 
     def step_s(self, slots: Slots, batch_size: Floats, context_tokens: Floats) -> Floats:
         """A step of decode on each of these instances with such a batch."""
-        base, per_request, per_token = self.decode.columns.take(slots, axis=1)
+        base, per_request, per_token = self.decode.of(slots)
         seconds: Floats = base + per_request * batch_size + per_token * context_tokens
         return seconds
 
@@ -109,3 +111,9 @@ class Predictor:
         self.prefill.check()
         self.decode.check()
         self.links.check()
+
+
+def _prefill_s(terms: Floats, first: Floats | float, end: float) -> Floats:
+    c0, c1, c2 = terms
+    seconds: Floats = c0 + c1 * (end - first) + c2 * (end * end - first * first)
+    return seconds

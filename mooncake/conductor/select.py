@@ -127,7 +127,7 @@ def prefill_by_cache(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     score, best, why = ranked(cluster, job, slots, queue + prefill)
     chosen = slots[best]
     reason = f"{why or 'soonest'}: {told(job, chosen, queue[best], prefill[best])}"
-    return chosen_at(job, slots, best, reason, queue, prefill, score)
+    return chosen_at(cluster, job, slots, best, reason, queue, prefill, score)
 
 
 def prefill_by_load(cluster: Cluster, job: Job, slots: Slots) -> Choice:
@@ -137,7 +137,7 @@ def prefill_by_load(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     whole = cluster.predict.prefill_s(slots, 0.0, job.num_tokens)
     score = shared(cluster, job, slots, queue + whole)
     best = least_used(cluster, slots, score)
-    return chosen_at(job, slots, best, f"shortest queue: {queue[best]:.3f} s", queue, prefill, score)
+    return chosen_at(cluster, job, slots, best, f"shortest queue: {queue[best]:.3f} s", queue, prefill, score)
 
 
 def round_robin(cluster: Cluster, job: Job, slots: Slots) -> Choice:
@@ -164,7 +164,7 @@ def at_random(cluster: Cluster, job: Job, slots: Slots) -> Choice:
 
 def decode_by_load(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     """Fewest running requests; among equals the one that already holds most of the prompt."""
-    running = cluster.loads.num_requests[slots]
+    running = cluster.loads.num_requests.take(slots)
     score = shared(cluster, job, slots, running + 1)
     equals = (score == score.min()).nonzero()[0]
     # Both in one number: blocks first, then who served least.
@@ -177,18 +177,21 @@ def decode_by_tbt(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     """Shortest next step with this request in it, among those in whose memory it fits."""
     loads = cluster.loads
     tokens = job.num_tokens + job.output_tokens
-    context = loads.context_tokens[slots] + tokens
-    fits = context <= loads.capacity_tokens[slots]
-    fit_all = bool(fits.all())
-    if not fit_all and not fits.any():
+    context = loads.context_tokens.take(slots) + tokens
+    capacity = loads.capacity_tokens.take(slots)
+    fits = context <= capacity
+    num_fit = np.count_nonzero(fits)
+    if not num_fit:
         # Someone has to wait wherever it goes: where least is promised in excess of what there is.
-        best = int((context / loads.capacity_tokens[slots]).argmin())
+        best = int((context / capacity).argmin())
         return Choice(int(slots[best]), f"no memory anywhere, least wanted: {context[best]:.0f} tokens")
-    step = cluster.predict.step_s(slots, loads.batch_size[slots] + 1, context)
-    step = shared(cluster, job, slots, step if fit_all else np.where(fits, step, np.inf))
-    equals = (step <= step.min() * (1 + 1e-9)).nonzero()[0]
-    order = job.cached[slots[equals]] * 1e9 - loads.num_placed[slots[equals]]
-    best = int(equals[order.argmax()])
+    step = cluster.predict.step_s(slots, loads.batch_size.take(slots) + 1, context)
+    step = shared(cluster, job, slots, step if num_fit == len(slots) else np.where(fits, step, np.inf))
+    best = int(step.argmin())
+    equals = (step <= step[best] * (1 + 1e-9)).nonzero()[0]
+    if len(equals) > 1:
+        order = job.cached[slots[equals]] * 1e9 - loads.num_placed[slots[equals]]
+        best = int(equals[order.argmax()])
     running = loads.batch_size[slots[best]]
     return Choice(int(slots[best]), f"shortest step: {step[best] * 1000:.1f} ms with {running:.0f} others")
 
@@ -199,7 +202,7 @@ def decode_by_tbt(cluster: Cluster, job: Job, slots: Slots) -> Choice:
 def estimates(cluster: Cluster, job: Job, slots: Slots) -> tuple[Floats, Floats]:
     """Of each candidate: seconds until it has computed what it has, and seconds to compute this prompt."""
     queue, _ = cluster.loads.queue_s(slots, job.now)
-    return queue, cluster.predict.prefill_s(slots, job.cached[slots], job.num_tokens)
+    return queue, cluster.predict.prefill_s(slots, job.cached.take(slots), job.num_tokens)
 
 
 def shared(cluster: Cluster, job: Job, slots: Slots, score: Floats) -> Floats:
@@ -237,6 +240,7 @@ def told(job: Job, slot: int, queue_s: float, prefill_s: float) -> str:
 
 
 def chosen_at(
+    cluster: Cluster,
     job: Job,
     slots: Slots,
     best: int,
@@ -246,24 +250,25 @@ def chosen_at(
     score: Floats,
     fetch: Floats | None = None,
 ) -> Choice:
-    """The choice of one candidate, with the few that came closest for whoever asks why."""
-    if len(slots) <= NUM_CONSIDERED:
-        closest = score.argsort()
-    else:
-        closest = score.argpartition(NUM_CONSIDERED)[:NUM_CONSIDERED]
-        closest = closest[score[closest].argsort()]
-    near = slots[closest]
-    considered = Considered(
-        near,
-        score[closest],
-        queue[closest],
-        np.zeros(len(near)) if fetch is None else fetch[closest],
-        prefill[closest],
-        job.cached[near],
-    )
+    """The choice of one candidate; with the few that came closest, if anybody may ask why."""
     queue_s, prefill_s = float(queue[best]), float(prefill[best])
-    done_s = queue_s + prefill_s
-    return Choice(int(slots[best]), reason, queue_s, prefill_s, done_s, prefill_s, considered=considered)
+    choice = Choice(int(slots[best]), reason, queue_s, prefill_s, queue_s + prefill_s, prefill_s)
+    if cluster.settings.explained_requests:
+        if len(slots) <= NUM_CONSIDERED:
+            closest = score.argsort()
+        else:
+            closest = score.argpartition(NUM_CONSIDERED)[:NUM_CONSIDERED]
+            closest = closest[score[closest].argsort()]
+        near = slots[closest]
+        choice.considered = Considered(
+            near,
+            score[closest],
+            queue[closest],
+            np.zeros(len(near)) if fetch is None else fetch[closest],
+            prefill[closest],
+            job.cached[near],
+        )
+    return choice
 
 
 def _alone(cluster: Cluster, job: Job, slots: Slots, best: int, reason: str) -> Choice:

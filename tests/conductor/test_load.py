@@ -21,7 +21,7 @@ def loads() -> Iterator[Loads]:
 
 def queue(loads: Loads, slot: int, now: float, turn: float = math.inf) -> tuple[float, float]:
     seconds, behind = loads.queue_s(np.array([slot]), now, turn)
-    return float(seconds[0]), float(behind[0])
+    return float(seconds[0]), 0.0 if behind is None else float(behind[0])
 
 
 def test_the_first_prompt_counts_down_and_the_others_wait(loads: Loads) -> None:
