@@ -22,10 +22,10 @@ from mooncake.conductor.assumed import Assumed
 from mooncake.conductor.balance import Balance
 from mooncake.conductor.costs import DecodeModel
 from mooncake.conductor.explain import Explanation
-from mooncake.conductor.fit import TRUSTED_SAMPLES
+from mooncake.conductor.fit import TRUSTED_SAMPLES, Floats
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
 from mooncake.conductor.index import PrefixIndex
-from mooncake.conductor.judging import Judging, asked_of, candidates_of, refused
+from mooncake.conductor.judging import Judging, asked_of, refused, weighed_of
 from mooncake.conductor.load import Loads, Slots
 from mooncake.conductor.match import Match
 from mooncake.conductor.messages import (
@@ -265,12 +265,13 @@ class Conductor:
         """Remember what was decided, for whoever asks."""
         if not self.judging.explainer.is_on:
             return
-        keys = event.keys[: event.num_tokens // self._settings.block_tokens]
-        self.index.past.note_prompt(keys, event.bare_keys[: len(keys)] or keys)
+        if matched is None:
+            matched = self.index.match(event.keys[: event.num_tokens // self._settings.block_tokens])
+        self.index.past.note_prompt(matched.keys, event.bare_keys[: len(matched.keys)])
         where = self.cluster.names[computing.slot] if computing is not None else ""
-        asked = asked_of(event, len(keys), self.index, matched, where, now)
-        candidates = candidates_of(self.cluster.names, computing, self._not_weighed(event.exclude))
-        self.judging.noted(event, outcome, candidates, asked, verdict, now)
+        asked = asked_of(event, matched, self.index, where, now)
+        weighed = weighed_of(self.cluster.names, computing, self._not_weighed(event.exclude))
+        self.judging.noted(event, outcome, weighed, asked, verdict, now)
 
     def _not_weighed(self, exclude: list[InstanceId]) -> Iterator[tuple[InstanceId, str]]:
         """Instances that could not be chosen, and why."""
@@ -300,9 +301,10 @@ class Conductor:
     def _job(self, event: Place, now: float) -> Job:
         block_tokens = self._settings.block_tokens
         matched = self.index.match(event.keys[: event.num_tokens // block_tokens])
-        cached = in_memory = matched.leading * float(block_tokens)
+        cached: Floats = np.multiply(matched.leading, float(block_tokens))
+        in_memory = cached
         if matched.leading_memory is not matched.leading:
-            in_memory = matched.leading_memory * float(block_tokens)
+            in_memory = np.multiply(matched.leading_memory, float(block_tokens))
         if self._pool_slot >= 0:
             cached[self._pool_slot] = in_memory[self._pool_slot] = self._in_pool(event) * block_tokens
         output_tokens = self.predict.lengths.expected(event.scope, event.max_output_tokens)
@@ -320,9 +322,8 @@ class Conductor:
     def _in_pool(self, event: Place) -> int:
         """Leading blocks of a prompt that the store has, under whichever identity it has most of them."""
         most = 0
-        for scope in self.index.scopes_of(event.keys[0]) if event.keys else []:
-            if scope.startswith(POOL_SCOPES):
-                most = max(most, int(self.index.match(event.keys, scope).leading[self._pool_slot]))
+        for scope in self.index.scopes_of(event.keys[0], POOL_SCOPES) if event.keys else []:
+            most = max(most, int(self.index.match(event.keys, scope).leading[self._pool_slot]))
         return most
 
     def _pools(self, role: Role) -> tuple[Slots, Slots]:

@@ -8,11 +8,12 @@ nobody asks about most requests.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
+from mooncake.conductor.fit import Floats
 from mooncake.conductor.index import PrefixIndex
 from mooncake.conductor.messages import Decision, Finished, Place, Prediction, Prefilled, Refuse
 from mooncake.conductor.misses import Asked, BlockVerdict, verdicts
@@ -40,6 +41,26 @@ class Candidate(msgspec.Struct, frozen=True):
     prefill_s: float = 0.0
     cached_tokens: int = 0
     why_not: str = ""
+
+
+@dataclass(slots=True)
+class Weighed:
+    """Candidates as the policy left them: most requests are never asked about."""
+
+    names: list[InstanceId]
+    "Best first."
+    columns: Iterable[Floats]
+    "Score, queue, fetch and prefill in seconds, and cached tokens."
+    not_weighed: list[tuple[InstanceId, str]]
+    "And why not."
+
+    def candidates(self) -> list[Candidate]:
+        rows = zip(self.names, *(column.tolist() for column in self.columns), strict=True)
+        found = [
+            Candidate(name, score_s, queue_s, fetch_s, prefill_s, int(cached_tokens))
+            for name, score_s, queue_s, fetch_s, prefill_s, cached_tokens in rows
+        ]
+        return found + [Candidate(one, why_not=why_not) for one, why_not in self.not_weighed]
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -111,7 +132,7 @@ class Explained(msgspec.Struct, array_like=True, tag=True):
 class _Record:
     place: Place
     asked: Asked
-    candidates: list[Candidate]
+    weighed: Weighed
     placed_at: float
     outcome: Decision | Refuse
     admission: Admitted | None
@@ -144,7 +165,7 @@ class Explainer:
         self,
         place: Place,
         outcome: Decision | Refuse,
-        candidates: Sequence[Candidate],
+        weighed: Weighed,
         asked: Asked,
         rule: str,
         verdict: Verdict | None,
@@ -153,7 +174,7 @@ class Explainer:
         """A request was placed or refused; ``asked``: its blocks, as the index knew them then."""
         if not self.is_on:
             return
-        record = _Record(place, asked, list(candidates), now, outcome, _admitted(rule, verdict))
+        record = _Record(place, asked, weighed, now, outcome, _admitted(rule, verdict))
         before = self._records.pop(place.request_id, None)
         if before is not None:
             self._size_bytes -= before.size_bytes
@@ -217,7 +238,7 @@ class Explainer:
             decode="" if isinstance(outcome, Refuse) else outcome.decode,
             degraded="" if isinstance(outcome, Refuse) else outcome.degraded,
             num_placements=record.num_placements,
-            candidates=record.candidates,
+            candidates=record.weighed.candidates(),
             prediction=_predicted(outcome.prediction),
             actual=record.actual,
             admission=record.admission,

@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mooncake.conductor.fit import Floats
 from mooncake.conductor.load import Slots
@@ -88,8 +87,9 @@ class _Split:
     "Seconds for which it keeps the cards busy."
     begun: Floats
 
-    def improve(self, at: Slots, other: _Split, is_better: NDArray[np.bool_]) -> Slots:
-        """The candidates ``at`` those positions may do as ``other`` says; those that will."""
+    def improve(self, at: Slots, other: _Split, *, is_all_there_is: bool) -> Slots:
+        """The candidates ``at`` these positions may do as ``other`` says; those that will."""
+        is_better = (other.done < self.done[at]) | is_all_there_is
         better = at[is_better]
         if len(better):
             self.part[better], self.done[better] = other.part[is_better], other.done[is_better]
@@ -111,10 +111,16 @@ def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     split = _split(lender, slots, layers, own, queue, prefill, whole)
     better = with_ssd
     if ssd is not None:
-        at = with_ssd
-        others = _split(ssd, slots[at], layers, own[at], queue[at], prefill[at], whole[at])
-        is_better = others.done < split.done[at] if lender is not None else np.ones(len(at), np.bool_)
-        better = split.improve(at, others, is_better)
+        others = _split(
+            ssd,
+            slots[with_ssd],
+            layers,
+            own[with_ssd],
+            queue[with_ssd],
+            prefill[with_ssd],
+            whole[with_ssd],
+        )
+        better = split.improve(with_ssd, others, is_all_there_is=lender is None)
     price = LOAD_PRICE * split.moving
     done = split.done
     score = done + price if num_behind is None else done + num_behind * (done - queue) + price
@@ -123,10 +129,10 @@ def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     choice.turn = turn
     part = float(split.part[best])
     if part > 0:
-        at_ssd = (with_ssd == best).nonzero()[0] if best in better else ()
-        chosen, position = (ssd, int(at_ssd[0])) if len(at_ssd) else (lender, best)
+        is_own = (with_ssd == best) & (best in better)
+        chosen, at = (ssd, int(is_own.argmax())) if is_own.any() else (lender, best)
         assert chosen is not None
-        _load_part(cluster, job, choice, chosen, position, is_all=part >= 1)
+        _load_part(cluster, job, choice, chosen, at, is_all=part >= 1)
     choice.reason = f"{why or 'soonest'}: {told(job, choice.slot, choice.queue_s, choice.prefill_s)}"
     if choice.source >= 0:
         choice.reason += _loaded(cluster, choice)
@@ -268,9 +274,7 @@ def _own_ssd(cluster: Cluster, job: Job, slots: Slots, own: Floats) -> tuple[Slo
     reach, those = cached[at], slots[at]
     begun = np.maximum(predict.links.ssd_free_at[those] - job.now, 0.0) + predict.costs.ssd.latency_s
     per_token = predict.costs.kv_bytes_per_token / predict.costs.ssd.bytes_per_s
-    return at, _Lender(
-        -1, False, reach, begun, per_token, predict.prefill_s(those, reach, job.num_tokens)
-    )
+    return at, _Lender(-1, False, reach, begun, per_token, predict.prefill_s(those, reach, job.num_tokens))
 
 
 def _path(cluster: Cluster, source: int, slots: Slots) -> tuple[float, Floats | float]:

@@ -179,10 +179,11 @@ class PrefixIndex:
         leading = self.match(keys, scope).leading
         return {self._instances[slot]: int(leading[slot]) for slot in leading.nonzero()[0].tolist()}
 
-    def scopes_of(self, key: BlockKey) -> list[str]:
-        """The scopes in which somebody holds a block of this key."""
+    def scopes_of(self, key: BlockKey, prefix: str = "") -> list[str]:
+        """The scopes of names that begin with ``prefix`` in which somebody holds a block of this key."""
         column = np.array([key], np.uint64)
-        return [scope for scope, table in self._tables.items() if table.find(column).values[0] != NOBODY]
+        tables = ((scope, table) for scope, table in self._tables.items() if scope.startswith(prefix))
+        return [scope for scope, table in tables if table.find(column).values[0] != NOBODY]
 
     def check(self) -> None:
         assert {slot: instance for instance, slot in self.slots.items()} == self._instances

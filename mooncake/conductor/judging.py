@@ -10,8 +10,10 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+import numpy as np
+
 from mooncake.conductor.admission import Admission
-from mooncake.conductor.explain import Candidate, Explainer, Explanation
+from mooncake.conductor.explain import Explainer, Explanation, Weighed
 from mooncake.conductor.index import PrefixIndex
 from mooncake.conductor.match import Match
 from mooncake.conductor.messages import (
@@ -83,13 +85,13 @@ class Judging:
         self,
         event: Place,
         outcome: Decision | Refuse,
-        candidates: Sequence[Candidate],
+        weighed: Weighed,
         asked: Asked,
         verdict: Verdict | None,
         now: float,
     ) -> None:
         """It was placed or refused; see ``Explainer.judged``."""
-        self.explainer.judged(event, outcome, candidates, asked, self.admission.rule, verdict, now)
+        self.explainer.judged(event, outcome, weighed, asked, self.admission.rule, verdict, now)
 
     def prefilled(self, event: Prefilled, pools: Pools, now: float) -> Refuse | None:
         """Its prompt is computed; the rule "baseline" may reject it only now."""
@@ -126,17 +128,19 @@ def refused(request_id: str, verdict: Verdict, prediction: Prediction | None) ->
     return Refuse(request_id, Refusal(verdict.code, verdict.reason), verdict.retry_after_s, prediction)
 
 
-def asked_of(
-    event: Place, num_blocks: int, index: PrefixIndex, match: Match | None, computing: InstanceId, now: float
-) -> Asked:
+def asked_of(event: Place, match: Match, index: PrefixIndex, computing: InstanceId, now: float) -> Asked:
     """The blocks of a prompt and who has them now; ``computing``: who it was placed on, or ""."""
-    keys = event.keys[:num_blocks]
+    num_blocks = len(match.keys)
     asked = Asked(
-        array("Q", keys), array("Q", event.bare_keys[:num_blocks]), bytes(num_blocks), "", computing, now
+        array("Q", match.keys.tobytes()),
+        array("Q", event.bare_keys[:num_blocks]),
+        bytes(num_blocks),
+        "",
+        computing,
+        now,
     )
-    if not keys:
+    if not num_blocks:
         return asked
-    match = match or index.match(keys)
     slot = index.slots.get(computing)
     if slot is not None:
         asked.tiers = match.tiers_of(slot)
@@ -147,24 +151,21 @@ def asked_of(
         best = int(leading.argmax())
         if leading[best]:
             asked.others[index.instance_at(best)] = int(leading[best])
-    for scope in index.scopes_of(keys[0]):
-        if scope.startswith(POOL_SCOPE):
-            asked.pools[scope] = index.match(keys, scope).num_held
+    for scope in index.scopes_of(event.keys[0], POOL_SCOPE):
+        asked.pools[scope] = index.match(event.keys[:num_blocks], scope).num_held
     return asked
 
 
-def candidates_of(
+def weighed_of(
     names: Sequence[InstanceId], choice: Choice | None, others: Iterable[tuple[InstanceId, str]]
-) -> list[Candidate]:
-    """The instances that came closest, best first, and some that were not weighed, with the reason."""
-    found: list[Candidate] = []
-    if choice is not None and choice.considered is not None:
-        seen = choice.considered
-        columns = (seen.slots, seen.score_s, seen.queue_s, seen.fetch_s, seen.prefill_s, seen.cached_tokens)
-        for slot, score_s, queue_s, fetch_s, prefill_s, cached_tokens in zip(
-            *(column.tolist() for column in columns), strict=True
-        ):
-            found.append(Candidate(names[slot], score_s, queue_s, fetch_s, prefill_s, int(cached_tokens)))
-    elif choice is not None:
-        found.append(Candidate(names[choice.slot], 0.0, choice.queue_s, choice.fetch_s, choice.prefill_s))
-    return found + [Candidate(one, why_not=why_not) for one, why_not in islice(others, _MAX_OTHERS)]
+) -> Weighed:
+    """The instances that came closest, and some that were not weighed, with the reason."""
+    not_weighed = list(islice(others, _MAX_OTHERS))
+    if choice is None:
+        return Weighed([], np.empty((5, 0)), not_weighed)
+    seen = choice.considered
+    if seen is None:
+        alone = np.array([[0.0], [choice.queue_s], [choice.fetch_s], [choice.prefill_s], [0.0]])
+        return Weighed([names[choice.slot]], alone, not_weighed)
+    columns = (seen.score_s, seen.queue_s, seen.fetch_s, seen.prefill_s, seen.cached_tokens)
+    return Weighed([names[slot] for slot in seen.slots.tolist()], columns, not_weighed)

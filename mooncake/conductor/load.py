@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -129,10 +130,11 @@ class Loads:
         if not waiting.num_prompts:
             return queue, None
         is_ahead = waiting.turns <= turn
-        queue += np.bincount(waiting.slots, waiting.seconds * is_ahead, self.num_slots).take(slots)
+        ahead_s: Any = np.bincount(waiting.slots, waiting.seconds * is_ahead, self.num_slots)
+        queue += ahead_s.take(slots)
         if np.count_nonzero(is_ahead) == len(is_ahead):
             return queue, None
-        num_behind: Floats = np.bincount(waiting.slots, ~is_ahead, self.num_slots)
+        num_behind: Any = np.bincount(waiting.slots, 1.0 - is_ahead, self.num_slots)
         return queue, num_behind.take(slots)
 
     def add_prompt(

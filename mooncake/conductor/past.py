@@ -61,13 +61,12 @@ class Past:
         last = dict(zip(gone[at].tolist(), note_of.tolist(), strict=True))
         return [notes[last[key]][1] if key in last else None for key in keys]
 
-    def note_prompt(self, keys: Sequence[BlockKey], bare_keys: Sequence[BlockKey]) -> None:
-        """A prompt was asked for whose blocks are ``keys`` and would be ``bare_keys`` without a salt."""
-        if len(keys) != len(bare_keys) or not 0 < len(keys) <= self._capacity:
+    def note_prompt(self, keys: Keys, bare_keys: Sequence[BlockKey] = ()) -> None:
+        """A prompt was asked for; without its salt, if it has one, its blocks would be ``bare_keys``."""
+        if len(bare_keys) not in (0, len(keys)) or not 0 < len(keys) <= self._capacity:
             return
-        ours = np.array(keys, np.uint64)
-        self._prompts.append((ours, ours if bare_keys is keys else np.array(bare_keys, np.uint64)))
-        self._num_prompt_blocks += len(ours)
+        self._prompts.append((keys, np.array(bare_keys, np.uint64) if bare_keys else keys))
+        self._num_prompt_blocks += len(keys)
         while self._num_prompt_blocks > self._capacity or len(self._prompts) > _MAX_NOTES:
             self._num_prompt_blocks -= len(self._prompts.popleft()[0])
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 
 import msgspec
+import numpy as np
 import pytest
 
-from mooncake.conductor.explain import Admitted, Candidate, Explainer, Explanation, Predicted
+from mooncake.conductor.explain import Admitted, Candidate, Explainer, Explanation, Predicted, Weighed
 from mooncake.conductor.index import PrefixIndex
 from mooncake.conductor.messages import Decision, Finished, Place, Prediction, Prefilled, Refuse
 from mooncake.conductor.misses import Asked
@@ -16,6 +17,7 @@ from mooncake.errors import Refusal
 
 PREDICTION = Prediction(queue_s=0.1, prefill_s=0.4, ttft_s=0.5, tbt_s=0.02, output_tokens=100)
 PREDICTED = Predicted(0.1, 0.0, 0.4, 0.5, 0.02, 100)
+WEIGHED = Weighed(["p1"], np.array([[0.5], [0.1], [0.0], [0.4], [0.0]]), [("p2", "draining")])
 CANDIDATES = [Candidate("p1", 0.5, 0.1, 0.0, 0.4, 0), Candidate("p2", why_not="draining")]
 
 
@@ -30,7 +32,7 @@ def asked(keys: tuple[int, ...], now: float) -> Asked:
 def note(explainer: Explainer, name: str = "r", keys: tuple[int, ...] = (1, 2), now: float = 10.0) -> None:
     place = Place(name, 16 * len(keys), list(keys))
     verdict = Verdict(True, prefill_load=0.2)
-    explainer.judged(place, decision(name), CANDIDATES, asked(keys, now), "goodput", verdict, now)
+    explainer.judged(place, decision(name), WEIGHED, asked(keys, now), "goodput", verdict, now)
 
 
 def explained(explainer: Explainer, name: str = "r", now: float = 20.0) -> Explanation:
@@ -62,7 +64,7 @@ def test_a_refusal_is_remembered_with_its_reason() -> None:
     explainer = Explainer(10, 1 << 20, 16)
     refuse = Refuse("r", Refusal("slo_ttft", "too late"), 3.0, PREDICTION)
     verdict = Verdict(False, "slo_ttft", "too late", 3.0)
-    explainer.judged(Place("r", 32, [1, 2]), refuse, CANDIDATES, asked((1, 2), 10.0), "early", verdict, 10.0)
+    explainer.judged(Place("r", 32, [1, 2]), refuse, WEIGHED, asked((1, 2), 10.0), "early", verdict, 10.0)
     found = explained(explainer)
     assert (found.state, found.reason) == ("refused", "slo_ttft: too late")
     assert found.admission is not None and found.admission.retry_after_s == 3.0
@@ -72,7 +74,7 @@ def test_a_refusal_is_remembered_with_its_reason() -> None:
 def test_a_retry_keeps_the_verdict_of_the_first_try() -> None:
     explainer = Explainer(10, 1 << 20, 16)
     note(explainer)
-    explainer.judged(Place("r", 32, [1, 2]), decision(), [], asked((1, 2), 11.0), "goodput", None, 11.0)
+    explainer.judged(Place("r", 32, [1, 2]), decision(), WEIGHED, asked((1, 2), 11.0), "goodput", None, 11.0)
     found = explained(explainer)
     assert found.num_placements == 2
     assert found.admission is not None and found.admission.rule == "goodput"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mooncake.conductor.index import PrefixIndex
+from mooncake.conductor.keytable import column_of
 from mooncake.conductor.misses import Asked, BlockVerdict, verdicts
 from mooncake.types import Tier
 
@@ -105,6 +106,6 @@ def test_other_weights_or_another_layout(index: PrefixIndex) -> None:
 
 
 def test_the_same_tokens_under_another_salt(index: PrefixIndex) -> None:
-    index.past.note_prompt([1, 2], [501, 502])
+    index.past.note_prompt(column_of([1, 2]), [501, 502])
     one = asked(bare_keys=array("Q", [501, 502, 503, 504]))
     assert ask(index, one) == [BlockVerdict(0, 2, "other_salt"), BlockVerdict(2, 2, "never_stored")]

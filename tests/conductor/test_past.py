@@ -27,20 +27,19 @@ def test_it_is_bounded() -> None:
     assert past.removals([5, 15, 16, 19]) == [None, None, removal, removal]
     nothing = Past(0)
     nothing.note_removed("", column_of([1]), removal)
-    nothing.note_prompt([1], [2])
+    nothing.note_prompt(column_of([1]), [2])
     assert nothing.removals([1]) == [None] and nothing.other_salts([3], [2]) == [[]]
 
 
 def test_the_same_tokens_under_other_salts() -> None:
     past = Past(6)
-    past.note_prompt([11, 12], [1, 2])
-    past.note_prompt([21, 22], [1, 2])
-    past.note_prompt([31], [1, 2])  # of another length: not the same blocks
+    past.note_prompt(column_of([11, 12]), [1, 2])
+    past.note_prompt(column_of([21, 22]), [1, 2])
+    past.note_prompt(column_of([31]), [1, 2])  # of another length: not the same blocks
     assert past.other_salts([11, 12], [1, 2]) == [[21], [22]]
     assert past.other_salts([42, 9, 41], [2, 7, 1]) == [[12, 22], [], [11, 21]]
     assert past.other_salts([11], []) == [[]]
-    past.note_prompt([41, 42, 43, 44], [1, 2, 3, 4])
+    past.note_prompt(column_of([41, 42, 43, 44]), [1, 2, 3, 4])
     assert past.other_salts([51], [1]) == [[21, 41]]
-    bare = [1, 2]
-    past.note_prompt(bare, bare)
+    past.note_prompt(column_of([1, 2]))
     assert past.other_salts([51], [1]) == [[41, 1]]
