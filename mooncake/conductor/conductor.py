@@ -20,7 +20,6 @@ import numpy as np
 
 from mooncake.conductor.assumed import Assumed
 from mooncake.conductor.balance import Balance
-from mooncake.conductor.costs import DecodeModel
 from mooncake.conductor.explain import Explanation
 from mooncake.conductor.fit import TRUSTED_SAMPLES, Floats
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
@@ -287,7 +286,7 @@ class Conductor:
     def _pools_with(self, decode: int) -> Pools:
         """What there is to serve with; all decode instances are taken for such as this one."""
         ready = {role: len(self._pools_of(role)[0]) for role in Role}
-        step = DecodeModel(*self.predict.decode.columns[:, decode].tolist())
+        step = self.predict.decode_model(decode)
         num_decode = ready[Role.DECODE] or ready[Role.PREFILL]
         kv_tokens = float(self.loads.capacity_tokens[decode])
         return Pools(ready[Role.PREFILL] or num_decode, num_decode, step, kv_tokens)
@@ -484,7 +483,7 @@ class Conductor:
             self.predict.chunk_measured(instance.slot, first, event.num_computed_tokens, event.computed_s)
         self.loads.end_prompt(instance.slot, event.request_id, now)
         decode = self.instances.get(placement.decode, instance)
-        refuse = self.judging.prefilled(event, self._pools_with(decode.slot), now)
+        refuse = self.judging.prefilled(event, lambda: self._pools_with(decode.slot), now)
         if refuse is not None:
             self._tell(now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
             return [refuse, *self._release(event.request_id, now)]

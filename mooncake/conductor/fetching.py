@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mooncake.conductor.fit import Floats
 from mooncake.conductor.load import Slots
@@ -77,6 +78,23 @@ class _Lender:
 
 
 @dataclass(slots=True)
+class _Candidates:
+    """What is known of each without anything being loaded."""
+
+    slots: Slots
+    own: Floats
+    "Tokens in its memory."
+    prefill: Floats
+    queue: Floats
+    whole: Floats
+    "Until the prompt is computed."
+
+    def at(self, positions: Slots) -> _Candidates:
+        columns = (self.own, self.prefill, self.queue, self.whole)
+        return _Candidates(self.slots[positions], *(column[positions] for column in columns))
+
+
+@dataclass(slots=True)
 class _Split:
     """How much of what is lent each candidate had better load, and what comes of that."""
 
@@ -87,9 +105,8 @@ class _Split:
     "Seconds for which it keeps the cards busy."
     begun: Floats
 
-    def improve(self, at: Slots, other: _Split, *, is_all_there_is: bool) -> Slots:
-        """The candidates ``at`` these positions may do as ``other`` says; those that will."""
-        is_better = (other.done < self.done[at]) | is_all_there_is
+    def improve(self, at: Slots, other: _Split, *, is_better: NDArray[np.bool_]) -> Slots:
+        """Those of the candidates ``at`` these positions for whom ``other`` is better take that."""
         better = at[is_better]
         if len(better):
             self.part[better], self.done[better] = other.part[is_better], other.done[is_better]
@@ -99,38 +116,28 @@ class _Split:
 
 def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     """Least time until computed, where loading overlaps waiting and computing."""
-    predict = cluster.predict
-    everywhere = predict.prefill_everywhere_s(job.in_memory, job.num_tokens)
+    everywhere = cluster.predict.prefill_everywhere_s(job.in_memory, job.num_tokens)
     own, prefill = job.in_memory.take(slots), everywhere.take(slots)
     lender = _best_lender(cluster, job, slots, everywhere)
     with_ssd, ssd = _own_ssd(cluster, job, slots, own)
     # Its turn is that of a prompt whose cached part is there: nobody is late because of who serves it.
     turn = job.turn(min(float(one.min()) for one in (prefill, *(one.rest for one in (lender, ssd) if one))))
     queue, num_behind = cluster.loads.queue_s(slots, job.now, turn)
-    layers, whole = predict.costs.num_layers, queue + prefill
-    split = _split(lender, slots, layers, own, queue, prefill, whole)
-    better = with_ssd
+    candidates = _Candidates(slots, own, prefill, queue, queue + prefill)
+    split, from_ssd = _split(cluster, candidates, lender), with_ssd
     if ssd is not None:
-        others = _split(
-            ssd,
-            slots[with_ssd],
-            layers,
-            own[with_ssd],
-            queue[with_ssd],
-            prefill[with_ssd],
-            whole[with_ssd],
-        )
-        better = split.improve(with_ssd, others, is_all_there_is=lender is None)
-    price = LOAD_PRICE * split.moving
-    done = split.done
+        its_split = _split(cluster, candidates.at(with_ssd), ssd)
+        is_better = (its_split.done < split.done[with_ssd]) | (lender is None)
+        from_ssd = split.improve(with_ssd, its_split, is_better=is_better)
+    done, price = split.done, LOAD_PRICE * split.moving
     score = done + price if num_behind is None else done + num_behind * (done - queue) + price
     score, best, why = ranked(cluster, job, slots, score)
     choice = chosen_at(cluster, job, slots, best, "", queue, prefill, score, split.begun + split.moving)
     choice.turn = turn
     part = float(split.part[best])
     if part > 0:
-        is_own = (with_ssd == best) & (best in better)
-        chosen, at = (ssd, int(is_own.argmax())) if is_own.any() else (lender, best)
+        is_own = best in from_ssd
+        chosen, at = (ssd, int((with_ssd == best).argmax())) if is_own else (lender, best)
         assert chosen is not None
         _load_part(cluster, job, choice, chosen, at, is_all=part >= 1)
     choice.reason = f"{why or 'soonest'}: {told(job, choice.slot, choice.queue_s, choice.prefill_s)}"
@@ -139,33 +146,26 @@ def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     return choice
 
 
-def _split(
-    lender: _Lender | None,
-    slots: Slots,
-    layers: int,
-    own: Floats,
-    queue: Floats,
-    prefill: Floats,
-    whole: Floats,
-) -> _Split:
+def _split(cluster: Cluster, candidates: _Candidates, lender: _Lender | None) -> _Split:
     """Of each candidate: which part of what is lent it had better load.
 
     Both curves are taken for straight lines between loading nothing and loading all; the split of the one
     that is chosen is made exact afterwards.
     """
+    prefill, whole = candidates.prefill, candidates.whole
     if lender is None:
-        nothing = np.zeros((3, len(slots)))
+        nothing = np.zeros((3, len(whole)))
         return _Split(nothing[0], whole, nothing[1], nothing[2])
-    begun, rest = lender.begun, lender.rest
-    all_s = np.maximum(lender.reach - own, 0.0) * lender.per_token
+    begun, rest, layers = lender.begun, lender.rest, cluster.predict.costs.num_layers
+    all_s = np.maximum(lender.reach - candidates.own, 0.0) * lender.per_token
     # How far the card is ahead of the processor when nothing is loaded, and behind when all is.
     lead = whole - begun - prefill / layers
-    late = begun + all_s + rest / layers - queue - rest
+    late = begun + all_s + rest / layers - candidates.queue - rest
     part: Floats = np.minimum(np.maximum(lead / np.maximum(lead + late, 1e-12), 0.0), 1.0)
     np.copyto(part, 1.0, where=late <= 0)
     part *= all_s > 0
     if lender.is_on_ssd:
-        part[slots == lender.slot] = 0.0
+        part[candidates.slots == lender.slot] = 0.0
     return _Split(part, whole - part * (prefill - rest), part * all_s, begun)
 
 

@@ -77,10 +77,12 @@ class Fit:
         gram, moment = np.array(self._gram), np.array(self._moment)
         ridge = _RIDGE * gram.trace()
         moment += ridge * moment.sum() / gram.sum()
-        gram[np.diag_indices_from(gram)] += ridge
-        free = list(range(len(self._prior)))
+        gram.reshape(-1)[:: len(gram) + 1] += ridge
+        free = list(range(len(gram)))
         while free:
-            found = np.linalg.solve(gram[np.ix_(free, free)], moment[free])
+            is_whole = len(free) == len(gram)
+            rows = gram if is_whole else gram[np.ix_(free, free)]
+            found = np.linalg.solve(rows, moment if is_whole else moment[free])
             worst = int(found.argmin())
             if found[worst] >= 0:
                 break

@@ -93,10 +93,12 @@ class Judging:
         """It was placed or refused; see ``Explainer.judged``."""
         self.explainer.judged(event, outcome, weighed, asked, self.admission.rule, verdict, now)
 
-    def prefilled(self, event: Prefilled, pools: Pools, now: float) -> Refuse | None:
+    def prefilled(self, event: Prefilled, pools: Callable[[], Pools], now: float) -> Refuse | None:
         """Its prompt is computed; the rule "baseline" may reject it only now."""
         self.explainer.prefilled(event, now)
-        verdict = self.admission.prefilled(event.request_id, pools, now)
+        if not self.admission.knows(event.request_id):
+            return None
+        verdict = self.admission.prefilled(event.request_id, pools(), now)
         if verdict.is_admitted:
             return None
         refuse = refused(event.request_id, verdict, None)

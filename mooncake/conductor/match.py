@@ -46,7 +46,9 @@ class Match:
     def tiers_of(self, slot: int) -> bytes:
         """For each block of the prompt the tiers on which a slot has it, as bits in the order of ``Tier``."""
         tiers = self._holders.tiers(self._runs, slot, len(self.leading) >> 6)
-        return tiers.repeat(np.diff(self._ends, prepend=0)).tobytes()
+        lengths = self._ends.copy()
+        lengths[1:] -= self._ends[:-1]
+        return tiers.repeat(lengths).tobytes()
 
 
 def _runs(rows: Values) -> tuple[Values, Counts]:

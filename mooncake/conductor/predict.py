@@ -87,10 +87,10 @@ class Predictor:
         return _prefill_s(self.prefill.columns, first, end)
 
     def prefill_model(self, slot: int) -> PrefillModel:
-        return PrefillModel(*map(float, self.prefill.columns[:, slot]))
+        return PrefillModel(*self.prefill.columns[:, slot].tolist())
 
     def decode_model(self, slot: int) -> DecodeModel:
-        return DecodeModel(*map(float, self.decode.columns[:, slot]))
+        return DecodeModel(*self.decode.columns[:, slot].tolist())
 
     def step_s(self, slots: Slots, batch_size: Floats, context_tokens: Floats) -> Floats:
         """A step of decode on each of these instances with such a batch."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mooncake.conductor import fetching, select
 from mooncake.conductor.predict import CostModels, LinkModel
-from mooncake.conductor.select import Job
+from mooncake.conductor.select import Cluster, Job
 from tests.conductor.clusters import COSTS, cluster, every, job
 
 
@@ -110,3 +114,85 @@ def test_a_short_prompt_overtakes_and_is_told_so() -> None:
     pair.loads.add_prompt(1, "another", 0.2, 1, 1000.0, 1000.0)
     choice = fetching.overlap(pair, job(0, 0, num_tokens=100), every("ab"))
     assert choice.slot == 0 and choice.queue_s == pytest.approx(1.0)
+
+
+def plainly(pair: Cluster, there: Job, slots: list[int]) -> list[tuple[float, int]]:
+    """Of each candidate: its score and from whom it would load (-1: nobody), one number after the other."""
+    predict, layers = pair.predict, pair.predict.costs.num_layers
+    costs, block = predict.costs, pair.settings.block_tokens
+    assert block == 10
+    ssd_s = costs.kv_bytes_per_token / costs.ssd.bytes_per_s
+
+    def compute_s(slot: int, first: float) -> float:
+        return predict.prefill_model(slot).seconds(first, there.num_tokens)
+
+    lenders: list[tuple[float, int, int, float, bool]] = []
+    for is_ssd, tokens in enumerate((there.in_memory, there.cached)):
+        for slot in pair.sources.tolist():
+            if tokens[slot] > 0:
+                wait_s = max(predict.links.egress_free_at[slot] - there.now, 0.0)
+                slow_s = tokens[slot] * ssd_s * is_ssd
+                cost = wait_s + slow_s + compute_s(slot, tokens[slot])
+                lenders.append((cost, len(lenders), slot, float(tokens[slot]), bool(is_ssd)))
+    best = min(lenders, default=None)
+    turn = there.turn(
+        min(compute_s(slot, max(there.cached[slot], best[3] if best else 0.0)) for slot in slots)
+    )
+    told = []
+    for slot in slots:
+        [queue_s], behind = pair.loads.queue_s(np.array([slot]), there.now, turn)
+        own = float(there.in_memory[slot])
+        ways = [(queue_s + compute_s(slot, own), 0.0, -1)]
+        lent = [(slot, float(there.cached[slot]), True)] if there.cached[slot] > own else []
+        if best is not None and best[2] != slot and best[3] > own:
+            lent.insert(0, best[2:])
+        for source, reach, is_ssd in lent:
+            per_token, free_at = ssd_s, predict.links.ssd_free_at[slot]
+            latency_s = costs.ssd.latency_s
+            if source != slot:
+                card_s = predict.links.s_per_byte * costs.kv_bytes_per_token
+                per_token, latency_s = max(card_s, ssd_s) if is_ssd else card_s, predict.links.latency_s
+                free_at = max(predict.links.egress_free_at[source], predict.links.ingress_free_at[slot])
+            begun = max(free_at - there.now, 0.0) + latency_s
+            all_s, rest = (reach - own) * per_token, compute_s(slot, reach)
+            lead = ways[0][0] - begun - compute_s(slot, own) / layers
+            late = begun + all_s + rest / layers - queue_s - rest
+            part = 1.0 if late <= 0 else min(max(lead / max(lead + late, 1e-12), 0.0), 1.0)
+            done = ways[0][0] - part * (compute_s(slot, own) - rest)
+            ways.append((done, fetching.LOAD_PRICE * part * all_s, source if part else -1))
+        done, price, source = min(ways[1:] or ways, key=lambda way: way[0])
+        num_behind = 0.0 if behind is None else float(behind[0])
+        told.append((done + num_behind * (done - queue_s) + price, source))
+    return told
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 1 << 30))
+def test_the_choice_is_the_best_of_all_reckoned_one_by_one(seed: int) -> None:
+    random = Random(seed)
+    num = random.choice([2, 5, 12])
+    costs = CostModels(
+        COSTS.prefill, COSTS.decode, COSTS.link, 100, 10, LinkModel(1e-9, random.choice([2e5, 5e6]))
+    )
+    many = cluster(*(random.choice([0.0, random.random()]) for _ in range(num)), costs=costs)
+    for number in range(random.choice([0, 10])):
+        turn = 1000.0 + random.random()
+        many.loads.add_prompt(random.randrange(num), f"w{number}", random.random(), 1, turn, 1000.0)
+    for _ in range(random.choice([0, 4])):
+        many.predict.links.book(random.randrange(num), random.randrange(num), random.random(), 1000.0)
+    if random.random() < 0.5:
+        many.sources = many.sources[random.random() < 0.5 :: 2]
+    cached = np.array([random.choice([0, 0, 10, 300, 310, 900]) for _ in range(num)], float)
+    in_memory = np.minimum(cached, [random.choice([0, 200, 900]) for _ in range(num)])
+    there = Job(1000.0, 1000, cached, cached if random.random() < 0.5 else in_memory)
+    slots = every(range(num))[random.random() < 0.3 :]
+    told = plainly(many, there, slots.tolist())
+    choice = fetching.overlap(many, there, slots)
+    score_s, source = told[slots.tolist().index(choice.slot)]
+    assert score_s == pytest.approx(min(told)[0], rel=1e-9, abs=1e-12)
+    if choice.source >= 0:
+        assert choice.source == source
+    considered = choice.considered
+    assert considered is not None
+    for slot, its_score in zip(considered.slots.tolist(), considered.score_s.tolist(), strict=True):
+        assert its_score == pytest.approx(told[slots.tolist().index(slot)][0], rel=1e-9, abs=1e-12)
