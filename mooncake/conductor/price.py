@@ -25,6 +25,8 @@ _BINS_PER_DECADE = 16
 _LOWEST = -6.0  # log10 of value per second
 _DECADES = 12
 _NUM_BINS = _BINS_PER_DECADE * _DECADES
+_MOST_AGE = 50.0
+"""After so many horizons nothing is left of what was offered; e to the power of much more is no float."""
 
 
 class Price:
@@ -115,8 +117,12 @@ class Price:
             self._earned[kind] = min(most_s, self._earned.get(kind, 0.0) + gain_s)
 
     def _fade(self, now: float) -> None:
-        self._unit *= math.exp(max(0.0, now - self._faded_at) / self.horizon_s)
+        age = max(0.0, now - self._faded_at) / self.horizon_s
         self._faded_at = max(self._faded_at, now)
+        if age > _MOST_AGE:
+            self._offered[:] = 0.0
+            return
+        self._unit *= math.exp(age)
         if self._unit > 1e100:
             self._offered /= self._unit
             self._unit = 1.0

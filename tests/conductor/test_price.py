@@ -23,6 +23,17 @@ def test_without_overload_nothing_has_a_price() -> None:
     assert price.per_second(4.5, 150.0) == 0.0
 
 
+@pytest.mark.parametrize("began_at", [0.0, 1e5, 1e9])
+def test_the_clock_may_begin_anywhere_and_nights_may_be_silent(began_at: float) -> None:
+    price = Price(30.0, 0.1)
+    for evening in (began_at, began_at + 8 * 3600.0, began_at + 30 * 86400.0):
+        for second in range(150):
+            price.offer(1.0, 2.0, evening + second)
+        assert price.rate(evening + 150.0) == pytest.approx(2.0, rel=0.05)
+        assert price.per_second(1.0, evening + 150.0) > 0.0
+        price.check()
+
+
 def test_in_overload_the_dear_ones_are_not_worth_it() -> None:
     price = offered({0.5: 2.0, 2.0: 2.0})
     assert 0.4 < price.per_second(2.5, 150.0) <= 0.5
