@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Literal
 
 from mooncake.errors import InvalidArgument
@@ -48,6 +48,9 @@ class TraceOptions:
     max_silence_s: float = 3600.0
     """A longer time without a request is an error: lost rows, or times in another unit. 0: none is.
     Between the turns of sessions it is cut to this instead."""
+    is_spread: bool = False
+    """Rows of one instant come evenly until the next one: where a trace's times are rounded (to 3 s in
+    Mooncake's), the arrivals were not."""
     num_concurrent: int = 32
     """sessions: that many run at once; when one ends the next one begins. Bounds what is in memory."""
     stagger_s: float = 10.0
@@ -86,6 +89,8 @@ class Trace:
         self._lines = lines = Lines(self.path)
         changed: Callable[[TraceRow], TraceRow] | None = self._reshape if self._is_reshaped else None
         rows = self._rows(lines)
+        if self.options.is_spread:
+            rows = _spread(rows)
         num_rows = 0
         for row in islice(rows, self.options.num_rows or None):
             num_rows += 1
@@ -161,6 +166,21 @@ def _check(options: TraceOptions) -> None:
             raise InvalidArgument(field, getattr(options, field), "0 or more")
     if not 0 < options.speedup < float("inf"):
         raise InvalidArgument("speedup", options.speedup, "more than 0")
+
+
+def _spread(rows: Iterator[TraceRow]) -> Iterator[TraceRow]:
+    """Rows of one instant evenly until the next; the last ones as far as those before them."""
+    gap_s = 0.0
+    now: list[TraceRow] = []
+    for row in chain(rows, (None,)):
+        if row is not None and (not now or row.timestamp_s == now[0].timestamp_s):
+            now.append(row)
+            continue
+        if row is not None:
+            gap_s = row.timestamp_s - now[0].timestamp_s
+        for number, one in enumerate(now):
+            yield one._replace(timestamp_s=one.timestamp_s + gap_s * number / len(now))
+        now = [row] if row is not None else []
 
 
 def _halved(keys: tuple[int, ...], num_input: int, half_tokens: int) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from collections.abc import Callable
@@ -272,6 +273,16 @@ def test_the_first_rows_only_and_never_fewer(folder: Path) -> None:
     path = written(folder, ROWS)
     assert len(list(read_trace(path, TraceOptions(num_rows=2)))) == 2
     assert "num_rows is 4; allowed: 1 to 3" in str(refused(path, num_rows=4))
+
+
+def test_rows_of_one_instant_may_come_evenly_until_the_next(folder: Path) -> None:
+    row = {"input_length": 10, "output_length": 9, "hash_ids": [1]}
+    path = written(folder, [{"timestamp": at, **row} for at in (0, 0, 0, 3000, 5000, 5000)])
+    spread = TraceOptions(is_spread=True)
+    assert [row.timestamp_s for row in read_trace(path, spread)] == [0, 1, 2, 3, 5, 6]
+    assert [row.timestamp_s for row in read_trace(path, dataclasses.replace(spread, num_rows=2))] == [0, 1]
+    alone = written(folder, [{"timestamp": 7000, **row}] * 2)
+    assert [row.timestamp_s for row in read_trace(alone, spread)] == [7, 7], "nothing says how long"
 
 
 def test_speed_and_blocks_of_another_size(folder: Path) -> None:

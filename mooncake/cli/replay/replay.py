@@ -25,6 +25,7 @@ from mooncake.cli.simulation.asked import (
     SloTbt,
     SloTtft,
     Speedup,
+    Spread,
     TraceSpec,
     cluster_of,
     known,
@@ -46,6 +47,7 @@ def replay_command(
     rows: NumRows = 0,
     speedup: Speedup = 1.0,
     divide_lengths: DivideLengths = 1,
+    is_spread: Spread = False,
     trace_format: Format = "auto",
     slo_ttft_s: SloTtft = 30.0,
     slo_tbt_s: SloTbt = 0.1,
@@ -72,7 +74,9 @@ def replay_command(
     Prompts are made of the trace's block ids, so that what is shared there is shared here. With --predict
     the same rows first run through the simulator with calibrated costs.
     """
-    options = TraceOptions(format=trace_format, num_rows=rows, divide_lengths=divide_lengths)
+    options = TraceOptions(
+        format=trace_format, num_rows=rows, divide_lengths=divide_lengths, is_spread=is_spread
+    )
     requests = requests_of(trace, options)
     objectives = (slo_ttft_s, slo_tbt_s)
     # Read whole before the first request is sent: a broken row must not end a run in its middle.

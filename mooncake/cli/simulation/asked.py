@@ -43,6 +43,10 @@ NumRows = Annotated[int, typer.Option("--rows", min=0, help="Only the first ones
 DivideLengths = Annotated[
     int, typer.Option("--divide-lengths", min=1, help="Prompts and answers that many times shorter.")
 ]
+Spread = Annotated[
+    bool,
+    typer.Option("--spread", help="Rows of one instant come evenly until the next: their times are rounded."),
+]
 Speedup = Annotated[
     float,
     typer.Option("--speedup", help="Requests come that many times as fast.", callback=_above_zero),

@@ -20,6 +20,7 @@ from mooncake.cli.simulation.asked import (
     SloTbt,
     SloTtft,
     Speedup,
+    Spread,
     TraceSpec,
     cluster_of,
     known,
@@ -66,6 +67,7 @@ def plan_command(
     ] = None,
     policy: Annotated[str, typer.Option("--policy", help="Of the clusters that are tried.")] = "overlap",
     speedup: Speedup = 1.0,
+    is_spread: Spread = False,
     rows: NumRows = 0,
     ssd_tokens: Annotated[int, typer.Option("--ssd-tokens", min=0, help="SSD per node to consider.")] = 0,
     changes: Changes = None,
@@ -76,7 +78,7 @@ def plan_command(
     Every candidate runs the whole trace. Beside it: the smallest cluster of nodes that do both stages, good
     requests per dollar of each, and what one step in every direction would change.
     """
-    requests = requests_of(trace, TraceOptions(num_rows=rows))
+    requests = requests_of(trace, TraceOptions(num_rows=rows, is_spread=is_spread))
     known("policy", "scheduling", [policy])
     objectives = Objectives(slo_ttft_s, slo_tbt_s, attainment)
     prices = read_prices(prices_file)

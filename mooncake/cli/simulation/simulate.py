@@ -24,6 +24,7 @@ from mooncake.cli.simulation.asked import (
     SloTbt,
     SloTtft,
     Speedup,
+    Spread,
     TraceSpec,
     cluster_of,
     known,
@@ -58,6 +59,7 @@ def simulate_command(
     changes: Changes = None,
     trace_format: Format = "auto",
     divide_lengths: DivideLengths = 1,
+    is_spread: Spread = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write summaries and time lines.")
     ] = None,
@@ -70,7 +72,9 @@ def simulate_command(
 
     Nothing is written unless the whole trace was read: a broken row ends the command with its number.
     """
-    options = TraceOptions(format=trace_format, num_rows=rows, divide_lengths=divide_lengths)
+    options = TraceOptions(
+        format=trace_format, num_rows=rows, divide_lengths=divide_lengths, is_spread=is_spread
+    )
     requests = requests_of(trace, options)
     watched = ["watches_blocks=true"] if html_file else []
     specs = {
