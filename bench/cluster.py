@@ -50,62 +50,12 @@ class Streamed:
     error: dict[str, Any] | None = None
 
 
-class Cluster:
-    """A running ``mooncake up``."""
-
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        self.process = process
-        self.folder = folder
-
-    @property
-    def status(self) -> dict[str, Any]:
-        """What ``up`` says of its roles now."""
-        found: dict[str, Any] = json.loads((self.folder / "status.json").read_text())
-        return found
+class OpenAiServer:
+    """Anything that answers the OpenAI API at ``url``."""
 
     @property
     def url(self) -> str:
-        url: str = self.status["url"]
-        return url
-
-    def address(self, role: str) -> str:
-        address: str = self.status["roles"][role]["address"]
-        return address
-
-    def pid(self, role: str) -> int:
-        pid: int = self.status["roles"][role]["pid"]
-        return pid
-
-    def log(self, role: str) -> str:
-        return Path(self.status["roles"][role]["log"]).read_text()
-
-    def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Signal a role's process; returns its pid."""
-        pid = self.pid(role)
-        os.kill(pid, number)
-        return pid
-
-    def wait_until_restarted(self, role: str, old_pid: int, timeout_s: float = 120.0) -> None:
-        """Return when ``role`` serves again under another pid."""
-
-        def is_back() -> bool:
-            entry = self.status["roles"][role]
-            return entry["pid"] not in (None, old_pid) and entry["state"] == "ready"
-
-        wait_for(is_back, f"{role} to be restarted", timeout_s)
-
-    def wait_until_routable(self, timeout_s: float = 60.0) -> None:
-        """Return when the gateway counts every worker as ready."""
-
-        def all_ready() -> bool:
-            body = self.get("/status").body
-            return all(instance["health"] == "ready" for instance in body["instances"])
-
-        wait_for(all_ready, "every instance to be ready in /status", timeout_s)
-
-    def get(self, path: str, role: str | None = None) -> Answer:
-        """``GET path`` of the gateway, or of another role that speaks HTTP."""
-        return self.request("GET", path, None, role)
+        raise NotImplementedError
 
     def post(self, path: str, body: object, headers: dict[str, str] | None = None) -> Answer:
         return self.request("POST", path, body, None, headers)
@@ -115,14 +65,13 @@ class Cluster:
         method: str,
         path: str,
         body: object,
-        role: str | None = None,
+        base: str | None = None,
         headers: dict[str, str] | None = None,
         timeout_s: float = 300.0,
     ) -> Answer:
         """One request; ``body`` is JSON unless it is bytes. HTTP errors are answers, too."""
-        base = self.url if role is None else f"http://{self.address(role)}"
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        request = urllib.request.Request(base + path, data, method=method)
+        request = urllib.request.Request((base or self.url) + path, data, method=method)
         request.add_header("Content-Type", "application/json")
         for name, value in (headers or {}).items():
             request.add_header(name, value)
@@ -183,6 +132,64 @@ class Cluster:
         result.total_s = time.perf_counter() - began
         connection.close()
         return result
+
+
+class Cluster(OpenAiServer):
+    """A running ``mooncake up``."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self.process = process
+        self.folder = folder
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What ``up`` says of its roles now."""
+        found: dict[str, Any] = json.loads((self.folder / "status.json").read_text())
+        return found
+
+    @property
+    def url(self) -> str:
+        url: str = self.status["url"]
+        return url
+
+    def address(self, role: str) -> str:
+        address: str = self.status["roles"][role]["address"]
+        return address
+
+    def pid(self, role: str) -> int:
+        pid: int = self.status["roles"][role]["pid"]
+        return pid
+
+    def log(self, role: str) -> str:
+        return Path(self.status["roles"][role]["log"]).read_text()
+
+    def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Signal a role's process; returns its pid."""
+        pid = self.pid(role)
+        os.kill(pid, number)
+        return pid
+
+    def wait_until_restarted(self, role: str, old_pid: int, timeout_s: float = 120.0) -> None:
+        """Return when ``role`` serves again under another pid."""
+
+        def is_back() -> bool:
+            entry = self.status["roles"][role]
+            return entry["pid"] not in (None, old_pid) and entry["state"] == "ready"
+
+        wait_for(is_back, f"{role} to be restarted", timeout_s)
+
+    def wait_until_routable(self, timeout_s: float = 60.0) -> None:
+        """Return when the gateway counts every worker as ready."""
+
+        def all_ready() -> bool:
+            body = self.get("/status").body
+            return all(instance["health"] == "ready" for instance in body["instances"])
+
+        wait_for(all_ready, "every instance to be ready in /status", timeout_s)
+
+    def get(self, path: str, role: str | None = None) -> Answer:
+        """``GET path`` of the gateway, or of another role that speaks HTTP."""
+        return self.request("GET", path, None, None if role is None else f"http://{self.address(role)}")
 
 
 def _answer(status: int, headers: Any, body: bytes) -> Answer:

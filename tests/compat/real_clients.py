@@ -11,6 +11,7 @@ import asyncio
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import os
 import sys
@@ -19,10 +20,13 @@ import threading
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest import mock
 
 import torch
+
+from mooncake.cli.ports import free_ports
 
 PACKAGES = ("sglang", "lmcache", "transfer_queue", "checkpoint_engine", "vllm", "vllm_omni")
 MOCKED = (
@@ -472,6 +476,54 @@ def _lmcache_lookup(master: str) -> None:
     assert lookup.lookup([1] * 48) == 32
 
 
+def lmcache_channel(_: str) -> None:
+    """Two of its peers, which read each other's chunks with the transfer engine."""
+    name = "lmcache.v1.distributed.transfer_channel.impl.mooncake_te_impl"
+    module: Any = importlib.import_module(name)
+    describe = importlib.import_module("lmcache.v1.distributed.internal_api").L1MemoryDesc
+    memory = [torch.randint(0, 256, (1 << 16,), dtype=torch.uint8) for _ in range(2)]
+    urls = [f"127.0.0.1:{port}" for port in free_ports("127.0.0.1", 2, Random())]
+    owner, reader = (
+        module.MooncakeTeTransferChannelContext(describe(it.data_ptr(), it.numel(), 4096), url, url)
+        for it, url in zip(memory, urls, strict=True)
+    )
+    chunks = [(0, 4096), (16384, 8192)]
+    client = reader.get_transfer_channel_client(urls[0])
+    addresses = [context.get_transfer_channel_address(chunks) for context in (reader, owner)]
+    task = client.submit_read(*addresses)
+    while not (found := client.query_read_status(task)).finished:
+        pass
+    assert found.succeeded_mask == [True, True]
+    assert all(torch.equal(memory[0][at : at + size], memory[1][at : at + size]) for at, size in chunks)
+    assert not torch.equal(memory[0], memory[1])
+
+
+def sglang_transfer_engine(_: str) -> None:
+    """What prefill and decode of SGLang move KV with: one writes into the other's registered memory."""
+    os.environ["MOONCAKE_PROTOCOL"], os.environ["MC_FORCE_TCP"] = "tcp", "1"
+    path = Path(sys.argv[3], "sglang/srt/distributed/device_communicators/mooncake_transfer_engine.py")
+    spec = importlib.util.spec_from_file_location("sglang.mooncake_transfer_engine", path)
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.run_with_deadline = lambda work, **_: work()
+    module.NetworkAddress = lambda host, port: mock.MagicMock(to_host_port_str=lambda: f"{host}:{port}")
+    prefill, decode = (module.MooncakeTransferEngine("127.0.0.1", 0) for _ in range(2))
+    source, target = torch.randn(3, 5000), torch.zeros(3, 5000)
+    rows = [[row.data_ptr() for row in it] for it in (source, target)]
+    sizes = [row.nbytes for row in source]
+    assert prefill.batch_register(rows[0], sizes) == 0
+    decode.register(target.data_ptr(), target.nbytes)
+    peer = decode.get_session_id()
+    assert prefill.send_probe(peer) == 0
+    assert prefill.transfer_sync(peer, rows[0][0], rows[1][0], sizes[0]) == 0
+    assert prefill.batch_transfer_sync(peer, rows[0][1:], rows[1][1:], sizes[1:]) == 0
+    assert torch.equal(source, target)
+    assert prefill.batch_transfer_sync("127.0.0.1:1", rows[0][:1], rows[1][:1], sizes[:1]) < 0
+    assert prefill.batch_deregister(rows[0]) == 0
+    decode.deregister(target.data_ptr())
+
+
 def checkpoint_engine(_: str) -> None:
     os.environ["RANK"] = "0"
     module: Any = importlib.import_module("checkpoint_engine.p2p_store")
@@ -499,7 +551,7 @@ def checkpoint_engine(_: str) -> None:
 
 CLIENTS = (
     *(transfer_queue, vllm_store, vllm_embeddings, vllm_omni, sglang_embeddings, sglang_hicache),
-    *(sglang_direct_linker, lmcache, checkpoint_engine),
+    *(sglang_direct_linker, sglang_transfer_engine, lmcache, lmcache_channel, checkpoint_engine),
 )
 
 if __name__ == "__main__":

@@ -45,7 +45,9 @@ def master() -> Iterator[RunningMaster]:
         ("sglang_embeddings", "sglang"),
         ("sglang_hicache", "sglang"),
         ("sglang_direct_linker", "sglang"),
+        ("sglang_transfer_engine", "sglang"),
         ("lmcache", "lmcache"),
+        ("lmcache_channel", "lmcache"),
         ("checkpoint_engine", "checkpoint_engine"),
     ],
 )

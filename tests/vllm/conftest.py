@@ -1,4 +1,4 @@
-"""Tests with the real vLLM run in the environment that ``scripts/test-vllm`` builds; elsewhere they skip, and say so."""
+"""Tests with the real vLLM run in the environment that ``scripts/test-vllm`` builds; elsewhere they skip."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("vllm") is not None:
         return
-    skip = pytest.mark.skip(reason="NOT RUN: vLLM is not in this environment; scripts/test-vllm builds one that has it")
+    skip = pytest.mark.skip(
+        reason="NOT RUN: vLLM is not in this environment; scripts/test-vllm builds one that has it"
+    )
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(skip)

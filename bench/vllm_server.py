@@ -1,0 +1,134 @@
+"""A real vLLM server, and the store process beside it, for benches and tests of the connectors.
+
+Owns the life of the processes: the server is started as vLLM's users start it, in a session of its own, so
+that a SIGKILL takes all of its processes at once. Runs in the environment of ``scripts/test-vllm``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from bench.cluster import OpenAiServer, wait_for
+from mooncake.cli.ports import free_ports
+from mooncake.rpc import BlockingClient
+from mooncake.store import messages as m
+
+READY_WITHIN_S = 600.0
+HOST = "127.0.0.1"
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HOST_IP": HOST,
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+"""What every vLLM process of ours is given: nothing leaves this host, and 1 GiB of KV memory."""
+
+
+def free_port() -> int:
+    return free_ports(HOST, 1, Random())[0]
+
+
+class VllmServer(OpenAiServer):
+    """``python -m vllm.entrypoints.openai.api_server`` on a free port, computing on one core."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        folder: Path,
+        connector: Mapping[str, Any] | None = None,
+        core: int = 0,
+        dtype: str = "bfloat16",
+        environment: Mapping[str, str] | None = None,
+        flags: tuple[str, ...] = (),
+        cwd: Path | None = None,
+    ) -> None:
+        self._port = free_port()
+        self.log_path = folder / f"{name}.log"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--served-model-name", "smollm2", "--host", HOST, "--port", str(self._port)]
+        command += ["--max-model-len", "2048", "--dtype", dtype, "--enforce-eager"]
+        command += ["--enable-prompt-tokens-details", *flags]
+        if connector is not None:
+            command += ["--kv-transfer-config", json.dumps(connector)]
+        environ = {**os.environ, **QUIET, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(environment or {})}
+        with self.log_path.open("a") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environ, cwd=cwd, start_new_session=True
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self._port}"
+
+    def wait_until_ready(self, timeout_s: float = READY_WITHIN_S) -> None:
+        def is_healthy() -> bool:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"vLLM ended with {self._process.returncode}:\n{self.log()[-4000:]}")
+            return self.request("GET", "/health", None, timeout_s=5).status == 200
+
+        wait_for(is_healthy, f"{self.log_path.name} to say that vLLM serves", timeout_s)
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        lines = self.request("GET", "/metrics", None).body.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0] == name)
+
+    def kill(self) -> None:
+        """SIGKILL to the API server, the engine's core and its workers."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(30)
+
+    def close(self) -> None:
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        self.kill()
+
+
+@contextmanager
+def running_store(folder: Path, size_gb: float = 1.0) -> Iterator[str]:
+    """``mooncaked``: a master and this much memory in one process; yields its address."""
+    port = free_port()
+    command = [sys.executable, "-m", "mooncake", "daemon", "--port", str(port)]
+    command += ["--capacity-dram", str(size_gb)]
+    with (folder / "mooncaked.log").open("a") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        client = BlockingClient(f"{HOST}:{port}", (m.Flags,))
+        client.call(m.Exists(["a key"]), 60.0)
+        yield f"{HOST}:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def store_configuration(folder: Path, master: str) -> dict[str, str]:
+    """The environment that tells vLLM's own store connector of a store whose memory is another process's."""
+    path = folder / "mooncake.json"
+    settings = {
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": master,
+        "protocol": "tcp",
+        "device_name": "",
+        "mode": "standalone-store",
+        "global_segment_size": 0,
+        "local_buffer_size": "64MB",
+    }
+    path.write_text(json.dumps(settings))
+    return {"MOONCAKE_CONFIG_PATH": str(path)}

@@ -1,0 +1,142 @@
+"""One vLLM engine, in one process, on one core, in float32; and the process that runs it for a test.
+
+``Engine`` is the test's side; run as a program this file is the other: it answers lines of JSON. An engine
+of its own process can be killed as an engine is killed in a cluster, and starts in half the time of a server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.vllm_server import QUIET
+
+BLOCK_TOKENS = 128
+"""vLLM's own choice on a CPU."""
+
+
+def a_prompt(subject: str, num_items: int = 40) -> str:
+    """Some hundred tokens that begin with ``subject``, so that no block of it is another subject's."""
+    items = " ".join(f"Item {number} of the list is {number * 7 % 101}." for number in range(num_items))
+    return f"The secret word is {subject}. {items} The secret word is"
+
+
+@dataclass(frozen=True)
+class Answered:
+    text: str
+    token_ids: list[int]
+    num_prompt: int
+    num_cached: int
+
+
+class Engine:
+    """A child process with a vLLM engine in it."""
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        connector: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        core: int = 0,
+    ) -> None:
+        environ = {**os.environ, **QUIET, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(environment or {})}
+        environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        self._log = log
+        with log.open("a") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.engine", str(model), json.dumps(connector)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=environ,
+                text=True,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> Engine:
+        assert self._hear() == {"ready": True}
+        return self
+
+    def complete(self, prompt: str, max_tokens: int = 16, **more: Any) -> Answered:
+        """A greedy completion; ``more`` are fields of vLLM's SamplingParams."""
+        self._say({"prompt": prompt, "max_tokens": max_tokens, **more})
+        return Answered(**self._hear())
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache."""
+        self._say({"forget": True})
+        assert self._hear() == {"forgotten": True}
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(30)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        self.kill()
+
+    def _say(self, words: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps(words), file=self._process.stdin, flush=True)
+
+    def _hear(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(
+                f"the engine ended with {self._process.wait(30)}:\n{self._log.read_text()[-6000:]}"
+            )
+        return json.loads(line)
+
+
+def serve(model: str, connector: dict[str, Any] | None) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM's log goes where errors go
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    def say(words: dict[str, Any]) -> None:
+        print(json.dumps(words), file=answers, flush=True)
+
+    more = {} if connector is None else {"kv_transfer_config": KVTransferConfig(**connector)}
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        max_model_len=2048,
+        enforce_eager=True,
+        distributed_executor_backend="uni",
+        disable_log_stats=False,
+        **more,
+    )
+    say({"ready": True})
+    for line in sys.stdin:
+        words = json.loads(line)
+        if words.pop("forget", False):
+            say({"forgotten": bool(llm.reset_prefix_cache())})
+            continue
+        (output,) = llm.generate(words.pop("prompt"), SamplingParams(temperature=0, **words), use_tqdm=False)
+        found = output.outputs[0]
+        say(
+            {
+                "text": found.text,
+                "token_ids": list(found.token_ids),
+                "num_prompt": len(output.prompt_token_ids),
+                "num_cached": output.num_cached_tokens or 0,
+            }
+        )
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], json.loads(sys.argv[2]))
