@@ -6,7 +6,7 @@ Its worker asks for the number of the current device and nothing else of it; a C
 
 import torch
 
-torch.accelerator.current_device_index = lambda: 0  # type: ignore[assignment]
+torch.accelerator.current_device_index = lambda: 0
 
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (  # noqa: E402
     MooncakeConnector,
