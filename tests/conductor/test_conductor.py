@@ -488,3 +488,35 @@ def test_engines_lend_only_if_they_share_a_store(share: bool) -> None:
     assert (slot in conductor.cluster.sources) is share
     assert conductor.instances["p1"].slot in conductor.cluster.sources
     conductor.check()
+
+
+@pytest.mark.parametrize("admission", ["early", "predicted", "goodput"])
+@pytest.mark.parametrize("scheduling", ["overlap", "kvcache_centric", "cache_aware", "load"])
+def test_the_clock_may_begin_anywhere(scheduling: Any, admission: Any) -> None:
+    """A live clock has run since its machine was started; whatever fades or waits must not care."""
+    chosen = SchedulingSettings(block_tokens=16, scheduling=scheduling, admission=admission)
+    early, late = (served(Conductor(chosen, Random(0)), began_at) for began_at in (0.0, 2.0**25))
+    assert early == late
+    assert {len(outcome) for outcome in early} == {1, 2}, "some were refused, some were not"
+
+
+def served(conductor: Conductor, began_at: float) -> list[tuple[str | None, ...]]:
+    """What became of a minute of requests, more than two instances can do: a code, or a pair."""
+    random = Random(7)
+    outcomes: list[tuple[str | None, ...]] = []
+    add(conductor, "p1", "p2", "d1", now=began_at)
+    for tick in range(400):
+        now, name = began_at + tick / 8, f"r{tick}"
+        wishes: dict[str, Any] = {"slo_ttft_s": 2.0, "slo_tbt_s": 0.25, "keys": KEYS[: random.randrange(5)]}
+        outcome = place(conductor, name, now, num_tokens=random.choice([64, 512, 4096]), **wishes)
+        if isinstance(outcome, Refuse):
+            outcomes.append((outcome.refusal.code,))
+            continue
+        outcomes.append((outcome.prefill, outcome.decode))
+        assert outcome.prefill is not None
+        conductor.handle(ChunkMeasured(outcome.prefill, 0, 512, 0.5), now + 1 / 64)
+        conductor.handle(StepMeasured(outcome.decode, 4, 2048, 0.0625), now + 1 / 64)
+        conductor.handle(Prefilled(name, 0.25, 0.5, 512), now + 1 / 32)
+        conductor.handle(Finished(name, 8, 0.75, 0.125, True), now + 1 / 16)
+    conductor.check()
+    return outcomes
