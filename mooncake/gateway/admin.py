@@ -16,7 +16,7 @@ from msgspec import Meta
 
 import mooncake
 from mooncake import metrics
-from mooncake.conductor.messages import AddInstance, Drain, RemoveInstance
+from mooncake.conductor.messages import AddInstance, Drain
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.gateway.gateway import Gateway
 from mooncake.inference.openai import ApiError
@@ -31,6 +31,8 @@ class InstanceChange(msgspec.Struct):
 
     type: Literal["prefill", "decode"]
     instance: Annotated[str, Meta(min_length=3, max_length=300)]
+    port: Annotated[int, Meta(gt=0, lt=1 << 16)] | None = None
+    "Where its connector listens, if the other side needs to know."
 
 
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -71,14 +73,29 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/instances/add", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
     async def add(http: Request) -> Response:
         change = await _change(gateway, http)
+        if change.port is not None:
+            gateway.engines.ports[change.instance] = change.port
+        gateway.engines.forget(change.instance)
         await _apply(gateway, AddInstance(change.instance, Role(change.type)))
         return _json({"message": f"added {change.instance} to {change.type}", "status": "added"})
 
     @app.post("/instances/remove", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
     async def remove(http: Request) -> Response:
+        """It gets no more requests, and leaves when those it has are done."""
         change = await _known(gateway, await _change(gateway, http))
-        await _apply(gateway, RemoveInstance(change.instance))
+        await _apply(gateway, Drain(change.instance))
+        for row in await gateway.scheduling.status():
+            if row.instance == change.instance:
+                message = f"{change.instance} leaves {change.type} when its {row.num_requests} requests end"
+                return _json({"message": message, "status": "draining"})
         return _json({"message": f"removed {change.instance} from {change.type}", "status": "removed"})
+
+    @app.get("/healthcheck")
+    async def healthcheck() -> Response:
+        """As proxies of the existing packages answer."""
+        rows = await gateway.scheduling.status()
+        counts = {f"{role}_instances": sum(row.role is role for row in rows) for role in Role}
+        return _json({"status": "ok", **counts})
 
     @app.post("/instances/drain", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
     async def drain(http: Request) -> Response:
@@ -105,6 +122,7 @@ _TAKES_CHANGE: dict[str, Any] = {
                     "properties": {
                         "type": {"enum": ["prefill", "decode"]},
                         "instance": {"type": "string", "examples": ["127.0.0.1:8101"]},
+                        "port": {"type": "integer", "minimum": 1, "maximum": 65535},
                     },
                 }
             }
@@ -126,6 +144,7 @@ async def _status(gateway: Gateway) -> dict[str, Any]:
         "max_model_len": gateway.max_model_len,
         "scheduling": gateway.settings.scheduling,
         "admission": await gateway.scheduling.admission(),
+        "protocol": gateway.protocol if gateway.seems_to_front_engines else "workers",
         "conductor": gateway.conductor_state,
         "degraded": degraded,
         "requests_in_flight": gateway.gate.num_in_flight,
@@ -167,6 +186,7 @@ async def _change(gateway: Gateway, http: Request) -> InstanceChange:
         raise ApiError(400, f"{error}", param=field, code="invalid_value") from error
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    change.instance = change.instance.removeprefix("http://").rstrip("/")
     try:
         split_address(change.instance)
     except InvalidArgument as error:
@@ -175,7 +195,7 @@ async def _change(gateway: Gateway, http: Request) -> InstanceChange:
     return change
 
 
-async def _apply(gateway: Gateway, event: AddInstance | RemoveInstance | Drain) -> None:
+async def _apply(gateway: Gateway, event: AddInstance | Drain) -> None:
     try:
         await gateway.scheduling.change(event)
     except MooncakeError as error:

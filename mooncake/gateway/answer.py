@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from prometheus_client import Counter
 
-from mooncake import clock, metrics
+from mooncake import clock
 from mooncake.conductor.messages import Finished
+from mooncake.gateway.accounting import Slo, Timing, account
 from mooncake.gateway.route import Choice, Walk
 from mooncake.inference.answers import ChatWriter, Piece, TextWriter
-from mooncake.inference.latency import e2e_seconds, itl_seconds, mean_of_longest, ttft_seconds
+from mooncake.inference.latency import itl_seconds, mean_of_longest, ttft_seconds
 from mooncake.inference.openai import (
     STREAM_END,
     ApiError,
@@ -52,27 +51,6 @@ _PASSED_ON = (
     "cache_salt",
     "user",
 )
-
-_tokens = Counter(
-    "mooncake_gateway_tokens",
-    "Tokens of answers that ended well: of prompts, of prompts that were found cached, of output.",
-    ["kind"],
-    registry=metrics.registry,
-)
-_slo_outcomes = Counter(
-    "mooncake_gateway_slo",
-    "Answers with an SLO in their headers, by which (ttft, tbt) and whether it was met.",
-    ["slo", "met"],
-    registry=metrics.registry,
-)
-
-
-@dataclass(frozen=True)
-class Slo:
-    """What a client wants, in milliseconds; None for no wish."""
-
-    ttft_ms: float | None = None
-    tbt_ms: float | None = None
 
 
 class Answer:
@@ -258,35 +236,8 @@ class Answer:
         )
 
     def _account(self) -> None:
-        e2e_s = clock.monotonic() - self._began
-        e2e_seconds.observe(e2e_s)
-        usage = self._usage()
-        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
-        for kind, num_tokens in (
-            ("prompt", usage.prompt_tokens),
-            ("cached", cached),
-            ("output", usage.completion_tokens),
-        ):
-            _tokens.labels(kind).inc(num_tokens)
-        route = self._walks[0].route
-        log.info(
-            "answered",
-            id=self._answer_id,
-            prefill=route.prefill,
-            decode=route.decode,
-            degraded=route.degraded,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=cached,
-            output_tokens=usage.completion_tokens,
-            ttft_ms=round((self._ttft_s or 0.0) * 1000, 1),
-            e2e_ms=round(e2e_s * 1000, 1),
-        )
-        for name, wanted_ms, was_s in (
-            ("ttft", self._slo.ttft_ms, self._ttft_s or 0.0),
-            ("tbt", self._slo.tbt_ms, self._longest_gap_s),
-        ):
-            if wanted_ms is not None:
-                _slo_outcomes.labels(name, "yes" if was_s * 1000 <= wanted_ms else "no").inc()
+        timing = Timing(self._ttft_s or 0.0, self._longest_gap_s, clock.monotonic() - self._began)
+        account(self._answer_id, self._walks[0].route, self._usage(), timing, self._slo)
 
 
 def _first(errors: BaseExceptionGroup[ApiError]) -> ApiError:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,21 @@ from starlette.exceptions import HTTPException
 import mooncake
 from mooncake import clock, metrics
 from mooncake.conductor.messages import Place
+from mooncake.errors import ModelError
 from mooncake.gateway import admin, explaining
-from mooncake.gateway.answer import Answer, AnyRequest, Slo
+from mooncake.gateway.accounting import Slo
+from mooncake.gateway.answer import Answer, AnyRequest
 from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer
 from mooncake.gateway.naming import Names
 from mooncake.gateway.reading import read_body, request_id_of, slo_of, tokenize
+from mooncake.gateway.relaying import relay
 from mooncake.gateway.route import Walk
 from mooncake.gateway.stream import EventStream, unless_left
 from mooncake.inference.openai import (
     ApiError,
     ChatCompletionRequest,
     CompletionRequest,
+    ModelCard,
     ModelList,
     model_not_found,
     parse_request,
@@ -60,7 +65,7 @@ async def serve(settings: GatewaySettings) -> None:
         AddressInUse: the port is taken.
     """
     listening = listen(settings.host, settings.port)
-    tokenizer = await asyncio.to_thread(_load_tokenizer, settings.model)
+    tokenizer = await asyncio.to_thread(_load_tokenizer, settings)
     gateway = Gateway(settings, tokenizer)
     server = WebServer(create_app(gateway), listening)
     try:
@@ -72,15 +77,22 @@ async def serve(settings: GatewaySettings) -> None:
         await server.close()
 
 
-def _load_tokenizer(model: str) -> PromptTokenizer:
-    from mooncake.inference.tokenizer import Tokenizer  # late: transformers takes a while
+def _load_tokenizer(settings: GatewaySettings) -> PromptTokenizer | None:
+    """None where there is none and engines can do without."""
+    folder = Path(settings.model)
+    try:
+        from mooncake.inference.tokenizer import Tokenizer  # late: transformers takes a while
 
-    folder = Path(model)
-    if not folder.is_dir():
-        from mooncake.inference.gguf import resolve_model  # late: it needs torch
+        if not folder.is_dir():
+            from mooncake.inference.gguf import resolve_model  # late: it needs torch
 
-        folder = resolve_model(model)
-    return Tokenizer(folder)
+            folder = resolve_model(settings.model)
+        return Tokenizer(folder)
+    except (ModelError, ModuleNotFoundError) as error:
+        if settings.protocol == "workers":
+            raise
+        log.info("no_tokenizer", model=settings.model, reason=str(error))
+        return None
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -130,21 +142,23 @@ def create_app(gateway: Gateway) -> FastAPI:
 
     @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest), responses=_ERRORS)
     async def completions(http: Request) -> Response:
-        return await _serve(gateway, http, parse_request(CompletionRequest, await read_body(http)))
+        return await _either(gateway, http, partial(parse_request, CompletionRequest))
 
     @app.post("/v1/chat/completions", openapi_extra=_takes(ChatCompletionRequest), responses=_ERRORS)
     async def chat_completions(http: Request) -> Response:
-        return await _serve(gateway, http, parse_request(ChatCompletionRequest, await read_body(http)))
+        return await _either(gateway, http, partial(parse_request, ChatCompletionRequest))
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return Response(to_json(ModelList([gateway.model_card()])), media_type="application/json")
+        return Response(to_json(ModelList(await _cards(gateway))), media_type="application/json")
 
     @app.get("/v1/models/{model:path}", responses={404: _ERRORS[404]})
     async def model(model: str) -> Response:
-        if model != gateway.settings.model_name:
-            raise model_not_found(model, gateway.settings.model_name)
-        return Response(to_json(gateway.model_card()), media_type="application/json")
+        cards = await _cards(gateway)
+        for card in cards:
+            if card.id == model:
+                return Response(to_json(card), media_type="application/json")
+        raise model_not_found(model, ", ".join(card.id for card in cards))
 
     admin.add_routes(app, gateway)
     explaining.add_routes(app, gateway)
@@ -174,6 +188,27 @@ def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
     return {name: _inlined(value, definitions) for name, value in schema.items()}
 
 
+async def _either(
+    gateway: Gateway, http: Request, parse: Callable[[bytes], CompletionRequest | ChatCompletionRequest]
+) -> Response:
+    """One answer, by our workers or by other engines."""
+    content = await read_body(http)
+    if not await gateway.fronts_engines():
+        return await _serve(gateway, http, parse(content))
+    response = await relay(gateway, http, _endpoint(http), content)
+    _requests.labels(_endpoint(http), 200).inc()
+    return response
+
+
+async def _cards(gateway: Gateway) -> list[ModelCard]:
+    """The model by our name of it, and by those of engines that are not ours."""
+    own = gateway.model_card()
+    if not await gateway.fronts_engines():
+        return [own]
+    found = await gateway.engines.models(gateway.scheduling)
+    return [*found, *([own] if own.id not in [card.id for card in found] else [])]
+
+
 async def _serve(gateway: Gateway, http: Request, asked: AnyRequest) -> Response:
     """One answer, whole or streamed."""
     settings = gateway.settings
@@ -190,6 +225,7 @@ async def _serve(gateway: Gateway, http: Request, asked: AnyRequest) -> Response
 
     try:
         max_model_len = await gateway.context_length()
+        assert gateway.tokenizer is not None, "else engines are served as they are"
         prompts = await tokenize(gateway.tokenizer, asked, max_model_len)
         answer = _answer(gateway, http, asked, prompts, max_model_len, slo)
         if not asked.stream:

@@ -6,9 +6,10 @@ It knows no HTTP server.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -19,8 +20,11 @@ from mooncake.conductor.server import ConductorService
 from mooncake.conductor.settings import SchedulingSettings, Seconds
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.errors import InvalidArgument
+from mooncake.gateway.engines import Engines
 from mooncake.gateway.gate import Gate
 from mooncake.gateway.naming import NamedRequests
+from mooncake.gateway.prompts import Prompts, Tokenizing
+from mooncake.gateway.protocols import Protocol
 from mooncake.gateway.workers import WorkerFailed, Workers
 from mooncake.inference.openai import ApiError, ModelCard
 from mooncake.log import get_logger
@@ -28,6 +32,8 @@ from mooncake.rpc.client import split_address
 from mooncake.types import InstanceId, Role
 
 log = get_logger(__name__)
+
+_BY_CACHE = ("overlap", "kvcache_centric", "cache_aware")
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,16 @@ class GatewaySettings(SchedulingSettings):
     "A local Hugging Face folder, or `smollm2`; only its tokenizer is used."
 
     served_model_name: str = ""
-    "The model's name in the API; empty takes the last part of `model`."
+    "The model's name in the API; empty takes the last part of `model`. Engines' own names serve, too."
+
+    protocol: Protocol = "auto"
+    "How engines hand KV over; `workers` are ours, `auto` asks: others are taken for `sequential`."
+
+    tokenizing: Tokenizing = "auto"
+    "Who tells the tokens of prompts for other engines: the model's tokenizer, the engine, or text is hashed."
+
+    engine_api_key: Annotated[str, Secret] = ""
+    "Key for engines that want one; what clients send in `Authorization` goes before it."
 
     host: str = "127.0.0.1"
     "Address to listen on."
@@ -47,10 +62,10 @@ class GatewaySettings(SchedulingSettings):
     "Port of the HTTP server; 0 takes a free one."
 
     prefill: tuple[str, ...] = ()
-    "Prefill workers, `host:port`; more can be added while running."
+    "Instances that compute prompts, `host:port`, each with its connector's port behind it if that is needed."
 
     decode: tuple[str, ...] = ()
-    "Decode workers, `host:port`; more can be added while running."
+    "Instances that decode, in the same form; without any of `prefill` they compute prompts, too."
 
     conductor: str = ""
     "`host:port` of a conductor; empty runs one inside this process with the scheduling settings."
@@ -68,19 +83,38 @@ class GatewaySettings(SchedulingSettings):
     "Answers under way at a time; beyond that clients are told when to come back."
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("prefill", "decode"):
-            for address in getattr(self, name):
-                try:
-                    split_address(address)
-                except InvalidArgument as error:
-                    raise InvalidArgument(name, address, "host:port") from error
+            read_instances(name, getattr(self, name))
 
     @property
     def model_name(self) -> str:
         return self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
 
 
-class PromptTokenizer(Protocol):
+def read_instances(field: str, words: Sequence[str]) -> list[tuple[InstanceId, int | None]]:
+    """Instances with the ports of their connectors, from words such as ``host:8100 8998 http://other:8100``.
+
+    Raises:
+        InvalidArgument: naming ``field``.
+    """
+    found: list[tuple[InstanceId, int | None]] = []
+    for word in words:
+        if found and word.isdecimal() and 0 < int(word) < 1 << 16:
+            found[-1] = (found[-1][0], int(word))
+            continue
+        if found and word.lower() == "none":
+            continue
+        address = word.removeprefix("http://").rstrip("/")
+        try:
+            split_address(address)
+        except InvalidArgument as error:
+            raise InvalidArgument(field, word, "host:port, and maybe its connector's port") from error
+        found.append((address, None))
+    return found
+
+
+class PromptTokenizer(typing.Protocol):
     """What a gateway needs of ``mooncake.inference.tokenizer.Tokenizer``."""
 
     def encode(self, text: str) -> list[int]: ...
@@ -93,10 +127,20 @@ class PromptTokenizer(Protocol):
 class Gateway:
     """Everything of the process but its HTTP server. ``start`` and ``close`` it on one loop."""
 
-    def __init__(self, settings: GatewaySettings, tokenizer: PromptTokenizer) -> None:
+    def __init__(self, settings: GatewaySettings, tokenizer: PromptTokenizer | None) -> None:
+        """Without a ``tokenizer`` all engines are served as those of others are, ours too."""
         self.settings = settings
         self.tokenizer = tokenizer
         self.workers = Workers(settings.stall_timeout_s)
+        self.instances = {
+            Role.PREFILL: read_instances("prefill", settings.prefill),
+            Role.DECODE: read_instances("decode", settings.decode),
+        }
+        ports = {one: port for pairs in self.instances.values() for one, port in pairs if port is not None}
+        self.engines = Engines(self.workers, settings.engine_api_key, ports)
+        # A policy that looks at nobody's cache needs no names of blocks.
+        how = settings.tokenizing if settings.scheduling in _BY_CACHE else "none"
+        self.prompts = Prompts(tokenizer, self.workers, self.engines, settings.block_tokens, how)
         self.gate = Gate(settings.max_in_flight)
         self.named = NamedRequests()
         self.created = int(clock.wall())
@@ -122,13 +166,40 @@ class Gateway:
         settings = self.settings
         # Made here: what it holds belongs to the loop that runs now.
         self._service = (
-            RemoteConductor(settings.conductor) if settings.conductor else ConductorService(settings)
+            RemoteConductor(settings.conductor)
+            if settings.conductor
+            else ConductorService(replace(settings, engines_share_blocks=self._engines_share))
         )
         await self.workers.open()
         await self._service.start()
-        for role, instances in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
-            for instance in instances:
+        for role, instances in self.instances.items():
+            for instance, _ in instances:
                 self._service.post(AddInstance(instance, role))
+
+    @property
+    def protocol(self) -> Protocol:
+        """How engines that are not our workers hand KV over."""
+        given = self.settings.protocol
+        return "sequential" if given in ("auto", "workers") else given
+
+    @property
+    def _engines_share(self) -> bool:
+        return self.settings.engines_share_blocks or self.protocol == "pool"
+
+    async def fronts_engines(self) -> bool:
+        """Whether requests are handed on as they are, rather than done with our workers."""
+        if self.tokenizer is not None and self.settings.protocol == "auto":
+            await self.engines.models(self.scheduling)
+        return self.seems_to_front_engines
+
+    @property
+    def seems_to_front_engines(self) -> bool:
+        """``fronts_engines`` as far as it is known without asking anybody."""
+        settings = self.settings
+        return self.tokenizer is None or (
+            settings.protocol != "workers"
+            and (settings.protocol != "auto" or self.engines.seem_ours is False)
+        )
 
     async def close(self) -> None:
         if self._service is not None:

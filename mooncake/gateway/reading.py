@@ -14,7 +14,8 @@ import uuid
 from fastapi import Request
 
 from mooncake.errors import InvalidArgument
-from mooncake.gateway.answer import AnyRequest, Slo
+from mooncake.gateway.accounting import Slo
+from mooncake.gateway.answer import AnyRequest
 from mooncake.gateway.gateway import PromptTokenizer
 from mooncake.inference.openai import (
     ApiError,

@@ -10,63 +10,24 @@ client, and several choices or prompts in one request, are above (``answer.py``)
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from prometheus_client import Counter
 
-from mooncake import clock, metrics
+from mooncake import clock
 from mooncake.conductor.client import Scheduling
-from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled, Refuse
+from mooncake.conductor.messages import Decision, Place, Prefilled
+from mooncake.gateway.placing import Attempts, Placing, Route, as_error
 from mooncake.gateway.workers import WorkerBusy, WorkerFailed, Workers
 from mooncake.inference.answers import Piece
-from mooncake.inference.openai import ApiError, Usage
-from mooncake.log import get_logger
+from mooncake.inference.openai import Usage
 from mooncake.types import InstanceId
-
-log = get_logger(__name__)
-
-MAX_FAILURES = 4
-"""Workers that one request may take down before it counts as the cause itself."""
-
-MAX_UNREACHABLE = 32
-"""Workers that may be found dead before anything was asked of them."""
-
-RETRY_PATIENCE_S = 2.0
-"""How long a request whose worker failed waits for another one before it is refused."""
 
 RESUME_PATIENCE_S = 30.0
 """How long an answer that has begun waits for a worker to go on: the client has half of it already."""
-
-_retries = Counter(
-    "mooncake_gateway_retries",
-    "Calls that were tried on another worker, by stage: prefill, decode or resumed (in mid-answer).",
-    ["stage"],
-    registry=metrics.registry,
-)
-
-
-@dataclass
-class Route:
-    """Who worked for a prompt; shown in response headers."""
-
-    prefill: InstanceId | None = None
-    decode: InstanceId = ""
-    degraded: str = ""
-
-    def headers(self) -> dict[str, str]:
-        walk = "prefill, decode" if self.prefill else "decode"
-        shown = {
-            "x-mooncake-decode": self.decode,
-            "x-mooncake-route": f"degraded: {self.degraded}" if self.degraded else walk,
-        }
-        if self.prefill:
-            shown["x-mooncake-prefill"] = self.prefill
-        return shown
 
 
 @dataclass
@@ -77,17 +38,6 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
     is_finished: bool = False
-
-
-@dataclass
-class _Attempts:
-    """What a retry must remember."""
-
-    exclude: dict[InstanceId, None] = field(default_factory=dict)
-    num_failures: int = 0
-    num_unreachable: int = 0
-    busy: ApiError | None = None
-    "What the last busy worker said."
 
 
 class _Measured(msgspec.Struct):
@@ -101,7 +51,7 @@ class _Measured(msgspec.Struct):
     num_computed_tokens: int
 
 
-class Walk:
+class Walk(Placing):
     """One prompt: ``prefill`` once, then ``decode`` once per choice, then ``end``."""
 
     def __init__(
@@ -115,20 +65,16 @@ class Walk:
         block_tokens: int,
     ) -> None:
         """``place``: what the conductor is told of the prompt."""
+        super().__init__(scheduling, place)
         self.prompt = prompt
-        self.route = Route()
         self.num_cached_tokens = 0
         """Prompt tokens whose KV whoever computed the prompt found in its memory or the pool."""
-        self._scheduling = scheduling
         self._workers = workers
-        self._request_id = place.request_id
-        self._asked = place
         self._block_tokens = block_tokens
         self._headers = headers
         self._transfer: dict[str, Any] = {}
         self._is_prefilled = False
         self._is_computed = False
-        self._placed: dict[str, None] = {}
         self._decision: Decision | None = None
 
     async def prefill(self, cache_salt: str | None) -> None:
@@ -145,7 +91,7 @@ class Walk:
         }
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
-        attempts = _Attempts()
+        attempts = Attempts()
         while True:
             decision = await self._place(self._request_id, attempts, True, 0.0)
             self._decision = decision
@@ -167,7 +113,7 @@ class Walk:
             fact = self._prefilled(measured, decision, clock.monotonic() - began)
             refused = await self._scheduling.prefilled(fact)
             if refused is not None:
-                raise _as_error(refused)
+                raise as_error(refused)
             return
 
     async def decode(
@@ -176,7 +122,7 @@ class Walk:
         """The pieces of one choice; the last has a ``finish_reason``. Raises as ``prefill``."""
         decision, self._decision = self._decision, None
         place_id = self._request_id if decision is not None else f"{self._request_id}/{choice.index}"
-        attempts = _Attempts()
+        attempts = Attempts()
         while not choice.is_finished:
             if decision is None:
                 patience_s = RESUME_PATIENCE_S if choice.token_ids else 0.0
@@ -197,17 +143,6 @@ class Walk:
                 if not choice.is_finished:
                     self._note(error, place_id, attempts, "resumed" if choice.token_ids else "decode")
             decision = None
-
-    def end(self, finished: Finished) -> None:
-        """Tell the conductor that the workers are free of this prompt, and how it was."""
-        for place_id in self._placed:
-            is_own = place_id == self._request_id
-            self._scheduling.post(finished if is_own else Finished(place_id))
-        self._placed.clear()
-
-    @property
-    def place_id(self) -> str:
-        return self._request_id
 
     def _hints(self, decision: Decision) -> dict[str, Any]:
         """What a prefill worker of ours heeds, and others don't know."""
@@ -232,17 +167,7 @@ class Walk:
                 found.loaded_s,
                 found.num_loaded_tokens,
             )
-        # Who waited in a queue there can't be told from who was computed: only a prompt that was expected to
-        # begin at once says how long computing takes.
-        queue_s = decision.prediction.queue_s if decision.prediction is not None else 0.0
-        computed_s = elapsed_s if queue_s < 0.05 * elapsed_s else 0.0
-        num_cached = self.num_cached_tokens
-        return Prefilled(
-            self._request_id,
-            computed_s=computed_s,
-            num_computed_tokens=max(1, len(self.prompt) - num_cached),
-            num_cached_tokens=num_cached,
-        )
+        return self._seen_from_here(decision, len(self.prompt), self.num_cached_tokens, elapsed_s)
 
     async def _follow(
         self, instance: InstanceId, choice: Choice, sampling: Mapping[str, Any], max_tokens: int
@@ -294,59 +219,3 @@ class Walk:
     def _count_cached(self, usage: Usage) -> None:
         if usage.prompt_tokens_details is not None:
             self.num_cached_tokens = usage.prompt_tokens_details.cached_tokens
-
-    async def _place(
-        self, place_id: str, attempts: _Attempts, needs_prefill: bool, patience_s: float
-    ) -> Decision:
-        if attempts.num_failures or attempts.num_unreachable:
-            patience_s = max(patience_s, RETRY_PATIENCE_S)
-        give_up_at = clock.monotonic() + patience_s
-        while True:
-            self._placed[place_id] = None
-            answer = await self._scheduling.place(
-                msgspec.structs.replace(
-                    self._asked,
-                    request_id=place_id,
-                    exclude=list(attempts.exclude),
-                    needs_prefill=needs_prefill,
-                )
-            )
-            if isinstance(answer, Decision):
-                return answer
-            if attempts.busy is not None:
-                raise attempts.busy
-            if clock.monotonic() >= give_up_at:
-                raise _as_error(answer)
-            # Whoever failed may have come back by now: a restarted worker keeps its address.
-            attempts.exclude.clear()
-            await asyncio.sleep(min(0.25, answer.retry_after_s))
-
-    def _note(self, error: WorkerFailed | WorkerBusy, place_id: str, attempts: _Attempts, stage: str) -> None:
-        """Remember who failed and tell the conductor.
-
-        Raises:
-            ApiError: enough is enough.
-        """
-        attempts.exclude[error.instance] = None
-        _retries.labels(stage).inc()
-        if isinstance(error, WorkerBusy):
-            attempts.busy = error.answer
-            return
-        log.warning("worker_failed", instance=error.instance, stage=stage, reason=error.reason)
-        self._scheduling.post(Failed(error.instance, error.reason, place_id))
-        if error.was_reached:
-            attempts.num_failures += 1
-        else:
-            attempts.num_unreachable += 1
-        if attempts.num_failures >= MAX_FAILURES or attempts.num_unreachable >= MAX_UNREACHABLE:
-            num_tried = attempts.num_failures + attempts.num_unreachable
-            message = f"{num_tried} attempts to {stage} failed, the last on {error}"
-            raise ApiError(503, message, code="workers_failed", retry_after_s=RETRY_PATIENCE_S) from error
-
-
-def _as_error(refuse: Refuse) -> ApiError:
-    """What a client reads of a refusal: too much now (429), or nobody there (503)."""
-    status = 503 if refuse.refusal.code == "no_instance" else 429
-    return ApiError(
-        status, refuse.refusal.reason, code=refuse.refusal.code, retry_after_s=refuse.retry_after_s
-    )

@@ -36,6 +36,8 @@ ResultT = TypeVar("ResultT")
 
 CONNECT_TIMEOUT_S = 3.0
 HEALTH_TIMEOUT_S = 5.0
+COMPLETIONS = "/v1/completions"
+DONE = b"[DONE]"
 SILENCE_BEFORE_ASKING_S = 5.0
 _BUSY = (429, 503)
 
@@ -105,31 +107,48 @@ class Workers:
             WorkerFailed, WorkerBusy: try elsewhere.
             ApiError: the request itself was refused.
         """
-        async with self._post(instance, body, headers) as response:
-            content = await self._patiently(instance, response.read())
-            try:
-                return msgspec.json.decode(content, type=Whole)
-            except msgspec.MsgspecError as error:
-                raise WorkerFailed(instance, f"its answer can't be read: {error}") from error
+        content = await self.whole(instance, COMPLETIONS, body, headers)
+        try:
+            return msgspec.json.decode(content, type=Whole)
+        except msgspec.MsgspecError as error:
+            raise WorkerFailed(instance, f"its answer can't be read: {error}") from error
+
+    async def whole(
+        self, instance: InstanceId, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> bytes:
+        """The body of an answer that is not streamed. Raises as ``complete``."""
+        async with self._post(instance, path, body, headers) as response:
+            return await self._patiently(instance, response.read())
 
     async def stream(
         self, instance: InstanceId, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> AsyncGenerator[Chunk, None]:
         """The chunks of a streamed completion, up to its ``[DONE]``. Raises as ``complete``."""
-        async with self._post(instance, body, headers) as response:
+        events = self.events(instance, COMPLETIONS, body, headers)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if event == DONE:
+                    return
+                yield self._chunk(instance, event)
+
+    async def events(
+        self, instance: InstanceId, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> AsyncGenerator[bytes, None]:
+        """The data of a stream's events, up to and with its ``[DONE]``. Raises as ``complete``."""
+        async with self._post(instance, path, body, headers) as response:
             parser = EventParser()
             while True:
                 data = await self._next(instance, response.content)
                 if not data:
                     raise WorkerFailed(instance, "its stream ended before the answer did")
                 for event in parser.feed(data):
-                    if event == b"[DONE]":
+                    yield event
+                    if event == DONE:
                         return
-                    yield self._chunk(instance, event)
 
-    async def models(self, instance: InstanceId) -> list[ModelCard]:
+    async def models(self, instance: InstanceId, headers: Mapping[str, str] | None = None) -> list[ModelCard]:
         """What the worker serves. Raises WorkerFailed."""
-        content = await self._get(instance, "/v1/models", HEALTH_TIMEOUT_S)
+        content = await self.get(instance, "/v1/models", headers)
         try:
             return msgspec.json.decode(content, type=ModelList).data
         except msgspec.MsgspecError as error:
@@ -146,12 +165,12 @@ class Workers:
 
     @contextlib.asynccontextmanager
     async def _post(
-        self, instance: InstanceId, body: Mapping[str, Any], headers: Mapping[str, str]
+        self, instance: InstanceId, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response with status 200."""
         assert self._session is not None, "open() first"
         content = {"Content-Type": "application/json", **headers}
-        url = f"http://{instance}/v1/completions"
+        url = f"http://{instance}{path}"
         asking = self._session.post(url, data=msgspec.json.encode(body), headers=content)
         try:
             response = await self._patiently(instance, asking)
@@ -217,13 +236,15 @@ class Workers:
     async def _judge_silence(self, instance: InstanceId, waited_s: float) -> None:
         if waited_s >= self._stall_timeout_s:
             raise WorkerFailed(instance, f"stalled: not a byte for {self._stall_timeout_s:g} s")
-        await self._get(instance, "/health", HEALTH_TIMEOUT_S)
+        await self.get(instance, "/health")
 
-    async def _get(self, instance: InstanceId, path: str, timeout_s: float) -> bytes:
+    async def get(self, instance: InstanceId, path: str, headers: Mapping[str, str] | None = None) -> bytes:
+        """The body of what is answered quickly or not at all. Raises WorkerFailed."""
         assert self._session is not None, "open() first"
+        url, timeout_s = f"http://{instance}{path}", HEALTH_TIMEOUT_S
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with self._session.get(f"http://{instance}{path}", timeout=timeout) as response:
+            async with self._session.get(url, timeout=timeout, headers=headers) as response:
                 if response.status != 200:
                     raise WorkerFailed(instance, f"GET {path} answered {response.status}")
                 return await response.read()

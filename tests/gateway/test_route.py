@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.gateway import route, workers
+from mooncake.gateway import placing, workers
 from mooncake.inference.tokenizer import Tokenizer
 from tests.gateway.conftest import House, running
 from tests.gateway.doubles import answer_ids, answer_text
@@ -140,7 +140,7 @@ async def test_without_decode_the_prefill_instance_decodes(house: House) -> None
 
 
 async def test_nobody_left_is_a_503_that_says_when(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "RETRY_PATIENCE_S", 0.1)
+    monkeypatch.setattr(placing, "RETRY_PATIENCE_S", 0.1)
     await house.complete(PROMPT)
     for worker in [*house.prefill, *house.decode]:
         await worker.stop()
@@ -168,7 +168,7 @@ async def test_a_request_that_kills_every_worker_is_stopped(tokenizer: Tokenizer
         status, answer, _ = await house.post("/v1/completions", {"prompt": PROMPT})
         assert (status, answer["error"]["code"]) == (503, "workers_failed")
         assert "out of luck" in answer["error"]["message"]
-        assert sum(len(worker.calls) for worker in house.decode) == route.MAX_FAILURES
+        assert sum(len(worker.calls) for worker in house.decode) == placing.MAX_FAILURES
 
 
 async def test_a_busy_worker_is_passed_over_without_blame(house: House) -> None:

@@ -1,0 +1,187 @@
+"""Names the blocks of a prompt that another engine will tokenize, so that its cached prefix can be found.
+
+Owns the question who tells the tokens. The model's tokenizer, when the gateway has it: at once, but it is
+trusted only after it agreed with an engine about the first prompt of its kind. Else an engine
+(``/tokenize``). Else nobody: then pieces of text are hashed, which finds the same prefixes as long as
+requests come by this gateway, but not what engines tell of their blocks. A wrong name costs speed, never an
+answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from mooncake.conductor.client import Scheduling
+from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.gateway.engines import Engines
+from mooncake.gateway.workers import Workers
+from mooncake.inference.openai import ApiError
+from mooncake.log import get_logger
+from mooncake.prefix import BlockKey, block_hashes, root_hash, short_key
+
+log = get_logger(__name__)
+
+Tokenizing = Literal["auto", "model", "engine", "text", "none"]
+
+TOKENIZE_TIMEOUT_S = 2.0
+BYTES_PER_TOKEN = 4
+"""Of text whose tokens nobody counts: as many as a token id has."""
+
+INLINE_CHARS = 4096
+"""Shorter texts are tokenized at once; a thread would cost more than it frees."""
+
+_TEXT_ADAPTER = "\0text"
+_OF_CHAT = (
+    *("model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
+    *("chat_template", "chat_template_kwargs", "mm_processor_kwargs", "tools"),
+)
+_OF_TEXT = ("model", "prompt", "add_special_tokens")
+
+
+class PromptNames(msgspec.Struct):
+    """A prompt, as far as a conductor needs to know it."""
+
+    num_tokens: int
+    keys: list[BlockKey] = []
+    bare_keys: list[BlockKey] = []
+    "Without the salt."
+    is_text: bool = False
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class Prompts:
+    """``tokenizer``: of the model, if there is one (``gateway.PromptTokenizer``)."""
+
+    def __init__(
+        self, tokenizer: Any, workers: Workers, engines: Engines, block_tokens: int, how: Tokenizing
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._workers, self._engines = workers, engines
+        self._block_tokens = block_tokens
+        self._how = how
+        self._agrees: dict[bool, bool] = {}
+        """Of chats and of texts: whether tokenizer and engine made the same of the first one."""
+        self._engine_tells = how in ("auto", "engine")
+
+    async def name(
+        self, asked: Mapping[str, Any], adapter: str, headers: Mapping[str, str], scheduling: Scheduling
+    ) -> PromptNames:
+        """Names for the (first) prompt of a request."""
+        salt = str(asked.get("cache_salt") or "")
+        prompt = _first_prompt(asked)
+        if self._how == "none":
+            return PromptNames(_guessed_tokens(prompt))
+        tokens = prompt if isinstance(prompt, list) and "messages" not in asked else None
+        if tokens is None and self._how != "text":
+            tokens = await self._tokens(asked, prompt, headers, scheduling)
+        if tokens is None:
+            text = _text_of(asked, prompt)
+            words = text[: len(text) - len(text) % BYTES_PER_TOKEN]  # each is hashed like a token
+            keys = self._keys(words, self._block_tokens, salt, adapter + _TEXT_ADAPTER)
+            return PromptNames(max(1, len(text) // BYTES_PER_TOKEN), keys, is_text=True)
+        try:
+            keys = self._keys(tokens, self._block_tokens, salt, adapter)
+        except (OverflowError, TypeError):
+            return PromptNames(max(1, len(tokens)))  # no tokens; the engine will say what is wrong
+        bare = self._keys(tokens, self._block_tokens, "", adapter) if salt else []
+        return PromptNames(max(1, len(tokens)), keys, bare)
+
+    def _keys(self, items: Any, size: int, salt: str, adapter: str) -> list[BlockKey]:
+        return [short_key(one) for one in block_hashes(items, size, root_hash(salt, adapter))]
+
+    async def _tokens(
+        self, asked: Mapping[str, Any], prompt: Any, headers: Mapping[str, str], scheduling: Scheduling
+    ) -> list[int] | None:
+        """None when nobody can tell."""
+        is_chat = "messages" in asked
+        ours = await self._by_tokenizer(asked, prompt) if self._agrees.get(is_chat, True) else None
+        if ours is not None and (is_chat in self._agrees or not self._engine_tells):
+            return ours
+        theirs = await self._by_engine(asked, prompt, headers, scheduling) if self._engine_tells else None
+        if ours is not None and theirs is not None:
+            self._agrees[is_chat] = ours == theirs
+            if ours != theirs:
+                reason = f"the engine makes {len(theirs)} tokens of a prompt, the gateway's model {len(ours)}"
+                log.warning("tokenizer_not_used", is_chat=is_chat, reason=reason)
+        return ours if theirs is None else theirs
+
+    async def _by_tokenizer(self, asked: Mapping[str, Any], prompt: Any) -> list[int] | None:
+        tokenizer = self._tokenizer
+        if tokenizer is None or self._how == "engine" or asked.get("tools") or asked.get("chat_template"):
+            return None
+        is_chat = "messages" in asked
+        if is_chat and not all(_is_plain(message) for message in prompt):
+            return None
+
+        def in_thread() -> list[int]:
+            if not is_chat:
+                return list(tokenizer.encode(prompt))
+            options = dict(asked.get("chat_template_kwargs") or {})
+            if asked.get("continue_final_message"):
+                options["continue_final_message"] = True
+            return list(tokenizer.chat(prompt, asked.get("add_generation_prompt", True), **options))
+
+        try:
+            return in_thread() if len(str(prompt)) < INLINE_CHARS else await asyncio.to_thread(in_thread)
+        except (InvalidArgument, TypeError, ValueError):
+            return None  # the engine will say what is wrong
+
+    async def _by_engine(
+        self, asked: Mapping[str, Any], prompt: Any, headers: Mapping[str, str], scheduling: Scheduling
+    ) -> list[int] | None:
+        instance = await self._engines.someone(scheduling)
+        if instance is None:
+            return None
+        names = _OF_CHAT if "messages" in asked else _OF_TEXT
+        body = {name: asked[name] for name in names if asked.get(name) is not None}
+        if "messages" not in asked:
+            body["prompt"] = prompt
+        try:
+            async with asyncio.timeout(TOKENIZE_TIMEOUT_S):
+                answer = await self._workers.whole(instance, "/tokenize", body, headers)
+            return msgspec.json.decode(answer, type=_Tokens).tokens
+        except ApiError as error:
+            if error.status in (404, 405, 501):
+                log.info("no_tokenize", instance=instance, reason=str(error))
+                self._engine_tells = False
+        except (MooncakeError, TimeoutError, msgspec.MsgspecError) as error:
+            log.info("not_tokenized", instance=instance, reason=str(error))
+        return None
+
+
+def _first_prompt(asked: Mapping[str, Any]) -> Any:
+    """Messages, a text, or token ids; of several prompts the first."""
+    if "messages" in asked:
+        return asked["messages"]
+    prompt = asked.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    return prompt if isinstance(prompt, str | list) else ""
+
+
+def _text_of(asked: Mapping[str, Any], prompt: Any) -> bytes:
+    if isinstance(prompt, str):
+        return prompt.encode()
+    tools = msgspec.json.encode(asked["tools"]) if asked.get("tools") else b""
+    if not all(_is_plain(message) for message in prompt):
+        return tools + msgspec.json.encode(prompt)
+    # Little around the texts, or all chats would seem to begin alike.
+    return tools + "".join(f"{one.get('role')}\n{one['content']}\n" for one in prompt).encode()
+
+
+def _is_plain(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("content"), str)
+
+
+def _guessed_tokens(prompt: Any) -> int:
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return len(prompt)
+    size = len(prompt) if isinstance(prompt, str) else len(msgspec.json.encode(prompt))
+    return max(1, size // BYTES_PER_TOKEN)

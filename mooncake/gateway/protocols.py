@@ -1,0 +1,99 @@
+"""How a prompt's KV gets from the engine that computes it to the one that decodes: what both are asked.
+
+Owns the bodies of both requests, for each way in which connectors of engines hand KV over:
+
+``pool``        both share a store: prefill is asked for one token, then decode for the answer; nothing else
+``sequential``  what prefill answers in ``kv_transfer_params`` tells decode where to read (NIXL; our workers)
+``push``        both are asked at the same time with one ``transfer_id``; prefill writes into decode's blocks
+``bootstrap``   the same for vLLM's own MooncakeConnector, whose decode asks prefill's bootstrap server
+
+It sends nothing, and knows neither who was chosen nor why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Protocol = Literal["auto", "workers", "pool", "sequential", "push", "bootstrap"]
+
+_ONLY_FOR_DECODE = ("stream_options", "n", "best_of", "min_tokens", "logprobs", "top_logprobs", "echo")
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine, as the other one needs to know it."""
+
+    host: str
+    port: int | None = None
+    "Where its connector listens: for others' transfers, or as bootstrap server."
+    engine_id: str = ""
+    rank: int | None = None
+    "Of its data-parallel ranks, the one that computes."
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What both engines are told of a transfer."""
+
+    prefill: Params
+    decode: Params | None
+    "None: what prefill answers."
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether both are asked at once."""
+        return bool(self.decode)
+
+
+def handover(protocol: Protocol, transfer_id: str, prefill: Side, decode: Side) -> Handover:
+    """How one prompt goes from ``prefill`` to ``decode``."""
+    if protocol == "pool":
+        return Handover({}, {})
+    sends = {"do_remote_decode": True, "do_remote_prefill": False}
+    receives = {"do_remote_decode": False, "do_remote_prefill": True}
+    if protocol == "sequential":
+        unknown = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        return Handover({**sends, **unknown}, None)
+    name = {"transfer_id": transfer_id}
+    if protocol == "push":
+        return Handover({**sends, **name, **_address(decode)}, {**receives, **name, **_address(prefill)})
+    bootstrap = {
+        "remote_bootstrap_addr": f"http://{prefill.host}:{prefill.port}",
+        "remote_engine_id": prefill.engine_id,
+    }
+    return Handover({**sends, **name}, {**receives, **name, **bootstrap})
+
+
+def _address(side: Side) -> Params:
+    return {} if side.port is None else {"remote_host": side.host, "remote_port": side.port}
+
+
+def carries(protocol: Protocol, asked: Mapping[str, Any]) -> bool:
+    """Whether a transfer can serve this request: it moves one sequence, to one reader."""
+    prompt = asked.get("prompt")
+    is_batch = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return protocol == "pool" or not (is_batch or (asked.get("n") or 1) > 1)
+
+
+def prefill_body(asked: Mapping[str, Any], params: Params) -> dict[str, Any]:
+    """``asked``, so that only its prompt is computed."""
+    body = {name: value for name, value in asked.items() if name not in _ONLY_FOR_DECODE}
+    body |= {"stream": False, "max_tokens": 1}
+    if "max_completion_tokens" in body:
+        body["max_completion_tokens"] = 1
+    return _with(body, params)
+
+
+def decode_body(asked: Mapping[str, Any], params: Params) -> dict[str, Any]:
+    """``asked``, with what is known of the prompt's KV."""
+    return _with(dict(asked), params)
+
+
+def _with(body: dict[str, Any], params: Params) -> dict[str, Any]:
+    if params:
+        body["kv_transfer_params"] = {**(body.get("kv_transfer_params") or {}), **params}
+    return body

@@ -1,0 +1,8 @@
+"""The existing package's ``mooncake.vllm_v1_proxy_server``: its flags in front of our gateway."""
+
+from __future__ import annotations
+
+from mooncake.cli.compat.proxy import main
+
+if __name__ == "__main__":
+    main()

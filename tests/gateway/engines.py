@@ -1,0 +1,317 @@
+"""An engine of others, as a gateway sees one: the OpenAI API with ``kv_transfer_params``, and no model.
+
+The next token is a function of all before it. Its KV is the prompt's tokens, and a decode only skips
+computing what it has really been handed: by a store that engines share, by what a prefill answered, or by a
+push to a decode that is there at the same time. What the gateway gets wrong shows as tokens computed twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from mooncake.gateway.app import create_app
+from mooncake.gateway.gateway import Gateway, GatewaySettings
+from mooncake.web import WebServer, listen
+from tests.gateway.conftest import ADMIN_KEY, House
+from tests.gateway.doubles import next_token, text_of
+
+BLOCK = 4
+PUSH_PATIENCE_S = 5.0
+
+
+def words_to_ids(text: str) -> list[int]:
+    return [int(word[1:]) for word in text.split() if word[0] == "w" and word[1:].isdigit()]
+
+
+@dataclass
+class Wire:
+    """What moves KV between engines: the shared store, the blocks kept for a reader, the pushes."""
+
+    store: dict[tuple[int, ...], None] = field(default_factory=dict)
+    kept: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    pushes: dict[str, asyncio.Future[tuple[int, ...]]] = field(default_factory=dict)
+    waiting: dict[str, str] = field(default_factory=dict)
+    "Transfers that a decode waits for, with the engine that it expects them from."
+
+    def push(self, transfer_id: str) -> asyncio.Future[tuple[int, ...]]:
+        return self.pushes.setdefault(transfer_id, asyncio.get_running_loop().create_future())
+
+
+@dataclass
+class Engine:
+    wire: Wire
+    name: str = ""
+    num_ranks: int = 1
+    has_tokenize: bool = True
+    models: tuple[tuple[str, str], ...] = (("org/tiny", "org/tiny"),)
+    "Names and roots."
+
+    refuse: tuple[int, Any] | None = None
+    die_after: int | None = None
+    "Cut the connection after so many tokens, once."
+    fail_load: bool = False
+    "End a stream, once, with an error before its first token, as vLLM does when KV can't be loaded."
+    gate: asyncio.Event | None = None
+    "Held after the first token until it is set."
+    has_token_details: bool = True
+
+    local: dict[tuple[int, ...], None] = field(default_factory=dict)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    num_computed: list[int] = field(default_factory=list)
+    "Prompt tokens that each call computed."
+    num_tokenized: int = 0
+    num_cancelled: int = 0
+    address: str = ""
+    _runner: web.AppRunner | None = None
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/query", self._query)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        if self.has_tokenize:
+            app.router.add_post("/tokenize", self._tokenize)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", int(self.address.rpartition(":")[2] or 0)).start()
+        self.address = f"127.0.0.1:{self._runner.addresses[0][1]}"
+        self.name = self.name or f"engine-{self.port}"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def rank_name(self, rank: int) -> str:
+        return f"{self.name}_dp{rank}"
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        cards = [
+            {"id": name, "object": "model", "created": 1, "owned_by": "vllm", "root": root}
+            for name, root in self.models
+        ]
+        return web.json_response({"object": "list", "data": cards})
+
+    async def _query(self, request: web.Request) -> web.Response:
+        ranks = range(self.num_ranks)
+        return web.json_response({str(rank): {"engine_id": self.rank_name(rank)} for rank in ranks})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        self.num_tokenized += 1
+        tokens = self._ids(await request.json())
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 4096})
+
+    def _ids(self, body: dict[str, Any]) -> list[int]:
+        if "messages" in body:
+            return [3, *words_to_ids(" ".join(str(one["content"]) for one in body["messages"])), 4]
+        prompt = body["prompt"]
+        return words_to_ids(prompt) if isinstance(prompt, str) else list(prompt)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.calls.append(body)
+        self.paths.append(request.path)
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        if self.refuse is not None:
+            status, error = self.refuse
+            return web.json_response({"error": error}, status=status)
+        try:
+            return await self._answer(request, body)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.num_cancelled += 1
+            raise
+
+    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        prompts = body.get("prompt")
+        batch = prompts if isinstance(prompts, list) and isinstance(prompts[0], str) else [prompts]
+        choices: list[list[int]] = []
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        cached = 0
+        for prompt in batch:
+            ids = self._ids({**body, "prompt": prompt})
+            cached += await self._load(ids, body.get("kv_transfer_params") or {})
+            usage["prompt_tokens"] += len(ids)
+            for number in range(body.get("n") or 1):
+                out = list(ids)
+                for _ in range(body.get("max_completion_tokens") or body.get("max_tokens") or 16):
+                    out.append(next_token(out, (body.get("seed") or 0) + number))
+                choices.append(out[len(ids) :])
+            self._save(ids, body)
+        usage["completion_tokens"] = sum(map(len, choices))
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+        found: dict[str, Any] = dict(usage)
+        if self.has_token_details:
+            found["prompt_tokens_details"] = {"cached_tokens": cached}
+        if self.die_after == 0:
+            self._die(request)
+        if body.get("stream"):
+            return await self._stream(request, body, choices[0], found)
+        is_chat = "messages" in body
+        shown = [
+            {
+                "index": index,
+                "finish_reason": "length",
+                **self._part(is_chat, "message", "".join(map(text_of, choice))),
+            }
+            for index, choice in enumerate(choices)
+        ]
+        whole: dict[str, Any] = {**self._frame(body), "choices": shown, "usage": found}
+        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            whole["kv_transfer_params"] = self._handed_over(body)
+        return web.json_response(whole)
+
+    async def _load(self, ids: list[int], params: dict[str, Any]) -> int:
+        """Returns the tokens that need not be computed, as engines count them."""
+        known = [end for end in range(len(ids) + 1) if tuple(ids[:end]) in (self.local | self.wire.store)]
+        cached = max(known, default=0)
+        if params.get("do_remote_prefill"):
+            if "transfer_id" in params:
+                self.wire.waiting[params["transfer_id"]] = params.get("remote_engine_id") or ""
+                async with asyncio.timeout(PUSH_PATIENCE_S):
+                    received = await self.wire.push(params["transfer_id"])
+            else:
+                received = self.wire.kept.pop(params["remote_block_ids"][0])
+            assert received == tuple(ids), "somebody else's blocks"
+            cached = len(ids) - 1
+        self.num_computed.append(len(ids) - cached)
+        return cached
+
+    def _save(self, ids: list[int], body: dict[str, Any]) -> None:
+        for end in range(BLOCK, len(ids) + 1, BLOCK):
+            self.local[tuple(ids[:end])] = None
+        params = body.get("kv_transfer_params") or {}
+        if params.get("do_remote_decode") and "transfer_id" in params:
+            self.wire.push(params["transfer_id"]).set_result(tuple(ids))
+
+    def _handed_over(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        if "transfer_id" in body["kv_transfer_params"]:
+            return None
+        block = uuid.uuid4().hex
+        self.wire.kept[block] = tuple(self._ids(body))
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.name,
+            "remote_block_ids": [block],
+            "remote_host": "127.0.0.1",
+            "remote_port": 1,
+        }
+
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], ids: list[int], usage: dict[str, Any]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if self.fail_load:
+            self.fail_load = False
+            error = {"message": "KV load failed", "type": "InternalServerError", "code": 500}
+            await self._event(response, {"error": error})
+            await response.write(b"data: [DONE]\n\n")
+            return response
+        for number, token in enumerate(ids):
+            finish = "length" if number + 1 == len(ids) else None
+            part = self._part("messages" in body, "delta", text_of(token))
+            choice = {"index": 0, "finish_reason": finish, **part, "of_this_engine": {"only": number}}
+            await self._event(response, {**self._frame(body), "choices": [choice]})
+            if self.gate is not None:
+                await self.gate.wait()
+            if self.die_after == number + 1:
+                self._die(request)
+        if (body.get("stream_options") or {}).get("include_usage"):
+            await self._event(response, {**self._frame(body), "choices": [], "usage": usage})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _die(self, request: web.Request) -> None:
+        self.die_after = None
+        assert request.transport is not None
+        request.transport.abort()
+        raise ConnectionResetError
+
+    def _frame(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"id": "x", "object": "whatever", "created": 1, "model": body.get("model")}
+
+    def _part(self, is_chat: bool, name: str, text: str) -> dict[str, Any]:
+        return {name: {"role": "assistant", "content": text}} if is_chat else {"text": text}
+
+    async def _event(self, response: web.StreamResponse, fields: dict[str, Any]) -> None:
+        await response.write(b"data: " + json.dumps(fields).encode() + b"\n\n")
+
+
+@dataclass
+class Front(House):
+    """A gateway in front of engines."""
+
+    prefill: list[Engine]  # type: ignore[assignment]
+    decode: list[Engine]  # type: ignore[assignment]
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [*self.prefill, *self.decode]
+
+
+@contextlib.asynccontextmanager
+async def fronting(
+    num_prefill: int = 1, num_decode: int = 1, tokenizer: Any = None, engine: Any = None, **settings: Any
+) -> AsyncIterator[Front]:
+    """A gateway whose engines are all ready. ``engine``: fields of each of them."""
+    wire = Wire()
+    if settings.get("protocol") == "pool":
+        shared = wire.store
+    else:
+        shared = None
+    engines = [Engine(wire, **(engine or {})) for _ in range(num_prefill + num_decode)]
+    for one in engines:
+        if shared is not None:
+            one.local = shared
+        await one.start()
+    prefill, decode = engines[:num_prefill], engines[num_prefill:]
+    fields: dict[str, Any] = {
+        "model": "/somewhere/tiny",
+        "prefill": tuple(word for one in prefill for word in (one.address, str(one.port))),
+        "decode": tuple(one.address for one in decode),
+        "admin_api_key": ADMIN_KEY,
+        "block_tokens": BLOCK,
+        "probe_interval_s": 0.05,
+        "suspect_probe_interval_s": 0.02,
+        "max_probe_interval_s": 0.05,
+        "slow_start_s": 0.0,
+        "scheduling": "round_robin",
+    }
+    gateway = Gateway(GatewaySettings(**{**fields, **settings}), tokenizer)
+    server = WebServer(create_app(gateway), listen("127.0.0.1", 0), grace_s=1.0)
+    await server.start()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
+        front = Front(gateway, prefill, decode, f"http://127.0.0.1:{server.port}", session)
+        await front.until(lambda health: [*health.values()] == ["ready"] * len(engines))
+        try:
+            yield front
+            async with asyncio.timeout(5):
+                while gateway.gate.num_in_flight:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert not any(row.num_requests for row in await gateway.scheduling.status())
+        finally:
+            await session.close()
+            await server.close()
+            for one in engines:
+                await one.stop()
