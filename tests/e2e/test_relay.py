@@ -68,7 +68,7 @@ def test_answers_are_those_of_the_workers_own_gateway(cluster: Cluster, front: s
     chunks = post(front, "/v1/completions", **asked, stream=True, stream_options={"include_usage": True})
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == own
     usage = chunks[-1]["usage"]
-    # The prefill worker has computed this prompt before: it found all whole blocks of it.
-    assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+    # The prefill worker has computed this prompt before.
+    assert 0 < usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
     chat = post(front, "/v1/chat/completions", messages=CHAT, max_tokens=16, temperature=0)
     assert "Paris" in chat["choices"][0]["message"]["content"]
