@@ -181,4 +181,9 @@ class ForeignIdentity:
 
     def key(self, block_hash: BlockHash) -> ObjectKey:
         """The store's key for the block that ends the prefix ``block_hash``."""
-        return f"kv/{self.digest}/{block_hash.hex()}"
+        return foreign_key(self.digest, block_hash)
+
+
+def foreign_key(digest: str, block_hash: BlockHash) -> ObjectKey:
+    """The store's key for a block of whoever has this ``ForeignIdentity.digest``."""
+    return f"kv/{digest}/{block_hash.hex()}"

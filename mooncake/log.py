@@ -56,6 +56,17 @@ def setup_logging(level: str = "info", log_format: str = "text", role: str = "")
     root.setLevel(level.upper())
 
 
+def setup_guest_logging(role: str) -> None:
+    """In somebody else's process: our events, and only ours, go to standard error with their fields."""
+    ours = logging.getLogger("mooncake")
+    if not ours.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_TextFormatter(role))
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
+        ours.propagate = False
+
+
 class _TextFormatter(logging.Formatter):
     def __init__(self, role: str) -> None:
         super().__init__()

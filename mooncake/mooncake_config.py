@@ -103,6 +103,15 @@ class MooncakeConfig:
             close = difflib.get_close_matches(key, _VARIABLES, 1, cutoff=0.85)
             if close:
                 log.warning(f"{file_path}: {key!r} means nothing; did you mean {close[0]!r}?")
+        return MooncakeConfig.of(given)
+
+    @staticmethod
+    def of(given: dict[str, Any]) -> MooncakeConfig:
+        """From the words of such a file, those of others left out.
+
+        Raises:
+            ValueError: a required one is missing, or a value is none; the message names it.
+        """
         return _of(given)
 
     @staticmethod
@@ -120,7 +129,7 @@ class MooncakeConfig:
                 f"Neither the environment variable '{CONFIG_VARIABLE}' nor '{MASTER_VARIABLE}' is set."
             )
         given = {field: os.environ[name] for field, name in _VARIABLES.items() if name in os.environ}
-        return _of({"local_hostname": "localhost", "metadata_server": "P2PHANDSHAKE", **given})
+        return MooncakeConfig.of({"local_hostname": "localhost", "metadata_server": "P2PHANDSHAKE", **given})
 
 
 _VARIABLES = {

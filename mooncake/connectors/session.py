@@ -1,0 +1,151 @@
+"""A client of the store with a thread of its own, for engines whose threads are not ours to await in.
+
+Owns that thread's event loop, the transfer engine and the connection to the store; where the store is,
+is said in ``PoolSettings``, which a connector reads from the engine's configuration or from the file
+that the existing package's users have (``MOONCAKE_CONFIG_PATH``). It also lends memory of this process
+to the pool, if that file says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mooncake.errors import InvalidArgument
+from mooncake.log import get_logger
+from mooncake.mooncake_config import CONFIG_VARIABLE, MASTER_VARIABLE, MooncakeConfig
+from mooncake.store import AsyncStore, StoreSettings
+from mooncake.store.node import Node, NodeSettings
+from mooncake.transfer import TransferEngine, TransferSettings
+
+log = get_logger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+PATIENCE_S = 1.0
+"""A store that does not answer in time has no blocks: computing them takes about as long."""
+
+CLOSING_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSettings:
+    """Where the store is, and what this process brings to it."""
+
+    master: str
+    """``host:port`` of the master, several with commas, or ``etcd://…`` where they elect."""
+    transports: tuple[str, ...] = ()
+    """Paths by preference; none takes the usual ones."""
+    host: str = "127.0.0.1"
+    """Address that this process's transfer engine listens on."""
+    tenant: str = "default"
+    lent_bytes: int = 0
+    """Memory of each rank that is lent to the pool."""
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], environment: Mapping[str, str]) -> PoolSettings:
+        """From a connector's extra configuration, or where that says nothing from the existing file.
+
+        Raises:
+            InvalidArgument: neither says where the store is.
+            OSError: the file can't be read.
+        """
+        given: dict[str, Any] = {}
+        file = environment.get(CONFIG_VARIABLE)
+        if "mooncake_store_addr" not in extra and file:
+            given = json.loads(Path(file).read_text())
+        master = extra.get("mooncake_store_addr") or given.get("master_server_address")
+        master = master or environment.get(MASTER_VARIABLE)
+        if not master:
+            allowed = f"HOST:50051, or {CONFIG_VARIABLE} naming a file with master_server_address"
+            raise InvalidArgument("mooncake_store_addr", extra.get("mooncake_store_addr"), allowed)
+        if not given:
+            usual = {"protocol": "", "tenant_id": "default", "local_hostname": "127.0.0.1"}
+            words = {name: str(extra.get(name, value)) for name, value in usual.items()}
+            return cls(str(master), _paths(words["protocol"]), words["local_hostname"], words["tenant_id"])
+        config = MooncakeConfig.of(
+            {"local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE", **given}
+        )
+        lends = given.get("mode", "embedded") != "standalone-store"
+        return cls(
+            str(master),
+            (),
+            config.local_hostname,
+            config.tenant_id,
+            config.global_segment_size if lends else 0,
+        )
+
+
+def _paths(protocol: str) -> tuple[str, ...]:
+    """Transports for a ``protocol`` that was asked for by name: that one and no other."""
+    return (protocol,) if protocol else ()
+
+
+class Session:
+    """The store, from a thread of its own. Its methods may be called from any thread."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        transfer = TransferSettings(listen_host=settings.host)
+        if settings.transports:
+            transfer = dataclasses.replace(transfer, transports=settings.transports)
+        self.transfer = TransferEngine(transfer)
+        self.loop = asyncio.new_event_loop()
+        self._settings = settings
+        self._node: Node | None = None
+        self._thread = threading.Thread(target=self._run, name="mooncake-store", daemon=True)
+        self._thread.start()
+        self.store = self.wait(self._connect())
+
+    async def _connect(self) -> AsyncStore:
+        settings = StoreSettings(timeout_s=PATIENCE_S, tenant=self._settings.tenant)
+        return AsyncStore(self._settings.master, self.transfer, settings)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def lend(self) -> None:
+        """Give the pool what the settings say this process gives it. The store may come later."""
+        if self._settings.lent_bytes and self._node is None:
+            self._node = self.wait(self._lend())
+
+    async def _lend(self) -> Node:
+        size_bytes = self._settings.lent_bytes
+        node = Node(NodeSettings(master=self._settings.master, pool_size_bytes=size_bytes), self.transfer)
+        await node.start()
+        log.info("memory_lent", size_bytes=size_bytes, master=self._settings.master)
+        return node
+
+    def start(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        """Begin ``work`` on the session's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """``work``'s result; not from the session's own thread."""
+        return self.start(work).result()
+
+    def close(self) -> None:
+        """Let go of everything. May be said more than once."""
+        if self.loop.is_closed():
+            return
+        try:
+            self.start(self._close()).result(CLOSING_S)
+        except (RuntimeError, TimeoutError) as error:  # an interpreter that ends starts no more threads
+            log.debug("session_cut_off", reason=str(error))
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(CLOSING_S)
+            if not self._thread.is_alive():
+                self.loop.close()
+            self.transfer.close()
+
+    async def _close(self) -> None:
+        if self._node is not None:
+            await self._node.close()
+        await self.store.close()

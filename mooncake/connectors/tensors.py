@@ -1,0 +1,92 @@
+"""The slabs of an engine's KV tensors, from their shapes and strides alone.
+
+A block of a tensor is what one index of its block dimension selects. In memory that is one run of bytes
+or several equal ones, depending on the order of the other dimensions; a run is a slab. What is in it
+(keys, values, packed for some instruction set) nobody needs to know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mooncake.connectors.memory import SlabMemory
+from mooncake.errors import InvalidArgument
+from mooncake.kvlayout import SlabLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class Slabs:
+    """Where in a tensor the slabs of its blocks lie, in bytes."""
+
+    offsets: tuple[int, ...]
+    """Of each slab of block 0, from the tensor's beginning."""
+    slab_bytes: int
+    stride: int
+    """From a block to the next."""
+
+
+def slabs_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int, num_blocks: int) -> Slabs:
+    """The slabs of a tensor with these dimensions; ``strides`` in items.
+
+    The block dimension is the first whose size is a multiple of ``num_blocks``: a kernel may cut the
+    engine's block into several of its own, which follow each other.
+
+    Raises:
+        InvalidArgument: there is no such dimension, or the blocks overlap.
+    """
+    dims = [dim for dim, size in enumerate(shape) if size % num_blocks == 0]
+    if not dims:
+        raise InvalidArgument("shape", tuple(shape), f"a dimension of {num_blocks} blocks")
+    block_dim = dims[0]
+    pieces = shape[block_dim] // num_blocks
+    others = [(size, strides[dim]) for dim, size in enumerate(shape) if dim != block_dim]
+    others = [dim for dim in [*others, (pieces, strides[block_dim])] if dim[0] > 1]
+    others.sort(key=lambda dim: dim[1])
+    run = 1
+    while others and others[0][1] == run:
+        run *= others.pop(0)[0]
+    stride = strides[block_dim] * pieces
+    if run > stride and num_blocks > 1:
+        raise InvalidArgument("strides", tuple(strides), "blocks that do not overlap")
+    places = itertools.product(
+        *([size_stride[1] * i for i in range(size_stride[0])] for size_stride in others)
+    )
+    offsets = sorted(sum(place) for place in places)
+    return Slabs(tuple(offset * item_bytes for offset in offsets), run * item_bytes, stride * item_bytes)
+
+
+def memory_of(
+    tensors: Sequence[Any], num_blocks: int, block_tokens: int, num_shards: int = 1
+) -> tuple[SlabLayout, SlabMemory]:
+    """One block for each of ``num_shards`` equal shards of each block of the tensors, one a layer.
+
+    Raises:
+        InvalidArgument: the layers differ, or the shards of a block don't follow each other.
+    """
+    found = [slabs_of(tensor.shape, tensor.stride(), tensor.element_size(), num_blocks) for tensor in tensors]
+    first = found[0]
+    if any(
+        (len(slabs.offsets), slabs.slab_bytes) != (len(first.offsets), first.slab_bytes) for slabs in found
+    ):
+        sizes = sorted({len(slabs.offsets) * slabs.slab_bytes for slabs in found})
+        raise InvalidArgument("kv_caches", f"layers with blocks of {sizes} bytes", "layers that are alike")
+    block_bytes = first.slab_bytes * len(first.offsets)
+    is_dense = len(first.offsets) == 1 and all(slabs.stride == block_bytes for slabs in found)
+    if num_shards > 1 and not (is_dense and first.slab_bytes % num_shards == 0):
+        raise InvalidArgument(
+            "store_tp_size", num_shards, "1 where the heads of a block are not apart in memory"
+        )
+    bases = [
+        [tensor.data_ptr() + offset for offset in slabs.offsets]
+        for tensor, slabs in zip(tensors, found, strict=True)
+    ]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    buffers = [(pointer, storage.nbytes()) for pointer, storage in storages.items()]
+    layout = SlabLayout(len(tensors), len(first.offsets), first.slab_bytes // num_shards, block_tokens)
+    strides = [slabs.stride // num_shards for slabs in found]
+    return layout, SlabMemory(buffers, np.array(bases, dtype=np.uint64), strides)

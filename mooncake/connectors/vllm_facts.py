@@ -1,0 +1,145 @@
+"""What decides the meaning of the bytes in a vLLM rank's KV blocks, as facts for their key.
+
+If one of these differs, a block must not be found; so when in doubt a fact is here. What is not here:
+which tokens (vLLM's own block hash says that, with adapters, images and salts), and what changes speed
+only. Nothing here is imported from vLLM; it reads the objects it is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mooncake.connectors.weights import sampled_digest
+from mooncake.errors import InvalidArgument, ModelError
+from mooncake.log import get_logger
+
+log = get_logger(__name__)
+
+_VOLATILE = {"_name_or_path", "name_or_path", "transformers_version", "_attn_implementation"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """A rank's place among those of its engine."""
+
+    tp_rank: int
+    tp_size: int
+
+    def heads(self, total: int, num_shards: int) -> list[tuple[int, int]]:
+        """Which KV heads, from and up to, are in each of this rank's shards.
+
+        Raises:
+            InvalidArgument: they can't be divided so.
+        """
+        local = max(1, total // self.tp_size)
+        first = self.tp_rank * local if total >= self.tp_size else self.tp_rank * total // self.tp_size
+        if local % num_shards:
+            raise InvalidArgument("store_tp_size", num_shards * self.tp_size, f"a divisor of {total} heads")
+        width = local // num_shards
+        return [(first + shard * width, first + (shard + 1) * width) for shard in range(num_shards)]
+
+
+def num_shards(store_tp_size: int | None, tp_size: int) -> int:
+    """Into how many shards a rank cuts its blocks.
+
+    Raises:
+        InvalidArgument: ``store_tp_size`` is no multiple of this engine's tensor parallelism.
+    """
+    if not store_tp_size:
+        return 1
+    if store_tp_size < 1 or store_tp_size % tp_size:
+        raise InvalidArgument("store_tp_size", store_tp_size, f"a multiple of {tp_size}")
+    return store_tp_size // tp_size
+
+
+def weights_of(config: Any, given: str | None) -> str:
+    """A digest of the model's weights; ``given`` is one that the user vouches for.
+
+    Weights that can't be looked at (made up, or from a place we don't know) are nobody else's: then
+    blocks are shared by the ranks and restarts of this very engine only.
+    """
+    if given:
+        return given
+    model, load = config.model_config, config.load_config
+    reason = "random weights"
+    if load.load_format != "dummy":
+        try:
+            return sampled_digest(_folder_of(model, load))
+        except (ModelError, OSError) as error:
+            reason = str(error)
+    log.warning("weights_unknown", model=model.model, reason=reason, consequence="blocks are not shared")
+    return f"engine {config.kv_transfer_config.engine_id}"
+
+
+def _folder_of(model: Any, load: Any) -> Path:
+    path = Path(model.model)
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download  # only who names a model by its hub name has it
+
+    return Path(
+        snapshot_download(
+            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+        )
+    )
+
+
+class Adapters:
+    """Digests of adapters (LoRA) by what is in their folders now; vLLM's hashes have their names only."""
+
+    def __init__(self, engine_id: str) -> None:
+        self._engine_id = engine_id
+        self._known: dict[tuple[object, ...], bytes] = {}
+
+    def digest(self, adapter: Any) -> bytes:
+        """Empty without an adapter."""
+        if adapter is None:
+            return b""
+        folder = Path(adapter.lora_path)
+        files = sorted(folder.iterdir()) if folder.is_dir() else []
+        state = (str(folder), *((path.name, path.stat().st_mtime_ns) for path in files))
+        if state not in self._known:
+            try:
+                found = sampled_digest(folder)
+            except (ModelError, OSError):
+                found = f"{adapter.lora_path} of engine {self._engine_id}"
+            self._known[state] = hashlib.sha256(found.encode()).digest()
+        return self._known[state]
+
+
+def facts_of(
+    config: Any, version: str, weights: str, layers: Sequence[str], backends: Sequence[str]
+) -> dict[str, object]:
+    """Facts that all shards of a rank share.
+
+    Args:
+        layers: names of the layers whose tensors the rank has, in order.
+        backends: of each, how it packs keys and values.
+    """
+    model, cache = config.model_config, config.cache_config
+    words = json.dumps(_stable(model.hf_config.to_dict()), sort_keys=True, default=str)
+    return {
+        "engine": "vllm",
+        "version": version,
+        "weights": weights,
+        "config": hashlib.sha256(words.encode()).hexdigest(),
+        "dtype": model.dtype,
+        "kv_dtype": cache.cache_dtype,
+        "quantization": model.quantization,
+        "disable_sliding_window": model.disable_sliding_window,
+        "hash": cache.prefix_caching_hash_algo,
+        "layers": ",".join(layers),
+        "backends": ",".join(sorted(set(backends))),
+    }
+
+
+def _stable(value: Any) -> Any:
+    """A configuration without what a copy of the model elsewhere may have otherwise."""
+    if isinstance(value, dict):
+        return {str(key): _stable(inner) for key, inner in value.items() if key not in _VOLATILE}
+    return value

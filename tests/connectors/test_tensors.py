@@ -1,0 +1,77 @@
+"""Slabs cover exactly a block, whatever the order of a tensor's dimensions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mooncake.connectors.memory import Held
+from mooncake.connectors.tensors import memory_of, slabs_of
+from mooncake.errors import InvalidArgument
+
+NUM_BLOCKS, HEADS, TOKENS, DIM = 7, 3, 4, 5
+
+SIZE = NUM_BLOCKS * HEADS * TOKENS * DIM
+ONE, TWO = torch.arange(SIZE), torch.arange(2 * SIZE)
+
+LAYOUTS = {
+    "block-head": (ONE.view(NUM_BLOCKS, HEADS, TOKENS, DIM), 0, 1),
+    "kv-first": (TWO.view(2, NUM_BLOCKS, TOKENS, HEADS, DIM), 1, 2),
+    "kv-inside": (TWO.view(NUM_BLOCKS, 2, TOKENS, HEADS, DIM), 0, 1),
+    "permuted": (TWO.view(2, NUM_BLOCKS, HEADS, TOKENS, DIM).permute(0, 1, 3, 2, 4), 1, 2),
+    "gaps": (TWO.view(NUM_BLOCKS, 2, HEADS, TOKENS, DIM)[:, 0], 0, 1),
+    "heads-first": (ONE.view(HEADS, NUM_BLOCKS, TOKENS, DIM), 1, HEADS),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_slabs_of_a_block_are_its_items(name: str) -> None:
+    tensor, block_dim, num_slabs = LAYOUTS[name]
+    tensor = tensor.to(torch.int16)
+    slabs = slabs_of(tensor.shape, tensor.stride(), 2, NUM_BLOCKS)
+    assert len(slabs.offsets) == num_slabs
+    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // 2,), (1,))
+    for block in range(NUM_BLOCKS):
+        items: list[int] = []
+        for offset in slabs.offsets:
+            start = (offset + block * slabs.stride) // 2
+            items += flat[start : start + slabs.slab_bytes // 2].tolist()
+        assert sorted(items) == sorted(tensor.select(block_dim, block).flatten().tolist())
+
+
+def test_a_block_that_a_kernel_cuts_into_several_is_one() -> None:
+    tensor = torch.zeros(NUM_BLOCKS * 4, HEADS, TOKENS)
+    slabs = slabs_of(tensor.shape, tensor.stride(), 4, NUM_BLOCKS)
+    assert slabs.offsets == (0,)
+    assert slabs.stride == slabs.slab_bytes == 4 * HEADS * TOKENS * 4
+
+
+def test_a_tensor_without_blocks_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="11 blocks"):
+        slabs_of((3, 4), (4, 1), 4, 11)
+
+
+def test_shards_of_a_block_follow_each_other() -> None:
+    tensors = [torch.zeros(NUM_BLOCKS, 4, TOKENS, DIM) for _ in range(2)]
+    layout, memory = memory_of(tensors, NUM_BLOCKS, TOKENS, num_shards=2)
+    assert (layout.num_layers, layout.num_slabs, layout.slab_bytes) == (2, 1, 2 * TOKENS * DIM * 4)
+    (address,) = memory.addresses(Held([3 * 2 + 1]), 1, [0])
+    assert address == tensors[1][3, 2].data_ptr()
+    assert len(memory.buffers) == 2
+
+
+def test_layers_of_one_storage_are_registered_once() -> None:
+    pool = torch.zeros(3, NUM_BLOCKS, 4, TOKENS)
+    _, memory = memory_of(list(pool), NUM_BLOCKS, TOKENS)
+    assert memory.buffers == [(pool.data_ptr(), pool.untyped_storage().nbytes())]
+
+
+def test_layers_that_differ_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="layers that are alike"):
+        memory_of([torch.zeros(NUM_BLOCKS, 4), torch.zeros(NUM_BLOCKS, 5)], NUM_BLOCKS, TOKENS)
+
+
+def test_heads_that_are_not_apart_are_not_sharded() -> None:
+    tensor = torch.zeros(2, NUM_BLOCKS, TOKENS, 4, DIM)
+    with pytest.raises(InvalidArgument, match="store_tp_size"):
+        memory_of([tensor], NUM_BLOCKS, TOKENS, num_shards=2)
