@@ -231,26 +231,28 @@ def _best_lender(cluster: Cluster, job: Job, slots: Slots, everywhere: Floats) -
     As ``_longest``, but less of the prompt from an idle card may be better than all from a busy one, or than
     all from an SSD.
     """
-    predict, least_s = cluster.predict, np.inf
-    source, reach, is_on_ssd = -1, 0.0, False
+    predict, sources = cluster.predict, cluster.sources
     per_token_ssd = predict.costs.kv_bytes_per_token / predict.costs.ssd.bytes_per_s
-    for tokens in (job.in_memory,) if job.cached is job.in_memory else (job.in_memory, job.cached):
-        holders, held = cluster.sources, tokens.take(cluster.sources)
-        has_any = held > 0
-        if not (num_holders := np.count_nonzero(has_any)):
-            continue
-        if num_holders < len(holders):
-            holders, held = holders[has_any], held[has_any]
-        cost = np.maximum(predict.links.egress_free_at.take(holders) - job.now, 0.0)
-        if tokens is job.in_memory:
-            cost += everywhere.take(holders)
-        else:
-            cost += held * per_token_ssd
-            cost += predict.prefill_s(holders, held, job.num_tokens)
+    in_memory = job.in_memory.take(sources)
+    free_at = predict.links.egress_free_at
+    least_s, source, reach, is_on_ssd = np.inf, -1, 0.0, False
+    if num_holders := np.count_nonzero(in_memory):
+        holders = sources if num_holders == len(sources) else sources[in_memory > 0]
+        cost = np.maximum(free_at.take(holders) - job.now, 0.0) + everywhere.take(holders)
         best = int(cost.argmin())
-        if cost[best] < least_s:
-            least_s, source, reach = float(cost[best]), int(holders[best]), float(held[best])
-            is_on_ssd = tokens is not job.in_memory
+        least_s, source = float(cost[best]), int(holders[best])
+        reach = float(job.in_memory[source])
+    if job.cached is not job.in_memory:
+        # Who has no more on its SSD than in memory is no better for being read from there.
+        on_ssd = job.cached.take(sources)
+        has_more = on_ssd > in_memory
+        if np.count_nonzero(has_more):
+            holders, held = sources[has_more], on_ssd[has_more]
+            cost = np.maximum(free_at[holders] - job.now, 0.0) + held * per_token_ssd
+            cost += predict.prefill_s(holders, held, job.num_tokens)
+            best = int(cost.argmin())
+            if cost[best] < least_s:
+                source, reach, is_on_ssd = int(holders[best]), float(held[best]), True
     if source < 0:
         return None
     latency_s, per_token = _path(cluster, source, slots)
