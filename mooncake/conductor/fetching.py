@@ -24,19 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake.conductor.fit import Floats
+from mooncake.conductor.lenders import Lender, best_lender, longest, own_ssd, path, wait_s
 from mooncake.conductor.load import Slots
 from mooncake.conductor.select import Choice, Cluster, Job, chosen_at, estimates, ranked, told
 
 LOAD_PRICE = 0.1
 """A second of both cards in seconds of a request's waiting: so much, others' loads suffer from it."""
 
-_NOBODY: Slots = np.empty(0, np.int64)
-
 
 def kvcache_centric(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     """Algorithm 1: least transfer + queue + prefill."""
     queue, own_prefill = estimates(cluster, job, slots)
-    source, reach = _longest(cluster, job)
+    source, reach = longest(cluster, job)
     if source < 0:
         score, best, why = ranked(cluster, job, slots, queue + own_prefill)
         reason = f"{why or 'soonest'}: {told(job, slots[best], queue[best], own_prefill[best])}"
@@ -45,9 +44,9 @@ def kvcache_centric(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     # A factor of nothing is more than any: who holds none of it has all of it transferred.
     transfers = reach > own * cluster.settings.kvcache_balancing_threshold
     transfers &= slots != source
-    latency_s, per_token = _path(cluster, source, slots)
+    latency_s, per_token = path(cluster, source, slots)
     moving = (reach - own) * per_token
-    fetch = np.where(transfers, _wait(cluster, job, source, slots) + latency_s + moving, 0.0)
+    fetch = np.where(transfers, wait_s(cluster, job, source, slots) + latency_s + moving, 0.0)
     prefill = np.where(transfers, cluster.predict.prefill_s(slots, reach, job.num_tokens), own_prefill)
     score, best, why = ranked(cluster, job, slots, queue + fetch + prefill)
     reason = f"{why or 'soonest'}: {told(job, slots[best], queue[best], prefill[best])}"
@@ -59,22 +58,6 @@ def kvcache_centric(cluster: Cluster, job: Job, slots: Slots) -> Choice:
         choice.source, choice.fetch_tokens = source, (int(own[best]), int(reach))
         choice.reason += _loaded(cluster, choice)
     return choice
-
-
-@dataclass(slots=True)
-class _Lender:
-    """Somebody who has more of the prompt, and how that would come to each candidate."""
-
-    slot: int
-    "-1: each candidate reads from its own SSD."
-    is_on_ssd: bool
-    reach: Floats | float
-    "Leading tokens that it has."
-    begun: Floats
-    "Until the first byte comes."
-    per_token: Floats | float
-    rest: Floats
-    "Seconds to compute what it has not."
 
 
 @dataclass(slots=True)
@@ -118,8 +101,8 @@ def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     """Least time until computed, where loading overlaps waiting and computing."""
     everywhere = cluster.predict.prefill_everywhere_s(job.in_memory, job.num_tokens)
     own, prefill = job.in_memory.take(slots), everywhere.take(slots)
-    lender = _best_lender(cluster, job, slots, everywhere)
-    with_ssd, ssd = _own_ssd(cluster, job, slots, own)
+    lender = best_lender(cluster, job, slots, everywhere)
+    with_ssd, ssd = own_ssd(cluster, job, slots, own)
     # Its turn is that of a prompt whose cached part is there: nobody is late because of who serves it.
     turn = job.turn(min(float(one.min()) for one in (prefill, *(one.rest for one in (lender, ssd) if one))))
     queue, num_behind = cluster.loads.queue_s(slots, job.now, turn)
@@ -146,7 +129,7 @@ def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     return choice
 
 
-def _split(cluster: Cluster, candidates: _Candidates, lender: _Lender | None) -> _Split:
+def _split(cluster: Cluster, candidates: _Candidates, lender: Lender | None) -> _Split:
     """Of each candidate: which part of what is lent it had better load.
 
     Both curves are taken for straight lines between loading nothing and loading all; the split of the one
@@ -169,7 +152,7 @@ def _split(cluster: Cluster, candidates: _Candidates, lender: _Lender | None) ->
     return _Split(part, whole - part * (prefill - rest), part * all_s, begun)
 
 
-def _load_part(cluster: Cluster, job: Job, choice: Choice, lender: _Lender, at: int, is_all: bool) -> None:
+def _load_part(cluster: Cluster, job: Job, choice: Choice, lender: Lender, at: int, is_all: bool) -> None:
     """Put the split of the chosen candidate where both curves meet, at a block's boundary."""
     own, block = int(job.in_memory[choice.slot]), cluster.settings.block_tokens
     model, layers = cluster.predict.prefill_model(choice.slot), cluster.predict.costs.num_layers
@@ -209,88 +192,3 @@ def _at(column: Floats | float, position: int) -> float:
 def _loaded(cluster: Cluster, choice: Choice) -> str:
     first, end = choice.fetch_tokens
     return f", {end - first} tokens from {cluster.names[choice.source]} in {choice.fetch_s:.3f} s"
-
-
-# --- where blocks come from, and how fast
-
-
-def _longest(cluster: Cluster, job: Job) -> tuple[int, float]:
-    """Who holds most of the prompt and how many tokens; the least busy one of several; (-1, 0) for nobody."""
-    sources = cluster.sources
-    held = job.cached[sources]
-    if not len(held) or not (reach := held.max()):
-        return -1, 0.0
-    most = sources[held == reach]
-    return int(most[cluster.predict.links.egress_free_at[most].argmin()]), float(reach)
-
-
-def _best_lender(cluster: Cluster, job: Job, slots: Slots, everywhere: Floats) -> _Lender | None:
-    """Who has more of the prompt than others, if anybody has any of it; ``everywhere``: to compute it there
-    with what is in memory.
-
-    As ``_longest``, but less of the prompt from an idle card may be better than all from a busy one, or than
-    all from an SSD.
-    """
-    predict, sources = cluster.predict, cluster.sources
-    per_token_ssd = predict.costs.kv_bytes_per_token / predict.costs.ssd.bytes_per_s
-    in_memory = job.in_memory.take(sources)
-    free_at = predict.links.egress_free_at
-    least_s, source, reach, is_on_ssd = np.inf, -1, 0.0, False
-    if num_holders := np.count_nonzero(in_memory):
-        holders = sources if num_holders == len(sources) else sources[in_memory > 0]
-        cost = np.maximum(free_at.take(holders) - job.now, 0.0) + everywhere.take(holders)
-        best = int(cost.argmin())
-        least_s, source = float(cost[best]), int(holders[best])
-        reach = float(job.in_memory[source])
-    if job.cached is not job.in_memory:
-        # Who has no more on its SSD than in memory is no better for being read from there.
-        on_ssd = job.cached.take(sources)
-        has_more = on_ssd > in_memory
-        if np.count_nonzero(has_more):
-            holders, held = sources[has_more], on_ssd[has_more]
-            cost = np.maximum(free_at[holders] - job.now, 0.0) + held * per_token_ssd
-            cost += predict.prefill_s(holders, held, job.num_tokens)
-            best = int(cost.argmin())
-            if cost[best] < least_s:
-                source, reach, is_on_ssd = int(holders[best]), float(held[best]), True
-    if source < 0:
-        return None
-    latency_s, per_token = _path(cluster, source, slots)
-    if is_on_ssd:
-        per_token = np.maximum(per_token, per_token_ssd)
-    begun = _wait(cluster, job, source, slots) + latency_s
-    return _Lender(
-        source, is_on_ssd, reach, begun, per_token, predict.prefill_s(slots, reach, job.num_tokens)
-    )
-
-
-def _own_ssd(cluster: Cluster, job: Job, slots: Slots, own: Floats) -> tuple[Slots, _Lender | None]:
-    """The positions of candidates whose own SSD has more of the prompt than their memory, and how that comes
-    to these."""
-    if job.cached is job.in_memory:
-        return _NOBODY, None
-    cached, predict = job.cached.take(slots), cluster.predict
-    at = (cached > own).nonzero()[0]
-    if not len(at):
-        return _NOBODY, None
-    reach, those = cached[at], slots[at]
-    begun = np.maximum(predict.links.ssd_free_at[those] - job.now, 0.0) + predict.costs.ssd.latency_s
-    per_token = predict.costs.kv_bytes_per_token / predict.costs.ssd.bytes_per_s
-    return at, _Lender(-1, False, reach, begun, per_token, predict.prefill_s(those, reach, job.num_tokens))
-
-
-def _path(cluster: Cluster, source: int, slots: Slots) -> tuple[float, Floats | float]:
-    """Latency, and seconds per token of KV to each of these instances."""
-    links, per_token_bytes = cluster.predict.links, cluster.predict.costs.kv_bytes_per_token
-    s_per_byte = links.s_per_byte_from(source)
-    if isinstance(s_per_byte, np.ndarray):
-        s_per_byte = s_per_byte[slots]
-    return links.latency_s, s_per_byte * per_token_bytes
-
-
-def _wait(cluster: Cluster, job: Job, source: int, slots: Slots) -> Floats:
-    """Until both cards have moved what they were promised before."""
-    links = cluster.predict.links
-    free_at = np.maximum(links.ingress_free_at.take(slots), links.egress_free_at[source])
-    wait: Floats = np.maximum(free_at - job.now, 0.0)
-    return wait
