@@ -189,7 +189,7 @@ class _EngineSource(msgspec.Struct):
     def may_connect(self) -> bool:
         """vLLM listens where it has a choice of addresses, and else connects, unless it has just chosen."""
         is_tcp = self.endpoint.startswith("tcp://")
-        return is_tcp and not any(any_address in self.endpoint for any_address in ("*", "::", "0.0.0.0"))
+        return is_tcp and not any(any_address in self.endpoint for any_address in ("*", "::"))
 
 
 def read_sources(given: Sequence[str]) -> dict[InstanceId, EventSource]:

@@ -28,7 +28,7 @@ Fact = BlocksStored | BlocksRemoved | BlocksCleared
 Blocks = tuple[str, list[BlockKey]]
 """A scope and blocks in it."""
 
-_TIERS = {"gpu": Tier.DEVICE, "cpu": Tier.MEMORY, "disk": Tier.SSD}
+_TIERS = {"gpu": Tier.DEVICE, "cpu": Tier.MEMORY, "disk": Tier.SSD, "storage": Tier.SSD}
 _U64 = (1 << 64) - 1
 _UNKNOWN = 0
 """Instead of a block's name."""
