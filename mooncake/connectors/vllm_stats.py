@@ -1,7 +1,8 @@
 """What the store connector counts, in the shapes in which vLLM carries, logs and exports it.
 
 The counters travel from the ranks and the scheduler to vLLM's front end, which adds them up and shows
-them under these names at its ``/metrics``; with several connectors at once (``MultiConnector``), too.
+them under these names at its ``/metrics``; with several connectors at once (``MultiConnector``), too. They
+begin with ``vllm:`` because vLLM forgets such metrics, and no others, when an engine is made anew.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
             name: self._counter_cls(
-                name=f"mooncake_connector_{name}_total", documentation=text, labelnames=labelnames
+                name=f"vllm:mooncake_connector_{name}_total", documentation=text, labelnames=labelnames
             )
             for name, text in COUNTERS.items()
         }
         self._times = {
             name: self._histogram_cls(
-                name=f"mooncake_connector_{name}",
+                name=f"vllm:mooncake_connector_{name}",
                 documentation=text,
                 buckets=BUCKETS_S,
                 labelnames=labelnames,

@@ -1,0 +1,251 @@
+"""Our ``MooncakeStoreConnector`` in the real vLLM: what is loaded is right, and what fails is computed.
+
+One engine at a time in this process (scheduler, rank and connector in it, float32), so that a test can
+look at them and break them; where a prefix comes from another process, that one is a child.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.cluster import wait_for
+from bench.vllm_server import HOST, QUIET, free_port, running_store
+from mooncake.connectors.blocks import Load, StoreLink
+from mooncake.connectors.plugin import register
+from mooncake.rpc import BlockingClient
+from mooncake.store import messages as m
+from tests.vllm.engine import BLOCK_TOKENS, Engine, a_prompt
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+
+MODULE = {"kv_connector": "MooncakeStoreConnector", "kv_connector_module_path": "mooncake.connectors.vllm"}
+PROMPT = a_prompt("Zanzibar")
+NUM_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Answered:
+    token_ids: list[int]
+    num_cached: int
+
+
+class Here:
+    """A vLLM engine in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+
+    def complete(self, *prompts: str, max_tokens: int = NUM_TOKENS) -> list[Answered]:
+        from vllm import SamplingParams
+
+        words = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        outputs = self.llm.generate(list(prompts), words, use_tqdm=False)
+        return [Answered(list(one.outputs[0].token_ids), one.num_cached_tokens or 0) for one in outputs]
+
+    def forget(self) -> None:
+        assert self.llm.reset_prefix_cache()
+
+    def metric(self, name: str) -> float:
+        return sum(getattr(one, "value", 0.0) for one in self.llm.get_metrics() if one.name == name)
+
+    def is_at_rest(self) -> bool:
+        """No block is held, by requests or by saves."""
+        return bool(self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1)
+
+
+@contextmanager
+def engine(model: Path, connector: dict[str, Any] | None, **more: Any) -> Iterator[Here]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+            patch.setenv(name, value)
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        if connector is not None:
+            more["kv_transfer_config"] = KVTransferConfig(**connector)
+        usual: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "disable_log_stats": False}
+        usual |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
+        here = Here(LLM(model=str(model), **{**usual, **more}))
+        try:
+            yield here
+        finally:
+            here.llm.llm_engine.engine_core.shutdown()
+            del here.llm, here.scheduler, here.pool
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+
+def connector(store: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    return {**MODULE, "kv_role": role, "kv_connector_extra_config": {"mooncake_store_addr": store, **extra}}
+
+
+def num_stored(store: str) -> int:
+    keys = BlockingClient(store, (m.Keys,)).call(m.ListKeys("", 1000), 10.0)
+    assert isinstance(keys, m.Keys)
+    return len(keys.keys)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_store(tmp_path_factory.mktemp("store")) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def computed(store: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answered:
+    """What an engine of another process answered that computed and saved the prompt, and was killed."""
+    child = Engine(model, tmp_path_factory.mktemp("first") / "engine.log", connector(store))
+    try:
+        answered = child.wait_until_ready().complete(PROMPT, NUM_TOKENS, ignore_eos=True)
+        assert answered.num_cached == 0
+        blocks = answered.num_prompt // BLOCK_TOKENS
+        wait_for(lambda: num_stored(store) >= blocks, "the prompt's blocks to be stored", 120.0)
+    finally:
+        child.kill()
+    return Answered(answered.token_ids, blocks * BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "layerwise"])
+def test_a_prefix_of_a_killed_engine_is_loaded_and_right(
+    store: str, model: Path, computed: Answered, is_async: bool
+) -> None:
+    with engine(model, connector(store, load_async=is_async)) as here:
+        assert here.complete(PROMPT) == [computed]
+        here.forget()
+        assert here.complete(PROMPT) == [computed], "again, from the store"
+        assert here.is_at_rest()
+        assert here.metric("vllm:mooncake_connector_failed_blocks") == 0
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "dtype": {"dtype": "bfloat16"},
+    "block size": {"block_size": 32},
+    "rope": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0}}},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_block_of_another_kind_is_never_loaded(
+    store: str, model: Path, computed: Answered, other: str
+) -> None:
+    with engine(model, connector(store, role="kv_consumer"), **OTHERS[other]) as here:
+        assert here.complete(PROMPT)[0].num_cached == 0
+        assert here.metric("vllm:mooncake_connector_loaded_blocks") == 0
+
+
+def test_a_block_of_other_weights_is_never_loaded(
+    store: str, model: Path, computed: Answered, tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    other = tmp_path / "model"
+    shutil.copytree(model, other)
+    tensors = load_file(other / "model.safetensors")
+    name = "model.layers.17.mlp.up_proj.weight"
+    tensors[name] = tensors[name] * (1 + 1e-2 * torch.randn_like(tensors[name]))
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with engine(other, connector(store, role="kv_consumer")) as here:
+        assert here.complete(PROMPT)[0].num_cached == 0
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "layerwise"])
+def test_a_daemon_that_dies_in_a_load_costs_time_only(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "mooncake", "daemon", "--port", str(port), "--capacity-dram", "1"]
+    with (tmp_path / "mooncaked.log").open("w") as log:
+        daemon = subprocess.Popen(command, stdout=log, stderr=log)
+    address = f"{HOST}:{port}"
+    BlockingClient(address, (m.Flags,)).call(m.Exists(["a key"]), 60.0)
+    start_load = StoreLink.start_load
+
+    def die_first(link: StoreLink, *args: Any) -> Load:
+        """Blocks were found and are leased; now what holds them ends."""
+        daemon.send_signal(signal.SIGKILL)
+        daemon.wait()
+        return start_load(link, *args)
+
+    try:  # over tcp: from shared memory the blocks would still come, and be right
+        with engine(model, connector(address, load_async=is_async, protocol="tcp")) as here:
+            (first,) = here.complete(PROMPT)
+            wait_for(here.is_at_rest, "the blocks to be saved", 60.0)
+            here.forget()
+            monkeypatch.setattr(StoreLink, "start_load", die_first)
+            (again,) = here.complete(PROMPT)
+            assert daemon.returncode == -signal.SIGKILL, "the load began"
+            assert again.token_ids == first.token_ids
+            assert here.metric("vllm:mooncake_connector_failed_blocks") > 0
+            here.forget()
+            assert here.complete(PROMPT)[0].token_ids == first.token_ids, "nor is what follows harmed"
+            assert here.is_at_rest()
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+
+def test_preempted_requests_answer_as_alone_and_give_their_blocks_back(store: str, model: Path) -> None:
+    prompts = [a_prompt(word, 30) for word in ("Lisbon", "Madrid", "Vienna")]
+    max_tokens = 140
+    with engine(model, connector(store), num_gpu_blocks_override=13, max_model_len=1024) as here:
+        together = here.complete(*prompts, max_tokens=max_tokens)
+        assert here.metric("vllm:num_preemptions") > 0
+        wait_for(here.is_at_rest, "saved blocks to be given back", 60.0)
+        here.forget()
+        again = here.complete(*prompts, max_tokens=max_tokens)
+        assert all(one.num_cached > 0 for one in again)
+    with engine(model, None) as alone:
+        expected = [alone.complete(prompt, max_tokens=max_tokens)[0].token_ids for prompt in prompts]
+    assert [one.token_ids for one in together] == expected
+    assert [one.token_ids for one in again] == expected
+
+
+def test_by_name_beside_another_connector_it_counts_and_tells(
+    store: str, model: Path, tmp_path: Path, computed: Answered
+) -> None:
+    """Our plugin, MultiConnector, metrics and KV events at once."""
+    from vllm.config import KVEventsConfig
+
+    ours = {name: value for name, value in connector(store).items() if name != "kv_connector_module_path"}
+    example: dict[str, Any] = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    example["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path / "files")}
+    several: dict[str, Any] = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    several["kv_connector_extra_config"] = {"connectors": [ours, example]}
+    register()
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with engine(model, several, kv_events_config=events) as here:
+        told: list[Any] = []
+        (mine, _) = here.scheduler.connector.sub_connectors
+        assert type(mine).__module__ == "mooncake.connectors.vllm_store"
+        take = mine.take_events
+
+        def listen() -> list[Any]:
+            news = list(take())
+            told.extend(news)
+            return news
+
+        mine.take_events = listen
+        assert here.complete(PROMPT) == [computed]
+        here.complete(a_prompt("Nairobi"))
+        wait_for(here.is_at_rest, "saved blocks to be given back", 60.0)
+        here.complete("One step more, which takes along what was reported.")
+        assert here.metric("vllm:mooncake_connector_loaded_blocks") == computed.num_cached / BLOCK_TOKENS
+        assert {event.medium for event in told} == {"cpu"}
+        assert all(len(event.token_ids) == BLOCK_TOKENS for event in told)
+        parents = [event.parent_block_hash for event in told]
+        assert parents[1:] == [event.block_hashes[0] for event in told[:-1]]
