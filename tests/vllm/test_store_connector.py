@@ -202,7 +202,7 @@ def test_a_daemon_that_dies_in_a_load_costs_time_only(
 def test_preempted_requests_answer_as_alone_and_give_their_blocks_back(store: str, model: Path) -> None:
     prompts = [a_prompt(word, 30) for word in ("Lisbon", "Madrid", "Vienna")]
     max_tokens = 140
-    with engine(model, connector(store), num_gpu_blocks_override=13, max_model_len=1024) as here:
+    with engine(model, connector(store), num_gpu_blocks_override=10, max_model_len=1024) as here:
         together = here.complete(*prompts, max_tokens=max_tokens)
         assert here.metric("vllm:num_preemptions") > 0
         wait_for(here.is_at_rest, "saved blocks to be given back", 60.0)
