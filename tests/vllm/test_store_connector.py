@@ -200,9 +200,9 @@ def test_a_daemon_that_dies_in_a_load_costs_time_only(
 
 
 def test_preempted_requests_answer_as_alone_and_give_their_blocks_back(store: str, model: Path) -> None:
-    prompts = [a_prompt(word, 30) for word in ("Lisbon", "Madrid", "Vienna")]
-    max_tokens = 140
-    with engine(model, connector(store), num_gpu_blocks_override=10, max_model_len=1024) as here:
+    prompts = [a_prompt(word, 14) for word in ("Lisbon", "Madrid")]
+    max_tokens = 100  # each needs two blocks at first and then a third; there are four
+    with engine(model, connector(store), num_gpu_blocks_override=5, max_model_len=512) as here:
         together = here.complete(*prompts, max_tokens=max_tokens)
         assert here.metric("vllm:num_preemptions") > 0
         wait_for(here.is_at_rest, "saved blocks to be given back", 60.0)
