@@ -30,8 +30,12 @@ TARGET_BACKLOG = 0.5
 TARGET_FILLING = 0.9
 """The part of the decode pool's room that is to be taken in overload."""
 
-_QUANTILE = 0.9
-"""So many forecasts should be kept."""
+_ON_TIME = 0.9
+"""So many forecasts of first tokens should be kept."""
+
+_IN_PACE = 0.6
+"""So many answers should stay within the room. What a fuller pool spoils is less than what an emptier one
+turns away: short answers miss the TBT SLO by the step they join in, however empty it is."""
 
 _NEAR_LIMIT = 0.9
 
@@ -44,15 +48,16 @@ _MOST_OVER = 3.0
 
 @dataclass(slots=True)
 class _Quantile:
-    """A running quantile: a part ``_QUANTILE`` of what was learned lately lies below ``value``."""
+    """A running quantile: a part ``share`` of what was learned lately lies below ``value``."""
 
+    share: float
     value: float
     spread: float = 0.0
 
     def learn(self, found: float) -> None:
         # Up by q, down by 1 - q of a step: there it rests.
         self.spread += 0.05 * (abs(found - self.value) - self.spread)
-        self.value += 0.1 * self.spread * (_QUANTILE if found > self.value else _QUANTILE - 1.0)
+        self.value += 0.1 * self.spread * (self.share if found > self.value else self.share - 1.0)
 
 
 class Goodput:
@@ -62,8 +67,8 @@ class Goodput:
         self.prefill_price = Price(horizon_s, turn_share)
         self.decode_price = Price(horizon_s, turn_share)
         self._population = population
-        self._late_s = _Quantile(0.0)
-        self._over = _Quantile(_LEAST_OVER)
+        self._late_s = _Quantile(_ON_TIME, 0.0)
+        self._over = _Quantile(_IN_PACE, _LEAST_OVER)
 
     @property
     def _over_factor(self) -> float:
@@ -77,10 +82,12 @@ class Goodput:
         if request.slo_ttft_s and request.ttft_s + late_s > request.slo_ttft_s:
             return too_late(request, late_s)
         room_s = max(0.0, request.slo_tbt_s - pools.step.base_s) / self._over_factor
-        limit_s, step_s = pools.step.base_s + room_s, 0.0
+        limit_s, step_s, filling = pools.step.base_s + room_s, 0.0, 0.0
         if request.slo_tbt_s and pools.num_decode:
-            full, step_s = self._look_at_decode(request, pools, limit_s, now)
+            full, step_s, filling = self._look_at_decode(request, pools, limit_s, now)
             if full is not None:
+                # It asked for decode all the same: a price that only hears of those who fit stays at zero.
+                self.decode_price.offer(_value(request), self._decode_cost_s(request, pools, room_s), now)
                 return full
         if request.slo_ttft_s:
             price, num = self.prefill_price, pools.num_prefill
@@ -91,7 +98,7 @@ class Goodput:
                 return refused
         if step_s:
             price, num = self.decode_price, pools.num_decode
-            budget = num * (1.0 + TARGET_FILLING - (step_s - pools.step.base_s) / max(1e-9, room_s))
+            budget = num * (1.0 + TARGET_FILLING - filling)
             cost_s = self._decode_cost_s(request, pools, room_s)
             refused = _at_price("decode", price, cost_s, request, num, budget, now)
             if refused is not None:
@@ -114,22 +121,33 @@ class Goodput:
 
     def _look_at_decode(
         self, request: Applicant, pools: Pools, limit_s: float, now: float
-    ) -> tuple[Verdict | None, float]:
-        """Why the decode pool will be too full, or None; and the longest step while it decodes."""
+    ) -> tuple[Verdict | None, float, float]:
+        """Why the decode pool will be too full, or None; the longest step while it decodes; and what part of
+        its room is taken, in time or in memory."""
         instant = now + request.ttft_s
         there = self._population.peak(instant, now)
         step_s, memory_load = pools.step_s(there, request), pools.memory_load(there, request)
+        base_s = pools.step.base_s
+        filling = max((step_s - base_s) / max(1e-9, limit_s - base_s), memory_load)
         if step_s <= limit_s and memory_load <= 1.0:
-            return None, step_s
+            return None, step_s, filling
         most = pools.most_requests(there, limit_s)
         wait_s = self._population.falls_to(most - 1, instant, now) - instant
         when = f"will be decoding while it does, from {request.ttft_s:.3g} s on"
-        return decode_full(there.num_requests, request.slo_tbt_s, step_s, memory_load, wait_s, when), step_s
+        full = decode_full(there.num_requests, request.slo_tbt_s, step_s, memory_load, wait_s, when)
+        return full, step_s, filling
 
     def _decode_cost_s(self, request: Applicant, pools: Pools, room_s: float) -> float:
-        """Its part of what a decode instance can hold, for as long as it stays."""
+        """Its part of what a decode instance can hold, in time or in memory, for as long as it stays."""
         stay_s = request.output_tokens * request.tbt_s or self._population.mean_stay_s
-        return pools.added_s(request.num_tokens) / max(1e-9, room_s) * stay_s
+        part = max(
+            pools.added_s(request.num_tokens) / max(1e-9, room_s), request.num_tokens / pools.kv_tokens
+        )
+        return part * stay_s
+
+
+def _value(request: Applicant) -> float:
+    return 2.0 ** -max(-20, min(20, request.priority))
 
 
 def _at_price(
@@ -144,7 +162,7 @@ def _at_price(
     """Why the request is not worth its cost; None if it is, or if it is its turn."""
     if cost_s <= 0 or not capacity:
         return None
-    value = 2.0 ** -max(-20, min(20, request.priority))
+    value = _value(request)
     price.offer(value, cost_s, now)
     if price.is_paid(value, cost_s, budget, now) or price.take_turn(cost_s, capacity, now):
         return None

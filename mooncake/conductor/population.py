@@ -4,8 +4,9 @@ It owns the paper's forecast (§7): a request decodes for ``mean_stay_s`` from t
 whoever it is. Those whose prefill ends by ``t`` are there at ``t``, those older than the mean stay are gone.
 Requests that end early stay in the forecast for their time, as those that end late leave it early: arrivals
 times mean stay is the right number of requests (Little's law), arrivals less known departures would be too
-few. Time is cut into buckets, so that a question costs two sums at any number of requests. It refuses to know
-instances and SLOs.
+few. The law holds for tokens with the mean stay of a *token*: where long prompts get long answers, contexts
+stay longer than requests do. Time is cut into buckets, so that a question costs two sums at any number of
+requests. It refuses to know instances and SLOs.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class Population:
         # and whenever load grows, those are the short ones.
         self._spent_s = first_guess_s
         self._num_left = 1.0
+        # The same by tokens of context; the guess counts as one request like the first.
+        self._tokens_spent_s = 0.0
+        self._tokens_left = 0.0
+        self._first_guess_s = first_guess_s
         self._counted_until = 0.0
         self._members: dict[str, _Member] = {}
         self._num_decoding = 0
@@ -58,6 +63,11 @@ class Population:
     @property
     def mean_stay_s(self) -> float:
         return self._spent_s / self._num_left
+
+    @property
+    def mean_token_stay_s(self) -> float:
+        """How long a token of context stays: the mean over requests, weighted by their tokens."""
+        return self._tokens_spent_s / self._tokens_left if self._tokens_left else self.mean_stay_s
 
     @property
     def decoding(self) -> Load:
@@ -82,6 +92,9 @@ class Population:
         member.started_at = now
         self._num_decoding += 1
         self._decoding_tokens += member.num_tokens
+        if not self._tokens_left:
+            self._tokens_left = float(member.num_tokens)
+            self._tokens_spent_s = member.num_tokens * self._first_guess_s
 
     def left(self, request_id: str, now: float) -> None:
         """It has ended; one that decoded teaches how long that takes."""
@@ -93,6 +106,8 @@ class Population:
         self._no_longer_decodes(request_id, member)
         self._spent_s *= 1.0 - _FORGETS
         self._num_left = self._num_left * (1.0 - _FORGETS) + 1.0
+        self._tokens_spent_s *= 1.0 - _FORGETS
+        self._tokens_left = self._tokens_left * (1.0 - _FORGETS) + member.num_tokens
 
     def forget(self, request_id: str) -> None:
         """It will not decode, or not here."""
@@ -104,10 +119,10 @@ class Population:
     def at(self, instant: float, now: float) -> Load:
         """Who will be decoding at ``instant``, which is not before ``now``."""
         self._advance(now)
-        last = self._clipped(instant)
-        window = _slots(last + 1 - self._stay, last + 1)
-        num_requests = sum(int(self._starts[slots].sum()) for slots in window)
-        return Load(num_requests, sum(int(self._tokens[slots].sum()) for slots in window))
+        end = self._clipped(instant) + 1
+        num_requests = sum(int(self._starts[slots].sum()) for slots in _slots(end - self._stay, end))
+        tokens = _slots(end - self._token_stay, end)
+        return Load(num_requests, sum(int(self._tokens[slots].sum()) for slots in tokens))
 
     def peak(self, instant: float, now: float) -> Load:
         """The most who will be decoding at some time while one that begins at ``instant`` does."""
@@ -116,9 +131,8 @@ class Population:
         end = min(begin + stay, self._first + _NUM_BUCKETS)
         if end - begin < 2:
             return self.at(instant, now)
-        slots = _slots(begin - stay + 1, end)
-        there = self._there(np.concatenate([self._starts[part] for part in slots]), stay)
-        tokens = self._there(np.concatenate([self._tokens[part] for part in slots]), stay)
+        there = self._there(self._starts, begin, end, stay)
+        tokens = self._there(self._tokens, begin, end, self._token_stay)
         more = self._unforeseen(instant, now)
         return Load(int(there.max()) + more.num_requests, int(tokens.max()) + more.num_tokens)
 
@@ -126,8 +140,7 @@ class Population:
         """The first instant from ``instant`` on with at most so many requests, if nobody else comes."""
         self._advance(now)
         begin, stay = self._clipped(instant), self._stay
-        slots = _slots(begin - stay + 1, self._first + _NUM_BUCKETS)
-        there = self._there(np.concatenate([self._starts[part] for part in slots]), stay)
+        there = self._there(self._starts, begin, self._first + _NUM_BUCKETS, stay)
         found = np.flatnonzero(there <= most_requests)
         return instant + (int(found[0]) if len(found) else len(there) + stay) * _BUCKET_S
 
@@ -148,12 +161,16 @@ class Population:
     @property
     def _stay(self) -> int:
         """The mean stay in buckets."""
-        return min(_AHEAD // 2, max(1, round(self.mean_stay_s / _BUCKET_S)))
+        return _in_buckets(self.mean_stay_s)
+
+    @property
+    def _token_stay(self) -> int:
+        return _in_buckets(self.mean_token_stay_s)
 
     @staticmethod
-    def _there(entering: npt.NDArray[np.int64], stay: int) -> npt.NDArray[np.int64]:
-        """From who enters in each bucket, who is there, from the bucket on that has ``stay`` behind it."""
-        present = np.cumsum(entering)
+    def _there(ring: npt.NDArray[np.int64], begin: int, end: int, stay: int) -> npt.NDArray[np.int64]:
+        """From who enters in each bucket, who is there in each of those from ``begin`` to before ``end``."""
+        present = np.cumsum(np.concatenate([ring[part] for part in _slots(begin - stay + 1, end)]))
         there = present[stay - 1 :].copy()
         there[1:] -= present[: len(there) - 1]
         return there
@@ -161,6 +178,7 @@ class Population:
     def _count_time(self, now: float) -> None:
         if self._num_decoding:
             self._spent_s += self._num_decoding * (now - self._counted_until)
+            self._tokens_spent_s += self._decoding_tokens * (now - self._counted_until)
         self._counted_until = now
 
     def _no_longer_decodes(self, request_id: str, member: _Member) -> None:
@@ -193,6 +211,10 @@ class Population:
             self._starts[slots] = 0
             self._tokens[slots] = 0
         self._first = first
+
+
+def _in_buckets(stay_s: float) -> int:
+    return min(_AHEAD // 2, max(1, round(stay_s / _BUCKET_S)))
 
 
 def _slots(begin: int, end: int) -> list[slice]:

@@ -301,3 +301,20 @@ def test_goodput_completes_more_within_its_slos(seed: int) -> None:
     good = {rule: world.num_good for rule, world in worlds.items()}
     assert good["goodput"] > 1.2 * max(good["early"], good["predicted"]), f"decode is scarce: {good}"
     assert worlds["baseline"].wasted_s > 0 == worlds["goodput"].wasted_s == worlds["early"].wasted_s
+
+
+def test_who_finds_decode_full_counts_as_asking_for_it() -> None:
+    """A price that only hears of those who fit is zero in the worst overload."""
+    admission = Admission("goodput")
+    decoding(admission, 12)
+    for number in range(200):
+        assert admission.judge(applicant(str(number)), POOLS, number * 0.02).code == "slo_tbt"
+    assert admission.goodput.decode_price.rate(4.0) > POOLS.num_decode
+
+
+def test_the_price_of_decode_is_of_its_memory_where_that_is_short() -> None:
+    """Steps cost next to nothing; a context takes a tenth of the memory for ten seconds: one second."""
+    pools = Pools(1, 1, DecodeModel(0.001, 0.0, 0.0), kv_tokens=10_000)
+    admission = Admission("goodput", horizon_s=1.0)
+    assert admission.judge(applicant(ttft_s=0.0), pools, 0.0).is_admitted
+    assert admission.goodput.decode_price.rate(0.0) == pytest.approx(1.0, rel=0.05)

@@ -84,3 +84,24 @@ def test_stays_are_learned_from_those_who_are_still_there_too() -> None:
         population.started(str(number), 100.0)
     population.left("0", 101.0)
     assert population.mean_stay_s == pytest.approx((10.0 + 10.0) / 2.0, rel=0.02)
+
+
+def test_long_contexts_that_stay_longer_are_still_there() -> None:
+    """Half of the requests have ten times the context and stay nine times as long: by the mean stay of a
+    request 40 % of their tokens would be forgotten."""
+    population, ends = Population(), dict[str, float]()
+    for tick in range(2000):
+        now = 100.0 + tick * 0.5
+        for key in [key for key, end in ends.items() if end <= now]:
+            population.left(key, now)
+            del ends[key]
+        is_long = tick % 2 == 0
+        population.expect(str(tick), now, 10_000 if is_long else 1000, now)
+        population.started(str(tick), now)
+        ends[str(tick)] = now + (18.0 if is_long else 2.0)
+    foreseen, there = population.at(now, now), population.decoding
+    assert foreseen.num_requests == pytest.approx(there.num_requests, rel=0.1)
+    assert foreseen.num_tokens == pytest.approx(there.num_tokens, rel=0.1)
+    assert population.peak(now, now).num_tokens == pytest.approx(there.num_tokens, rel=0.1)
+    assert population.mean_token_stay_s > 1.5 * population.mean_stay_s
+    population.check()
