@@ -18,6 +18,10 @@ import uvicorn
 
 from mooncake.errors import AddressInUse
 
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays: longer than clients keep theirs, or now and then one writes its next
+request just as the connection is closed."""
+
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket; ``port`` 0 takes a free one.
@@ -58,6 +62,7 @@ class WebServer:
         self.port: int = listening.getsockname()[1]
         config = uvicorn.Config(
             app,
+            timeout_keep_alive=KEEP_ALIVE_S,
             http="httptools",
             lifespan="on",
             log_config=None,
