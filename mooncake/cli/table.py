@@ -32,7 +32,8 @@ class Command:
     entry: str = "serve"
 
     def settings_class(self) -> type:
-        found = getattr(importlib.import_module(self.module), f"{self.name.capitalize()}Settings")
+        name = "".join(word.capitalize() for word in self.name.split("-"))
+        found = getattr(importlib.import_module(self.module), f"{name}Settings")
         assert isinstance(found, type)
         return found
 
@@ -133,7 +134,17 @@ TRACE_COMMANDS = (
     ),
 )
 
+FAKE_ENGINE = Command(
+    "fake-engine",
+    "mooncake.inference.fake.server",
+    "Run an engine without a model: true KV bytes, faults on request.",
+    "mooncake dev fake-engine --master 127.0.0.1:50051 --port 8101 --fail-load-every 3",
+)
+
 KNOWN_ROLES = ["log", *(command.name for command in COMMANDS)]
+"""Tables of ``mooncake config``."""
+
+KNOWN_TABLES = [*KNOWN_ROLES, "fakeengine"]
 """Tables that a configuration file may have."""
 
 DOCS_OPENING = """\
@@ -185,6 +196,7 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     benches.callback()(_start_bench)
     benches.command("transfer", epilog="Example: mooncake bench transfer --quick")(_bench_transfer)
     application.add_typer(benches, name="bench")
+    _add_development(application, asked)
     if asked == "store":
         from mooncake.cli.store.application import make_application  # late, like every room
 
@@ -192,6 +204,19 @@ def application_for(words: Sequence[str]) -> typer.Typer:
     else:
         application.command("store", help="Look into the store, and change it.")(_never)
     return application
+
+
+def _add_development(application: typer.Typer, asked: str | None) -> None:
+    """What those need who build on this: loaded only when asked for."""
+    tools = typer.Typer(no_args_is_help=True, help="Tools for those who connect an engine.")
+    tools.callback()(_start_development)
+    if asked == "dev":
+        _add(tools, FAKE_ENGINE)
+    application.add_typer(tools, name="dev")
+
+
+def _start_development() -> None:
+    """Tools for those who connect an engine."""
 
 
 def _add_simulation(application: typer.Typer, asked: str | None) -> None:
@@ -293,7 +318,7 @@ def _add(application: typer.Typer, command: Command) -> None:
         else:
             entry(given)
 
-    add_command(application, command.name, command.settings_class(), run, command.example, KNOWN_ROLES)
+    add_command(application, command.name, command.settings_class(), run, command.example, KNOWN_TABLES)
 
 
 def _config(

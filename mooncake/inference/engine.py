@@ -376,7 +376,8 @@ class EngineThread:
     def _loop(self) -> None:
         engine = self._engine
         while not self._is_stopping:
-            if not self._advance():
+            # A step takes the news of a stop that came just before it.
+            if not self._advance() and not self._is_stopping:
                 engine.wait()
         self._on_step(engine.fail_all("the worker is stopping; send the request to another one"), [])
         while not engine.is_idle:  # loads and saves may still touch the pool

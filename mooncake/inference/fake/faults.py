@@ -1,0 +1,114 @@
+"""Spoils, delays or ends what a link brings, counted and repeatable, whatever link it is.
+
+It wraps a ``KvLink`` and keeps its promises, except for the one it was asked to break: a load that is
+slow or fails is within the contract; wrong bytes and a death in the middle are what the contract is
+there to survive. It injects them where the engine waits for a layer, in the middle of a load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from mooncake.connectors.link import AnyLink, Load, Lookup, Save
+from mooncake.prefix import BlockHash
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """What goes wrong. Loads are counted from 1; 0 is never."""
+
+    load_layer_s: float = 0.0
+    """How much longer each layer of each load takes."""
+    fail_load_every: int = 0
+    """Every so manieth load fails when half of its layers have arrived."""
+    corrupt_load_every: int = 0
+    """Every so manieth load brings one wrong bit and nobody notices."""
+    die_in_load: int = 0
+    """The process is killed (SIGKILL) in the middle of this load."""
+
+
+class FaultyLoad:
+    """A load and what becomes of it."""
+
+    def __init__(self, real: Load, number: int, faults: Faults, block_ids: Sequence[int], most: int) -> None:
+        def is_due(every: int) -> bool:
+            return every > 0 and number % every == 0
+
+        self.real = real
+        self.block_ids = list(block_ids)
+        self.is_failing = is_due(faults.fail_load_every)
+        self.is_corrupt = is_due(faults.corrupt_load_every)
+        self.is_last = number == faults.die_in_load
+        self._most = most
+
+    @property
+    def num_layers_loaded(self) -> int:
+        return (
+            min(self.real.num_layers_loaded, self._most) if self.is_failing else self.real.num_layers_loaded
+        )
+
+    @property
+    def failed(self) -> bool:
+        return self.real.failed or (self.is_failing and self.real.done)
+
+    @property
+    def done(self) -> bool:
+        return self.real.done
+
+
+class FaultyLink:
+    """``link``, whose loads suffer ``faults``. ``flip(block id, layer)`` spoils a bit of the pool."""
+
+    def __init__(
+        self, link: AnyLink, faults: Faults, num_layers: int, flip: Callable[[int, int], None]
+    ) -> None:
+        self._link = link
+        self._faults = faults
+        self._num_layers = num_layers
+        self._flip = flip
+        self.num_loads = 0
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        self._link.attach(wake)
+
+    def lookup(self, blocks: Sequence[tuple[BlockHash, int]]) -> Lookup:
+        found: Lookup = self._link.lookup(blocks)
+        return found
+
+    def release(self, lookup: Lookup) -> None:
+        self._link.release(lookup)
+
+    def start_load(self, lookup: Lookup, block_ids: Sequence[int]) -> FaultyLoad:
+        self.num_loads += 1
+        real = self._link.start_load(lookup, block_ids)
+        return FaultyLoad(real, self.num_loads, self._faults, block_ids, self._num_layers // 2)
+
+    def wait_layer(self, loads: Sequence[FaultyLoad], layer: int) -> None:
+        for load in loads:
+            time.sleep(self._faults.load_layer_s)
+            is_middle = layer == self._num_layers // 2
+            if load.is_last and is_middle:
+                os.kill(os.getpid(), signal.SIGKILL)
+            # A failed load is one that writes no more: let all of it arrive before saying so.
+            last = self._num_layers - 1 if load.is_failing and layer >= self._num_layers // 2 else layer
+            for each in range(layer, last + 1):
+                self._link.wait_layer([load.real], each)
+            if load.is_corrupt and is_middle and not load.failed:
+                self._flip(load.block_ids[0], layer)
+
+    def start_save(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> Save:
+        save: Save = self._link.start_save(blocks)
+        return save
+
+    def save_layer(self, save: Save, layer: int) -> None:
+        self._link.save_layer(save, layer)
+
+    def finish_save(self, save: Save) -> None:
+        self._link.finish_save(save)
+
+    def abort_save(self, save: Save) -> None:
+        self._link.abort_save(save)
