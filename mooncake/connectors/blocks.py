@@ -289,7 +289,7 @@ class StoreLink:
                 log.warning("load_failed", layer=layer, reason=reason)
             self._wake()
 
-        self._submit(Op.READ, grants[0].segment, (local, remote, sizes), arrived)
+        self._submit(Op.READ, grants[0].segment, (local, remote, sizes), load.deadline, arrived)
 
     def wait_layer(self, loads: Sequence[Load], layer: int) -> None:
         """Block the engine thread until ``layer`` of every load is there, or the load has failed.
@@ -427,7 +427,9 @@ class StoreLink:
                     log.warning("save_failed", layer=layer, status=completion.status.name)
                 self._settle(save)
 
-        self._submit(Op.WRITE, grants[0].segment, (local, remote, sizes), written)
+        deadline = clock.monotonic() + self._settings.load_timeout_s
+        deadline = min(deadline, *(grant.expires_at for grant in grants))
+        self._submit(Op.WRITE, grants[0].segment, (local, remote, sizes), deadline, written)
 
     def _settle(self, save: Save) -> None:
         """When nothing is in flight any more, tell the master; the caller holds the save's lock."""
@@ -487,13 +489,16 @@ class StoreLink:
         op: Op,
         segment: Segment,
         columns: tuple[Column, Column, Column],
+        deadline: float,
         done: Callable[[Completion], None],
     ) -> None:
+        """Ask for the bytes. It may have to greet the peer first, which then takes as long as ``deadline``."""
         with self._token_lock:
             self._next_token += 1
             token = self._next_token
             self._in_flight[token] = done
-        self._transfer.submit(self._queue, token, op, segment, *columns, checksum=True)
+        timeout_s = max(0.0, deadline - clock.monotonic())
+        self._transfer.submit(self._queue, token, op, segment, *columns, checksum=True, timeout_s=timeout_s)
 
     def _drain(self) -> None:
         for completion in self._queue.drain():

@@ -245,7 +245,7 @@ async def test_an_aborted_save_is_never_seen(bench: Bench) -> None:
 
 async def test_blocks_may_be_reused_once_a_save_is_done(bench: Bench) -> None:
     model, link = await bench.bare()
-    hashes = hashes_of(prompt_of(16 * 40))
+    hashes = hashes_of(prompt_of(16 * 12))
     for at, block_hash in enumerate(hashes):
         model.pool[:, :, 1] = at
         assert await save(link, [(block_hash, 16, 1)]) == 1

@@ -1,0 +1,183 @@
+"""The fake engine: that its answer is a function of weights and prompt alone, and what it says over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+import pytest
+
+from bench.cluster import OpenAiServer, wait_for
+from mooncake.cli.ports import free_ports
+from mooncake.inference.fake.server import FakeEngineSettings, create_app, running
+from mooncake.web import WebServer, listen
+
+PROMPT = "the same prompt, a few blocks long, asked of every engine there is"
+
+
+@dataclasses.dataclass
+class Client:
+    http: aiohttp.ClientSession
+
+    async def ask(self, path: str, body: object = None) -> tuple[int, str]:
+        method = "GET" if body is None else "POST"
+        async with self.http.request(method, path, json=body) as answer:
+            return answer.status, await answer.text()
+
+    async def complete(self, prompt: object = PROMPT, **more: Any) -> Any:
+        body = {"model": "fake", "prompt": prompt, "max_tokens": 12, **more}
+        status, text = await self.ask("/v1/completions", body)
+        assert status == 200, text
+        return json.loads(text)
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: FakeEngineSettings) -> AsyncIterator[Client]:
+    """A client of an engine in this process."""
+    async with running(settings) as engine:
+        server = WebServer(create_app(engine, settings), listen("127.0.0.1", 0))
+        await server.start()
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as http:
+            yield Client(http)
+        await server.close()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    async with serving(FakeEngineSettings()) as found:
+        yield found
+
+
+async def test_the_answer_is_a_function_of_weights_and_prompt() -> None:
+    texts = {}
+    for name, settings in {
+        "first": FakeEngineSettings(),
+        "second": FakeEngineSettings(block_tokens=4, num_blocks=64),
+        "other weights": FakeEngineSettings(seed=1),
+    }.items():
+        async with serving(settings) as client:
+            texts[name] = (await client.complete())["choices"][0]["text"]
+            other = (await client.complete("T" + PROMPT[1:]))["choices"][0]["text"]
+            assert other != texts[name]
+    assert texts["first"] == texts["second"] != texts["other weights"]
+
+
+async def test_what_is_cached_is_said(client: Client) -> None:
+    first, second = await client.complete(), await client.complete()
+    assert first["choices"] == second["choices"]
+    assert first["choices"][0]["finish_reason"] == "length"
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) // 16 * 16
+    assert second["usage"]["completion_tokens"] == len(second["choices"][0]["text"]) == 12
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_stream_says_the_same(client: Client, path: str) -> None:
+    asked = {"messages": [{"role": "user", "content": PROMPT}]} if "chat" in path else {"prompt": PROMPT}
+    body = {**asked, "max_tokens": 12}
+    whole = json.loads((await client.ask(path, body))[1])["choices"][0]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    lines = (await client.ask(path, {**body, **options}))[1].split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    pieces = [choice for chunk in chunks for choice in chunk["choices"]]
+    if "chat" in path:
+        text = "".join(piece["delta"].get("content", "") for piece in pieces)
+        assert text == whole["message"]["content"]
+    else:
+        assert "".join(piece["text"] for piece in pieces) == whole["text"]
+    assert chunks[-1]["usage"]["completion_tokens"] == 12
+
+
+async def test_an_answer_begun_elsewhere_goes_on(client: Client) -> None:
+    whole = await client.complete(return_token_ids=True)
+    tokens, text = whole["choices"][0]["token_ids"], whole["choices"][0]["text"]
+    params = {"num_output_tokens": 5, "output_text_offset": 3, "transfer_id": "t"}
+    rest = await client.complete(list(PROMPT.encode()) + tokens[:5], kv_transfer_params=params)
+    assert rest["choices"][0]["text"] == text[3:]
+    assert rest["kv_transfer_params"] == params
+    assert rest["usage"]["prompt_tokens"] == len(PROMPT)
+    assert rest["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"prompt": PROMPT, "n": 2}, 400),
+        ({"prompt": PROMPT, "stop": ["x"]}, 400),
+        ({"prompt": ["a", "b"]}, 400),
+        ({"prompt": [0] * 9000}, 400),
+        ({"prompt": [0] * 9000, "stream": True}, 400),
+        ({"prompt": PROMPT, "model": "another"}, 404),
+        ({"prompt": PROMPT, "kv_transfer_params": {"num_output_tokens": -1}}, 400),
+    ],
+)
+async def test_what_it_cannot_do_it_refuses(client: Client, body: Any, status: int) -> None:
+    found, text = await client.ask("/v1/completions", body)
+    assert found == status
+    assert json.loads(text)["error"]["message"]
+
+
+async def test_models_and_health(client: Client) -> None:
+    (card,) = json.loads((await client.ask("/v1/models"))[1])["data"]
+    assert (card["id"], card["max_model_len"]) == ("fake", 8192)
+    health = json.loads((await client.ask("/health"))[1])
+    assert (health["status"], health["num_running"]) == ("ok", 0)
+
+
+class Program(OpenAiServer):
+    """``mooncake`` with these words, on a port of its own, until it is ended."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        (self._port,) = free_ports("127.0.0.1", 1, Random())
+        log = folder / f"{self._port}.log"
+        command = [sys.executable, "-m", "mooncake", *words, "--port", str(self._port)]
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [*command, "--parent", str(os.getpid())], stdout=output, stderr=output
+            )
+        # A daemon is ready as a master first.
+        ready = r" ready (role=daemon|address=.* seed=)"
+        wait_for(lambda: re.search(ready, log.read_text()), " ".join(words), 60.0)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+
+def test_an_engine_dies_in_the_middle_of_a_load_and_the_next_one_answers(tmp_path: Path) -> None:
+    body = {"prompt": PROMPT, "kv_transfer_params": {"do_remote_decode": True}}
+    with contextlib.ExitStack() as stack:
+
+        def program(*words: str) -> Program:
+            started = Program(tmp_path, *words)
+            stack.callback(started.process.wait, 60.0)
+            stack.callback(started.process.kill)
+            return started
+
+        store = program("daemon", "--capacity-dram", "0.064", "--no-huge-pages")
+        engine = ["dev", "fake-engine", "--master", store.address]
+        truth = program(*engine).post("/v1/completions", body).body
+        assert truth["kv_transfer_params"]["num_stored_tokens"] == len(PROMPT)
+        mortal = program(*engine, "--die-in-load", "1")
+        with pytest.raises(OSError):
+            mortal.post("/v1/completions", body)
+        assert mortal.process.wait(60.0) == -signal.SIGKILL
+        answer = program(*engine, "--fail-load-every", "2").post("/v1/completions", body).body
+        assert answer["choices"][0]["text"] == truth["choices"][0]["text"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT)
