@@ -492,7 +492,7 @@ class StoreLink:
         deadline: float,
         done: Callable[[Completion], None],
     ) -> None:
-        """Ask for the bytes. It may have to greet the peer first, which then takes as long as ``deadline``."""
+        """Ask for the bytes. A peer that is new has to be greeted first, for as long as ``deadline``."""
         with self._token_lock:
             self._next_token += 1
             token = self._next_token
