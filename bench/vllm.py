@@ -178,6 +178,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="prompts per row; medians are printed")
     parser.add_argument("--row", action="append", choices=ROWS, help="only this row; can be repeated")
     arguments = parser.parse_args()
+    if "MOONCAKE_VLLM_ENV" not in os.environ:  # `make bench` runs every bench, in an environment without vLLM
+        print("NOT RUN here: scripts/test-vllm --python -m bench.vllm")
+        return
     model = Path(os.environ["MOONCAKE_VLLM_ENV"]) / "model"
     flags = "".join(f" --row {row}" for row in arguments.row or ())
     print(f"machine: {platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}")
