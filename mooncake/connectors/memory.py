@@ -114,6 +114,10 @@ class SlabMemory:
         self._first = first_addresses
         self._strides = np.broadcast_to(np.asarray(strides, dtype=np.uint64), (len(first_addresses),))
 
+    def description(self) -> tuple[Column, Column]:
+        """First addresses (u64 [layers, slabs]) and strides (u64 [layers]), to tell a peer."""
+        return self._first, self._strides
+
     def hold(self, block_ids: Sequence[int]) -> Held | None:
         return Held(list(block_ids))
 

@@ -9,7 +9,7 @@ connectors do not reach yet, the tree's stay.
 from __future__ import annotations
 
 MODULE = "mooncake.connectors.vllm"
-NAMES = ("MooncakeStoreConnector",)
+NAMES = ("MooncakeStoreConnector", "MooncakeConnector")
 
 
 def register() -> None:

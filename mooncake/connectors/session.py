@@ -1,4 +1,4 @@
-"""A client of the store with a thread of its own, for engines whose threads are not ours to await in.
+"""A thread of its own for engines whose threads are not ours to await in; and in it a client of the store.
 
 Owns that thread's event loop, the transfer engine and the connection to the store; where the store is,
 is said in ``PoolSettings``, which a connector reads from the engine's configuration or from the file
@@ -68,7 +68,7 @@ class PoolSettings:
         if not given:
             usual = {"protocol": "", "tenant_id": "default", "local_hostname": "127.0.0.1"}
             words = {name: str(extra.get(name, value)) for name, value in usual.items()}
-            return cls(str(master), _paths(words["protocol"]), words["local_hostname"], words["tenant_id"])
+            return cls(str(master), paths_of(words["protocol"]), words["local_hostname"], words["tenant_id"])
         config = MooncakeConfig.of(
             {"local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE", **given}
         )
@@ -82,52 +82,33 @@ class PoolSettings:
         )
 
 
-def _paths(protocol: str) -> tuple[str, ...]:
+def paths_of(protocol: str) -> tuple[str, ...]:
     """Transports for a ``protocol`` that was asked for by name: that one and no other."""
     return (protocol,) if protocol else ()
 
 
-class Session:
-    """The store, from a thread of its own. Its methods may be called from any thread."""
+class TransferThread:
+    """A transfer engine, and an event loop in a thread of its own. To be called from any thread."""
 
-    def __init__(self, settings: PoolSettings) -> None:
-        transfer = TransferSettings(listen_host=settings.host)
-        if settings.transports:
-            transfer = dataclasses.replace(transfer, transports=settings.transports)
+    def __init__(self, host: str, transports: tuple[str, ...] = ()) -> None:
+        transfer = TransferSettings(listen_host=host)
+        if transports:
+            transfer = dataclasses.replace(transfer, transports=transports)
         self.transfer = TransferEngine(transfer)
         self.loop = asyncio.new_event_loop()
-        self._settings = settings
-        self._node: Node | None = None
-        self._thread = threading.Thread(target=self._run, name="mooncake-store", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mooncake-connector", daemon=True)
         self._thread.start()
-        self.store = self.wait(self._connect())
-
-    async def _connect(self) -> AsyncStore:
-        settings = StoreSettings(timeout_s=PATIENCE_S, tenant=self._settings.tenant)
-        return AsyncStore(self._settings.master, self.transfer, settings)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    def lend(self) -> None:
-        """Give the pool what the settings say this process gives it. The store may come later."""
-        if self._settings.lent_bytes and self._node is None:
-            self._node = self.wait(self._lend())
-
-    async def _lend(self) -> Node:
-        size_bytes = self._settings.lent_bytes
-        node = Node(NodeSettings(master=self._settings.master, pool_size_bytes=size_bytes), self.transfer)
-        await node.start()
-        log.info("memory_lent", size_bytes=size_bytes, master=self._settings.master)
-        return node
-
     def start(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Begin ``work`` on the session's loop."""
+        """Begin ``work`` on the loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """``work``'s result; not from the session's own thread."""
+        """``work``'s result; not from the loop's own thread."""
         return self.start(work).result()
 
     def close(self) -> None:
@@ -144,6 +125,35 @@ class Session:
             if not self._thread.is_alive():
                 self.loop.close()
             self.transfer.close()
+
+    async def _close(self) -> None:
+        """What is to be closed on the loop."""
+
+
+class Session(TransferThread):
+    """The store, from a thread of its own. Its methods may be called from any thread."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        super().__init__(settings.host, settings.transports)
+        self._settings = settings
+        self._node: Node | None = None
+        self.store = self.wait(self._connect())
+
+    async def _connect(self) -> AsyncStore:
+        settings = StoreSettings(timeout_s=PATIENCE_S, tenant=self._settings.tenant)
+        return AsyncStore(self._settings.master, self.transfer, settings)
+
+    def lend(self) -> None:
+        """Give the pool what the settings say this process gives it. The store may come later."""
+        if self._settings.lent_bytes and self._node is None:
+            self._node = self.wait(self._lend())
+
+    async def _lend(self) -> Node:
+        size_bytes = self._settings.lent_bytes
+        node = Node(NodeSettings(master=self._settings.master, pool_size_bytes=size_bytes), self.transfer)
+        await node.start()
+        log.info("memory_lent", size_bytes=size_bytes, master=self._settings.master)
+        return node
 
     async def _close(self) -> None:
         if self._node is not None:

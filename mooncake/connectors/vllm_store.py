@@ -19,8 +19,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from vllm import __version__ as vllm_version
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -28,19 +26,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from mooncake.connectors.moving import Finder, Finding, Moved, Mover, Shards
+from mooncake.connectors.moving import Finder, Finding, Moved, Mover
 from mooncake.connectors.planning import BlockName, LoadPlan, Planner, SavePlan
 from mooncake.connectors.session import PoolSettings, Session
-from mooncake.connectors.tensors import memory_of
 from mooncake.connectors.vllm_events import StoredEvents
-from mooncake.connectors.vllm_facts import Adapters, Rank, facts_of, num_shards, weights_of
+from mooncake.connectors.vllm_facts import Adapters
+from mooncake.connectors.vllm_memory import check_cache, registered
 from mooncake.connectors.vllm_stats import StoreMetrics, StoreStats
-from mooncake.errors import InvalidArgument
-from mooncake.kvlayout import ForeignIdentity
 from mooncake.log import get_logger, setup_guest_logging
 
 log = get_logger(__name__)
@@ -100,20 +93,6 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
 
-def _check_cache(config: Any, kv_cache_config: Any) -> None:
-    """Refuse what would be moved wrongly."""
-    parallel = config.parallel_config
-    if parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1:
-        raise InvalidArgument("decode_context_parallel_size", "more than 1", "1 with this connector")
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
-        kinds = [type(spec).__name__ for spec in specs]
-        raise InvalidArgument("kv_cache_groups", kinds, "one of full attention")
-    sizes = resolve_kv_cache_block_sizes(kv_cache_config, config)
-    if set(sizes) != {specs[0].block_size}:
-        raise InvalidArgument("hash_block_size", sizes[1], f"the block size, {specs[0].block_size}")
-
-
 class MooncakeStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """The pool as vLLM's second-level prefix cache."""
 
@@ -125,7 +104,7 @@ class MooncakeStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         unknown = sorted(extra.keys() - KNOWN)
         if unknown:
             log.warning("extra_config_ignored", words=",".join(unknown))
-        _check_cache(vllm_config, kv_cache_config)
+        check_cache(vllm_config, kv_cache_config)
         # A cache that fails is no reason to fail a request. vLLM reads this once we are made.
         transfer.kv_load_failure_policy = "recompute"
         session = Session(PoolSettings.read(extra, os.environ))
@@ -415,8 +394,7 @@ class WorkerSide:
 
     def __init__(self, config: Any, kv_cache_config: Any, session: Session) -> None:
         self._config = config
-        self._num_blocks = kv_cache_config.num_blocks
-        self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._cache = kv_cache_config
         self._session = session
         self._mover: Mover | None = None
         self._has_introduced = False
@@ -434,43 +412,13 @@ class WorkerSide:
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """These tensors are the rank's KV memory; blocks are moved to and from it in place."""
-        config, tensors = self._config, list(kv_caches.values())
-        devices = {str(tensor.device) for tensor in tensors}
-        if devices != {"cpu"}:
-            allowed = "cpu: for others take vLLM's own, by kv_connector_module_path"
-            raise InvalidArgument("device", ",".join(sorted(devices)), allowed)
-        tp_size = config.parallel_config.tensor_parallel_size
-        extra = config.kv_transfer_config.kv_connector_extra_config
-        count = num_shards(extra.get("store_tp_size"), tp_size)
-        layout, memory = memory_of(tensors, self._num_blocks, self._spec.block_size, count)
-        weights = weights_of(config, extra.get("weights_digest"))
-        facts = facts_of(config, vllm_version, weights, list(kv_caches), self._backends(kv_caches))
-        total = 1 if config.model_config.use_mla else config.model_config.get_total_num_kv_heads()
-        heads = Rank(get_tensor_model_parallel_rank(), tp_size).heads(total, count)
-        shards = Shards(
-            [ForeignIdentity.of(layout, heads=f"{first}:{end} of {total}", **facts) for first, end in heads]
-        )
+        extra = self._config.kv_transfer_config.kv_connector_extra_config
+        shards, memory = registered(self._config, self._cache, kv_caches, extra.get("store_tp_size"))
         self.layers = {name: layer for layer, name in enumerate(kv_caches)}
         self.digests = shards.digests
         self._mover = Mover(self._session, shards, memory)
         self._session.lend()
-        log.info("kv_registered", num_layers=len(tensors), shards=",".join(self.digests))
-
-    def _backends(self, kv_caches: dict[str, Any]) -> list[str]:
-        """How each layer's attention lays out and packs what it keeps."""
-        known = self._config.compilation_config.static_forward_context
-        found = []
-        for name, tensor in kv_caches.items():
-            backend = known[name].get_attn_backend().get_name()
-            order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__)
-            isa = ""
-            if backend == "CPU_ATTN":  # it packs keys for the instructions that this machine has
-                cache_dtype = self._config.cache_config.cache_dtype
-                isa = _get_attn_isa(
-                    self._spec.dtype, self._spec.block_size, self._spec.head_size, cache_dtype
-                )
-            found.append(f"{backend} {isa} {tensor.dtype} {order}")
-        return found
+        log.info("kv_registered", num_layers=len(kv_caches), shards=",".join(self.digests))
 
     def collect(self, timeout_s: float) -> set[str]:
         """Requests whose asynchronous load is over."""

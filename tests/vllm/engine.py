@@ -1,4 +1,4 @@
-"""One vLLM engine, in one process, on one core, in float32; and the process that runs it for a test.
+"""One vLLM engine, in one process, on one core; and the process that runs it for a test.
 
 ``Engine`` is the test's side; run as a program this file is the other: it answers lines of JSON. An engine
 of its own process can be killed as an engine is killed in a cluster, and starts in half the time of a server.
@@ -46,13 +46,14 @@ class Engine:
         connector: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         core: int = 0,
+        dtype: str = "float32",
     ) -> None:
         environ = {**os.environ, **QUIET, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(environment or {})}
         environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self._log = log
         with log.open("a") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.engine", str(model), json.dumps(connector)],
+                [sys.executable, "-m", "tests.vllm.engine", str(model), json.dumps(connector), dtype],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -101,7 +102,7 @@ class Engine:
         return json.loads(line)
 
 
-def serve(model: str, connector: dict[str, Any] | None) -> None:
+def serve(model: str, connector: dict[str, Any] | None, dtype: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's log goes where errors go
     from vllm import LLM, SamplingParams
@@ -113,7 +114,7 @@ def serve(model: str, connector: dict[str, Any] | None) -> None:
     more = {} if connector is None else {"kv_transfer_config": KVTransferConfig(**connector)}
     llm = LLM(
         model=model,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=2048,
         enforce_eager=True,
         distributed_executor_backend="uni",
@@ -139,4 +140,4 @@ def serve(model: str, connector: dict[str, Any] | None) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], json.loads(sys.argv[2]))
+    serve(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,286 @@
+"""Handing KV blocks from the engine that computed a prompt straight into the memory of the one that decodes.
+
+Both ends of a small protocol. The decoding end (``Receiver``) has allocated blocks for a request that has a
+``transfer_id``, and asks the computing end's listener (``Sender``) for them: ``Take`` says where its memory
+lies, which blocks, and what they must mean. When the prompt with that ``transfer_id`` is computed, before or
+after, the sender writes them there and answers ``Taken``; or it answers why not. Every wait has a deadline.
+
+Whoever gets no answer, or hears that a write was broken off, can't know what is still on its way. So the
+receiver then takes its memory back from everybody (registers it anew: nothing that addresses the old
+registration touches it any more) before it says that the blocks are free to be computed.
+
+Which requests these are, the engine's shell knows; nothing here knows an engine or a tensor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mooncake.connectors.memory import Held, SlabMemory
+from mooncake.errors import MooncakeError
+from mooncake.kvlayout import SlabLayout
+from mooncake.log import get_logger
+from mooncake.rpc import AsyncClient, Call, RpcServer
+from mooncake.transfer import TransferEngine
+from mooncake.transfer.segment import SegmentDescriptor, decode_descriptor
+
+log = get_logger(__name__)
+
+GREETING_S = 5.0
+"""Who does not answer in time is not there."""
+
+GRACE_S = 2.0
+"""What an answer may take beyond the sender's own deadline."""
+
+
+class Take(msgspec.Struct, frozen=True, array_like=True, tag="kv_take"):
+    """Write the blocks of this transfer into this memory."""
+
+    transfer_id: str
+    layout: str
+    """Digest of whose numbers and in which shape (``ForeignIdentity.digest``)."""
+    prompt: bytes
+    """Digest of the tokens the blocks are of."""
+    descriptor: bytes
+    first_addresses: bytes
+    """Little-endian u64 [layers, slabs], as in ``SlabMemory``."""
+    strides: bytes
+    """Little-endian u64 [layers]."""
+    first_block: int
+    """Of the prompt's blocks, the first that is wanted; those before it are there already."""
+    block_ids: list[int]
+    timeout_s: float
+
+
+class Greet(msgspec.Struct, frozen=True, array_like=True, tag="kv_greet"):
+    """Are you there? Who fails here was told of no memory."""
+
+
+class Taken(msgspec.Struct, frozen=True, array_like=True, tag="kv_taken"):
+    """How it ended."""
+
+    reason: str = ""
+    """Why the blocks are not there; empty: they are."""
+    has_begun: bool = False
+    """Something was written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """Blocks that are computed and wait to be taken."""
+
+    transfer_id: str
+    prompt: bytes
+    block_ids: list[int]
+
+
+class Sender:
+    """The computing end. All but the constructor on its loop.
+
+    Args:
+        hold_s: how long a computed prompt waits for whoever takes it.
+        ended: called with the ``transfer_id`` of an offer whose blocks are not needed any more.
+    """
+
+    def __init__(
+        self,
+        transfer: TransferEngine,
+        layout: SlabLayout,
+        digest: str,
+        memory: SlabMemory,
+        hold_s: float,
+        ended: Callable[[str], None],
+    ) -> None:
+        self._transfer, self._layout, self._digest, self._memory = transfer, layout, digest, memory
+        self._hold_s, self._ended = hold_s, ended
+        self._offers: dict[str, asyncio.Future[Offer | str]] = {}
+        """What is offered, or why it won't be; a future that is not done is waited for by somebody."""
+        self._server = RpcServer({Take: self._take, Greet: lambda greet, call: Taken()})
+        self.port = 0
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen.
+
+        Raises:
+            AddressInUse, InvalidArgument: as ``RpcServer.start``.
+        """
+        self.port = await self._server.start(host, port)
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    def offer(self, offer: Offer) -> None:
+        """These blocks are computed; nobody else writes to them until ``ended`` is called."""
+        if not self._settle(offer.transfer_id, offer):
+            log.warning("transfer_refused", transfer=offer.transfer_id, reason="its id was used before")
+            self._ended(offer.transfer_id)
+
+    def drop(self, transfer_id: str, reason: str) -> None:
+        """It won't be offered."""
+        self._settle(transfer_id, reason)
+
+    def _settle(self, transfer_id: str, what: Offer | str) -> bool:
+        known = self._awaited(transfer_id)
+        if known.done():
+            return False
+        known.set_result(what)
+        asyncio.get_running_loop().call_later(self._hold_s, self._expire, transfer_id, known)
+        return True
+
+    def _awaited(self, transfer_id: str) -> asyncio.Future[Offer | str]:
+        if transfer_id not in self._offers:
+            self._offers[transfer_id] = asyncio.get_running_loop().create_future()
+        return self._offers[transfer_id]
+
+    def _expire(self, transfer_id: str, known: asyncio.Future[Offer | str]) -> None:
+        if self._offers.get(transfer_id) is known:
+            del self._offers[transfer_id]
+            if isinstance(known.result(), Offer):
+                log.warning("transfer_expired", transfer=transfer_id, held_s=self._hold_s)
+                self._ended(transfer_id)
+
+    async def _take(self, take: Take, call: Call) -> Taken:
+        deadline = asyncio.get_running_loop().time() + take.timeout_s
+        if take.layout != self._digest:
+            return self._refused(take, f"blocks of layout {self._digest} are none of layout {take.layout}")
+        awaited = self._awaited(take.transfer_id)
+        try:
+            async with asyncio.timeout_at(deadline):
+                found = await asyncio.shield(awaited)
+        except TimeoutError:
+            return self._refused(take, f"not computed within {take.timeout_s:g} s")
+        finally:
+            if not awaited.done() and self._offers.get(take.transfer_id) is awaited:
+                del self._offers[take.transfer_id]
+        if isinstance(found, str):
+            return self._refused(take, found)
+        if self._offers.get(take.transfer_id) is not awaited:
+            return self._refused(take, "somebody else has taken it")
+        # From here on it is this call's: it neither expires nor is taken twice.
+        self._offers[take.transfer_id] = gone = asyncio.get_running_loop().create_future()
+        gone.set_result("it was taken before")
+        asyncio.get_running_loop().call_later(self._hold_s, self._expire, take.transfer_id, gone)
+        try:
+            return await self._write(take, found, deadline)
+        finally:
+            self._ended(take.transfer_id)
+
+    async def _write(self, take: Take, offer: Offer, deadline: float) -> Taken:
+        if take.prompt != offer.prompt:
+            return self._refused(take, "the prompts differ")
+        source = offer.block_ids[take.first_block :]
+        shape = (self._layout.num_layers, self._layout.num_slabs)
+        first = np.frombuffer(take.first_addresses, dtype="<u8")
+        strides = np.frombuffer(take.strides, dtype="<u8")
+        if (
+            len(source) != len(take.block_ids)
+            or first.size != shape[0] * shape[1]
+            or strides.size != shape[0]
+        ):
+            return self._refused(take, "the blocks don't fit each other")
+        target = SlabMemory((), first.reshape(shape).astype(np.uint64), strides.tolist())
+        local, remote = self._columns(self._memory, source), self._columns(target, take.block_ids)
+        lengths = np.full(len(local), self._layout.slab_bytes, dtype=np.uint64)
+        try:
+            segment = self._transfer.open(decode_descriptor(take.descriptor))
+            left_s = deadline - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return self._refused(take, "no time is left")
+            await self._transfer.write(segment, local, remote, lengths, timeout_s=left_s)
+        except MooncakeError as error:
+            log.warning("transfer_failed", transfer=take.transfer_id, reason=str(error))
+            return Taken(str(error), has_begun=True)
+        return Taken()
+
+    def _columns(self, memory: SlabMemory, block_ids: Sequence[int]) -> Any:
+        held, members = Held(list(block_ids)), range(len(block_ids))
+        layers = range(self._layout.num_layers)
+        return np.concatenate([memory.addresses(held, layer, members) for layer in layers])
+
+    def _refused(self, take: Take, reason: str) -> Taken:
+        log.warning("transfer_refused", transfer=take.transfer_id, reason=reason)
+        return Taken(reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a decoding request wants, and who has it."""
+
+    transfer_id: str
+    prompt: bytes
+    first_block: int
+    block_ids: list[int]
+    address: str
+    """Of the sender's listener."""
+
+
+class Receiver:
+    """The decoding end. All but the constructor on its loop; no memory is registered twice."""
+
+    def __init__(self, transfer: TransferEngine, digest: str, memory: SlabMemory, timeout_s: float) -> None:
+        self._transfer, self._digest, self._memory = transfer, digest, memory
+        self._timeout_s = timeout_s
+        self._regions = transfer.register_all(memory.buffers)
+        self._generation = 0
+        self._lock = asyncio.Lock()
+        self._clients: dict[str, AsyncClient] = {}
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+    async def receive(self, wanted: Wanted) -> str:
+        """Empty when the blocks are there; else why not, and then nothing writes to them any more."""
+        async with self._lock:
+            generation, descriptor = self._generation, self._describe()
+        first, strides = self._memory.description()
+        take = Take(
+            wanted.transfer_id,
+            self._digest,
+            wanted.prompt,
+            descriptor,
+            first.astype("<u8").tobytes(),
+            strides.astype("<u8").tobytes(),
+            wanted.first_block,
+            wanted.block_ids,
+            self._timeout_s,
+        )
+        has_begun = False
+        try:
+            client = self._client(wanted.address)
+            await client.call(Greet(), GREETING_S)
+            has_begun = True
+            taken = await client.call(take, self._timeout_s + GRACE_S)
+        except MooncakeError as error:
+            taken = Taken(str(error), has_begun)
+        if taken.reason:
+            log.warning("transfer_missed", transfer=wanted.transfer_id, reason=taken.reason)
+            if taken.has_begun:
+                await self._take_back(generation)
+        return str(taken.reason)
+
+    def _describe(self) -> bytes:
+        """Without the place to ask for a newer one: a sender that was shut out stays out."""
+        descriptor: SegmentDescriptor = self._transfer.describe()
+        return msgspec.structs.replace(descriptor, handshake="").encode()
+
+    async def _take_back(self, generation: int) -> None:
+        """Nothing that was told of the memory in ``generation`` can write to it any more."""
+        async with self._lock:
+            if generation != self._generation:
+                return  # somebody did it since
+            for region in self._regions:
+                await asyncio.to_thread(self._transfer.unregister, region)
+            self._regions = self._transfer.register_all(self._memory.buffers)
+            self._generation += 1
+
+    def _client(self, address: str) -> AsyncClient:
+        if address not in self._clients:
+            self._clients[address] = AsyncClient(address, (Taken,), "prefill", is_patient=False)
+        return self._clients[address]

@@ -1,0 +1,146 @@
+"""Two ends hand blocks over: in either order, never of another kind, and with nobody on the other side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+
+from mooncake.connectors.direct import Offer, Receiver, Sender, Wanted
+from mooncake.connectors.memory import SlabMemory
+from mooncake.kvlayout import SlabLayout
+from mooncake.transfer import TransferEngine, TransferSettings
+
+NUM_BLOCKS, NUM_LAYERS, SLAB_BYTES = 6, 3, 256
+LAYOUT = SlabLayout(NUM_LAYERS, 1, SLAB_BYTES, 16)
+TIMEOUT_S = 20.0
+
+
+class Memory:
+    """The KV memory of one engine, and the transfer engine that moves it."""
+
+    def __init__(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.layers = random.integers(0, 256, (NUM_LAYERS, NUM_BLOCKS, SLAB_BYTES), dtype=np.uint8)
+        bases = np.array([[layer.ctypes.data] for layer in self.layers], dtype=np.uint64)
+        self.slabs = SlabMemory([self.layers], bases, SLAB_BYTES)
+        self.transfer = TransferEngine(TransferSettings(listen_host="127.0.0.1"))
+
+    def blocks(self, ids: list[int]) -> bytes:
+        return self.layers[:, ids].tobytes()
+
+
+class Watched(Sender):
+    """A sender that tells when somebody asked for what is not there yet."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked = asyncio.Event()
+
+    def _awaited(self, transfer_id: str) -> asyncio.Future[Offer | str]:
+        awaited = super()._awaited(transfer_id)
+        if not awaited.done():
+            self.asked.set()
+        return awaited
+
+
+class Pair:
+    """Who computed and who decodes."""
+
+    def __init__(self, hold_s: float, timeout_s: float) -> None:
+        self.computed, self.decoding = Memory(1), Memory(2)
+        self.ended: asyncio.Queue[str] = asyncio.Queue()
+        self.computed.transfer.register_all(self.computed.slabs.buffers)
+        self.sender = Watched(
+            *(self.computed.transfer, LAYOUT, "kind", self.computed.slabs, hold_s, self.ended.put_nowait)
+        )
+        self.receiver = Receiver(self.decoding.transfer, "kind", self.decoding.slabs, timeout_s)
+
+    def wanted(self, name: str, block_ids: list[int], first: int = 0, prompt: bytes = b"p") -> Wanted:
+        return Wanted(name, prompt, first, block_ids, f"127.0.0.1:{self.sender.port}")
+
+
+@contextlib.asynccontextmanager
+async def a_pair(hold_s: float = TIMEOUT_S, timeout_s: float = TIMEOUT_S) -> AsyncIterator[Pair]:
+    pair = Pair(hold_s, timeout_s)
+    await pair.sender.start("127.0.0.1", 0)
+    try:
+        yield pair
+    finally:
+        await pair.receiver.close()
+        await pair.sender.close()
+        pair.decoding.transfer.close()
+        pair.computed.transfer.close()
+
+
+async def test_blocks_come_whoever_is_first() -> None:
+    async with a_pair() as pair:
+        pair.sender.offer(Offer("early", b"p", [0, 1, 2]))
+        assert await pair.receiver.receive(pair.wanted("early", [3, 5], first=1)) == ""
+        assert pair.decoding.blocks([3, 5]) == pair.computed.blocks([1, 2])
+        assert await pair.ended.get() == "early"
+
+        pair.sender.asked.clear()
+        asked = asyncio.ensure_future(pair.receiver.receive(pair.wanted("late", [4, 0])))
+        await pair.sender.asked.wait()
+        pair.sender.offer(Offer("late", b"p", [3, 4]))
+        assert await asked == ""
+        assert pair.decoding.blocks([4, 0]) == pair.computed.blocks([3, 4])
+        assert await pair.ended.get() == "late"
+
+
+async def test_what_does_not_belong_is_not_written() -> None:
+    async with a_pair() as pair:
+        before = pair.decoding.layers.copy()
+        pair.sender.offer(Offer("prompt", b"p", [0, 1]))
+        assert "prompts differ" in await pair.receiver.receive(pair.wanted("prompt", [0, 1], prompt=b"q"))
+        pair.sender.offer(Offer("count", b"p", [0, 1]))
+        assert "don't fit" in await pair.receiver.receive(pair.wanted("count", [0]))
+        pair.sender.drop("aborted", "its client left")
+        assert await pair.receiver.receive(pair.wanted("aborted", [0])) == "its client left"
+        assert "taken before" in await pair.receiver.receive(pair.wanted("count", [0, 1]))
+        assert (pair.decoding.layers == before).all()
+        assert {await pair.ended.get(), await pair.ended.get()} == {"prompt", "count"}
+
+
+async def test_blocks_of_another_kind_are_refused_with_both_named() -> None:
+    async with a_pair() as pair:
+        await pair.receiver.close()
+        stranger = Memory(3)
+        receiver = Receiver(stranger.transfer, "other", stranger.slabs, TIMEOUT_S)
+        pair.sender.offer(Offer("one", b"p", [0]))
+        reason = await receiver.receive(pair.wanted("one", [0]))
+        assert reason == "blocks of layout kind are none of layout other"
+        await receiver.close()
+        stranger.transfer.close()
+
+
+async def test_every_wait_ends() -> None:
+    async with a_pair(hold_s=0.05, timeout_s=0.05) as pair:
+        assert "not computed within" in await pair.receiver.receive(pair.wanted("never", [0]))
+        pair.sender.offer(Offer("forgotten", b"p", [0]))
+        assert await pair.ended.get() == "forgotten"
+
+
+async def test_memory_told_to_a_sender_that_is_lost_is_taken_back_and_told_to_the_next() -> None:
+    async with a_pair() as pair:
+        old = pair.decoding.transfer.describe()
+        asked = asyncio.ensure_future(pair.receiver.receive(pair.wanted("lost", [0])))
+        await pair.sender.asked.wait()
+        port = pair.sender.port
+        await pair.sender.close()
+        assert await asked
+        keys = [{region.key for region in one.regions} for one in (old, pair.decoding.transfer.describe())]
+        assert keys[0].isdisjoint(keys[1])
+        assert "can't be reached" in await pair.receiver.receive(pair.wanted("lost", [0]))
+
+        pair.sender = Watched(
+            *(pair.computed.transfer, LAYOUT, "kind", pair.computed.slabs, TIMEOUT_S, pair.ended.put_nowait)
+        )
+        await pair.sender.start("127.0.0.1", port)
+        pair.sender.offer(Offer("again", b"p", [2]))
+        assert await pair.receiver.receive(pair.wanted("again", [1])) == ""
+        assert pair.decoding.blocks([1]) == pair.computed.blocks([2])

@@ -1,0 +1,95 @@
+"""Our MooncakeConnector in the real vLLM: prefill writes into decode's blocks, and what fails is computed."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.vllm_server import HOST, free_port
+from tests.vllm.engine import Answered, Engine, a_prompt
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+
+PROMPT = a_prompt("Zanzibar")
+
+
+def connector(role: str, **extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "MooncakeConnector",
+        "kv_connector_module_path": "mooncake.connectors.vllm",
+        "kv_role": role,
+        "kv_connector_extra_config": extra,
+    }
+
+
+def producer(model: Path, log: Path, address: str, dtype: str = "float32") -> Engine:
+    return Engine(model, log, connector("kv_producer", listen_addr=address), dtype=dtype)
+
+
+def prefill(engine: Engine, prompt: str, name: str) -> Answered:
+    params = {"kv_transfer_params": {"do_remote_decode": True, "transfer_id": name}}
+    return engine.complete(prompt, 1, extra_args=params)
+
+
+def decode(engine: Engine, prompt: str, name: str) -> Answered:
+    params = {"kv_transfer_params": {"do_remote_prefill": True, "transfer_id": name}}
+    return engine.complete(prompt, extra_args=params)
+
+
+def test_decode_takes_what_prefill_computed_and_computes_what_it_cannot_have(
+    model: Path, tmp_path: Path
+) -> None:
+    """One pair of engines for all of it: they take long to start."""
+    address = f"{HOST}:{free_port()}"
+    first = producer(model, tmp_path / "prefill.log", address)
+    consumer = Engine(
+        model, tmp_path / "decode.log", connector("kv_consumer", prefill_addr=address, timeout_s=60), core=1
+    )
+    engines = [first, consumer]
+    try:
+        for engine in engines:
+            engine.wait_until_ready()
+        computed = prefill(first, PROMPT, "one")
+        assert computed.num_cached == 0
+        taken = decode(consumer, PROMPT, "one")
+        assert taken.num_cached >= taken.num_prompt - 1, "decode computed the prompt"
+        consumer.forget()
+        alone = consumer.complete(PROMPT)
+        assert alone.num_cached == 0 and "Zanzibar" in alone.text
+        assert taken.token_ids == alone.token_ids
+
+        # Decode asks first, and has the first blocks already.
+        longer = PROMPT + " Zanzibar, and the word that comes after it is the same one, once more:"
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(decode, consumer, longer, "two")
+            prefill(first, longer, "two")
+            answered = asked.result()
+        assert answered.num_cached >= answered.num_prompt - 1
+        consumer.forget()
+        assert answered.token_ids == consumer.complete(longer).token_ids
+
+        # Another prompt under that name is not taken for ours.
+        other = a_prompt("Timbuktu")
+        prefill(first, PROMPT, "three")
+        refused = decode(consumer, other, "three")
+        assert refused.num_cached == 0 and "Timbuktu" in refused.text
+        assert "the prompts differ" in (tmp_path / "decode.log").read_text()
+
+        first.kill()
+        consumer.forget()
+        assert decode(consumer, PROMPT, "four").token_ids == alone.token_ids
+
+        consumer.forget()
+        second = producer(model, tmp_path / "bfloat16.log", address, "bfloat16")
+        engines.append(second)
+        second.wait_until_ready()
+        prefill(second, PROMPT, "five")
+        differs = decode(consumer, PROMPT, "five")
+        assert differs.num_cached == 0 and differs.token_ids == alone.token_ids
+        assert "are none of layout" in (tmp_path / "decode.log").read_text()
+    finally:
+        for engine in engines:
+            engine.close()
