@@ -13,7 +13,8 @@ from tests.vllm.engine import Answered, Engine, a_prompt
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
-PROMPT = a_prompt("Zanzibar")
+PROMPT = a_prompt("Zanzibar", 20)
+NUM_TOKENS = 5
 
 
 def connector(role: str, **extra: Any) -> dict[str, Any]:
@@ -34,9 +35,11 @@ def prefill(engine: Engine, prompt: str, name: str) -> Answered:
     return engine.complete(prompt, 1, extra_args=params)
 
 
-def decode(engine: Engine, prompt: str, name: str) -> Answered:
-    params = {"kv_transfer_params": {"do_remote_prefill": True, "transfer_id": name}}
-    return engine.complete(prompt, extra_args=params)
+def decode(engine: Engine, prompt: str, name: str, address: str = "") -> Answered:
+    params: dict[str, Any] = {"do_remote_prefill": True, "transfer_id": name}
+    if address:
+        params["remote_host"], params["remote_port"] = address.split(":")
+    return engine.complete(prompt, NUM_TOKENS, extra_args={"kv_transfer_params": params})
 
 
 def test_decode_takes_what_prefill_computed_and_computes_what_it_cannot_have(
@@ -48,7 +51,9 @@ def test_decode_takes_what_prefill_computed_and_computes_what_it_cannot_have(
     consumer = Engine(
         model, tmp_path / "decode.log", connector("kv_consumer", prefill_addr=address, timeout_s=60), core=1
     )
-    engines = [first, consumer]
+    other_address = f"{HOST}:{free_port()}"
+    other_kind = producer(model, tmp_path / "bfloat16.log", other_address, "bfloat16")
+    engines = [first, consumer, other_kind]
     try:
         for engine in engines:
             engine.wait_until_ready()
@@ -57,7 +62,7 @@ def test_decode_takes_what_prefill_computed_and_computes_what_it_cannot_have(
         taken = decode(consumer, PROMPT, "one")
         assert taken.num_cached >= taken.num_prompt - 1, "decode computed the prompt"
         consumer.forget()
-        alone = consumer.complete(PROMPT)
+        alone = consumer.complete(PROMPT, NUM_TOKENS)
         assert alone.num_cached == 0 and "Zanzibar" in alone.text
         assert taken.token_ids == alone.token_ids
 
@@ -69,27 +74,25 @@ def test_decode_takes_what_prefill_computed_and_computes_what_it_cannot_have(
             answered = asked.result()
         assert answered.num_cached >= answered.num_prompt - 1
         consumer.forget()
-        assert answered.token_ids == consumer.complete(longer).token_ids
+        assert answered.token_ids == consumer.complete(longer, NUM_TOKENS).token_ids
 
         # Another prompt under that name is not taken for ours.
-        other = a_prompt("Timbuktu")
+        other = a_prompt("Timbuktu", 20)
         prefill(first, PROMPT, "three")
         refused = decode(consumer, other, "three")
         assert refused.num_cached == 0 and "Timbuktu" in refused.text
         assert "the prompts differ" in (tmp_path / "decode.log").read_text()
 
+        consumer.forget()
+        prefill(other_kind, PROMPT, "five")
+        differs = decode(consumer, PROMPT, "five", other_address)
+        assert differs.num_cached == 0 and differs.token_ids == alone.token_ids
+        assert "are none of layout" in (tmp_path / "decode.log").read_text()
+
         first.kill()
         consumer.forget()
         assert decode(consumer, PROMPT, "four").token_ids == alone.token_ids
 
-        consumer.forget()
-        second = producer(model, tmp_path / "bfloat16.log", address, "bfloat16")
-        engines.append(second)
-        second.wait_until_ready()
-        prefill(second, PROMPT, "five")
-        differs = decode(consumer, PROMPT, "five")
-        assert differs.num_cached == 0 and differs.token_ids == alone.token_ids
-        assert "are none of layout" in (tmp_path / "decode.log").read_text()
     finally:
         for engine in engines:
             engine.close()
