@@ -240,6 +240,8 @@ def test_closing_under_calls(master: RunningMaster) -> None:
 PROGRAM = """
 import os, signal, sys
 from mooncake import MooncakeDistributedStore, ReplicateConfig
+# Under nohup or in the background the tests' children inherit that these are ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
 store = MooncakeDistributedStore()
 assert store.setup("127.0.0.1", "P2PHANDSHAKE", 1 << 20, 1 << 20, "tcp", "", sys.argv[1]) == 0
 assert store.put("left", b"v", ReplicateConfig()) == 0
