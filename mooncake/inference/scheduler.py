@@ -158,12 +158,12 @@ class Scheduler:
         running = [r for r in self._admitted.values() if r.state is RequestState.RUNNING]
         running.sort(key=lambda request: request.rank)
         decoding = [request for request in running if request.num_uncomputed_tokens <= 1]
-        prompts = [request for request in running if request.num_uncomputed_tokens > 1]
-        prompts.sort(key=lambda request: (not request.is_begun, request.rank))
         for request in decoding:
             if request.state is RequestState.RUNNING and self._grow(request, step, now):
                 budget -= self._run(request, 1, step)
-        prompts = [request for request in prompts if request.state is RequestState.RUNNING]
+        # Whoever gave way to a growing answer waits again; the others stay in rank, those begun first.
+        prompts = [r for r in running if r.state is RequestState.RUNNING and r.num_uncomputed_tokens > 1]
+        prompts.sort(key=lambda request: not request.is_begun)
         num_shared = 0
         while (prompt := self._next_prompt(prompts, num_shared, budget, step, now)) is not None:
             num_tokens = self._run(prompt, budget, step)
