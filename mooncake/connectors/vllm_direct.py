@@ -28,9 +28,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from mooncake.connectors.direct import Offer, Receiver, Sender, Wanted
 from mooncake.connectors.session import TransferThread, paths_of
 from mooncake.connectors.vllm_facts import Adapters
-from mooncake.connectors.vllm_memory import check_cache, registered
+from mooncake.connectors.vllm_memory import begin, registered
 from mooncake.errors import InvalidArgument, MooncakeError
-from mooncake.log import get_logger, setup_guest_logging
+from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
 
 log = get_logger(__name__)
@@ -77,15 +77,9 @@ class MooncakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        setup_guest_logging("vllm")
-        transfer = self._kv_transfer_config
-        unknown = sorted(transfer.kv_connector_extra_config.keys() - KNOWN)
-        if unknown:
-            log.warning("extra_config_ignored", words=",".join(unknown))
-        check_cache(vllm_config, kv_cache_config)
+        begin(vllm_config, kv_cache_config, KNOWN)
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             raise InvalidArgument("pipeline_parallel_size", "more than 1", "1 with this connector")
-        transfer.kv_load_failure_policy = "recompute"
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:

@@ -5,7 +5,7 @@ Owns what all our connectors for vLLM ask of its caches. What is moved, where to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from vllm import __version__ as vllm_version
@@ -20,9 +20,28 @@ from mooncake.connectors.tensors import memory_of
 from mooncake.connectors.vllm_facts import Rank, facts_of, num_shards, weights_of
 from mooncake.errors import InvalidArgument
 from mooncake.kvlayout import ForeignIdentity
+from mooncake.log import get_logger, setup_guest_logging
+
+log = get_logger(__name__)
 
 
-def check_cache(config: Any, kv_cache_config: Any) -> None:
+def begin(config: Any, kv_cache_config: Any, known: Collection[str]) -> None:
+    """What each of our connectors does first; ``known``: its words of ``kv_connector_extra_config``.
+
+    Raises:
+        InvalidArgument: a cache that we would move wrongly.
+    """
+    setup_guest_logging("vllm")
+    transfer = config.kv_transfer_config
+    unknown = sorted(transfer.kv_connector_extra_config.keys() - known)
+    if unknown:
+        log.warning("extra_config_ignored", words=",".join(unknown))
+    _check_cache(config, kv_cache_config)
+    # A cache that fails is no reason to fail a request. vLLM reads this once we are made.
+    transfer.kv_load_failure_policy = "recompute"
+
+
+def _check_cache(config: Any, kv_cache_config: Any) -> None:
     """Refuse what would be moved wrongly."""
     parallel = config.parallel_config
     if parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1:

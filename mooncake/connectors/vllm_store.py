@@ -32,9 +32,9 @@ from mooncake.connectors.planning import BlockName, LoadPlan, Planner, SavePlan
 from mooncake.connectors.session import PoolSettings, Session
 from mooncake.connectors.vllm_events import StoredEvents
 from mooncake.connectors.vllm_facts import Adapters
-from mooncake.connectors.vllm_memory import check_cache, registered
+from mooncake.connectors.vllm_memory import begin, registered
 from mooncake.connectors.vllm_stats import StoreMetrics, StoreStats
-from mooncake.log import get_logger, setup_guest_logging
+from mooncake.log import get_logger
 
 log = get_logger(__name__)
 
@@ -98,15 +98,8 @@ class MooncakeStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        setup_guest_logging("vllm")
-        transfer = self._kv_transfer_config
-        extra = transfer.kv_connector_extra_config
-        unknown = sorted(extra.keys() - KNOWN)
-        if unknown:
-            log.warning("extra_config_ignored", words=",".join(unknown))
-        check_cache(vllm_config, kv_cache_config)
-        # A cache that fails is no reason to fail a request. vLLM reads this once we are made.
-        transfer.kv_load_failure_policy = "recompute"
+        begin(vllm_config, kv_cache_config, KNOWN)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         session = Session(PoolSettings.read(extra, os.environ))
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
