@@ -8,6 +8,7 @@ equal verdicts are one row. The causes of a miss:
 ``elsewhere``      another instance has it, and it was not fetched from there
 ``being_written``  another request was computing just this block
 ``evicted``        (or ``cleared``, ``restarted``, ``lost``): it was there, and went; when and by which rule
+``removed``        it was taken away for another reason, which is said
 ``other_digest``   the pool has these tokens, computed by other weights or in another layout
 ``other_salt``     the same tokens were asked for under another salt
 ``never_stored``   nobody has ever told of it
@@ -29,6 +30,7 @@ POOL_SCOPE = "kv/"
 """The pool's blocks are in scopes of this beginning; the digest of their weights and layout follows."""
 
 _TIERS = list(Tier)
+_WENT = frozenset({"evicted", "cleared", "restarted", "lost"})
 
 
 class BlockVerdict(msgspec.Struct, frozen=True):
@@ -156,9 +158,9 @@ class _Causes:
 
 
 def _named(reason: str) -> tuple[str, str]:
-    """``evicted: lru`` is a verdict and a rule."""
+    """``evicted: lru`` is a verdict and a rule; words that are none of ours are a rule."""
     verdict, _, rule = reason.partition(": ")
-    return verdict, rule
+    return (verdict, rule) if verdict in _WENT else ("removed", reason)
 
 
 def _joined(found: Sequence[BlockVerdict]) -> list[BlockVerdict]:

@@ -554,7 +554,7 @@ class Catalog:
                 continue
             was_readable = stored.is_readable
             # SegmentGone says it of each.
-            self.drop_extent(stored, extent, f"{segment.name}: {reason}", now, is_recorded=False)
+            self.drop_extent(stored, extent, f"lost: {segment.name}, {reason}", now, is_recorded=False)
             num_lost += was_readable and not stored.is_readable
         segment.holders.clear()
         self.eviction.forget(segment)

@@ -99,6 +99,16 @@ def test_the_pool_evicts_too(index: PrefixIndex) -> None:
     assert ask(index, asked())[0] == BlockVerdict(0, 1, "evicted", "pool memory", "lru", 2.0)
 
 
+def test_what_went_with_its_segment_was_lost(index: PrefixIndex) -> None:
+    index.store("pool", [11, 12], Tier.MEMORY, "kv/mine")
+    index.remove("pool", [11], Tier.MEMORY, "kv/mine", "lost: a, given up", 98.0)
+    index.remove("pool", [12], Tier.MEMORY, "kv/mine", "#7 is newer and on b: b", 98.0)
+    assert ask(index, asked())[:2] == [
+        BlockVerdict(0, 1, "lost", "pool memory", "a, given up", 2.0),
+        BlockVerdict(1, 1, "removed", "pool memory", "#7 is newer and on b: b", 2.0),
+    ], "no verdict is made of words"
+
+
 def test_other_weights_or_another_layout(index: PrefixIndex) -> None:
     one = asked(pools={"kv/theirs": 2})
     assert ask(index, one)[0] == BlockVerdict(0, 2, "other_digest", "theirs")
