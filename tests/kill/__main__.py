@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import platform
 import shlex
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
+from tests.kill.machine import machine
 from tests.kill.run import SCENARIOS, Outcome, play
 
 BUCKETS_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
@@ -34,12 +33,6 @@ def main() -> int:
         show(name, outcome, time.monotonic() - began)
         num_violations += len(outcome.violations)
     return 1 if num_violations else 0
-
-
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(models)} x {models[0] if models else platform.machine()}, Linux {platform.release()}"
 
 
 def show(name: str, outcome: Outcome, took_s: float) -> None:
