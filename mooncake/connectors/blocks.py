@@ -145,6 +145,17 @@ class Save:
         return next((count for count, stored in enumerate(self.is_stored) if not stored), len(self.blocks))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Ask:
+    """Bytes of one segment that are to be moved."""
+
+    token: int
+    op: Op
+    segment: Segment
+    columns: tuple[Column, Column, Column]
+    deadline: float
+
+
 class StoreLink:
     """Moves KV between one engine's memory and the store.
 
@@ -177,6 +188,8 @@ class StoreLink:
         self._in_flight: dict[int, Callable[[Completion], None]] = {}
         self._next_token = 0
         self._token_lock = threading.Lock()
+        self._waiting: dict[Segment, list[_Ask]] = {}
+        """For peers that are being greeted."""
         self._regions = transfer.register_all(memory.buffers)
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._queue.fileno(), self._drain)
 
@@ -492,13 +505,52 @@ class StoreLink:
         deadline: float,
         done: Callable[[Completion], None],
     ) -> None:
-        """Ask for the bytes. A peer that is new has to be greeted first, for as long as ``deadline``."""
+        """Ask for the bytes. Where the peer is new they wait until it was greeted, and nobody else does."""
         with self._token_lock:
             self._next_token += 1
-            token = self._next_token
-            self._in_flight[token] = done
-        timeout_s = max(0.0, deadline - clock.monotonic())
-        self._transfer.submit(self._queue, token, op, segment, *columns, checksum=True, timeout_s=timeout_s)
+            ask = _Ask(self._next_token, op, segment, columns, deadline)
+            self._in_flight[ask.token] = done
+            waits = segment in self._waiting or not segment.is_greeted
+            is_first = waits and segment not in self._waiting
+            if waits:
+                self._waiting.setdefault(segment, []).append(ask)
+        if is_first:
+            self._spawn(self._greet(segment))
+        elif not waits:
+            self._send(ask)
+
+    def _send(self, ask: _Ask) -> None:
+        timeout_s = max(0.0, ask.deadline - clock.monotonic())
+        self._transfer.submit(
+            self._queue,
+            ask.token,
+            ask.op,
+            ask.segment,
+            *ask.columns,
+            checksum=True,
+            timeout_s=timeout_s,
+        )
+
+    async def _greet(self, segment: Segment) -> None:
+        """Send what waits for ``segment`` once it has answered; what ran out of time by then has failed."""
+        while True:
+            with self._token_lock:
+                soonest = min(ask.deadline for ask in self._waiting[segment])
+            left_s = soonest - clock.monotonic()
+            has_answered = left_s > 0 and await asyncio.to_thread(segment.greet, left_s)
+            now = clock.monotonic()
+            with self._token_lock:
+                asks = self._waiting.pop(segment)
+                in_time = [ask for ask in asks if ask.deadline > now]
+                if in_time and not has_answered:
+                    self._waiting[segment] = in_time
+            for ask in asks:
+                if ask.deadline <= now:
+                    self._in_flight.pop(ask.token)(Completion(ask.token, Status.TIMED_OUT))
+                elif has_answered:
+                    self._send(ask)
+            if has_answered or not in_time:
+                return
 
     def _drain(self) -> None:
         for completion in self._queue.drain():

@@ -148,6 +148,7 @@ class Mover(ABC):
 
         The greater ``priority`` goes first among the batches to one peer: it overtakes those that wait,
         and one that is under way when its current piece (16 MiB) is done.
+        A peer that is new is met in the caller's time, up to ``timeout_s``; ``Segment.greet`` does it before.
         What became of a peer that failed is not asked here: ``refresh`` does, or the next ``open_name``.
 
         Raises:
@@ -193,6 +194,10 @@ class Mover(ABC):
         priority: int,
         progress: Callable[[int], None] | None,
     ) -> Completion:
+        if not segment.is_greeted:  # which may take long, and others wait for this loop
+            left_s = max(0.0, deadline - time.monotonic())
+            if not await asyncio.to_thread(segment.greet, left_s):
+                return Completion(status=Status.TIMED_OUT)
         loop = asyncio.get_running_loop()
         queue = self._loops.get(loop)
         if queue is None:

@@ -26,7 +26,15 @@ from mooncake.transfer.segment import (
     scheme_of,
 )
 from mooncake.transfer.topology import Places
-from mooncake.transfer.transports import Carrier, Completion, Op, Railed, Status, Transport
+from mooncake.transfer.transports import (
+    Carrier,
+    Completion,
+    Op,
+    Railed,
+    SetUpCarrier,
+    Status,
+    Transport,
+)
 
 log = get_logger(__name__)
 
@@ -61,6 +69,8 @@ class Segment:
         "A transfer failed since the descriptor was confirmed."
         self.is_replaced = False
         "Its process is no more; its addresses are nobody's, and nothing is moved any more."
+        self.is_greeted = False
+        "The paths that are taken first answered, or lead nowhere: no transfer has to wait for that any more."
         elsewhere = [path for path in self.paths if scheme_of(path) not in ON_ONE_HOST]
         self.rails = Rails(self.paths, rail_patience_s) if len(elsewhere) > 1 else None
         "What is known of the paths, when there is something to choose; use it under `rails_lock`."
@@ -87,7 +97,10 @@ class Segment:
         carrier = self._carriers.get(path)
         if carrier is not None and not carrier.is_lost:
             return carrier
-        with self._connecting[path]:
+        deadline = time.monotonic() + timeout_s
+        if not self._connecting[path].acquire(timeout=timeout_s):
+            return None
+        try:
             carrier = self._carriers.get(path)
             if carrier is not None and not carrier.is_lost:
                 return carrier
@@ -96,7 +109,29 @@ class Segment:
             if carrier is not None:  # a device came and went; the peer may still be there
                 del self._carriers[path]
                 carrier.close()
-            return self._connect(path, timeout_s)
+            return self._connect(path, max(0.0, deadline - time.monotonic()))
+        finally:
+            self._connecting[path].release()
+
+    def greet(self, timeout_s: float) -> bool:
+        """Connect as the first transfer would; False: the peer did not answer in time.
+
+        It blocks: who must not wait calls it in a thread where somebody may, and moves bytes then.
+        """
+        deadline = time.monotonic() + timeout_s
+        for path in self.paths:
+            scheme = scheme_of(path)
+            if not self._index.carries_any(scheme):
+                continue
+            carrier = self.carrier(path, max(0.0, deadline - time.monotonic()))
+            if isinstance(carrier, SetUpCarrier):
+                carrier.set_up(deadline)
+            if time.monotonic() >= deadline:
+                return False
+            if carrier is not None and self._index.carries_all(scheme):
+                break
+        self.is_greeted = True
+        return True
 
     def _connect(self, path: str, timeout_s: float) -> Carrier | None:
         peer = self.descriptor

@@ -152,6 +152,9 @@ class RegionIndex:
     def carries_all(self, scheme: str) -> bool:
         return self._carries_all.get(scheme, True)
 
+    def carries_any(self, scheme: str) -> bool:
+        return scheme not in self._spans or len(self._spans[scheme][0]) > 0
+
     def carried(self, scheme: str, remote: Column, lengths: Column) -> npt.NDArray[np.bool_]:
         """One flag per slice. Empty slices lie everywhere."""
         empty: npt.NDArray[np.bool_] = np.equal(lengths, 0)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from bench.cluster import wait_for
+from mooncake import clock
 from mooncake.connectors.blocks import LinkSettings, Load, Lookup, Save, StoreLink
 from mooncake.connectors.memory import HostMemory, Identity, SlabMemory
 from mooncake.inference.hostmem import StagedMemory, host_memory
@@ -28,6 +29,7 @@ from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.web import listen
+from tests.transfer.mute import PATIENCE_S, Mute
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
 NUM_BLOCKS = 12
@@ -38,9 +40,15 @@ class Driver:
     """A link driven from a thread, as an engine would."""
 
     def __init__(
-        self, store: AsyncStore, transfer: TransferEngine, identity: Identity, memory: HostMemory
+        self,
+        store: AsyncStore,
+        transfer: TransferEngine,
+        identity: Identity,
+        memory: HostMemory,
+        load_timeout_s: float = 5.0,
     ) -> None:
-        settings = LinkSettings(lookup_timeout_s=1.0, load_timeout_s=5.0, retry_after_s=0.2)
+        settings = LinkSettings(lookup_timeout_s=1.0, load_timeout_s=load_timeout_s, retry_after_s=0.2)
+        self.transfer = transfer
         self.num_layers = identity.layout.num_layers
         self.link = StoreLink(store, transfer, identity, memory, asyncio.get_running_loop(), settings)
 
@@ -81,13 +89,18 @@ class Worker(Driver):
     """Our own worker's pool, full of random KV."""
 
     def __init__(
-        self, store: AsyncStore, transfer: TransferEngine, is_staged: bool, weights: str = "w"
+        self,
+        store: AsyncStore,
+        transfer: TransferEngine,
+        is_staged: bool,
+        weights: str = "w",
+        load_timeout_s: float = 5.0,
     ) -> None:
         self.pool = torch.randn(LAYOUT.pool_shape(NUM_BLOCKS))
         memory: HostMemory = host_memory(LAYOUT, self.pool, 0)
         if is_staged:
             memory = StagedMemory(LAYOUT, self.pool, NUM_BLOCKS)
-        super().__init__(store, transfer, KvIdentity(weights, "t", LAYOUT), memory)
+        super().__init__(store, transfer, KvIdentity(weights, "t", LAYOUT), memory, load_timeout_s)
 
 
 FOREIGN = SlabLayout(num_layers=3, num_slabs=1, slab_bytes=96, block_tokens=32)
@@ -244,6 +257,24 @@ async def test_a_store_that_is_away_costs_one_wait_and_then_none(house: House) -
     lookup = worker.link.lookup([(first, 4)])
     assert lookup.done, "while the store is known to be away it is not asked"
     assert worker.link.start_save([(first, 4, 1)]).done
+
+
+async def test_a_new_peer_that_does_not_answer_holds_up_nobody(house: House) -> None:
+    """It accepts and says nothing; this test is the engine and the link's loop, so it would feel any wait."""
+    writer, reader = await house.worker(False), await house.worker(False, load_timeout_s=PATIENCE_S)
+    (first,) = hashes_of(4)
+    await writer.save([(first, 4, 1)])
+    lookup = await reader.lookup([(first, 4)])
+    (grant,) = lookup.grants
+    with Mute() as mute:
+        segment = reader.transfer.open(mute.instead_of(grant.segment.descriptor))
+        expires_at = clock.monotonic() + PATIENCE_S
+        lookup.grants = [dataclasses.replace(grant, segment=segment, expires_at=expires_at)]
+        load = reader.link.start_load(lookup, [5])
+        await mute.met()
+        assert (mute.is_waited_for(), load.done) == (True, False)
+    await asyncio.to_thread(wait_for, lambda: load.done, "the load to be over", PATIENCE_S)
+    assert load.failed
 
 
 async def test_no_room_is_refused_and_nothing_breaks(house: House) -> None:

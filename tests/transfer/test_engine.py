@@ -166,6 +166,7 @@ async def test_a_cancelled_coroutine_waits_for_its_memory(near: TransferEngine, 
     pool, here = far.allocate(size), near.allocate(size)
     here.view()[:] = b"a" * size
     segment = near.open(far.describe())
+    assert segment.greet(60.0), "until then nothing is under way"
     task = asyncio.create_task(near.transfer(Op.WRITE, segment, [here.address], [pool.address], [size]))
     await asyncio.sleep(0)
     task.cancel()

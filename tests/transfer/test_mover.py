@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mooncake.transfer import Op, Status, TransferEngine
+from tests.transfer.mute import PATIENCE_S, Mute
 
 
 def test_memory_that_one_path_alone_carries_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +35,23 @@ def test_memory_that_one_path_alone_carries_needs_no_plan(monkeypatch: pytest.Mo
         assert near.run(Op.WRITE, segment, [], [], []).status == Status.OK
         far.close()
         assert near.run(Op.WRITE, segment, [ours.address], [lent.address], [100]).status == Status.PEER_LOST
+
+
+async def test_a_coroutine_that_meets_a_mute_peer_does_not_hold_its_loop() -> None:
+    with TransferEngine() as far, TransferEngine() as near, Mute() as mute:
+        pool, here = far.allocate(4096), near.allocate(4096)
+        segment = near.open(mute.instead_of(far.describe()))
+        columns = [here.address], [pool.address], [4096]
+        moving = asyncio.ensure_future(near.transfer(Op.READ, segment, *columns, timeout_s=PATIENCE_S))
+        await mute.met()
+        assert mute.is_waited_for() and not moving.done()
+        mute.close()
+        assert (await moving).status == Status.PEER_LOST
+
+
+async def test_a_coroutine_gives_a_mute_peer_no_more_than_its_time() -> None:
+    with TransferEngine() as far, TransferEngine() as near, Mute() as mute:
+        pool, here = far.allocate(4096), near.allocate(4096)
+        segment = near.open(mute.instead_of(far.describe()))
+        done = await near.transfer(Op.READ, segment, [here.address], [pool.address], [4096], timeout_s=0.01)
+        assert done.status == Status.TIMED_OUT and not segment.is_greeted

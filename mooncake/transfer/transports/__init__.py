@@ -36,6 +36,7 @@ __all__ = [
     "Railed",
     "Region",
     "RegionTable",
+    "SetUpCarrier",
     "SetUpTransport",
     "Site",
     "Status",
@@ -147,6 +148,15 @@ class Railed(Transport, Protocol):
         self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float, *, rail: str = ""
     ) -> Carrier:
         """As for every transport, over one of ``rails`` (or any)."""
+        ...
+
+
+@runtime_checkable
+class SetUpCarrier(Carrier, Protocol):
+    """A carrier that must agree with its peer before the first operation."""
+
+    def set_up(self, deadline: float) -> Status:
+        """Do that now, if it was not done; ``run`` and ``submit`` would in their caller."""
         ...
 
 

@@ -96,7 +96,7 @@ class RdmaCarrier:
     ) -> Completion:
         if not self._peer.is_ready:
             deadline = time.monotonic() + timeout_s
-            status = self._set_up(deadline)
+            status = self.set_up(deadline)
             if status != Status.OK:
                 return Completion(status=status)
             timeout_s = max(0.0, deadline - time.monotonic())
@@ -119,7 +119,7 @@ class RdmaCarrier:
         """Sets the connection up in the caller, when that is needed."""
         if not self._peer.is_ready:
             deadline = time.monotonic() + timeout_s
-            status = self._set_up(deadline)
+            status = self.set_up(deadline)
             if status != Status.OK:
                 queue.push(Completion(token, status))
                 return -1
@@ -142,7 +142,8 @@ class RdmaCarrier:
                 self._ask(msgspec.structs.replace(self._empty, retired=retired), FAREWELL_TIMEOUT_S)
                 self._peer.forget_retired(retired)
 
-    def _set_up(self, deadline: float) -> Status:
+    def set_up(self, deadline: float) -> Status:
+        """Agree with the peer on lanes and grants, where that was not done."""
         if not self._setting_up.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return Status.TIMED_OUT
         try:
