@@ -172,6 +172,7 @@ DOORS = {
     "cli.engine_bench",
     "vllm_v1_proxy_server",
     "connectors.plugin",
+    "connectors.sglang",
     "engine",
     "transfer",
     "store",

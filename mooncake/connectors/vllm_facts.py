@@ -14,11 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mooncake.connectors.weights import sampled_digest
+from mooncake.connectors.weights import sampled_digest, weights_of
 from mooncake.errors import InvalidArgument, ModelError
-from mooncake.log import get_logger
-
-log = get_logger(__name__)
 
 _VOLATILE = {"_name_or_path", "name_or_path", "transformers_version", "_attn_implementation"}
 
@@ -57,35 +54,15 @@ def num_shards(store_tp_size: int | None, tp_size: int) -> int:
     return store_tp_size // tp_size
 
 
-def weights_of(config: Any, given: str | None) -> str:
-    """A digest of the model's weights; ``given`` is one that the user vouches for.
-
-    Weights that can't be looked at (made up, or from a place we don't know) are nobody else's: then
-    blocks are shared by the ranks and restarts of this very engine only.
-    """
-    if given:
-        return given
+def model_weights(config: Any, given: str | None) -> str:
+    """A digest of the model's weights; ``given`` is one that the user vouches for."""
     model, load = config.model_config, config.load_config
-    reason = "random weights"
-    if load.load_format != "dummy":
-        try:
-            return sampled_digest(_folder_of(model, load))
-        except (ModelError, OSError) as error:
-            reason = str(error)
-    log.warning("weights_unknown", model=model.model, reason=reason, consequence="blocks are not shared")
-    return f"engine {config.kv_transfer_config.engine_id}"
-
-
-def _folder_of(model: Any, load: Any) -> Path:
-    path = Path(model.model)
-    if path.exists():
-        return path
-    from huggingface_hub import snapshot_download  # only who names a model by its hub name has it
-
-    return Path(
-        snapshot_download(
-            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
-        )
+    return given or weights_of(
+        model.model,
+        f"engine {config.kv_transfer_config.engine_id}",
+        revision=model.revision,
+        cache_dir=load.download_dir,
+        is_made_up=load.load_format == "dummy",
     )
 
 

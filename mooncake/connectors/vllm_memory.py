@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from mooncake.connectors.memory import SlabMemory
 from mooncake.connectors.moving import Shards
 from mooncake.connectors.tensors import memory_of
-from mooncake.connectors.vllm_facts import Rank, facts_of, num_shards, weights_of
+from mooncake.connectors.vllm_facts import Rank, facts_of, model_weights, num_shards
 from mooncake.errors import InvalidArgument
 from mooncake.kvlayout import ForeignIdentity
 from mooncake.log import get_logger, setup_guest_logging
@@ -73,7 +73,7 @@ def registered(
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     count = num_shards(store_tp_size, tp_size)
     layout, memory = memory_of(tensors, kv_cache_config.num_blocks, spec.block_size, count)
-    weights = weights_of(config, extra.get("weights_digest"))
+    weights = model_weights(config, extra.get("weights_digest"))
     facts = facts_of(config, vllm_version, weights, list(kv_caches), _backends(config, spec, kv_caches))
     total = 1 if config.model_config.use_mla else config.model_config.get_total_num_kv_heads()
     heads = Rank(get_tensor_model_parallel_rank(), tp_size).heads(total, count)

@@ -14,6 +14,9 @@ import os
 from pathlib import Path
 
 from mooncake.errors import ModelError
+from mooncake.log import get_logger
+
+log = get_logger(__name__)
 
 SAMPLES = 3
 """Places in a tensor that are looked at: its beginning, its middle and its end."""
@@ -26,6 +29,38 @@ FILE_SAMPLES = 256
 _TENSORS = ("*.safetensors",)
 _OTHER_FORMATS = ("*.gguf", "*.bin", "*.pt", "*.pth")
 _CONFIGURATION = ("config.json", "*quant*.json", "adapter_config.json")
+
+
+def weights_of(
+    model: str,
+    owner: str,
+    *,
+    revision: str | None = None,
+    cache_dir: str | None = None,
+    is_made_up: bool = False,
+) -> str:
+    """A digest of the weights of ``model``, a folder or the name of one that the hub's client has here.
+
+    Weights that can't be looked at (made up, or from a place we don't know) are nobody else's: then it is
+    ``owner``, and blocks are shared by nobody but those who say the same.
+    """
+    reason = "random weights"
+    if not is_made_up:
+        try:
+            return sampled_digest(_folder_of(model, revision, cache_dir))
+        except (ModelError, OSError, ValueError, ImportError) as error:
+            reason = str(error)
+    log.warning("weights_unknown", model=model, reason=reason, consequence="blocks are not shared")
+    return owner
+
+
+def _folder_of(model: str, revision: str | None, cache_dir: str | None) -> Path:
+    path = Path(model)
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download  # only who names a model by its hub name has it
+
+    return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
 
 
 def sampled_digest(folder: Path) -> str:

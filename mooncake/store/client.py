@@ -417,9 +417,13 @@ class Store(_Faces):
         object_offsets: npt.ArrayLike,
         local_addresses: npt.ArrayLike,
         lengths: npt.ArrayLike,
+        timeout_s: float | None = None,
     ) -> list[Refusal | None]:
-        """Write k slices for each grant; columns u64 [k * len(grants)], one grant's in a row."""
-        deadline = self._deadline()
+        """Write k slices for each grant; columns u64 [k * len(grants)], one grant's in a row.
+
+        ``timeout_s``: of this transfer, where bytes may take longer than answers of the master do.
+        """
+        deadline = self._deadline(timeout_s)
         return self._run(
             self.operations.write_ranges(grants, object_offsets, local_addresses, lengths, deadline)
         )
@@ -442,9 +446,10 @@ class Store(_Faces):
         object_offsets: npt.ArrayLike,
         local_addresses: npt.ArrayLike,
         lengths: npt.ArrayLike,
+        timeout_s: float | None = None,
     ) -> list[bool]:
         """Read whole chunks, k slices for each grant; which grants' bytes may be believed."""
-        deadline = self._deadline()
+        deadline = self._deadline(timeout_s)
         return self._run(
             self.operations.read_ranges(grants, object_offsets, local_addresses, lengths, deadline)
         )
@@ -708,8 +713,9 @@ class AsyncStore(_Faces):
         object_offsets: npt.ArrayLike,
         local_addresses: npt.ArrayLike,
         lengths: npt.ArrayLike,
+        timeout_s: float | None = None,
     ) -> list[Refusal | None]:
-        deadline = self._deadline()
+        deadline = self._deadline(timeout_s)
         return await self._run(
             self.operations.write_ranges(grants, object_offsets, local_addresses, lengths, deadline)
         )
@@ -729,8 +735,9 @@ class AsyncStore(_Faces):
         object_offsets: npt.ArrayLike,
         local_addresses: npt.ArrayLike,
         lengths: npt.ArrayLike,
+        timeout_s: float | None = None,
     ) -> list[bool]:
-        deadline = self._deadline()
+        deadline = self._deadline(timeout_s)
         return await self._run(
             self.operations.read_ranges(grants, object_offsets, local_addresses, lengths, deadline)
         )

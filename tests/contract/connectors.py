@@ -62,7 +62,7 @@ class StoreConnector:
 
     def start(self, folder: Path) -> None:
         (port,) = free_ports(HOST, 1, Random())
-        self._address = f"{HOST}:{port}"
+        self.address = f"{HOST}:{port}"
         words = ["daemon", "--port", str(port), "--capacity-dram", "0.064", "--no-huge-pages"]
         log = folder / f"mooncaked-{port}.log"
         with log.open("w") as output:
@@ -108,7 +108,7 @@ class StoreConnector:
     @contextlib.asynccontextmanager
     async def _client(self) -> AsyncIterator[tuple[AsyncStore, TransferEngine]]:
         transfer = TransferEngine(TransferSettings())
-        store = AsyncStore(self._address, transfer, StoreSettings(timeout_s=1.0))
+        store = AsyncStore(self.address, transfer, StoreSettings(timeout_s=1.0))
         try:
             yield store, transfer
         finally:

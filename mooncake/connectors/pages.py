@@ -1,0 +1,196 @@
+"""Pages of a cache that an engine keeps in host memory: found, loaded and saved by name while it waits.
+
+Some engines (SGLang's HiCache, LMCache) have a cache of their own in host memory, name its pages
+themselves, and call a storage backend from threads that may wait. What they need is simpler than
+``blocks.py``: whole pages, in batches. A page is any number of pieces of memory, wherever the engine's
+layout has them, and one object of the store; its bytes go straight from one to the other, on the
+daemon's host from memory to memory. Knows no engine; a shell says what a page is called and where it lies.
+
+Nothing raises here and nothing waits beyond a deadline. A page counts as loaded only if every byte is as
+it was saved; a store that is slow, full or gone is a miss, and is left alone for a moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from prometheus_client import Counter
+
+from mooncake import clock
+from mooncake.connectors.blocks import LinkSettings, failures, loaded_bytes, saved_bytes
+from mooncake.connectors.moving import DEFAULTS
+from mooncake.connectors.session import PATIENCE_S, PoolSettings, Session
+from mooncake.errors import MooncakeError, Refusal
+from mooncake.kvlayout import Column
+from mooncake.log import get_logger
+from mooncake.metrics import registry
+from mooncake.store import PutGrant
+from mooncake.store.buffers import Lent, LocalMemory
+from mooncake.types import ObjectKey
+
+log = get_logger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+Span = tuple[int, int]
+"""(address, size in bytes) of a piece of memory."""
+
+CHUNK_BYTES = 1 << 20
+"""Covered by one checksum, where the pieces of a page don't say it better."""
+
+loaded_pages = Counter(
+    "mooncake_connectors_loaded_pages", "Pages loaded, by where they were.", ["tier"], registry=registry
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Page:
+    """An object of the store, and the memory that is it."""
+
+    key: ObjectKey
+    spans: Sequence[Span]
+    parent: ObjectKey = ""
+    """The page before it in its prefix, which is of no use less long than this one."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(size for _, size in self.spans)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """One piece, so that no checksum has to be put together from several."""
+        first = self.spans[0][1]
+        if first <= 4 * CHUNK_BYTES and all(size == first for _, size in self.spans):
+            return first
+        return min(CHUNK_BYTES, self.size_bytes)
+
+
+class Pages:
+    """A client of the store for such an engine. May be called from any thread.
+
+    Pages of one call have equally many pieces. Of ``settings``, a load or save may take
+    ``load_timeout_s``; every question to the master has a second.
+    """
+
+    def __init__(self, pool: PoolSettings, settings: LinkSettings = DEFAULTS) -> None:
+        self._session = Session(pool)
+        self._settings = settings
+        self._memory = LocalMemory(self._session.transfer)
+        self._silent_until = 0.0
+        self._is_closed = False
+
+    def register(self, spans: Sequence[Span]) -> None:
+        """Pages will lie in this memory until ``close``. What isn't registered is for each call."""
+        for span in spans:
+            try:
+                self._session.transfer.register(span)
+            except MooncakeError as error:
+                log.warning("memory_not_registered", size_bytes=span[1], reason=str(error))
+        self._session.lend()
+
+    def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Which pages can be loaded; they stay for a moment."""
+        return self._try("lookup", lambda: self._session.store.exists(keys), [False] * len(keys))
+
+    def load(self, pages: Sequence[Page]) -> list[bool]:
+        """Fill the memory of these pages. False: what is in it now is nothing."""
+        return self._try("load", lambda: self._load(pages), [False] * len(pages))
+
+    def save(self, pages: Sequence[Page]) -> list[bool]:
+        """Store these pages. True: the store has it, whoever wrote it, or somebody is writing it."""
+        return self._try("save", lambda: self._save(pages), [False] * len(pages))
+
+    def forget(self, prefix: str) -> int:
+        """Remove all objects whose key begins with ``prefix``; how many."""
+        pattern = "^" + re.escape(prefix)
+        return self._try("forget", lambda: self._session.store.remove_matching(pattern, force=True), 0)
+
+    def close(self) -> None:
+        """Stop; nothing touches the engine's memory afterwards. May be said more than once."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._session.close()
+            self._memory.close()
+
+    def _try(
+        self, operation: str, work: Callable[[], Coroutine[Any, Any, ResultT]], otherwise: ResultT
+    ) -> ResultT:
+        if self._is_closed or clock.monotonic() < self._silent_until:
+            return otherwise
+        try:
+            # Each step has its deadline; this one is for a loop that was stopped in between.
+            return self._session.start(work()).result(self._settings.load_timeout_s + 10 * PATIENCE_S)
+        except (MooncakeError, TimeoutError) as error:
+            failures.labels(operation).inc()
+            self._silent_until = clock.monotonic() + self._settings.retry_after_s
+            log.warning("store_unreachable", operation=operation, error=str(error) or type(error).__name__)
+            return otherwise
+
+    async def _load(self, pages: Sequence[Page]) -> list[bool]:
+        loaded = [False] * len(pages)
+        found = await self._session.store.open_reads([page.key for page in pages])
+        held = [
+            (at, grant)
+            for at, grant in enumerate(found)
+            if grant is not None and grant.size_bytes == pages[at].size_bytes
+        ]
+        if not held:
+            return loaded
+        grants = [grant for _, grant in held]
+        spans = [pages[at].spans for at, _ in held]
+        with self._memory.target([span for page in spans for span in page]) as lent:
+            columns = _columns(spans, lent)
+            timeout_s = self._settings.load_timeout_s
+            good = await self._session.store.read_ranges(grants, *columns, timeout_s=timeout_s)
+        for (at, grant), is_good in zip(held, good, strict=True):
+            loaded[at] = is_good
+            if is_good:
+                loaded_bytes.inc(grant.size_bytes)
+                loaded_pages.labels(grant.replica.tier.name.lower()).inc()
+        if not all(good):
+            failures.labels("load").inc()
+            log.warning("pages_not_loaded", num_pages=len(good) - sum(good), of=len(good))
+        return loaded
+
+    async def _save(self, pages: Sequence[Page]) -> list[bool]:
+        store = self._session.store
+        parents = [page.parent for page in pages]
+        answers = await store.start_puts(
+            [page.key for page in pages],
+            [page.size_bytes for page in pages],
+            [page.chunk_bytes for page in pages],
+            parents=parents if any(parents) else (),
+        )
+        saved = [answer is None for answer in answers]
+        refused = [answer for answer in answers if isinstance(answer, Refusal)]
+        held = [(at, answer) for at, answer in enumerate(answers) if isinstance(answer, PutGrant)]
+        if held:
+            grants = [grant for _, grant in held]
+            spans = [pages[at].spans for at, _ in held]
+            with self._memory.source([span for page in spans for span in page]) as lent:
+                columns = _columns(spans, lent)
+                await store.write_ranges(grants, *columns, timeout_s=self._settings.load_timeout_s)
+            for (at, grant), outcome in zip(held, await store.end_puts(grants), strict=True):
+                saved[at] = outcome is None
+                if outcome is None:
+                    saved_bytes.inc(grant.size_bytes)
+                else:
+                    refused.append(outcome)
+        if refused:
+            failures.labels("save").inc()
+            log.info(
+                "pages_not_saved", num_pages=len(refused), code=refused[0].code, reason=refused[0].reason
+            )
+        return saved
+
+
+def _columns(pages: Sequence[Sequence[Span]], lent: Lent) -> tuple[Column, Column, Column]:
+    """(object offsets, local addresses, lengths) of all pieces, page by page."""
+    assert len({len(spans) for spans in pages}) == 1, "pages of one call are alike"
+    lengths = np.array(lent.sizes, dtype=np.uint64).reshape(len(pages), -1)
+    offsets = np.cumsum(lengths, axis=1, dtype=np.uint64) - lengths
+    return offsets.reshape(-1), np.array(lent.addresses, dtype=np.uint64), lengths.reshape(-1)

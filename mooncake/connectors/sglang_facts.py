@@ -1,0 +1,74 @@
+"""What decides the meaning of the bytes in a page of SGLang's host cache, as facts for its key.
+
+If one of these differs, a page must not be found; so when in doubt a fact is here. What is not here: which
+tokens (SGLang's own page hash says that, with salts and adapters), and what changes speed only. Reads
+the objects it is given, and SGLang's arguments where it runs in SGLang.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from mooncake.connectors.weights import weights_of
+
+ARGUMENTS = (
+    *("dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args"),
+    *("attention_backend", "model_impl", "revision"),
+)
+"""Of SGLang's command line, what changes what is computed or how it is kept."""
+
+
+def server_arguments() -> Any:
+    """SGLang's arguments in this process, or None where there are none (a test, an older SGLang)."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return get_server_args()
+    except (ImportError, ValueError):
+        return None
+
+
+def version() -> str:
+    """SGLang's, or "" without it."""
+    try:
+        import sglang
+    except ImportError:
+        return ""
+    return str(getattr(sglang, "__version__", ""))
+
+
+def facts_of(config: Any, extra: Mapping[str, Any], arguments: Any) -> dict[str, object]:
+    """Facts that all pools of a process share; ``config`` is SGLang's ``HiCacheStorageConfig``.
+
+    ``extra``'s ``weights_digest`` is one that the user vouches for.
+    """
+    model = getattr(arguments, "model_path", None) or config.model_name or ""
+    weights = extra.get("weights_digest") or weights_of(
+        model,
+        f"process {os.urandom(16).hex()}",
+        revision=getattr(arguments, "revision", None),
+        cache_dir=getattr(arguments, "download_dir", None),
+        is_made_up=getattr(arguments, "load_format", None) == "dummy",
+    )
+    return {
+        "engine": "sglang",
+        "version": version(),
+        "weights": weights,
+        "tag": extra.get("extra_backend_tag", ""),
+        **{f"asked_{name}": getattr(arguments, name, None) for name in ARGUMENTS},
+    }
+
+
+def shard_facts(config: Any, is_replicated: bool, number: int, num_shards: int) -> dict[str, object]:
+    """Which part of the model a rank's pool has: all heads where ranks have the same, else its own.
+
+    ``number`` of ``num_shards`` into which this rank cuts its pages, for ranks of other sizes.
+    """
+    head = config.tp_rank * num_shards + number
+    return {
+        "heads": "all" if is_replicated else f"{head} of {config.tp_size * num_shards}",
+        "stage": f"{config.pp_rank} of {config.pp_size}",
+        "context": f"{config.attn_cp_rank} of {config.attn_cp_size}",
+    }
