@@ -21,6 +21,7 @@ import torch
 from mooncake.inference.engine import Engine, EngineSettings
 from mooncake.inference.gguf import resolve_model
 from mooncake.inference.request import Request, SamplingParams
+from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.weights import load_model
 
 PROMPT_TOKENS = 1024
@@ -38,7 +39,8 @@ class Ours:
     """One engine; every prompt is new, so nothing is found in its cache."""
 
     def __init__(self, folder: Any, dtype: str) -> None:
-        self._engine = Engine(EngineSettings(kv_cache_bytes=1 << 30), load_model(folder, dtype))
+        model = load_model(folder, dtype)
+        self._engine = Engine(EngineSettings(), TorchRunner(model, new_pool(model, 64, 1 << 30)))
         self._num_requests = 0
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:

@@ -79,6 +79,8 @@ class Api:
     role: Role
     events: KvEventSource
     kv_identity: str = ""
+    echoes_transfers: bool = False
+    """Whether answers bring back the ``kv_transfer_params`` they were asked with."""
     mean_answer_s: float = 1.0
     """How long answers took lately."""
 
@@ -122,7 +124,7 @@ def create_app(api: Api) -> FastAPI:
 
     @app.get("/kv_event_sources")
     async def kv_event_sources() -> Response:
-        block_tokens = api.generator.engine.layout.block_tokens
+        block_tokens = api.generator.engine.runner.layout.block_tokens
         return _json(to_json(KvEventSources([api.events], block_tokens, api.kv_identity)))
 
     @app.get("/health")
@@ -264,10 +266,12 @@ class _Answer:
         )
 
     def _hand_over(self) -> dict[str, Any] | None:
+        told = (self._asked.kv_transfer_params or {}) if self._api.echoes_transfers else {}
         if not self._is_prefill:
-            return None
+            return told or None
         counts = self._counts[0]
-        found: dict[str, Any] = {"do_remote_prefill": True, "num_stored_tokens": counts.num_stored_tokens}
+        found: dict[str, Any] = {name: told[name] for name in told if name != "do_remote_decode"}
+        found |= {"do_remote_prefill": True, "num_stored_tokens": counts.num_stored_tokens}
         if counts.measured is not None:
             found["measured"] = msgspec.structs.asdict(counts.measured)
         return found

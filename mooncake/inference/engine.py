@@ -2,8 +2,8 @@
 
 It owns the engine's one thread and the rule that nobody suffers for another's trouble: a load that
 fails costs its request a recomputation, a step that raises ends the requests in it with an error,
-and the engine goes on. It refuses to know text, wires and roles; ``traffic`` knows what is on its
-way to and from the external cache.
+and the engine goes on. It refuses to know text, wires and roles, and tensors too: what computes a step is
+handed to it. ``traffic`` knows what is on its way to and from the external cache.
 """
 
 from __future__ import annotations
@@ -11,22 +11,16 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-
-import torch
-from torch import Tensor
+from typing import Protocol
 
 from mooncake import clock
-from mooncake.connectors.link import AnyLink
+from mooncake.connectors.link import AnyLink, Load, Save
 from mooncake.errors import InvalidArgument, Refusal
-from mooncake.inference.attention import PagedAttention
 from mooncake.inference.blocks import BlockEvent
 from mooncake.inference.measured import PromptMeasured, StepLog, measured
-from mooncake.inference.model import Decoder
 from mooncake.inference.request import FinishReason, Request
-from mooncake.inference.runner import Runner
-from mooncake.inference.sampler import TokenLogprobs, sample
 from mooncake.inference.scheduler import Scheduler, SchedulerSettings
-from mooncake.inference.step import Step
+from mooncake.inference.step import Chunk, Sampled, Step, TokenLogprobs
 from mooncake.inference.traffic import ActiveSave, Traffic
 from mooncake.kvlayout import KvLayout
 from mooncake.log import get_logger
@@ -34,14 +28,26 @@ from mooncake.log import get_logger
 log = get_logger(__name__)
 
 
+class Runner(Protocol):
+    """What computes steps: a model over a pool of KV blocks, and its choice of tokens."""
+
+    layout: KvLayout
+    num_blocks: int
+    """Of the pool; one of them is scratch space."""
+    vocab_size: int
+    max_positions: int
+    """The model's context."""
+    eos_token_ids: tuple[int, ...]
+
+    def run(self, chunks: Sequence[Chunk], loads: Sequence[Load], saves: Sequence[Save]) -> Sampled:
+        """Compute ``chunks`` while ``loads`` bring what they read and ``saves`` take what they complete."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-    """What one engine may use."""
+    """What one engine takes on."""
 
-    block_tokens: int = 64
-    """Tokens of one KV block. Small blocks share more of a prefix, large ones move faster."""
-    kv_cache_bytes: int = 1 << 30
-    """Size of the KV pool."""
     max_model_len: int | None = None
     """Tokens of prompt and answer together; None takes the model's context."""
     max_batch_tokens: int = 512
@@ -53,22 +59,18 @@ class EngineSettings:
     max_waiting: int = 1024
     """Requests that may wait; one more is refused."""
 
-    def scheduler_settings(self, model: Decoder, num_blocks: int, has_link: bool) -> SchedulerSettings:
-        limit = model.config.max_positions
+    def scheduler_settings(self, runner: Runner, has_link: bool) -> SchedulerSettings:
         return SchedulerSettings(
-            num_blocks=num_blocks,
-            block_tokens=self.block_tokens,
-            max_model_len=min(self.max_model_len or limit, limit),
+            num_blocks=runner.num_blocks,
+            block_tokens=runner.layout.block_tokens,
+            max_model_len=min(self.max_model_len or runner.max_positions, runner.max_positions),
             max_batch_tokens=self.max_batch_tokens,
             saturating_tokens=self.saturating_tokens,
             max_running=min(self.max_running, self.max_batch_tokens),
             max_waiting=self.max_waiting,
-            eos_token_ids=model.config.eos_token_ids,
+            eos_token_ids=runner.eos_token_ids,
             has_external_cache=has_link,
         )
-
-    def num_blocks(self, layout: KvLayout) -> int:
-        return max(2, self.kv_cache_bytes // layout.pool_bytes(1))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,28 +112,20 @@ class EngineStats:
 
 
 class Engine:
-    """One decoder, one KV pool, many requests. Only ``add``, ``abort`` and ``stats`` are thread-safe."""
+    """One runner, many requests. Only ``add``, ``abort`` and ``stats`` are thread-safe."""
 
     def __init__(
         self,
         settings: EngineSettings,
-        model: Decoder,
+        runner: Runner,
         link: AnyLink | None = None,
-        pool: Tensor | None = None,
         now: Callable[[], float] = clock.monotonic,
     ) -> None:
-        """``pool``: memory to use, ``layout.pool_shape(num_blocks)``; by default it is allocated here."""
-        self.layout = model.config.kv_layout(model.dtype, settings.block_tokens)
-        if pool is None:
-            shape = self.layout.pool_shape(settings.num_blocks(self.layout))
-            # Not zeroed: a slot is written before it is read, and pages nobody used cost no memory.
-            pool = torch.empty(shape, dtype=model.dtype, device=model.device)
-        self.pool = pool
-        self.model = model
-        self.scheduler = Scheduler(settings.scheduler_settings(model, pool.shape[2], link is not None))
+        """``link``: the one that ``runner`` waits for, if there is one."""
+        self.runner = runner
+        self.scheduler = Scheduler(settings.scheduler_settings(runner, link is not None))
         self.step_log = StepLog()
         self._clock = now
-        self._runner = Runner(model, PagedAttention(pool, self.layout, model.config.num_heads), link)
         self._traffic = Traffic(link, self.scheduler) if link is not None else None
         self._held: dict[str, tuple[Request, Output]] = {}
         """Last outputs of ``save_tail`` requests, until their saves are done."""
@@ -150,7 +144,7 @@ class Engine:
 
     def add(self, request: Request) -> Refusal | None:
         """Queue a request, or say why not. Raises InvalidArgument for tokens outside the vocabulary."""
-        vocab_size = self.model.config.vocab_size
+        vocab_size = self.runner.vocab_size
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
             raise InvalidArgument("prompt", "a token id out of range", f"ids from 0 to {vocab_size - 1}")
         with self._changed:
@@ -258,14 +252,14 @@ class Engine:
         try:
             if traffic is not None:
                 traffic.begin_saves(step, saves)
-            logits = self._runner.run(step.chunks, list(loads.values()), [entry.save for entry in saves])
-            failed = {request_id: None for request_id, load in loads.items() if load.failed}
-            sampling = [c.request for c in step.chunks if c.samples]
-            with torch.inference_mode():
-                tokens, logprobs = sample(logits, sampling, self.model.config.eos_token_ids)
+            tokens, logprobs = self.runner.run(
+                step.chunks, list(loads.values()), [entry.save for entry in saves]
+            )
         except Exception as error:
             log.exception("step_failed", requests=len(step.chunks), error=error)
             return self._fail(step, saves, error)
+        failed = {request_id: None for request_id, load in loads.items() if load.failed}
+        sampling = [c.request for c in step.chunks if c.samples]
         sampled = {request.id: token for request, token in zip(sampling, tokens, strict=True)}
         self.scheduler.step_finished(step, sampled, failed, self._clock())
         if traffic is not None:
@@ -311,7 +305,7 @@ class Engine:
             if self._traffic is None or not self._traffic.is_saving(request_id):
                 num_stored = 0
                 if self._traffic is not None:
-                    num_stored = self._traffic.num_stored_tokens(request, self.layout.block_tokens)
+                    num_stored = self._traffic.num_stored_tokens(request, self.runner.layout.block_tokens)
                     self._traffic.forget(request_id)
                 del self._held[request_id]
                 self._known.discard(request_id)

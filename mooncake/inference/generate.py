@@ -18,8 +18,8 @@ from mooncake.inference.engine import Engine, EngineThread, Output
 from mooncake.inference.measured import PromptMeasured
 from mooncake.inference.openai import CompletionLogprobs
 from mooncake.inference.request import FinishReason, Request
-from mooncake.inference.sampler import TokenLogprobs
-from mooncake.inference.tokenizer import Detokenizer, StopMatcher, Tokenizer
+from mooncake.inference.step import TokenLogprobs
+from mooncake.inference.tokenizer import AnyTokenizer, Detokenizer, StopMatcher
 
 
 class GenerationFailed(MooncakeError):
@@ -61,7 +61,7 @@ class Generator:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Tokenizer,
+        tokenizer: AnyTokenizer,
         loop: asyncio.AbstractEventLoop,
         on_blocks: Callable[[Sequence[BlockEvent]], None] = lambda events: None,
     ) -> None:
@@ -75,9 +75,9 @@ class Generator:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stop the engine's thread after the step it is in."""
-        self._thread.stop()
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Stop the engine's thread after the step it is in; False if something still touches the pool."""
+        return self._thread.stop(timeout_s)
 
     async def pieces(
         self, request: Request, counts: Counts, *, text_offset: int = 0, index: int = 0
@@ -139,7 +139,7 @@ class Generator:
 class _Text:
     """Turns one request's tokens into pieces of text."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, text_offset: int) -> None:
+    def __init__(self, tokenizer: AnyTokenizer, request: Request, text_offset: int) -> None:
         first_output = request.num_prompt_tokens - request.num_prior_output_tokens
         prior = request.token_ids[first_output : request.num_prompt_tokens]
         self._tokenizer = tokenizer

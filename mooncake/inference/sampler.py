@@ -7,7 +7,6 @@ preempted, or resumed on another worker, continues with the draws it would have 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Sequence
 
@@ -15,24 +14,13 @@ import torch
 from torch import Tensor
 
 from mooncake.inference.request import Request
+from mooncake.inference.step import Sampled, TokenLogprobs
 
 NUCLEUS_CANDIDATES = 1024
 """A nucleus almost always lies in so many tokens; only when it doesn't is the vocabulary sorted."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural logarithms of probabilities before temperature and truncation."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """The most likely (token id, logprob), best first."""
-
-
-def sample(
-    logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]
-) -> tuple[list[int], list[TokenLogprobs | None]]:
+def sample(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> Sampled:
     """One token for each row of float32 ``logits`` [rows, vocabulary]; changes ``logits``."""
     logprobs = [_logprobs_of(row, request) for row, request in zip(logits, requests, strict=True)]
     for row, request in zip(logits, requests, strict=True):

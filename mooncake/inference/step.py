@@ -1,7 +1,8 @@
 """One step of the engine, as the scheduler decided it: what to compute, to save and to look up.
 
-It owns these shapes only, so that the runner and the traffic to the external cache need not know the
-scheduler. A step names requests and block ids; it holds no tensors and changes nothing.
+It owns these shapes and what whoever computes a step answers, so that runners and the traffic to the
+external cache need not know the scheduler. A step names requests and block ids; it holds no tensors and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -59,6 +60,20 @@ class LookUp:
     request: Request
     blocks: tuple[tuple[BlockHash, int], ...]
     """(hash, tokens) of each."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities before temperature and truncation."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The most likely (token id, logprob), best first."""
+
+
+Sampled = tuple[list[int], list[TokenLogprobs | None]]
+"""A token, and what was asked about it, for each chunk that samples, in the order of the chunks."""
 
 
 @dataclasses.dataclass(slots=True)

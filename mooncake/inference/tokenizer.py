@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mooncake.errors import InvalidArgument, ModelError
 
@@ -23,6 +23,20 @@ def stay_offline() -> None:
     """To be called before ``transformers`` is imported: it asks a model hub about local folders too,
     and then waits for a network that may not be there."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+class AnyTokenizer(Protocol):
+    """What answers are made with: ``Tokenizer``, and that of an engine without a model."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
+    ) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
 
 
 class Tokenizer:
@@ -86,7 +100,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, output_token_ids: Sequence[int] = (), emitted_chars: int = 0
+        self, tokenizer: AnyTokenizer, output_token_ids: Sequence[int] = (), emitted_chars: int = 0
     ) -> None:
         """Continue after ``output_token_ids``, of whose text ``emitted_chars`` characters were given out."""
         self._tokenizer = tokenizer

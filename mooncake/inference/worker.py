@@ -1,15 +1,14 @@
-"""The worker process: one engine, its link to the store, its events, behind HTTP.
+"""The worker process: a model in an engine, behind HTTP.
 
-Owns the settings and the order of starting and stopping. A worker starts without its store, too, and
-finds it when it comes: the pool makes answers faster, never possible. ``api.py`` has the endpoints,
-``generate.py`` the way from request to tokens.
+Owns the settings and the loading of the model. ``serving.py`` makes a process of it, ``api.py`` has the
+endpoints, ``generate.py`` the way from request to tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -17,27 +16,16 @@ import torch
 from msgspec import Meta
 
 from mooncake.config import Port, Size
-from mooncake.connectors.blocks import StoreLink
-from mooncake.inference import kv_events
-from mooncake.inference.api import Api, create_app
-from mooncake.inference.blocks import EVICTED, BlockEvent, BlockStored
+from mooncake.inference import serving
+from mooncake.inference.api import Api
 from mooncake.inference.engine import Engine, EngineSettings
-from mooncake.inference.generate import Generator
 from mooncake.inference.gguf import resolve_model
 from mooncake.inference.hostmem import host_memory
+from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.tokenizer import Tokenizer
 from mooncake.inference.weights import load_model, tokenizer_digest, weights_digest
 from mooncake.kvlayout import KvIdentity
-from mooncake.log import get_logger
-from mooncake.store import AsyncStore, StoreSettings
-from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.types import Role
-from mooncake.web import WebServer, listen
-
-log = get_logger(__name__)
-
-STORE_PATIENCE_S = 1.0
-"""A store that does not answer in time has no blocks: computing them takes about as long."""
 
 STAGING_BYTES = 512 << 20
 """Pinned host memory through which the blocks of a device pass; unused on a CPU."""
@@ -100,8 +88,6 @@ class WorkerSettings:
 
     def engine_settings(self) -> EngineSettings:
         return EngineSettings(
-            block_tokens=self.block_tokens,
-            kv_cache_bytes=self.kv_cache_size_bytes,
             max_model_len=self.max_model_len or None,
             max_batch_tokens=self.max_batch_tokens,
             saturating_tokens=self.saturating_tokens,
@@ -133,67 +119,39 @@ async def serve(settings: WorkerSettings) -> None:
         ModelError: the model folder is missing, damaged or of an unknown family.
         AddressInUse: a port is taken.
     """
-    listening = listen(settings.host, settings.port)
-    async with running(settings) as api:
-        server = WebServer(create_app(api), listening)
-        try:
-            await server.start()
-            address = f"http://{settings.host}:{server.port}"
-            log.info("ready", role=settings.role, address=address, model=settings.model_name)
-            await server.wait()
-        finally:
-            await server.close()
+    await serving.serve(running(settings), settings.host, settings.port)
 
 
 @contextlib.asynccontextmanager
 async def running(settings: WorkerSettings) -> AsyncIterator[Api]:
     """Everything of a worker but its HTTP server."""
-    loop = asyncio.get_running_loop()
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     folder = await asyncio.to_thread(resolve_model, settings.model)
     model = await asyncio.to_thread(load_model, folder, settings.torch_dtype, settings.torch_device)
-    layout = model.config.kv_layout(model.dtype, settings.block_tokens)
+    # Touched now: a page that is first touched under a request costs it time (a cached prompt of
+    # 2,000 tokens took five times as long), and memory that isn't there should be missed at start.
+    pool = new_pool(model, settings.block_tokens, settings.kv_cache_size_bytes).zero_()
     async with contextlib.AsyncExitStack() as stack:
-        engine_settings = settings.engine_settings()
-        shape = layout.pool_shape(engine_settings.num_blocks(layout))
-        # Touched now: a page that is first touched under a request costs it time (a cached prompt of
-        # 2,000 tokens took five times as long), and memory that isn't there should be missed at start.
-        pool = torch.empty(shape, dtype=model.dtype, device=model.device).zero_()
-        link: StoreLink | None = None
+        link, digest = None, ""
         if settings.master:
+            layout = model.config.kv_layout(model.dtype, settings.block_tokens)
             weights = await asyncio.to_thread(weights_digest, folder)
             identity = KvIdentity(weights, tokenizer_digest(folder), layout)
-            transfer = TransferEngine(TransferSettings(listen_host=settings.host))
-            stack.callback(transfer.close)
-            store = AsyncStore(settings.master, transfer, StoreSettings(timeout_s=STORE_PATIENCE_S))
-            stack.push_async_callback(store.close)
             memory = host_memory(layout, pool, STAGING_BYTES)
-            link = StoreLink(store, transfer, identity, memory, loop)
-            stack.push_async_callback(link.close)
-            log.info("store_linked", master=settings.master, identity=identity.digest)
-        publisher = kv_events.KvEventPublisher(settings.host)
-        stack.push_async_callback(publisher.close)
-        source = await publisher.start(settings.kv_events_port)
-        engine = Engine(engine_settings, model, link, pool)
-
-        def publish(events: Sequence[BlockEvent]) -> None:
-            publisher.publish([_as_kv_event(event, settings.block_tokens) for event in events])
-
-        generator = Generator(engine, Tokenizer(folder), loop, publish)
-        generator.start()
-        # In a thread: the last saves end with the loop's help.
-        stack.push_async_callback(asyncio.to_thread, generator.stop)
-        digest = "" if link is None else identity.digest
-        yield Api(generator, settings.model_name, settings.role, source, digest)
-
-
-def _as_kv_event(event: BlockEvent, block_tokens: int) -> kv_events.KvEvent:
-    if isinstance(event, BlockStored):
-        return kv_events.BlockStored(
-            block_hashes=list(event.hashes),
-            parent_block_hash=event.parent,
-            token_ids=list(event.token_ids),
-            block_size=block_tokens,
+            link = await stack.enter_async_context(
+                serving.linked(settings.master, settings.host, identity, memory)
+            )
+            digest = identity.digest
+        engine = Engine(settings.engine_settings(), TorchRunner(model, pool, link), link)
+        yield await stack.enter_async_context(
+            serving.answering(
+                engine,
+                Tokenizer(folder),
+                settings.host,
+                settings.kv_events_port,
+                model=settings.model_name,
+                role=settings.role,
+                kv_identity=digest,
+            )
         )
-    return kv_events.BlockRemoved(block_hashes=list(event.hashes), reason=EVICTED)

@@ -21,11 +21,12 @@ import pytest
 
 from bench.cluster import wait_for
 from mooncake.connectors.link import AnyLink, Lookup
-from mooncake.inference.fake.engine import FakeEngine, News
+from mooncake.inference.engine import Engine, EngineSettings
 from mooncake.inference.fake.faults import Faults, FaultyLink, FaultyLoad
 from mooncake.inference.fake.model import FakeModel
+from mooncake.inference.fake.runner import ByteTokenizer, FakeRunner
+from mooncake.inference.generate import Counts, Generator
 from mooncake.inference.request import Request, SamplingParams
-from mooncake.inference.scheduler import SchedulerSettings
 from mooncake.kvlayout import KvLayout
 from mooncake.prefix import BlockHash, block_hashes, root_hash
 from tests.contract.connectors import CONNECTORS, PATIENCE_S, Connector
@@ -44,27 +45,31 @@ class Answer:
     """What a request came to."""
 
     tokens: list[int]
-    last: News
+    counts: Counts
+
+    @property
+    def num_loaded_tokens(self) -> int:
+        return self.counts.num_cached_tokens - self.counts.num_local_tokens
 
 
 class Subject:
     """An engine and the ways a test asks it."""
 
-    def __init__(self, engine: FakeEngine, model: FakeModel) -> None:
-        self.engine = engine
+    def __init__(self, generator: Generator, model: FakeModel) -> None:
+        self.engine = generator.engine
         self.model = model
+        self._generator = generator
 
     async def ask(self, prompt: Sequence[int], saves: bool = False, most: int = ANSWER_TOKENS) -> Answer:
         request = Request(f"r{next(seeds)}", list(prompt), SamplingParams(max_tokens=most), save_tail=saves)
-        news: list[News] = []
+        answer = Answer([], Counts())
         async with (
             asyncio.timeout(LONGEST_S),
-            contextlib.aclosing(self.engine.answer(request)) as answer,
+            contextlib.aclosing(self._generator.pieces(request, answer.counts)) as pieces,
         ):
-            async for one in answer:
-                assert one.error is None and one.refusal is None, one
-                news.append(one)
-        return Answer([one.token for one in news if one.token is not None], news[-1])
+            async for piece in pieces:
+                answer.tokens += piece.token_ids
+        return answer
 
 
 class Bench:
@@ -106,14 +111,16 @@ class Bench:
         return FakeModel(self.seed if seed is None else seed, shape, num_blocks)
 
     def _subject(self, model: FakeModel, link: AnyLink | None) -> Subject:
-        engine = FakeEngine(model, SchedulerSettings(2), link)
+        engine = Engine(EngineSettings(), FakeRunner(model, link), link)
+        generator = Generator(engine, ByteTokenizer(), asyncio.get_running_loop())
+        generator.start()
 
         async def close() -> None:
-            assert await engine.close(LONGEST_S), "a load or a save never ended"
-            engine.scheduler.check()
+            assert await asyncio.to_thread(generator.stop, LONGEST_S), "a load or a save never ended"
+            engine.check()
 
         self._stack.push_async_callback(close)
-        return Subject(engine, model)
+        return Subject(generator, model)
 
 
 @pytest.fixture(scope="module", params=CONNECTORS, ids=lambda one: one.__name__)
@@ -158,17 +165,17 @@ async def test_what_one_engine_computes_another_loads(bench: Bench, num_tokens: 
     truth = await bench.alone().ask(prompt)
     saved = await (await bench.engine()).ask(prompt, saves=True)
     assert saved.tokens == truth.tokens
-    assert saved.last.num_stored_tokens == num_tokens
+    assert saved.counts.num_stored_tokens == num_tokens
     loaded = await (await bench.engine()).ask(prompt)
     assert loaded.tokens == truth.tokens
-    assert loaded.last.num_external_tokens == num_tokens
+    assert loaded.num_loaded_tokens == num_tokens
 
 
 async def test_a_prefix_is_loaded_and_the_rest_computed(bench: Bench) -> None:
     first, second = prompt_of(80), prompt_of(80)[:48] + prompt_of(40, number=1)
     await (await bench.engine()).ask(first, saves=True)
     found = await (await bench.engine()).ask(second)
-    assert found.last.num_external_tokens == 48
+    assert found.num_loaded_tokens == 48
     assert found.tokens == (await bench.alone().ask(second)).tokens
 
 
@@ -197,7 +204,7 @@ async def test_blocks_of_another_kind_are_never_found(bench: Bench, other: dict[
     prompt = prompt_of(96)
     await (await bench.engine()).ask(prompt, saves=True)
     stranger = await (await bench.engine(**other)).ask(prompt)
-    assert stranger.last.num_external_tokens == 0
+    assert stranger.num_loaded_tokens == 0
     assert stranger.tokens == (await bench.alone(**other).ask(prompt)).tokens
 
 
@@ -205,7 +212,7 @@ async def test_this_suite_would_notice_one_wrong_bit(bench: Bench) -> None:
     prompt = prompt_of(96)
     truth = await (await bench.engine()).ask(prompt, saves=True)
     deceived = await (await bench.engine(Faults(corrupt_load_every=1))).ask(prompt)
-    assert deceived.last.num_external_tokens == 96
+    assert deceived.num_loaded_tokens == 96
     assert deceived.tokens != truth.tokens
 
 
@@ -217,8 +224,8 @@ async def test_a_failed_load_is_computed(bench: Bench) -> None:
     truth = await (await bench.engine()).ask(prompt, saves=True)
     reader = await bench.engine(Faults(fail_load_every=1))
     answer = await reader.ask(prompt)
-    assert reader.engine.num_failed_loads == 1
-    assert answer.last.num_external_tokens == 0
+    assert reader.engine.stats().num_failed_loads == 1
+    assert answer.num_loaded_tokens == 0
     assert answer.tokens == truth.tokens
 
 
@@ -232,7 +239,7 @@ async def test_a_spoilt_block_is_computed(bench: Bench, block: int, share: float
     await bench.connector.spoil(writer.model.identity, hashes_of(prompt)[block], offset)
     reader = await bench.engine()
     assert (await reader.ask(prompt)).tokens == truth.tokens
-    assert reader.engine.num_failed_loads == 1
+    assert reader.engine.stats().num_failed_loads == 1
 
 
 async def test_an_aborted_save_is_never_seen(bench: Bench) -> None:
@@ -281,7 +288,7 @@ async def test_fifty_requests_at_once_on_three_engines(bench: Bench) -> None:
             *(engines[at % 3].ask(prompt, saves=at % 2 == 0) for at, prompt in enumerate(prompts))
         )
         assert [answer.tokens for answer in answers] == truth
-    assert sum(answer.last.num_cached_tokens for answer in answers) > 0
+    assert sum(answer.counts.num_cached_tokens for answer in answers) > 0
 
 
 # ── every wait has a deadline ─────────────────────────────────────────────────────────────────────

@@ -13,6 +13,7 @@ from bench.cluster import Cluster
 from mooncake.inference.engine import Engine, EngineSettings
 from mooncake.inference.gguf import resolve_model
 from mooncake.inference.request import Request, SamplingParams
+from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.weights import load_model
 from tests.e2e.corpus import LENGTHS, prompts
 
@@ -49,7 +50,8 @@ def expected(folder: Path) -> Answers:
 
 def run_engine(folder: Path, settings: EngineSettings, together: bool) -> Answers:
     """All prompts through one engine, one after another or all at once."""
-    engine = Engine(settings, load_model(folder, "float32"))
+    model = load_model(folder, "float32")
+    engine = Engine(settings, TorchRunner(model, new_pool(model, 32, 1 << 30)))
     answers: dict[str, list[int]] = {}
 
     def run_until_idle() -> None:
@@ -82,11 +84,11 @@ def test_there_are_thirty_prompts_up_to_4000_tokens(folder: Path) -> None:
 
 
 def test_one_process(folder: Path, expected: Answers) -> None:
-    compare(run_engine(folder, EngineSettings(block_tokens=32), together=False), expected)
+    compare(run_engine(folder, EngineSettings(), together=False), expected)
 
 
 def test_one_process_in_chunks_batched_with_others(folder: Path, expected: Answers) -> None:
-    settings = EngineSettings(block_tokens=32, max_batch_tokens=100)
+    settings = EngineSettings(max_batch_tokens=100)
     compare(run_engine(folder, settings, together=True), expected)
 
 

@@ -19,6 +19,7 @@ from mooncake.inference.api import Api, create_app
 from mooncake.inference.engine import Engine, EngineSettings
 from mooncake.inference.generate import Generator
 from mooncake.inference.openai import KvEventSource
+from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.tokenizer import Tokenizer
 from mooncake.inference.weights import load_model
 from mooncake.types import Role
@@ -76,7 +77,8 @@ class Client:
 
 @pytest.fixture
 async def client(llama: Reference, tmp_path: Path) -> AsyncIterator[Client]:
-    engine = Engine(EngineSettings(block_tokens=16, kv_cache_bytes=1 << 20), load_model(llama.folder))
+    model = load_model(llama.folder)
+    engine = Engine(EngineSettings(), TorchRunner(model, new_pool(model, 16, 1 << 20)))
     generator = Generator(engine, make_tokenizer(tmp_path), asyncio.get_running_loop())
     generator.start()
     api = Api(generator, "tiny", Role.PREFILL, KvEventSource("tcp://127.0.0.1:1"))

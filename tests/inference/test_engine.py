@@ -15,6 +15,7 @@ from mooncake.inference import scheduler
 from mooncake.inference.blocks import BlockEvent, BlockRemoved, BlockStored
 from mooncake.inference.engine import Engine, EngineSettings, EngineThread, Output
 from mooncake.inference.request import FinishReason, Request, SamplingParams
+from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.weights import load_model
 from tests.inference.conftest import Reference, prompt_of
 from tests.inference.dictionary_link import (
@@ -40,19 +41,22 @@ def make_engine(
 ) -> Engine:
     model = load_model(reference.folder)
     layout = model.config.kv_layout(model.dtype, BLOCK)
+    pool = new_pool(model, BLOCK, num_blocks * layout.pool_bytes(1))
+    # What nobody has written must not be read: it would turn every answer into NaN.
+    pool.fill_(torch.nan)
+    if link is not None:
+        link.pool = pool
     settings = EngineSettings(
-        block_tokens=BLOCK,
-        kv_cache_bytes=num_blocks * layout.pool_bytes(1),
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
         max_waiting=max_waiting,
     )
-    engine = Engine(settings, model, link)
-    # What nobody has written must not be read: it would turn every answer into NaN.
-    engine.pool.fill_(torch.nan)
-    if link is not None:
-        link.pool = engine.pool
-    return engine
+    return Engine(settings, TorchRunner(model, pool, link), link)
+
+
+def pool_of(engine: Engine) -> torch.Tensor:
+    assert isinstance(engine.runner, TorchRunner)
+    return engine.runner.pool
 
 
 def greedy(prompt: list[int], num_tokens: int = NUM_TOKENS, name: str = "r", **fields: object) -> Request:
@@ -134,10 +138,10 @@ def test_shared_blocks_are_never_written_again(llama: Reference) -> None:
     engine = make_engine(llama)
     run(engine, greedy(prompt, 1, name="first"))
     block = engine.scheduler.pool.match(greedy(prompt).hash_blocks(BLOCK))[1]
-    engine.pool[:, :, block, BLOCK - 1] += 1.0
-    before = engine.pool[:, :, block].clone()
+    pool_of(engine)[:, :, block, BLOCK - 1] += 1.0
+    before = pool_of(engine)[:, :, block].clone()
     run(engine, greedy(prompt, 1, name="second"))
-    assert engine.pool[:, :, block].equal(before)
+    assert pool_of(engine)[:, :, block].equal(before)
 
 
 def test_preempted_requests_equal_transformers(reference: Reference) -> None:
@@ -297,9 +301,8 @@ def test_narrow_dtypes_come_close(reference: Reference, dtype: str) -> None:
     prompt = prompt_of(2 * BLOCK + 5)
 
     def first_logprobs(name: str) -> dict[int, float]:
-        engine = Engine(
-            EngineSettings(block_tokens=BLOCK, kv_cache_bytes=1 << 20), load_model(reference.folder, name)
-        )
+        model = load_model(reference.folder, name)
+        engine = Engine(EngineSettings(), TorchRunner(model, new_pool(model, BLOCK, 1 << 20)))
         engine.add(Request("r", prompt, SamplingParams(max_tokens=1, temperature=0, logprobs=20)))
         _, outputs = engine.step()
         assert outputs[0].logprobs is not None

@@ -20,7 +20,8 @@ import pytest
 
 from bench.cluster import OpenAiServer, wait_for
 from mooncake.cli.ports import free_ports
-from mooncake.inference.fake.server import FakeEngineSettings, create_app, running
+from mooncake.inference.api import create_app
+from mooncake.inference.fake.server import FakeEngineSettings, running
 from mooncake.web import WebServer, listen
 
 PROMPT = "the same prompt, a few blocks long, asked of every engine there is"
@@ -45,8 +46,8 @@ class Client:
 @contextlib.asynccontextmanager
 async def serving(settings: FakeEngineSettings) -> AsyncIterator[Client]:
     """A client of an engine in this process."""
-    async with running(settings) as engine:
-        server = WebServer(create_app(engine, settings), listen("127.0.0.1", 0))
+    async with running(settings) as api:
+        server = WebServer(create_app(api), listen("127.0.0.1", 0))
         await server.start()
         async with aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as http:
             yield Client(http)
@@ -114,9 +115,7 @@ async def test_an_answer_begun_elsewhere_goes_on(client: Client) -> None:
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        ({"prompt": PROMPT, "n": 2}, 400),
-        ({"prompt": PROMPT, "stop": ["x"]}, 400),
-        ({"prompt": ["a", "b"]}, 400),
+        ({"prompt": PROMPT, "presence_penalty": 1.0}, 400),
         ({"prompt": [0] * 9000}, 400),
         ({"prompt": [0] * 9000, "stream": True}, 400),
         ({"prompt": PROMPT, "model": "another"}, 404),
@@ -127,6 +126,33 @@ async def test_what_it_cannot_do_it_refuses(client: Client, body: Any, status: i
     found, text = await client.ask("/v1/completions", body)
     assert found == status
     assert json.loads(text)["error"]["message"]
+
+
+async def test_choices_prompts_and_stops_are_a_workers(client: Client) -> None:
+    whole = (await client.complete(logprobs=1))["choices"][0]
+    text = whole["text"]
+    assert whole["logprobs"]["token_logprobs"] == [0.0] * 12
+    both = await client.complete([PROMPT, "another"], n=2)
+    texts = [choice["text"] for choice in both["choices"]]
+    assert texts[:2] == [text, text] and texts[2] == texts[3] != text
+    stopped = (await client.complete(stop=[text[4:6]]))["choices"][0]
+    assert (stopped["text"], stopped["finish_reason"]) == (text[: text.find(text[4:6])], "stop")
+
+
+def test_it_runs_without_torch() -> None:
+    program = """
+import asyncio, sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+from mooncake.inference.fake.server import FakeEngineSettings, running
+from mooncake.inference.generate import Counts
+from mooncake.inference.request import Request
+async def main():
+    async with running(FakeEngineSettings()) as api:
+        return [piece.text async for piece in api.generator.pieces(Request("r", [1]), Counts())]
+print(len("".join(asyncio.run(main()))))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60.0)
+    assert done.stdout.strip() == "16", done.stderr
 
 
 async def test_models_and_health(client: Client) -> None:
@@ -148,7 +174,7 @@ class Program(OpenAiServer):
                 [*command, "--parent", str(os.getpid())], stdout=output, stderr=output
             )
         # A daemon is ready as a master first.
-        ready = r" ready (role=daemon|address=.* seed=)"
+        ready = r" ready role=(daemon|prefill .*model=)"
         wait_for(lambda: re.search(ready, log.read_text()), " ".join(words), 60.0)
 
     @property

@@ -15,6 +15,7 @@ from mooncake.inference import gguf
 from mooncake.inference.engine import Engine, EngineSettings
 from mooncake.inference.gguf import resolve_model
 from mooncake.inference.request import Request, SamplingParams
+from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.tokenizer import Tokenizer
 from mooncake.inference.weights import load_model, read_config
 
@@ -76,7 +77,8 @@ def test_bundled_model_answers_like_transformers() -> None:
     from transformers import AutoModelForCausalLM
 
     reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    engine = Engine(EngineSettings(kv_cache_bytes=64 << 20), load_model(folder))
+    model = load_model(folder)
+    engine = Engine(EngineSettings(), TorchRunner(model, new_pool(model, 64, 64 << 20)))
     question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
     prompts = {"plain": tokenizer.encode("The capital of France is"), "chat": tokenizer.chat(question)}
     answers: dict[str, list[int]] = {name: [] for name in prompts}

@@ -1,0 +1,93 @@
+"""An engine becomes a process: its link to the store, its thread, its KV events, its HTTP server.
+
+Owns the order in which these start and stop, the same for a worker and for an engine without a model; what
+computes is theirs. An engine starts without its store, too, and finds it when it comes: the pool makes
+answers faster, never possible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from mooncake.connectors.blocks import StoreLink
+from mooncake.connectors.memory import HostMemory
+from mooncake.inference import kv_events
+from mooncake.inference.api import Api, create_app
+from mooncake.inference.blocks import EVICTED, BlockEvent, BlockStored
+from mooncake.inference.engine import Engine
+from mooncake.inference.generate import Generator
+from mooncake.inference.tokenizer import AnyTokenizer
+from mooncake.kvlayout import KvIdentity
+from mooncake.log import get_logger
+from mooncake.store import AsyncStore, StoreSettings
+from mooncake.transfer import TransferEngine, TransferSettings
+from mooncake.web import WebServer, listen
+
+log = get_logger(__name__)
+
+STORE_PATIENCE_S = 1.0
+"""A store that does not answer in time has no blocks: computing them takes about as long."""
+
+
+async def serve(running: contextlib.AbstractAsyncContextManager[Api], host: str, port: int) -> None:
+    """Serve an engine's API until cancelled. Raises AddressInUse when the port is taken."""
+    listening = listen(host, port)
+    async with running as api:
+        server = WebServer(create_app(api), listening)
+        try:
+            await server.start()
+            log.info("ready", role=api.role, address=f"http://{host}:{server.port}", model=api.model)
+            await server.wait()
+        finally:
+            await server.close()
+
+
+@contextlib.asynccontextmanager
+async def linked(
+    master: str, host: str, identity: KvIdentity, memory: HostMemory
+) -> AsyncIterator[StoreLink]:
+    """The link between ``memory`` and the store of ``master``."""
+    async with contextlib.AsyncExitStack() as stack:
+        transfer = TransferEngine(TransferSettings(listen_host=host))
+        stack.callback(transfer.close)
+        store = AsyncStore(master, transfer, StoreSettings(timeout_s=STORE_PATIENCE_S))
+        stack.push_async_callback(store.close)
+        link = StoreLink(store, transfer, identity, memory, asyncio.get_running_loop())
+        stack.push_async_callback(link.close)
+        log.info("store_linked", master=master, identity=identity.digest)
+        yield link
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    engine: Engine, tokenizer: AnyTokenizer, host: str, kv_events_port: int, **api: Any
+) -> AsyncIterator[Api]:
+    """``engine`` on its thread, and what its HTTP server needs; ``api`` are further fields of that."""
+    block_tokens = engine.runner.layout.block_tokens
+    async with contextlib.AsyncExitStack() as stack:
+        publisher = kv_events.KvEventPublisher(host)
+        stack.push_async_callback(publisher.close)
+        source = await publisher.start(kv_events_port)
+
+        def publish(events: Sequence[BlockEvent]) -> None:
+            publisher.publish([_as_kv_event(event, block_tokens) for event in events])
+
+        generator = Generator(engine, tokenizer, asyncio.get_running_loop(), publish)
+        generator.start()
+        # In a thread: the last saves end with the loop's help.
+        stack.push_async_callback(asyncio.to_thread, generator.stop)
+        yield Api(generator, events=source, **api)
+
+
+def _as_kv_event(event: BlockEvent, block_tokens: int) -> kv_events.KvEvent:
+    if isinstance(event, BlockStored):
+        return kv_events.BlockStored(
+            block_hashes=list(event.hashes),
+            parent_block_hash=event.parent,
+            token_ids=list(event.token_ids),
+            block_size=block_tokens,
+        )
+    return kv_events.BlockRemoved(block_hashes=list(event.hashes), reason=EVICTED)
