@@ -79,14 +79,15 @@ NOT_MOCKED = ("opentelemetry", "torch_neuronx")
 
 
 class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self) -> None:
+    def __init__(self, mocked: Sequence[str]) -> None:
+        self._mocked = mocked
         self._names: set[str] = set()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         top = name.partition(".")[0]
-        is_mocked = any(name == known or name.startswith(known + ".") for known in MOCKED)
+        is_mocked = any(name == known or name.startswith(known + ".") for known in self._mocked)
         if not is_mocked and (top in (*PACKAGES, *NOT_MOCKED, "mooncake") or not self._is_theirs(top)):
             return None
         self._names.add(top)
@@ -112,14 +113,14 @@ class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def prepare(folder: str) -> None:
+def prepare(folder: str, mocked: Sequence[str] = MOCKED) -> None:
     sys.path.append(folder)
-    finder = Missing()
+    finder = Missing(mocked)
     for name in BARE:
         package = finder.create_module(importlib.machinery.ModuleSpec(name, finder, is_package=True))
         package.__path__ = [str(Path(folder, *name.split(".")))]
         sys.modules[name] = package
-    for name in MOCKED:
+    for name in mocked:
         spec = finder.find_spec(name, None)
         assert spec is not None
         sys.modules[name] = finder.create_module(spec)
