@@ -62,15 +62,29 @@ class VllmServer(OpenAiServer):
         command += ["--enable-prompt-tokens-details", *flags]
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
-        environ = {**os.environ, **QUIET, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(environment or {})}
+        self._command, self._cwd = command, cwd
+        self._environ = {**os.environ, **QUIET, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(environment or {})}
+        self.start()
+
+    def start(self) -> None:
+        """Also again, after ``kill``: another process at the same address."""
         with self.log_path.open("a") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environ, cwd=cwd, start_new_session=True
+                self._command,
+                stdout=log,
+                stderr=log,
+                env=self._environ,
+                cwd=self._cwd,
+                start_new_session=True,
             )
 
     @property
+    def address(self) -> str:
+        return f"{HOST}:{self._port}"
+
+    @property
     def url(self) -> str:
-        return f"http://{HOST}:{self._port}"
+        return f"http://{self.address}"
 
     def wait_until_ready(self, timeout_s: float = READY_WITHIN_S) -> None:
         def is_healthy() -> bool:
@@ -94,11 +108,23 @@ class VllmServer(OpenAiServer):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)
 
+    def kill_engine(self) -> None:
+        """SIGKILL to the engine's core alone; the API server above it finds out by itself, and ends."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(ProcessLookupError, FileNotFoundError):
+                is_core = (folder / "comm").read_text().startswith("VLLM::EngineCor")
+                if is_core and os.getpgid(int(folder.name)) == self._process.pid:
+                    os.kill(int(folder.name), signal.SIGKILL)
+
+    def wait_until_over(self, timeout_s: float = 60.0) -> None:
+        """Return when none of its processes is left; whoever does not end by itself is killed."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        self.kill()
+
     def close(self) -> None:
         self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(30)
-        self.kill()
+        self.wait_until_over(30)
 
 
 @contextmanager
@@ -113,6 +139,58 @@ def running_store(folder: Path, size_gb: float = 1.0) -> Iterator[str]:
         client = BlockingClient(f"{HOST}:{port}", (m.Flags,))
         client.call(m.Exists(["a key"]), 60.0)
         yield f"{HOST}:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def num_stored(store: str) -> int:
+    """How many blocks it keeps."""
+    keys = BlockingClient(store, (m.Keys,)).call(m.ListKeys("", 1000), 10.0)
+    assert isinstance(keys, m.Keys)
+    return len(keys.keys)
+
+
+class Gateway(OpenAiServer):
+    """A running ``mooncake gateway``."""
+
+    def __init__(self, port: int, log_path: Path) -> None:
+        self._port = port
+        self.log_path = log_path
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self._port}"
+
+    def wait_until_routable(self, timeout_s: float = 120.0) -> None:
+        """Return when it counts every engine as ready."""
+
+        def all_ready() -> bool:
+            rows = self.request("GET", "/status", None).body["instances"]
+            return bool(rows) and all(row["health"] == "ready" for row in rows)
+
+        wait_for(all_ready, "every engine to be ready in /status", timeout_s)
+
+
+@contextmanager
+def running_gateway(folder: Path, model: Path, *flags: str) -> Iterator[Gateway]:
+    """``mooncake gateway`` in front of the engines that ``flags`` name; it may begin before they do."""
+    gateway = Gateway(free_port(), folder / "gateway.log")
+    command = [sys.executable, "-m", "mooncake", "gateway", "--model", str(model)]
+    command += ["--served-model-name", "smollm2", "--host", HOST, "--port", gateway.url.rpartition(":")[2]]
+    with gateway.log_path.open("a") as log:
+        process = subprocess.Popen([*command, *flags], stdout=log, stderr=log)
+    try:
+        wait_for(
+            lambda: process.poll() is not None or gateway.request("GET", "/health", None).status > 0,
+            "the gateway to answer",
+            120.0,
+        )
+        if process.poll() is not None:
+            raise RuntimeError(
+                f"the gateway ended with {process.returncode}:\n{gateway.log_path.read_text()}"
+            )
+        yield gateway
     finally:
         process.terminate()
         process.wait(30)

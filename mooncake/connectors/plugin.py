@@ -14,11 +14,17 @@ NAMES = ("MooncakeStoreConnector", "MooncakeConnector")
 
 def register() -> None:
     """Called by vLLM."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
     for name in NAMES:
-        KVConnectorFactory._registry.pop(name, None)
-        KVConnectorFactory.register_connector(name, MODULE, name)
+        take_name(name)
+
+
+def take_name(name: str) -> None:
+    """In this process ``name`` is our connector's."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    KVConnectorFactory._registry.pop(name, None)
+    KVConnectorFactory.register_connector(name, MODULE, name)

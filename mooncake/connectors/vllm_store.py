@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from mooncake.connectors.moving import Finder, Finding, Moved, Mover
 from mooncake.connectors.planning import BlockName, LoadPlan, Planner, SavePlan
+from mooncake.connectors.plugin import take_name
 from mooncake.connectors.session import PoolSettings, Session
 from mooncake.connectors.vllm_events import StoredEvents
 from mooncake.connectors.vllm_facts import Adapters
@@ -233,6 +234,9 @@ class MooncakeStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> StoreMetrics:
+        # Called in vLLM's front end, before the first stats arrive there. MultiConnector makes them anew by
+        # the connector's name alone; where we were found by our path, that name is still another's.
+        take_name(cls.__name__)
         return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 

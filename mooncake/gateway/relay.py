@@ -99,7 +99,6 @@ class Relay(Placing):
         while True:
             decision = await self._place(self._request_id, attempts, True, 0.0)
             self.route = Route(decision.prefill, decision.decode, decision.degraded)
-            stage = "prefill" if decision.prefill else "decode"
             pieces = self._attempt(decision)
             try:
                 async with contextlib.aclosing(pieces):
@@ -109,6 +108,7 @@ class Relay(Placing):
                 return
             except (WorkerFailed, WorkerBusy) as error:
                 self._engines.forget(error.instance)
+                stage = "prefill" if error.instance == decision.prefill else "decode"
                 self._note(error, self._request_id, attempts, stage)
                 if self._num_events:
                     message = f"the engine was lost in the middle of the answer: {error}"

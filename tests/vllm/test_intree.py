@@ -13,9 +13,14 @@ from typing import Any
 import pytest
 
 from bench.cluster import wait_for
-from bench.vllm_server import HOST, VllmServer, free_port, running_store, store_configuration
-from mooncake.rpc import BlockingClient
-from mooncake.store import messages as m
+from bench.vllm_server import (
+    HOST,
+    VllmServer,
+    free_port,
+    num_stored,
+    running_store,
+    store_configuration,
+)
 from tests.vllm.engine import BLOCK_TOKENS, Answered, Engine, a_prompt
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
@@ -39,17 +44,6 @@ def environment(store: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return store_configuration(tmp_path_factory.mktemp("configuration"), store)
 
 
-def wait_until_stored(store: str, count: int) -> None:
-    client = BlockingClient(store, (m.Keys,))
-
-    def is_stored() -> bool:
-        keys = client.call(m.ListKeys("", count), 10.0)
-        assert isinstance(keys, m.Keys)
-        return len(keys.keys) >= count
-
-    wait_for(is_stored, f"{count} blocks to be stored", 120.0)
-
-
 @pytest.fixture(scope="module")
 def computed(
     store: str, environment: dict[str, str], model: Path, tmp_path_factory: pytest.TempPathFactory
@@ -58,7 +52,8 @@ def computed(
     engine = Engine(model, tmp_path_factory.mktemp("first") / "engine.log", STORE, environment)
     try:
         answered = engine.wait_until_ready().complete(PROMPT)
-        wait_until_stored(store, answered.num_prompt // BLOCK_TOKENS)
+        num_blocks = answered.num_prompt // BLOCK_TOKENS
+        wait_for(lambda: num_stored(store) >= num_blocks, "the prompt's blocks to be stored", 120.0)
     finally:
         engine.kill()
     return answered

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from bench.cluster import wait_for
-from bench.vllm_server import HOST, QUIET, free_port, running_store
+from bench.vllm_server import HOST, QUIET, free_port, num_stored, running_store
 from mooncake.connectors.blocks import Load, StoreLink
 from mooncake.connectors.plugin import register
 from mooncake.rpc import BlockingClient
@@ -91,12 +91,6 @@ def engine(model: Path, connector: dict[str, Any] | None, **more: Any) -> Iterat
 
 def connector(store: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     return {**MODULE, "kv_role": role, "kv_connector_extra_config": {"mooncake_store_addr": store, **extra}}
-
-
-def num_stored(store: str) -> int:
-    keys = BlockingClient(store, (m.Keys,)).call(m.ListKeys("", 1000), 10.0)
-    assert isinstance(keys, m.Keys)
-    return len(keys.keys)
 
 
 @pytest.fixture(scope="module")
