@@ -31,7 +31,15 @@ from random import Random
 from typing import Any
 
 from bench.cluster import Streamed
-from bench.vllm_server import HOST, VllmServer, free_port, running_store, store_configuration
+from bench.vllm_server import (
+    HOST,
+    VllmServer,
+    direct_connector,
+    free_port,
+    running_store,
+    store_configuration,
+    store_connector,
+)
 
 NUM_TOKENS = 1030
 ANSWER_TOKENS = 4
@@ -100,29 +108,14 @@ def in_tree_on_ours(folder: Path) -> Iterator[Setting]:
 @contextmanager
 def our_store_connector(folder: Path) -> Iterator[Setting]:
     with running_store(folder) as store:
-        connector = {
-            "kv_connector": "MooncakeStoreConnector",
-            "kv_connector_module_path": "mooncake.connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"mooncake_store_addr": store},
-        }
-        yield Setting([connector, connector], {})
+        yield Setting([store_connector(store)] * 2, {})
 
 
 @contextmanager
 def our_direct_connector(folder: Path) -> Iterator[Setting]:
     listener = f"{HOST}:{free_port()}"
-    sides = (("kv_producer", "listen_addr"), ("kv_consumer", "prefill_addr"))
-    connectors: list[dict[str, Any] | None] = [
-        {
-            "kv_connector": "MooncakeConnector",
-            "kv_connector_module_path": "mooncake.connectors.vllm",
-            "kv_role": role,
-            "kv_connector_extra_config": {word: listener},
-        }
-        for role, word in sides
-    ]
-    yield Setting(connectors, {})
+    prefill = direct_connector("kv_producer", listen_addr=listener)
+    yield Setting([prefill, direct_connector("kv_consumer", prefill_addr=listener)], {})
 
 
 @contextmanager

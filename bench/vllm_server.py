@@ -196,6 +196,25 @@ def running_gateway(folder: Path, model: Path, *flags: str) -> Iterator[Gateway]
         process.wait(30)
 
 
+def store_connector(store: str, role: str = "kv_both") -> dict[str, Any]:
+    """Our ``MooncakeStoreConnector``."""
+    return _ours("MooncakeStoreConnector", role, {"mooncake_store_addr": store})
+
+
+def direct_connector(role: str, **extra: Any) -> dict[str, Any]:
+    """Our ``MooncakeConnector``."""
+    return _ours("MooncakeConnector", role, extra)
+
+
+def _ours(name: str, role: str, extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": "mooncake.connectors.vllm",
+        "kv_role": role,
+        "kv_connector_extra_config": extra,
+    }
+
+
 def store_configuration(folder: Path, master: str) -> dict[str, str]:
     """The environment that tells vLLM's own store connector of a store whose memory is another process's."""
     path = folder / "mooncake.json"

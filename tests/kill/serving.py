@@ -72,8 +72,17 @@ class Killer:
         self._thread.join()
 
 
-def answers(url: str, asked: list[tuple[Request, str]], num_clients: int) -> list[Seen]:
-    """Of each request with its salt, ``num_clients`` at a time, in their order."""
+def answers(
+    url: str,
+    asked: list[tuple[Request, str]],
+    num_clients: int,
+    after: Callable[[Seen], None] = lambda seen: None,
+) -> list[Seen]:
+    """Of each request with its salt, ``num_clients`` at a time, in their order.
+
+    Args:
+        after: what a client does between an answer and its next request.
+    """
     todo: queue.SimpleQueue[tuple[int, Request, str]] = queue.SimpleQueue()
     for position, (one, salt) in enumerate(asked):
         todo.put((position, one, salt))
@@ -86,6 +95,7 @@ def answers(url: str, asked: list[tuple[Request, str]], num_clients: int) -> lis
             except queue.Empty:
                 return
             found[position] = ask(url, one, salt)
+            after(found[position])
 
     threads = [threading.Thread(target=client) for _ in range(num_clients)]
     for thread in threads:

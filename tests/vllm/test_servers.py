@@ -19,12 +19,13 @@ from bench.vllm_server import (
     HOST,
     Gateway,
     VllmServer,
+    direct_connector,
     free_port,
     num_stored,
     running_gateway,
     running_store,
+    store_connector,
 )
-from tests.kill.engines import direct, pooled
 from tests.vllm.engine import BLOCK_TOKENS, a_prompt
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
@@ -48,7 +49,9 @@ def both(role: str, store: str, **extra: Any) -> dict[str, Any]:
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [direct(role, **extra), pooled("kv_both", store)]},
+        "kv_connector_extra_config": {
+            "connectors": [direct_connector(role, **extra), store_connector(store)]
+        },
     }
 
 
