@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from bench.cluster import Cluster, running_cluster
+from bench.cluster import Cluster, running_cluster, wait_for
 from tests.kill.machine import machine
 from tests.kill.mixed import Request, Seen, ask, requests, verdict
 
 SHOWN = 20
+RESTARTED_WITHIN_S = 240.0
 
 
 @dataclasses.dataclass
@@ -114,13 +115,23 @@ def play(cluster: Cluster, num: int, period_s: float, seed: int, num_clients: in
         assert right.status == 200 and not right.cut and not right.error, (one, right)
     salted = [(one, f"again {seed} {one.number}" if random.random() < 0.5 else "") for one in asked]
     roles = [name for name in cluster.status["roles"] if name.startswith(("prefill", "decode"))]
+
+    def pause(seen: Seen) -> None:
+        """A client that was told that nobody can serve comes back when somebody can."""
+        if seen.status == 503:
+            wait_for(lambda: _has_ready(cluster), "a worker that is ready", RESTARTED_WITHIN_S)
+
     began = time.monotonic()
     with Killer(cluster.kill, roles, period_s, seed) as killer:
-        disturbed = answers(cluster.url, salted, num_clients)
+        disturbed = answers(cluster.url, salted, num_clients, pause)
     outcome.took_s, outcome.killed = time.monotonic() - began, killer.killed
     for one, seen, right in zip(asked, disturbed, calm, strict=True):
         outcome.note(one, seen, right)
     return outcome
+
+
+def _has_ready(cluster: Cluster) -> bool:
+    return any(one["health"] == "ready" for one in cluster.get("/status").body["instances"])
 
 
 def show(outcome: Outcome) -> None:
