@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
@@ -77,6 +77,9 @@ class House:
                 await asyncio.sleep(0.01)
 
 
+HouseT = TypeVar("HouseT", bound=House)
+
+
 @dataclass
 class Streamed:
     headers: dict[str, str] = field(default_factory=dict)
@@ -108,40 +111,51 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @contextlib.asynccontextmanager
+async def opened(
+    kind: type[HouseT], prefill: Sequence[Any], decode: Sequence[Any], tokenizer: Any, /, **settings: Any
+) -> AsyncIterator[HouseT]:
+    """A house whose instances, which run already, are all ready; nothing is left behind in it."""
+    fields: dict[str, Any] = {
+        "model": "/somewhere/tiny",
+        "prefill": tuple(one.address for one in prefill),
+        "decode": tuple(one.address for one in decode),
+        "admin_api_key": ADMIN_KEY,
+        "block_tokens": BLOCK_TOKENS,
+        "probe_interval_s": 0.1,
+        "suspect_probe_interval_s": 0.05,
+        "slow_start_s": 0.0,
+        "scheduling": "round_robin",
+    }
+    gateway = Gateway(GatewaySettings(**{**fields, **settings}), tokenizer)
+    server = WebServer(create_app(gateway), listen("127.0.0.1", 0), grace_s=1.0)
+    await server.start()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
+        house = kind(gateway, [*prefill], [*decode], f"http://127.0.0.1:{server.port}", session)
+        num_instances = len(prefill) + len(decode)
+        try:
+            await house.until(lambda health: [*health.values()] == ["ready"] * num_instances)
+            yield house
+            async with asyncio.timeout(5):  # whatever the test did
+                while gateway.gate.num_in_flight:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            if isinstance(gateway.scheduling, ConductorService):
+                gateway.scheduling.core.check()
+                assert not any(row.num_requests for row in await gateway.scheduling.status())
+        finally:
+            await session.close()
+            await server.close()
+
+
+@contextlib.asynccontextmanager
 async def running(
     tokenizer: Tokenizer, num_prefill: int = 1, num_decode: int = 2, **settings: Any
 ) -> AsyncIterator[House]:
-    """A house whose instances are all ready."""
-    async with doubles(num_prefill, num_decode) as (prefill, decode):
-        fields: dict[str, Any] = {
-            "model": "/somewhere/tiny",
-            "prefill": tuple(worker.address for worker in prefill),
-            "decode": tuple(worker.address for worker in decode),
-            "admin_api_key": ADMIN_KEY,
-            "block_tokens": BLOCK_TOKENS,
-            "probe_interval_s": 0.1,
-            "suspect_probe_interval_s": 0.05,
-            "slow_start_s": 0.0,
-            "scheduling": "round_robin",
-        }
-        gateway = Gateway(GatewaySettings(**{**fields, **settings}), tokenizer)
-        server = WebServer(create_app(gateway), listen("127.0.0.1", 0), grace_s=1.0)
-        await server.start()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
-            house = House(gateway, prefill, decode, f"http://127.0.0.1:{server.port}", session)
-            num_workers = num_prefill + num_decode
-            await house.until(lambda health: [*health.values()] == ["ready"] * num_workers)
-            try:
-                yield house
-                async with asyncio.timeout(5):  # whatever the test did, nothing is left behind
-                    while gateway.gate.num_in_flight:  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
-                if isinstance(gateway.scheduling, ConductorService):
-                    gateway.scheduling.core.check()
-                    assert not any(row.num_requests for row in await gateway.scheduling.status())
-            finally:
-                await session.close()
-                await server.close()
+    """A house of worker doubles."""
+    async with (
+        doubles(num_prefill, num_decode) as (prefill, decode),
+        opened(House, prefill, decode, tokenizer, **settings) as house,
+    ):
+        yield house
 
 
 @pytest.fixture

@@ -15,13 +15,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 
-from mooncake.gateway.app import create_app
-from mooncake.gateway.gateway import Gateway, GatewaySettings
-from mooncake.web import WebServer, listen
-from tests.gateway.conftest import ADMIN_KEY, House
+from tests.gateway.conftest import House, opened
 from tests.gateway.doubles import next_token, text_of
 
 BLOCK = 4
@@ -276,42 +272,22 @@ async def fronting(
 ) -> AsyncIterator[Front]:
     """A gateway whose engines are all ready. ``engine``: fields of each of them."""
     wire = Wire()
-    if settings.get("protocol") == "pool":
-        shared = wire.store
-    else:
-        shared = None
     engines = [Engine(wire, **(engine or {})) for _ in range(num_prefill + num_decode)]
     for one in engines:
-        if shared is not None:
-            one.local = shared
+        if settings.get("protocol") == "pool":
+            one.local = wire.store
         await one.start()
     prefill, decode = engines[:num_prefill], engines[num_prefill:]
     fields: dict[str, Any] = {
-        "model": "/somewhere/tiny",
         "prefill": tuple(word for one in prefill for word in (one.address, str(one.port))),
-        "decode": tuple(one.address for one in decode),
-        "admin_api_key": ADMIN_KEY,
         "block_tokens": BLOCK,
         "probe_interval_s": 0.05,
         "suspect_probe_interval_s": 0.02,
         "max_probe_interval_s": 0.05,
-        "slow_start_s": 0.0,
-        "scheduling": "round_robin",
     }
-    gateway = Gateway(GatewaySettings(**{**fields, **settings}), tokenizer)
-    server = WebServer(create_app(gateway), listen("127.0.0.1", 0), grace_s=1.0)
-    await server.start()
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
-        front = Front(gateway, prefill, decode, f"http://127.0.0.1:{server.port}", session)
-        await front.until(lambda health: [*health.values()] == ["ready"] * len(engines))
-        try:
+    try:
+        async with opened(Front, prefill, decode, tokenizer, **{**fields, **settings}) as front:
             yield front
-            async with asyncio.timeout(5):
-                while gateway.gate.num_in_flight:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            assert not any(row.num_requests for row in await gateway.scheduling.status())
-        finally:
-            await session.close()
-            await server.close()
-            for one in engines:
-                await one.stop()
+    finally:
+        for one in engines:
+            await one.stop()
