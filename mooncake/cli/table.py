@@ -141,10 +141,7 @@ FAKE_ENGINE = Command(
     "mooncake dev fake-engine --master 127.0.0.1:50051 --port 8101 --fail-load-every 3",
 )
 
-KNOWN_ROLES = ["log", *(command.name for command in COMMANDS)]
-"""Tables of ``mooncake config``."""
-
-KNOWN_TABLES = [*KNOWN_ROLES, "fakeengine"]
+KNOWN_ROLES = ["log", *(command.name for command in COMMANDS), "fakeengine"]
 """Tables that a configuration file may have."""
 
 DOCS_OPENING = """\
@@ -318,7 +315,7 @@ def _add(application: typer.Typer, command: Command) -> None:
         else:
             entry(given)
 
-    add_command(application, command.name, command.settings_class(), run, command.example, KNOWN_TABLES)
+    add_command(application, command.name, command.settings_class(), run, command.example, KNOWN_ROLES)
 
 
 def _config(
@@ -328,7 +325,7 @@ def _config(
     docs: Annotated[bool, typer.Option("--docs", help="Print docs/configuration.md instead.")] = False,
 ) -> None:
     """Show every setting of every role and where its value came from; a wrong one is named."""
-    classes = [LogSettings, *(command.settings_class() for command in COMMANDS)]
+    classes = [LogSettings, *(command.settings_class() for command in (*COMMANDS, FAKE_ENGINE))]
     if docs:
         print(config.render_docs(classes, DOCS_OPENING), end="")
         return

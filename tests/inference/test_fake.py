@@ -5,24 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import re
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import aiohttp
 import pytest
 
-from bench.cluster import OpenAiServer, wait_for
-from mooncake.cli.ports import free_ports
 from mooncake.inference.api import create_app
 from mooncake.inference.fake.server import FakeEngineSettings, running
 from mooncake.web import WebServer, listen
+from tests.program import programs
 
 PROMPT = "the same prompt, a few blocks long, asked of every engine there is"
 
@@ -162,40 +158,9 @@ async def test_models_and_health(client: Client) -> None:
     assert (health["status"], health["num_running"]) == ("ok", 0)
 
 
-class Program(OpenAiServer):
-    """``mooncake`` with these words, on a port of its own, until it is ended."""
-
-    def __init__(self, folder: Path, *words: str) -> None:
-        (self._port,) = free_ports("127.0.0.1", 1, Random())
-        log = folder / f"{self._port}.log"
-        command = [sys.executable, "-m", "mooncake", *words, "--port", str(self._port)]
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [*command, "--parent", str(os.getpid())], stdout=output, stderr=output
-            )
-        # A daemon is ready as a master first.
-        ready = r" ready role=(daemon|prefill .*model=)"
-        wait_for(lambda: re.search(ready, log.read_text()), " ".join(words), 60.0)
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self._port}"
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.address}"
-
-
 def test_an_engine_dies_in_the_middle_of_a_load_and_the_next_one_answers(tmp_path: Path) -> None:
     body = {"prompt": PROMPT, "kv_transfer_params": {"do_remote_decode": True}}
-    with contextlib.ExitStack() as stack:
-
-        def program(*words: str) -> Program:
-            started = Program(tmp_path, *words)
-            stack.callback(started.process.wait, 60.0)
-            stack.callback(started.process.kill)
-            return started
-
+    with programs(tmp_path) as program:
         store = program("daemon", "--capacity-dram", "0.064", "--no-huge-pages")
         engine = ["dev", "fake-engine", "--master", store.address]
         truth = program(*engine).post("/v1/completions", body).body

@@ -1,0 +1,52 @@
+"""Processes of ours, started as a user starts them, for tests that need a few and no whole cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+from bench.cluster import OpenAiServer, wait_for
+from mooncake.cli.ports import free_ports
+
+READY_WITHIN_S = 120.0
+
+
+class Program(OpenAiServer):
+    """``mooncake`` with these words, on a port of its own, until it is ended."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        (port,) = free_ports("127.0.0.1", 1, Random())
+        self.address = f"127.0.0.1:{port}"
+        log = folder / f"{port}.log"
+        command = [sys.executable, "-m", "mooncake", *words, "--port", str(port)]
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [*command, "--parent", str(os.getpid())], stdout=output, stderr=output
+            )
+        # A daemon is ready as a master first.
+        ready = " ready role=(?!master)"
+        wait_for(lambda: re.search(ready, log.read_text()), " ".join(words), READY_WITHIN_S)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+
+@contextlib.contextmanager
+def programs(folder: Path) -> Iterator[Callable[..., Program]]:
+    """Starts programs by their words, and ends them all."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*words: str) -> Program:
+            started = Program(folder, *words)
+            stack.callback(started.process.wait, READY_WITHIN_S)
+            stack.callback(started.process.kill)
+            return started
+
+        yield start
