@@ -248,6 +248,33 @@ async def test_an_aborted_save_is_never_seen(house: House, is_staged: bool) -> N
     assert (await worker.save([(first, 4, 1)])).num_stored_blocks == 1
 
 
+async def test_a_node_that_dies_half_way_through_a_save_leaves_nothing_to_find(
+    house: House, is_staged: bool
+) -> None:
+    worker, other = await house.worker(is_staged), await house.worker(is_staged)
+    first, second = hashes_of(8)
+    before = worker.pool.clone()
+    half = LAYOUT.num_layers // 2
+
+    def give(save: Save, layers: range) -> None:
+        for layer in layers:
+            worker.link.save_layer(save, layer)
+
+    def is_half_written() -> bool:
+        return save.num_layers_submitted == half and not save.num_in_flight
+
+    save = worker.link.start_save([(first, 4, 1), (second, 4, 2)])
+    await asyncio.to_thread(give, save, range(half))
+    await asyncio.to_thread(wait_for, is_half_written, "half of the layers to be written", PATIENCE_S)
+    house.node.engine.close()  # its memory is gone, and the master does not know
+    await asyncio.to_thread(give, save, range(half, LAYOUT.num_layers))
+    worker.link.finish_save(save)
+    await asyncio.to_thread(wait_for, lambda: save.done, "the save to be over", PATIENCE_S)
+    assert save.is_stored == [False, False]
+    assert (await other.lookup([(first, 4), (second, 4)])).num_blocks == 0
+    assert torch.equal(worker.pool, before)
+
+
 async def test_a_store_that_is_away_costs_one_wait_and_then_none(house: House) -> None:
     with listen("127.0.0.1", 0) as free:
         nobody = free.getsockname()[1]

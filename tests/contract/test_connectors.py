@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from bench.cluster import wait_for
-from mooncake.connectors.link import AnyLink, Lookup
+from mooncake.connectors.link import AnyLink, Lookup, Save
 from mooncake.inference.engine import Engine, EngineSettings
 from mooncake.inference.fake.faults import Faults, FaultyLink, FaultyLoad
 from mooncake.inference.fake.model import FakeModel
@@ -94,9 +94,9 @@ class Bench:
         faulty = FaultyLink(wrap(link), faults, model.layout.num_layers, model.flip)
         return self._subject(model, faulty)
 
-    def alone(self, **more: Any) -> Subject:
+    def alone(self, num_blocks: int = 256, **more: Any) -> Subject:
         """An engine without one: what it answers is the truth."""
-        return self._subject(self._model(256, **more), None)
+        return self._subject(self._model(num_blocks, **more), None)
 
     async def bare(self) -> tuple[FakeModel, AnyLink]:
         """Memory and a link without an engine: the test is the engine."""
@@ -295,7 +295,7 @@ async def test_fifty_requests_at_once_on_three_engines(bench: Bench) -> None:
 
 
 class At(FaultyLink):
-    """Does something to the cache when a load, or the lookup before it, has come so far."""
+    """Does something to the cache when a load, the lookup before it, or a save has come so far."""
 
     def __init__(self, link: AnyLink, moment: str, do: Callable[[], None]) -> None:
         super().__init__(link, NO_FAULTS, LAYOUT.num_layers, lambda block, layer: None)
@@ -311,6 +311,11 @@ class At(FaultyLink):
         load = super().start_load(lookup, block_ids)
         self._reach("in the load")
         return load
+
+    def save_layer(self, save: Save, layer: int) -> None:
+        super().save_layer(save, layer)
+        if layer == LAYOUT.num_layers // 2:
+            self._reach("in the save")
 
     def _reach(self, moment: str) -> None:
         if moment == self._moment:
@@ -334,6 +339,29 @@ async def test_a_cache_that_is_gone(mortal: Connector, moment: str, number: sign
         assert (await reader.ask(other, saves=True)).tokens == (await bench.alone().ask(other)).tokens
         if number == signal.SIGSTOP:
             mortal.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_a_cache_that_goes_while_it_is_written_to(mortal: Connector, number: signal.Signals) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        bench = Bench(mortal, stack)
+        prompt = prompt_of(4000)
+        truth = await bench.alone(num_blocks=300).ask(prompt)
+        sent: list[signal.Signals] = []
+
+        def send() -> None:
+            mortal.signal(number)
+            sent.append(number)
+
+        writer = await bench.engine(wrap=lambda link: At(link, "in the save", send), num_blocks=300)
+        assert (await writer.ask(prompt, saves=True)).tokens == truth.tokens
+        assert sent == [number]
+        if number == signal.SIGSTOP:
+            mortal.signal(signal.SIGCONT)
+        # What came of it is either not found or whole.
+        reader = await bench.engine(num_blocks=300)
+        assert (await reader.ask(prompt)).tokens == truth.tokens
+        assert (await writer.ask(prompt, saves=True)).tokens == truth.tokens
 
 
 # ── a link driven by hand, on a thread, as by an engine ───────────────────────────────────────────
