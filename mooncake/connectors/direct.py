@@ -80,12 +80,25 @@ class Offer:
     block_ids: list[int]
 
 
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What became of some blocks at one end, for whoever counts."""
+
+    outcome: str
+    """``pushed``, ``refused``, ``expired``, ``received`` or ``recomputed``."""
+    num_blocks: int
+    num_bytes: int = 0
+    seconds: float | None = None
+    """What it took, where they were moved."""
+
+
 class Sender:
     """The computing end. All but the constructor on its loop.
 
     Args:
         hold_s: how long a computed prompt waits for whoever takes it.
         ended: called with the ``transfer_id`` of an offer whose blocks are not needed any more.
+        tell: called with what became of blocks, before ``ended`` is.
     """
 
     def __init__(
@@ -96,9 +109,10 @@ class Sender:
         memory: SlabMemory,
         hold_s: float,
         ended: Callable[[str], None],
+        tell: Callable[[Told], None] = lambda told: None,
     ) -> None:
         self._transfer, self._layout, self._digest, self._memory = transfer, layout, digest, memory
-        self._hold_s, self._ended = hold_s, ended
+        self._hold_s, self._ended, self._tell = hold_s, ended, tell
         self._offers: dict[str, asyncio.Future[Offer | str]] = {}
         """What is offered, or why it won't be; a future that is not done is waited for by somebody."""
         self._server = RpcServer({Take: self._take, Greet: lambda greet, call: Taken()})
@@ -141,7 +155,9 @@ class Sender:
     def _expire(self, transfer_id: str, known: asyncio.Future[Offer | str]) -> None:
         if self._offers.get(transfer_id) is known:
             del self._offers[transfer_id]
-            if isinstance(known.result(), Offer):
+            offer = known.result()
+            if isinstance(offer, Offer):
+                self._tell(Told("expired", len(offer.block_ids)))
                 log.warning("transfer_expired", transfer=transfer_id, held_s=self._hold_s)
                 self._ended(transfer_id)
 
@@ -192,10 +208,14 @@ class Sender:
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:
                 return self._refused(take, "no time is left")
+            began = asyncio.get_running_loop().time()
             await self._transfer.write(segment, local, remote, lengths, timeout_s=left_s)
         except MooncakeError as error:
+            self._tell(Told("refused", len(take.block_ids)))
             log.warning("transfer_failed", transfer=take.transfer_id, reason=str(error))
             return Taken(str(error), has_begun=True)
+        seconds = asyncio.get_running_loop().time() - began
+        self._tell(Told("pushed", len(source), int(lengths.sum()), seconds))
         return Taken()
 
     def _columns(self, memory: SlabMemory, block_ids: Sequence[int]) -> Any:
@@ -204,6 +224,7 @@ class Sender:
         return np.concatenate([memory.addresses(held, layer, members) for layer in layers])
 
     def _refused(self, take: Take, reason: str) -> Taken:
+        self._tell(Told("refused", len(take.block_ids)))
         log.warning("transfer_refused", transfer=take.transfer_id, reason=reason)
         return Taken(reason)
 
@@ -223,9 +244,17 @@ class Wanted:
 class Receiver:
     """The decoding end. All but the constructor on its loop; no memory is registered twice."""
 
-    def __init__(self, transfer: TransferEngine, digest: str, memory: SlabMemory, timeout_s: float) -> None:
-        self._transfer, self._digest, self._memory = transfer, digest, memory
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        transfer: TransferEngine,
+        layout: SlabLayout,
+        digest: str,
+        memory: SlabMemory,
+        timeout_s: float,
+        tell: Callable[[Told], None] = lambda told: None,
+    ) -> None:
+        self._transfer, self._layout, self._digest, self._memory = transfer, layout, digest, memory
+        self._timeout_s, self._tell = timeout_s, tell
         self._regions = transfer.register_all(memory.buffers)
         self._generation = 0
         self._lock = asyncio.Lock()
@@ -252,6 +281,7 @@ class Receiver:
             self._timeout_s,
         )
         has_begun = False
+        began = asyncio.get_running_loop().time()
         try:
             client = self._client(wanted.address)
             await client.call(Greet(), GREETING_S)
@@ -263,6 +293,11 @@ class Receiver:
             log.warning("transfer_missed", transfer=wanted.transfer_id, reason=taken.reason)
             if taken.has_begun:
                 await self._take_back(generation)
+            self._tell(Told("recomputed", len(wanted.block_ids)))
+        else:
+            seconds = asyncio.get_running_loop().time() - began
+            num_bytes = len(wanted.block_ids) * self._layout.object_bytes(self._layout.block_tokens)
+            self._tell(Told("received", len(wanted.block_ids), num_bytes, seconds))
         return str(taken.reason)
 
     def _describe(self) -> bytes:

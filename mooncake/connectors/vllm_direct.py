@@ -25,10 +25,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from mooncake.connectors.direct import Offer, Receiver, Sender, Wanted
+from mooncake.connectors.direct import Offer, Receiver, Sender, Told, Wanted
 from mooncake.connectors.session import TransferThread, paths_of
 from mooncake.connectors.vllm_facts import Adapters
 from mooncake.connectors.vllm_memory import begin, registered
+from mooncake.connectors.vllm_stats import ConnectorStats, DirectMetrics
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
@@ -40,6 +41,9 @@ A_MOMENT_S = 0.002
 
 USUAL_ADDRESS = "127.0.0.1:8200"
 TIMEOUT_S = 120.0
+
+SECONDS = {"pushed": "push_seconds", "received": "receive_seconds"}
+"""Which time is of which outcome."""
 
 KNOWN = {
     *("listen_addr", "prefill_addr", "decode_addr", "timeout_s"),
@@ -161,6 +165,21 @@ class MooncakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> Ended | None:
         return self._w.take_ended()
+
+    # In both
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        return None if self._worker is None else self._worker.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats() if data is None else ConnectorStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> DirectMetrics:
+        return DirectMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 @dataclasses.dataclass
@@ -288,6 +307,7 @@ class WorkerSide:
         self.bad_blocks: set[int] = set()
         """Of the requests that ``collect`` named last."""
         self._ended: dict[str, int] = {}
+        self._stats = ConnectorStats()
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """These tensors are the rank's KV memory; blocks are moved between it and the other engine's."""
@@ -298,11 +318,13 @@ class WorkerSide:
         transfer = self._thread.transfer
         listens_at = ""
         if self._receives:
-            self._receiver = Receiver(transfer, digest, memory, timeout_s)
+            self._receiver = Receiver(transfer, shards.layout, digest, memory, timeout_s, self._tell)
         else:
             transfer.register_all(memory.buffers)
         if self._sends:
-            self._sender = Sender(transfer, shards.layout, digest, memory, timeout_s, self._has_ended)
+            self._sender = Sender(
+                transfer, shards.layout, digest, memory, timeout_s, self._has_ended, self._tell
+            )
             host, port = split_address(self._extra.get("listen_addr", USUAL_ADDRESS))
             self._thread.wait(self._sender.start(host, port + self._rank))
             listens_at = f"{host}:{self._sender.port}"
@@ -323,6 +345,7 @@ class WorkerSide:
             reason = await self._receiver.receive(own)
         except MooncakeError as error:  # a request can name any address
             reason = str(error)
+            self._tell(Told("recomputed", len(wanted.block_ids)))
             log.warning("transfer_missed", transfer=wanted.transfer_id, reason=reason)
         with self._changed:
             self._received.add(request_id)
@@ -340,6 +363,18 @@ class WorkerSide:
         with self._changed:
             self._ended[transfer_id] = 1
             self._changed.notify_all()
+
+    def _tell(self, told: Told) -> None:
+        with self._changed:
+            self._stats.add(f"{told.outcome}_blocks", told.num_blocks)
+            self._stats.add(f"{told.outcome}_bytes", told.num_bytes)
+            if told.seconds is not None:
+                self._stats.observe(SECONDS[told.outcome], told.seconds)
+
+    def take_stats(self) -> ConnectorStats | None:
+        with self._changed:
+            stats, self._stats = self._stats, ConnectorStats()
+        return None if stats.is_empty() else stats
 
     def collect(self, timeout_s: float) -> set[str]:
         """Requests whose blocks are there, or won't come."""

@@ -1,4 +1,4 @@
-"""What the store connector counts, in the shapes in which vLLM carries, logs and exports it.
+"""What our connectors count, in the shapes in which vLLM carries, logs and exports it.
 
 The counters travel from the ranks and the scheduler to vLLM's front end, which adds them up and shows
 them under these names at its ``/metrics``; with several connectors at once (``MultiConnector``), too. They
@@ -7,30 +7,15 @@ begin with ``vllm:`` because vLLM forgets such metrics, and no others, when an e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-COUNTERS = {
-    "lookups": "Prompts looked up in the store.",
-    "lookup_failures": "Lookups that the store did not answer.",
-    "found_blocks": "Blocks that a lookup found.",
-    "missed_blocks": "Blocks that a lookup asked for and did not find.",
-    "loaded_blocks": "Blocks that a rank loaded and verified.",
-    "failed_blocks": "Blocks that a rank could not load; they were computed.",
-    "saved_blocks": "Blocks that a rank saved, or found saved.",
-    "unsaved_blocks": "Blocks that a rank could not save.",
-}
-TIMES = {
-    "lookup_seconds": "Time of one lookup.",
-    "load_seconds": "Time of one load on one rank.",
-    "save_seconds": "Time of one save on one rank, the computing of its layers included.",
-}
 BUCKETS_S = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
 
 
-class StoreStats(KVConnectorStats):  # type: ignore[misc]
+class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
     """Counts (numbers) and times (lists of seconds) by name."""
 
     def reset(self) -> None:
@@ -68,8 +53,12 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]
         return reduced
 
 
-class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same for Prometheus."""
+class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same for Prometheus; which there are, each connector says."""
+
+    PREFIX: ClassVar[str]
+    COUNTERS: ClassVar[Mapping[str, str]]
+    TIMES: ClassVar[Mapping[str, str]]
 
     def __init__(
         self,
@@ -81,18 +70,15 @@ class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
             name: self._counter_cls(
-                name=f"vllm:mooncake_connector_{name}_total", documentation=text, labelnames=labelnames
+                name=f"{self.PREFIX}_{name}_total", documentation=text, labelnames=labelnames
             )
-            for name, text in COUNTERS.items()
+            for name, text in self.COUNTERS.items()
         }
         self._times = {
             name: self._histogram_cls(
-                name=f"vllm:mooncake_connector_{name}",
-                documentation=text,
-                buckets=BUCKETS_S,
-                labelnames=labelnames,
+                name=f"{self.PREFIX}_{name}", documentation=text, buckets=BUCKETS_S, labelnames=labelnames
             )
-            for name, text in TIMES.items()
+            for name, text in self.TIMES.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any] | None, engine_idx: int = 0) -> None:
@@ -103,3 +89,44 @@ class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             elif name in self._times:
                 for seconds in value:
                     self._times[name].labels(*labels).observe(seconds)
+
+
+class StoreMetrics(ConnectorMetrics):
+    """Of ``MooncakeStoreConnector``."""
+
+    PREFIX = "vllm:mooncake_connector"
+    COUNTERS: ClassVar = {
+        "lookups": "Prompts looked up in the store.",
+        "lookup_failures": "Lookups that the store did not answer.",
+        "found_blocks": "Blocks that a lookup found.",
+        "missed_blocks": "Blocks that a lookup asked for and did not find.",
+        "loaded_blocks": "Blocks that a rank loaded and verified.",
+        "failed_blocks": "Blocks that a rank could not load; they were computed.",
+        "saved_blocks": "Blocks that a rank saved, or found saved.",
+        "unsaved_blocks": "Blocks that a rank could not save.",
+    }
+    TIMES: ClassVar = {
+        "lookup_seconds": "Time of one lookup.",
+        "load_seconds": "Time of one load on one rank.",
+        "save_seconds": "Time of one save on one rank, the computing of its layers included.",
+    }
+
+
+class DirectMetrics(ConnectorMetrics):
+    """Of ``MooncakeConnector``."""
+
+    PREFIX = "vllm:mooncake_direct"
+    COUNTERS: ClassVar = {
+        "pushed_blocks": "Blocks that a rank of prefill wrote into decode's memory.",
+        "pushed_bytes": "Bytes of them.",
+        "refused_blocks": "Blocks that decode asked a rank of prefill for and did not get.",
+        "expired_blocks": "Computed blocks that nobody asked a rank of prefill for in time.",
+        "received_blocks": "Blocks that a rank of decode was given.",
+        "received_bytes": "Bytes of them.",
+        "recomputed_blocks": "Blocks that a rank of decode asked for and did not get; decode computed them.",
+    }
+    TIMES: ClassVar = {
+        "push_seconds": "Time in which one rank of prefill wrote one prompt's blocks.",
+        "receive_seconds": "Time from asking to having one prompt's blocks on one rank of decode, "
+        "what prefill still had to compute included.",
+    }

@@ -34,7 +34,7 @@ from mooncake.connectors.session import PoolSettings, Session
 from mooncake.connectors.vllm_events import StoredEvents
 from mooncake.connectors.vllm_facts import Adapters
 from mooncake.connectors.vllm_memory import begin, registered
-from mooncake.connectors.vllm_stats import StoreMetrics, StoreStats
+from mooncake.connectors.vllm_stats import ConnectorStats, StoreMetrics
 from mooncake.log import get_logger
 
 log = get_logger(__name__)
@@ -220,15 +220,15 @@ class MooncakeStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # In both
 
-    def get_kv_connector_stats(self) -> StoreStats | None:
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
         side = self._scheduler or self._worker
         assert side is not None
-        stats, side.stats = side.stats, StoreStats()
+        stats, side.stats = side.stats, ConnectorStats()
         return None if stats.is_empty() else stats
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats:
-        return StoreStats() if data is None else StoreStats(data=data)
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats() if data is None else ConnectorStats(data=data)
 
     @classmethod
     def build_prom_metrics(
@@ -266,7 +266,7 @@ class SchedulerSide:
         self.planner = Planner(self._num_ranks, saves)
         self._finder = Finder(session)
         self.pool: Any = None
-        self.stats = StoreStats()
+        self.stats = ConnectorStats()
         self._events = StoredEvents(self._num_ranks, self._block_tokens) if _tells(config) else None
         self._requests: dict[str, _Known] = {}
         self._generation = b""
@@ -400,7 +400,7 @@ class WorkerSide:
         self.layers: dict[str, int] = {}
         self.digests: list[str] = []
         self.moved = Moved()
-        self.stats = StoreStats()
+        self.stats = ConnectorStats()
 
     @property
     def mover(self) -> Mover:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mooncake.connectors.direct import Offer, Receiver, Sender, Wanted
+from mooncake.connectors.direct import Offer, Receiver, Sender, Told, Wanted
 from mooncake.connectors.memory import SlabMemory
 from mooncake.kvlayout import SlabLayout
 from mooncake.transfer import TransferEngine, TransferSettings
@@ -53,14 +53,24 @@ class Pair:
     def __init__(self, hold_s: float, timeout_s: float) -> None:
         self.computed, self.decoding = Memory(1), Memory(2)
         self.ended: asyncio.Queue[str] = asyncio.Queue()
+        self.told: list[Told] = []
         self.computed.transfer.register_all(self.computed.slabs.buffers)
         self.sender = Watched(
-            *(self.computed.transfer, LAYOUT, "kind", self.computed.slabs, hold_s, self.ended.put_nowait)
+            *(self.computed.transfer, LAYOUT, "kind", self.computed.slabs, hold_s, self.ended.put_nowait),
+            self.told.append,
         )
-        self.receiver = Receiver(self.decoding.transfer, "kind", self.decoding.slabs, timeout_s)
+        self.receiver = Receiver(
+            self.decoding.transfer, LAYOUT, "kind", self.decoding.slabs, timeout_s, self.told.append
+        )
 
     def wanted(self, name: str, block_ids: list[int], first: int = 0, prompt: bytes = b"p") -> Wanted:
         return Wanted(name, prompt, first, block_ids, f"127.0.0.1:{self.sender.port}")
+
+    def counted(self) -> list[tuple[str, int, int]]:
+        """What was told of since the last call: outcome, blocks, bytes."""
+        told, self.told[:] = list(self.told), []
+        assert all((one.seconds is not None) == (one.num_bytes > 0) for one in told)
+        return [(one.outcome, one.num_blocks, one.num_bytes) for one in told]
 
 
 @contextlib.asynccontextmanager
@@ -82,6 +92,8 @@ async def test_blocks_come_whoever_is_first() -> None:
         assert await pair.receiver.receive(pair.wanted("early", [3, 5], first=1)) == ""
         assert pair.decoding.blocks([3, 5]) == pair.computed.blocks([1, 2])
         assert await pair.ended.get() == "early"
+        num_bytes = 2 * NUM_LAYERS * SLAB_BYTES
+        assert pair.counted() == [("pushed", 2, num_bytes), ("received", 2, num_bytes)]
 
         pair.sender.asked.clear()
         asked = asyncio.ensure_future(pair.receiver.receive(pair.wanted("late", [4, 0])))
@@ -98,6 +110,7 @@ async def test_what_does_not_belong_is_not_written() -> None:
         pair.sender.offer(Offer("prompt", b"p", [0, 1]))
         assert "prompts differ" in await pair.receiver.receive(pair.wanted("prompt", [0, 1], prompt=b"q"))
         pair.sender.offer(Offer("count", b"p", [0, 1]))
+        assert pair.counted() == [("refused", 2, 0), ("recomputed", 2, 0)]
         assert "don't fit" in await pair.receiver.receive(pair.wanted("count", [0]))
         pair.sender.drop("aborted", "its client left")
         assert await pair.receiver.receive(pair.wanted("aborted", [0])) == "its client left"
@@ -110,7 +123,7 @@ async def test_blocks_of_another_kind_are_refused_with_both_named() -> None:
     async with a_pair() as pair:
         await pair.receiver.close()
         stranger = Memory(3)
-        receiver = Receiver(stranger.transfer, "other", stranger.slabs, TIMEOUT_S)
+        receiver = Receiver(stranger.transfer, LAYOUT, "other", stranger.slabs, TIMEOUT_S)
         pair.sender.offer(Offer("one", b"p", [0]))
         reason = await receiver.receive(pair.wanted("one", [0]))
         assert reason == "blocks of layout kind are none of layout other"
@@ -121,8 +134,10 @@ async def test_blocks_of_another_kind_are_refused_with_both_named() -> None:
 async def test_every_wait_ends() -> None:
     async with a_pair(hold_s=0.05, timeout_s=0.05) as pair:
         assert "not computed within" in await pair.receiver.receive(pair.wanted("never", [0]))
-        pair.sender.offer(Offer("forgotten", b"p", [0]))
+        pair.counted()
+        pair.sender.offer(Offer("forgotten", b"p", [0, 3]))
         assert await pair.ended.get() == "forgotten"
+        assert pair.counted() == [("expired", 2, 0)]
 
 
 async def test_memory_told_to_a_sender_that_is_lost_is_taken_back_and_told_to_the_next() -> None:

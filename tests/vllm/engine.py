@@ -76,6 +76,11 @@ class Engine:
         self._say({"forget": True})
         assert self._hear() == {"forgotten": True}
 
+    def metric(self, name: str) -> float:
+        """The sum of a counter's samples."""
+        self._say({"metric": name})
+        return float(self._hear()["value"])
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait(30)
@@ -126,6 +131,9 @@ def serve(model: str, connector: dict[str, Any] | None, dtype: str) -> None:
         words = json.loads(line)
         if words.pop("forget", False):
             say({"forgotten": bool(llm.reset_prefix_cache())})
+            continue
+        if name := words.pop("metric", ""):
+            say({"value": sum(getattr(one, "value", 0.0) for one in llm.get_metrics() if one.name == name)})
             continue
         (output,) = llm.generate(words.pop("prompt"), SamplingParams(temperature=0, **words), use_tqdm=False)
         found = output.outputs[0]

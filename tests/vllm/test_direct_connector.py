@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.vllm_server import HOST, free_port
-from tests.vllm.engine import Answered, Engine, a_prompt
+from tests.vllm.engine import BLOCK_TOKENS, Answered, Engine, a_prompt
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -24,6 +24,15 @@ def connector(role: str, **extra: Any) -> dict[str, Any]:
         "kv_role": role,
         "kv_connector_extra_config": extra,
     }
+
+
+def beside_another(ours: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Under MultiConnector, which asks that what is counted can be shown."""
+    other: dict[str, Any] = {"kv_connector": "ExampleConnector", "kv_role": ours["kv_role"]}
+    other["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}
+    outer: dict[str, Any] = {"kv_connector": "MultiConnector", "kv_role": ours["kv_role"]}
+    outer["kv_load_failure_policy"] = "recompute"
+    return {**outer, "kv_connector_extra_config": {"connectors": [ours, other]}}
 
 
 def producer(model: Path, log: Path, address: str, dtype: str = "float32") -> Engine:
@@ -48,9 +57,9 @@ def test_decode_takes_what_prefill_computed_and_computes_what_it_cannot_have(
     """One pair of engines for all of it: they take long to start."""
     address = f"{HOST}:{free_port()}"
     first = producer(model, tmp_path / "prefill.log", address)
-    consumer = Engine(
-        model, tmp_path / "decode.log", connector("kv_consumer", prefill_addr=address, timeout_s=60), core=1
-    )
+    ours = connector("kv_consumer", prefill_addr=address, timeout_s=60)
+    several = beside_another(ours, tmp_path / "files")
+    consumer = Engine(model, tmp_path / "decode.log", several, core=1)
     other_address = f"{HOST}:{free_port()}"
     other_kind = producer(model, tmp_path / "bfloat16.log", other_address, "bfloat16")
     engines = [first, consumer, other_kind]
@@ -61,6 +70,7 @@ def test_decode_takes_what_prefill_computed_and_computes_what_it_cannot_have(
         assert computed.num_cached == 0
         taken = decode(consumer, PROMPT, "one")
         assert taken.num_cached >= taken.num_prompt - 1, "decode computed the prompt"
+        num_blocks = -(-taken.num_prompt // BLOCK_TOKENS)
         consumer.forget()
         alone = consumer.complete(PROMPT, NUM_TOKENS)
         assert alone.num_cached == 0
@@ -89,9 +99,15 @@ def test_decode_takes_what_prefill_computed_and_computes_what_it_cannot_have(
         assert differs.num_cached == 0 and differs.token_ids == alone.token_ids
         assert "are none of layout" in (tmp_path / "decode.log").read_text()
 
+        counted = first.metric("vllm:mooncake_direct_pushed_blocks")
+        assert counted >= num_blocks and first.metric("vllm:mooncake_direct_pushed_bytes") > 0
+        assert first.metric("vllm:mooncake_direct_refused_blocks") >= num_blocks
+        assert consumer.metric("vllm:mooncake_direct_received_blocks") == counted
+
         first.kill()
         consumer.forget()
         assert decode(consumer, PROMPT, "four").token_ids == alone.token_ids
+        assert consumer.metric("vllm:mooncake_direct_recomputed_blocks") >= num_blocks
     finally:
         for engine in engines:
             engine.close()
