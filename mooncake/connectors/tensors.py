@@ -28,6 +28,8 @@ class Slabs:
     slab_bytes: int
     stride: int
     """From a block to the next."""
+    outermost: int | None
+    """The dimension that is around all others inside a block; the block's own if a block is several of it."""
 
 
 def slabs_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int, num_blocks: int) -> Slabs:
@@ -44,26 +46,42 @@ def slabs_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int, num_
         raise InvalidArgument("shape", tuple(shape), f"a dimension of {num_blocks} blocks")
     block_dim = dims[0]
     pieces = shape[block_dim] // num_blocks
-    others = [(size, strides[dim]) for dim, size in enumerate(shape) if dim != block_dim]
-    others = [dim for dim in [*others, (pieces, strides[block_dim])] if dim[0] > 1]
+    others = [(size, strides[dim], dim) for dim, size in enumerate(shape) if dim != block_dim]
+    others = [dim for dim in [*others, (pieces, strides[block_dim], block_dim)] if dim[0] > 1]
     others.sort(key=lambda dim: dim[1])
+    outermost = others[-1][2] if others else None
     run = 1
     while others and others[0][1] == run:
         run *= others.pop(0)[0]
     stride = strides[block_dim] * pieces
     if run > stride and num_blocks > 1:
         raise InvalidArgument("strides", tuple(strides), "blocks that do not overlap")
-    places = itertools.product(
-        *([size_stride[1] * i for i in range(size_stride[0])] for size_stride in others)
-    )
+    places = itertools.product(*([stride_items * i for i in range(size)] for size, stride_items, _ in others))
     offsets = sorted(sum(place) for place in places)
-    return Slabs(tuple(offset * item_bytes for offset in offsets), run * item_bytes, stride * item_bytes)
+    starts = tuple(offset * item_bytes for offset in offsets)
+    return Slabs(starts, run * item_bytes, stride * item_bytes, outermost)
+
+
+def order_of(strides: Sequence[int]) -> list[int]:
+    """The dimensions from the innermost out.
+
+    One of size 1 (a rank's only head) has the stride of what it holds; then the later one is inside, as it is
+    in a tensor of more.
+    """
+    return sorted(range(len(strides)), key=lambda dim: (strides[dim], -dim))
 
 
 def memory_of(
-    tensors: Sequence[Any], num_blocks: int, block_tokens: int, num_shards: int = 1
+    tensors: Sequence[Any],
+    num_blocks: int,
+    block_tokens: int,
+    num_shards: int = 1,
+    heads_dim: int | None = None,
 ) -> tuple[SlabLayout, SlabMemory]:
     """One block for each of ``num_shards`` equal shards of each block of the tensors, one a layer.
+
+    Args:
+        heads_dim: which dimension is cut into shards; None where that isn't known, and nothing can be.
 
     Raises:
         InvalidArgument: the layers differ, or the shards of a block don't follow each other.
@@ -77,7 +95,11 @@ def memory_of(
         raise InvalidArgument("kv_caches", f"layers with blocks of {sizes} bytes", "layers that are alike")
     block_bytes = first.slab_bytes * len(first.offsets)
     is_dense = len(first.offsets) == 1 and all(slabs.stride == block_bytes for slabs in found)
-    if num_shards > 1 and not (is_dense and first.slab_bytes % num_shards == 0):
+    is_cut = heads_dim is not None and all(
+        slabs.outermost == heads_dim and tensor.shape[heads_dim] % num_shards == 0
+        for tensor, slabs in zip(tensors, found, strict=True)
+    )
+    if num_shards > 1 and not (is_dense and is_cut):
         raise InvalidArgument(
             "store_tp_size", num_shards, "1 where the heads of a block are not apart in memory"
         )

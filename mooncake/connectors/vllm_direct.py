@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from mooncake.connectors.direct import Offer, Receiver, Sender, Told, Wanted
+from mooncake.connectors.plugin import take_name
 from mooncake.connectors.session import TransferThread, paths_of
 from mooncake.connectors.vllm_facts import Adapters
 from mooncake.connectors.vllm_memory import begin, registered
@@ -179,6 +180,7 @@ class MooncakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> DirectMetrics:
+        take_name(cls.__name__)  # as in vllm_store.py
         return DirectMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 

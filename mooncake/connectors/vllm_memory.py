@@ -16,13 +16,17 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from mooncake.connectors.memory import SlabMemory
 from mooncake.connectors.moving import Shards
-from mooncake.connectors.tensors import memory_of
+from mooncake.connectors.tensors import memory_of, order_of
 from mooncake.connectors.vllm_facts import Rank, facts_of, model_weights, num_shards
 from mooncake.errors import InvalidArgument
 from mooncake.kvlayout import ForeignIdentity
 from mooncake.log import get_logger, setup_guest_logging
 
 log = get_logger(__name__)
+
+CPU_ATTN = "CPU_ATTN"
+HEADS_DIM = 1
+"""Of that backend's tensors: [blocks, heads, tokens, keys and values]."""
 
 
 def begin(config: Any, kv_cache_config: Any, known: Collection[str]) -> None:
@@ -72,9 +76,11 @@ def registered(
     extra = config.kv_transfer_config.kv_connector_extra_config
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     count = num_shards(store_tp_size, tp_size)
-    layout, memory = memory_of(tensors, kv_cache_config.num_blocks, spec.block_size, count)
+    backends = _backends(config, spec, kv_caches)
+    heads_dim = HEADS_DIM if all(name.startswith(CPU_ATTN) for name in backends) else None
+    layout, memory = memory_of(tensors, kv_cache_config.num_blocks, spec.block_size, count, heads_dim)
     weights = model_weights(config, extra.get("weights_digest"))
-    facts = facts_of(config, vllm_version, weights, list(kv_caches), _backends(config, spec, kv_caches))
+    facts = facts_of(config, vllm_version, weights, list(kv_caches), backends)
     total = 1 if config.model_config.use_mla else config.model_config.get_total_num_kv_heads()
     heads = Rank(get_tensor_model_parallel_rank(), tp_size).heads(total, count)
     shards = [ForeignIdentity.of(layout, heads=f"{first}:{end} of {total}", **facts) for first, end in heads]
@@ -87,9 +93,8 @@ def _backends(config: Any, spec: Any, kv_caches: Mapping[str, Any]) -> list[str]
     found = []
     for name, tensor in kv_caches.items():
         backend = known[name].get_attn_backend().get_name()
-        order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__)
         isa = ""
-        if backend == "CPU_ATTN":  # it packs keys for the instructions that this machine has
+        if backend == CPU_ATTN:  # it packs keys for the instructions that this machine has
             isa = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype)
-        found.append(f"{backend} {isa} {tensor.dtype} {order}")
+        found.append(f"{backend} {isa} {tensor.dtype} {order_of(tensor.stride())}")
     return found

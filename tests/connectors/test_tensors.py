@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
 from mooncake.connectors.memory import Held
-from mooncake.connectors.tensors import memory_of, slabs_of
+from mooncake.connectors.tensors import memory_of, order_of, slabs_of
 from mooncake.errors import InvalidArgument
 
 NUM_BLOCKS, HEADS, TOKENS, DIM = 7, 3, 4, 5
@@ -53,7 +55,7 @@ def test_a_tensor_without_blocks_is_refused() -> None:
 
 def test_shards_of_a_block_follow_each_other() -> None:
     tensors = [torch.zeros(NUM_BLOCKS, 4, TOKENS, DIM) for _ in range(2)]
-    layout, memory = memory_of(tensors, NUM_BLOCKS, TOKENS, num_shards=2)
+    layout, memory = memory_of(tensors, NUM_BLOCKS, TOKENS, num_shards=2, heads_dim=1)
     assert (layout.num_layers, layout.num_slabs, layout.slab_bytes) == (2, 1, 2 * TOKENS * DIM * 4)
     (address,) = memory.addresses(Held([3 * 2 + 1]), 1, [0])
     assert address == tensors[1][3, 2].data_ptr()
@@ -71,7 +73,42 @@ def test_layers_that_differ_are_refused() -> None:
         memory_of([torch.zeros(NUM_BLOCKS, 4), torch.zeros(NUM_BLOCKS, 5)], NUM_BLOCKS, TOKENS)
 
 
-def test_heads_that_are_not_apart_are_not_sharded() -> None:
-    tensor = torch.zeros(2, NUM_BLOCKS, TOKENS, 4, DIM)
+UNCUT: dict[str, tuple[torch.Tensor, int | None]] = {
+    "keys and values apart": (torch.zeros(2, NUM_BLOCKS, TOKENS, 4, DIM), 3),
+    "heads inside tokens": (torch.zeros(NUM_BLOCKS, TOKENS, 4, DIM), 2),
+    "heads inside keys and values": (torch.zeros(NUM_BLOCKS, 2, 4, TOKENS, DIM), 2),
+    "heads that two don't divide": (torch.zeros(NUM_BLOCKS, 3, TOKENS, DIM), 1),
+    "blocks of a kernel's smaller ones": (torch.zeros(NUM_BLOCKS * 2, 4, TOKENS, DIM), 1),
+    "heads nobody knows": (torch.zeros(NUM_BLOCKS, 4, TOKENS, DIM), None),
+}
+
+
+@pytest.mark.parametrize("name", UNCUT)
+def test_heads_that_are_not_apart_are_not_sharded(name: str) -> None:
+    tensor, heads_dim = UNCUT[name]
+    memory_of([tensor], NUM_BLOCKS, TOKENS)
     with pytest.raises(InvalidArgument, match="store_tp_size"):
-        memory_of([tensor], NUM_BLOCKS, TOKENS, num_shards=2)
+        memory_of([tensor], NUM_BLOCKS, TOKENS, num_shards=2, heads_dim=heads_dim)
+
+
+def test_a_rank_with_one_head_has_the_order_of_one_with_all() -> None:
+    every, one = torch.zeros(NUM_BLOCKS, 3, TOKENS, DIM), torch.zeros(NUM_BLOCKS, 1, TOKENS, DIM)
+    assert order_of(every.stride()) == order_of(one.stride()) == [3, 2, 1, 0]
+    assert order_of(every.permute(0, 2, 1, 3).stride()) != [3, 2, 1, 0]
+
+
+def test_a_head_is_the_same_slab_of_a_rank_with_all_and_of_one_with_one() -> None:
+    whole = torch.arange(NUM_BLOCKS * 3 * TOKENS * DIM).view(NUM_BLOCKS, 3, TOKENS, DIM)
+    layout, memory = memory_of([whole], NUM_BLOCKS, TOKENS, num_shards=3, heads_dim=1)
+    parts = [whole[:, head : head + 1].contiguous() for head in range(3)]
+    for head, part in enumerate(parts):
+        its_layout, its_memory = memory_of([part], NUM_BLOCKS, TOKENS)
+        assert its_layout == layout
+        for block in range(NUM_BLOCKS):
+            (mine,) = memory.addresses(Held([block * 3 + head]), 0, [0])
+            (its,) = its_memory.addresses(Held([block]), 0, [0])
+            assert _bytes(mine, layout.slab_bytes) == _bytes(its, layout.slab_bytes)
+
+
+def _bytes(address: int, size_bytes: int) -> bytes:
+    return ctypes.string_at(int(address), size_bytes)

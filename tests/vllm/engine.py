@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -47,13 +48,17 @@ class Engine:
         environment: Mapping[str, str] | None = None,
         core: int = 0,
         dtype: str = "float32",
+        num_ranks: int = 1,
     ) -> None:
         environ = {**os.environ, **QUIET, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(environment or {})}
+        if num_ranks > 1:  # processes of their own, which vLLM would pin to cores of their own
+            environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self._log = log
+        words = [str(model), json.dumps(connector), dtype, str(num_ranks)]
         with log.open("a") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.engine", str(model), json.dumps(connector), dtype],
+                [sys.executable, "-m", "tests.vllm.engine", *words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -82,7 +87,9 @@ class Engine:
         return float(self._hear()["value"])
 
     def kill(self) -> None:
-        self._process.kill()
+        """SIGKILL to it and to its ranks' processes."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)
 
     def close(self) -> None:
@@ -107,7 +114,7 @@ class Engine:
         return json.loads(line)
 
 
-def serve(model: str, connector: dict[str, Any] | None, dtype: str) -> None:
+def serve(model: str, connector: dict[str, Any] | None, dtype: str, num_ranks: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's log goes where errors go
     from vllm import LLM, SamplingParams
@@ -122,7 +129,8 @@ def serve(model: str, connector: dict[str, Any] | None, dtype: str) -> None:
         dtype=dtype,
         max_model_len=2048,
         enforce_eager=True,
-        distributed_executor_backend="uni",
+        tensor_parallel_size=num_ranks,
+        distributed_executor_backend="uni" if num_ranks == 1 else "mp",
         disable_log_stats=False,
         **more,
     )
@@ -148,4 +156,4 @@ def serve(model: str, connector: dict[str, Any] | None, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])
+    serve(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
