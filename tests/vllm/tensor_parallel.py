@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 
-from bench.vllm_server import running_store
+from bench.cluster import wait_for
+from bench.vllm_server import num_stored, running_store
 from tests.vllm.engine import BLOCK_TOKENS, Answered, Engine, a_prompt
-from tests.vllm.test_intree import wait_until_stored
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800)]
 
 NUM_HEADS = 3
 NUM_TOKENS = 6
+
+
+def wait_until_stored(store: str, count: int) -> None:
+    wait_for(lambda: num_stored(store) >= count, f"{count} shards of blocks to be stored", 300.0)
 
 
 def complete(engine: Engine, prompt: str) -> Answered:
