@@ -5,13 +5,14 @@ instances are chosen: it is asked when the best pair is known, with the predicti
 
 ``none``       everybody is let in.
 ``baseline``   (paper §7) each stage looks at itself: prefill at arrival, decode when the prompt is computed.
-               What decode then rejects was computed in vain.
 ``early``      (paper §7) both are checked at arrival: predicted TTFT against its SLO, and the decode pool's
                *present* TBT against its SLO. The present is not what the request will meet: prefill takes
                seconds, so the load of both pools swings.
 ``predicted``  (paper §7) as ``early``, with the decode load expected when the prefill ends.
 ``goodput``    ours (``goodput.py``).
 
+Under each of the paper's rules decode looks again when the prompt is computed (§3: the load that was
+anticipated may have changed). What it then rejects was computed in vain; ours rejects nobody so late.
 A rejection's ``Retry-After`` is computed from the same forecast: the first instant at which the rule, asked
 again with nothing but time having passed, would say yes. A share of the rejected (``audit_share``) is let in
 all the same and marked: their fate tells how often a rejection was wrong.
@@ -28,6 +29,9 @@ from mooncake.conductor.population import Population
 from mooncake.conductor.verdict import Applicant, Pools, Verdict, decode_full, too_late
 
 Rule = Literal["none", "baseline", "early", "predicted", "goodput"]
+
+LOOKS_AGAIN: tuple[Rule, ...] = ("baseline", "early", "predicted")
+"""Under the paper's rules (§3) decode checks the TBT SLO once more when a prompt is computed."""
 
 
 @dataclass(slots=True)
@@ -90,11 +94,11 @@ class Admission:
         return verdict
 
     def prefilled(self, request_id: str, pools: Pools, now: float) -> Verdict:
-        """Its prompt is computed. ``baseline`` looks at the decode pool only now, and may still reject."""
+        """Its prompt is computed. Under the paper's rules decode looks at itself now, and may still reject."""
         promise = self._promises.get(request_id)
         if promise is None or promise.is_prefilled:
             return Verdict(True)
-        if self.rule == "baseline" and not promise.verdict.is_audited:
+        if self.rule in LOOKS_AGAIN and not promise.verdict.is_audited:
             verdict = self._present_decode(promise.request, pools)
             if verdict is not None:
                 self._count(verdict)

@@ -6,7 +6,8 @@ Value is a request completed within its SLOs; a level of priority is worth a fac
 err, so what counts is the forecast's own record: how late first tokens came of late (a running quantile of
 seconds), and how far steps went beyond the room (between an empty pool's step and the SLO) that was to be
 filled. For decode the worst moment of its stay counts, not the first: nobody may be let in who breaks a
-promise that was made before.
+promise that was made before. And a context lies whole in one instance: a pool's memory that is left in
+pieces holds nobody.
 
 *Is it worth what it would push out?* In overload somebody must go, and other rules choose whoever comes when
 the queue is full. If a request is worth v and takes c seconds of the bottleneck, taking the largest v / c
@@ -82,9 +83,10 @@ class Goodput:
         if request.slo_ttft_s and request.ttft_s + late_s > request.slo_ttft_s:
             return too_late(request, late_s)
         room_s = max(0.0, request.slo_tbt_s - pools.step.base_s) / self._over_factor
-        limit_s, step_s, filling = pools.step.base_s + room_s, 0.0, 0.0
+        limit_s = pools.step.base_s + room_s
+        step_s = time_load = memory_load = 0.0
         if request.slo_tbt_s and pools.num_decode:
-            full, step_s, filling = self._look_at_decode(request, pools, limit_s, now)
+            full, step_s, time_load, memory_load = self._look_at_decode(request, pools, limit_s, now)
             if full is not None:
                 # It asked for decode all the same: a price that only hears of those who fit stays at zero.
                 self.decode_price.offer(_value(request), self._decode_cost_s(request, pools, room_s), now)
@@ -98,14 +100,16 @@ class Goodput:
                 return refused
         if step_s:
             price, num = self.decode_price, pools.num_decode
-            budget = num * (1.0 + TARGET_FILLING - filling)
+            budget = num * (1.0 + TARGET_FILLING - max(time_load, memory_load))
             cost_s = self._decode_cost_s(request, pools, room_s)
             refused = _at_price("decode", price, cost_s, request, num, budget, now)
             if refused is not None:
                 return refused
         prefill_load = request.ttft_s / request.slo_ttft_s if request.slo_ttft_s else 0.0
         decode_load = step_s / request.slo_tbt_s if request.slo_tbt_s else 0.0
-        return Verdict(True, "admitted", "", 0.0, prefill_load, decode_load, room_s)
+        # Where memory is the shorter of both, an answer that is late waited for it: shorter steps help nobody.
+        said_s = room_s if time_load >= memory_load else 0.0
+        return Verdict(True, "admitted", "", 0.0, prefill_load, decode_load, said_s)
 
     def learn(self, late_s: float, over: float) -> None:
         """An admitted request was answered: so much later than predicted, in steps that took so many times
@@ -121,21 +125,21 @@ class Goodput:
 
     def _look_at_decode(
         self, request: Applicant, pools: Pools, limit_s: float, now: float
-    ) -> tuple[Verdict | None, float, float]:
-        """Why the decode pool will be too full, or None; the longest step while it decodes; and what part of
-        its room is taken, in time or in memory."""
+    ) -> tuple[Verdict | None, float, float, float]:
+        """Why the decode pool will be too full, or None; the longest step while it decodes; and what parts of
+        the pool's time and memory are taken."""
         instant = now + request.ttft_s
         there = self._population.peak(instant, now)
-        step_s, memory_load = pools.step_s(there, request), pools.memory_load(there, request)
+        step_s, memory_load = pools.step_s(there, request), pools.whole_memory_load(there, request)
         base_s = pools.step.base_s
-        filling = max((step_s - base_s) / max(1e-9, limit_s - base_s), memory_load)
+        time_load = (step_s - base_s) / max(1e-9, limit_s - base_s)
         if step_s <= limit_s and memory_load <= 1.0:
-            return None, step_s, filling
+            return None, step_s, time_load, memory_load
         most = pools.most_requests(there, limit_s)
         wait_s = self._population.falls_to(most - 1, instant, now) - instant
         when = f"will be decoding while it does, from {request.ttft_s:.3g} s on"
         full = decode_full(there.num_requests, request.slo_tbt_s, step_s, memory_load, wait_s, when)
-        return full, step_s, filling
+        return full, step_s, time_load, memory_load
 
     def _decode_cost_s(self, request: Applicant, pools: Pools, room_s: float) -> float:
         """Its part of what a decode instance can hold, in time or in memory, for as long as it stays."""

@@ -94,7 +94,7 @@ class Judging:
         self.explainer.judged(event, outcome, weighed, asked, self.admission.rule, verdict, now)
 
     def prefilled(self, event: Prefilled, pools: Callable[[], Pools], now: float) -> Refuse | None:
-        """Its prompt is computed; the rule "baseline" may reject it only now."""
+        """Its prompt is computed; the paper's rules may still reject it."""
         self.explainer.prefilled(event, now)
         if not self.admission.knows(event.request_id):
             return None

@@ -59,6 +59,13 @@ class Pools:
         """What part of the decode instances' memory the contexts take."""
         return (load.num_tokens + one_more.num_tokens) / (max(1, self.num_decode) * self.kv_tokens)
 
+    def whole_memory_load(self, load: Load, one_more: Applicant) -> float:
+        """What part of an instance's memory is taken when this request is in it: its context can't be spread
+        over several, and everybody needs room for an answer, too."""
+        answer = one_more.output_tokens
+        each = (load.num_tokens + load.num_requests * answer) / max(1, self.num_decode)
+        return (each + one_more.num_tokens + answer) / self.kv_tokens
+
     def most_requests(self, load: Load, step_s: float) -> float:
         """How many requests with contexts like those in ``load`` fit, and keep a step that short."""
         mean_tokens = load.num_tokens / max(1, load.num_requests)

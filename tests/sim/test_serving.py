@@ -191,13 +191,15 @@ def test_any_run_ends_with_everything_done(seed: int, mode: str, scheduling: str
 def test_a_late_refusal_wastes_a_prefill_and_an_early_one_nothing() -> None:
     rows = [TraceRow(0.05 * n, 4_000, 300, ()) for n in range(200)]
     cluster = spec(num_prefill=8, num_decode=1)
-    late = simulate(rows, cluster, "load", "baseline", slo_tbt_s=0.03)
-    early = simulate(rows, cluster, "load", "early", slo_tbt_s=0.03)
-    for outcome in (late, early):
+    late, early, ours = (
+        simulate(rows, cluster, "load", rule, slo_tbt_s=0.03) for rule in ("baseline", "early", "goodput")
+    )
+    for outcome in (late, early, ours):
         assert set(outcome.status.tolist()) <= {DONE, REJECTED, REJECTED_AFTER_PREFILL}
         assert (outcome.prefill_gpu_s[outcome.status == REJECTED] == 0).all()
         assert (outcome.prefill_gpu_s[outcome.status != REJECTED] > 0).all()
         assert np.isnan(outcome.e2e_s[outcome.status != DONE]).all()
-    assert (late.status == REJECTED_AFTER_PREFILL).any()
-    assert (early.status == REJECTED).any() and not (early.status == REJECTED_AFTER_PREFILL).any()
+    assert (early.status == REJECTED).any() and (ours.status == REJECTED).any()
+    late_ones = [int((one.status == REJECTED_AFTER_PREFILL).sum()) for one in (late, early, ours)]
+    assert late_ones[0] > late_ones[1] >= late_ones[2] == 0, late_ones
     assert late.time_line.num_rejected[-1] == (late.status != DONE).sum()
