@@ -94,7 +94,7 @@ class Admission:
         return verdict
 
     def prefilled(self, request_id: str, pools: Pools, now: float) -> Verdict:
-        """Its prompt is computed. Under the paper's rules decode looks at itself now, and may still reject."""
+        """Its prompt is computed. Under the paper's rules decode looks again, and may still reject."""
         promise = self._promises.get(request_id)
         if promise is None or promise.is_prefilled:
             return Verdict(True)

@@ -72,10 +72,6 @@ class _Candidates:
     whole: Floats
     "Until the prompt is computed."
 
-    def at(self, positions: Slots) -> _Candidates:
-        columns = (self.own, self.prefill, self.queue, self.whole)
-        return _Candidates(self.slots[positions], *(column[positions] for column in columns))
-
 
 @dataclass(slots=True)
 class _Split:
@@ -88,30 +84,34 @@ class _Split:
     "Seconds for which it keeps the cards busy."
     begun: Floats
 
-    def improve(self, at: Slots, other: _Split, *, is_better: NDArray[np.bool_]) -> Slots:
-        """Those of the candidates ``at`` these positions for whom ``other`` is better take that."""
-        better = at[is_better]
-        if len(better):
-            self.part[better], self.done[better] = other.part[is_better], other.done[is_better]
-            self.moving[better], self.begun[better] = other.moving[is_better], other.begun[is_better]
-        return better
+    def improve(self, other: _Split, is_better: NDArray[np.bool_]) -> None:
+        """Those for whom ``other`` is better take that."""
+        np.copyto(self.part, other.part, where=is_better)
+        np.copyto(self.done, other.done, where=is_better)
+        np.copyto(self.moving, other.moving, where=is_better)
+        np.copyto(self.begun, other.begun, where=is_better)
 
 
 def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     """Least time until computed, where loading overlaps waiting and computing."""
-    everywhere = cluster.predict.prefill_everywhere_s(job.in_memory, job.num_tokens)
+    predict = cluster.predict
+    everywhere, with_ssd = predict.prefill_everywhere_s(job.in_memory, job.num_tokens), None
+    if job.cached is not job.in_memory:
+        with_ssd = predict.prefill_everywhere_s(job.cached, job.num_tokens)
     own, prefill = job.in_memory.take(slots), everywhere.take(slots)
-    lender = best_lender(cluster, job, slots, everywhere)
-    with_ssd, ssd = own_ssd(cluster, job, slots, own)
+    lender = best_lender(cluster, job, slots, everywhere, with_ssd)
+    ssd = own_ssd(cluster, job, slots, own, with_ssd)
     # Its turn is that of a prompt whose cached part is there: nobody is late because of who serves it.
     turn = job.turn(min(float(one.min()) for one in (prefill, *(one.rest for one in (lender, ssd) if one))))
     queue, num_behind = cluster.loads.queue_s(slots, job.now, turn)
     candidates = _Candidates(slots, own, prefill, queue, queue + prefill)
-    split, from_ssd = _split(cluster, candidates, lender), with_ssd
+    split, reads_ssd = _split(cluster, candidates, lender), np.zeros(len(slots), np.bool_)
     if ssd is not None:
-        its_split = _split(cluster, candidates.at(with_ssd), ssd)
-        is_better = (its_split.done < split.done[with_ssd]) | (lender is None)
-        from_ssd = split.improve(with_ssd, its_split, is_better=is_better)
+        from_ssd = _split(cluster, candidates, ssd)
+        reads_ssd = ssd.reach > own
+        if lender is not None:
+            reads_ssd &= from_ssd.done < split.done
+        split.improve(from_ssd, reads_ssd)
     done, price = split.done, LOAD_PRICE * split.moving
     score = done + price if num_behind is None else done + num_behind * (done - queue) + price
     score, best, why = ranked(cluster, job, slots, score)
@@ -119,10 +119,9 @@ def overlap(cluster: Cluster, job: Job, slots: Slots) -> Choice:
     choice.turn = turn
     part = float(split.part[best])
     if part > 0:
-        is_own = best in from_ssd
-        chosen, at = (ssd, int((with_ssd == best).argmax())) if is_own else (lender, best)
+        chosen = ssd if reads_ssd[best] else lender
         assert chosen is not None
-        _load_part(cluster, job, choice, chosen, at, is_all=part >= 1)
+        _load_part(cluster, job, choice, chosen, best, is_all=part >= 1)
     choice.reason = f"{why or 'soonest'}: {told(job, choice.slot, choice.queue_s, choice.prefill_s)}"
     if choice.source >= 0:
         choice.reason += _loaded(cluster, choice)

@@ -107,7 +107,7 @@ class Goodput:
                 return refused
         prefill_load = request.ttft_s / request.slo_ttft_s if request.slo_ttft_s else 0.0
         decode_load = step_s / request.slo_tbt_s if request.slo_tbt_s else 0.0
-        # Where memory is the shorter of both, an answer that is late waited for it: shorter steps help nobody.
+        # Where memory is the shorter of both, late answers waited for it: shorter steps would help nobody.
         said_s = room_s if time_load >= memory_load else 0.0
         return Verdict(True, "admitted", "", 0.0, prefill_load, decode_load, said_s)
 

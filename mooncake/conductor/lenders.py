@@ -14,8 +14,6 @@ from mooncake.conductor.fit import Floats
 from mooncake.conductor.load import Slots
 from mooncake.conductor.select import Cluster, Job
 
-_NOBODY: Slots = np.empty(0, np.int64)
-
 
 @dataclass(slots=True)
 class Lender:
@@ -43,9 +41,11 @@ def longest(cluster: Cluster, job: Job) -> tuple[int, float]:
     return int(most[cluster.predict.links.egress_free_at[most].argmin()]), float(reach)
 
 
-def best_lender(cluster: Cluster, job: Job, slots: Slots, everywhere: Floats) -> Lender | None:
+def best_lender(
+    cluster: Cluster, job: Job, slots: Slots, everywhere: Floats, with_ssd: Floats | None
+) -> Lender | None:
     """Who has more of the prompt than others, if anybody has any of it; ``everywhere``: to compute it there
-    with what is in memory.
+    with what is in memory; ``with_ssd``: with what is on the SSD, too (None: nobody has more there).
 
     As ``longest``, but less of the prompt from an idle card may be better than all from a busy one, or than
     all from an SSD.
@@ -53,25 +53,26 @@ def best_lender(cluster: Cluster, job: Job, slots: Slots, everywhere: Floats) ->
     predict, sources = cluster.predict, cluster.sources
     per_token_ssd = predict.costs.kv_bytes_per_token / predict.costs.ssd.bytes_per_s
     in_memory = job.in_memory.take(sources)
-    free_at = predict.links.egress_free_at
     least_s, source, reach, is_on_ssd = np.inf, -1, 0.0, False
+    # All are reckoned and some left out: picking some of a column takes longer than a sum over all of it.
+    busy_s = np.maximum(predict.links.egress_free_at.take(sources) - job.now, 0.0)
     if num_holders := np.count_nonzero(in_memory):
-        holders = sources if num_holders == len(sources) else sources[in_memory > 0]
-        cost = np.maximum(free_at.take(holders) - job.now, 0.0) + everywhere.take(holders)
+        cost = busy_s + everywhere.take(sources)
+        if num_holders < len(sources):
+            np.copyto(cost, np.inf, where=in_memory == 0)
         best = int(cost.argmin())
-        least_s, source = float(cost[best]), int(holders[best])
-        reach = float(job.in_memory[source])
-    if job.cached is not job.in_memory:
+        least_s, source, reach = float(cost[best]), int(sources[best]), float(in_memory[best])
+    if with_ssd is not None:
         # Who has no more on its SSD than in memory is no better for being read from there.
         on_ssd = job.cached.take(sources)
-        has_more = on_ssd > in_memory
-        if np.count_nonzero(has_more):
-            holders, held = sources[has_more], on_ssd[has_more]
-            cost = np.maximum(free_at[holders] - job.now, 0.0) + held * per_token_ssd
-            cost += predict.prefill_s(holders, held, job.num_tokens)
+        has_none = on_ssd <= in_memory
+        if np.count_nonzero(has_none) < len(sources):
+            cost = busy_s + on_ssd * per_token_ssd
+            cost += with_ssd.take(sources)
+            np.copyto(cost, np.inf, where=has_none)
             best = int(cost.argmin())
             if cost[best] < least_s:
-                source, reach, is_on_ssd = int(holders[best]), float(held[best]), True
+                source, reach, is_on_ssd = int(sources[best]), float(on_ssd[best]), True
     if source < 0:
         return None
     latency_s, per_token = path(cluster, source, slots)
@@ -81,19 +82,16 @@ def best_lender(cluster: Cluster, job: Job, slots: Slots, everywhere: Floats) ->
     return Lender(source, is_on_ssd, reach, begun, per_token, predict.prefill_s(slots, reach, job.num_tokens))
 
 
-def own_ssd(cluster: Cluster, job: Job, slots: Slots, own: Floats) -> tuple[Slots, Lender | None]:
-    """The positions of candidates whose own SSD has more of the prompt than their memory, and how that comes
-    to these."""
-    if job.cached is job.in_memory:
-        return _NOBODY, None
-    cached, predict = job.cached.take(slots), cluster.predict
-    at = (cached > own).nonzero()[0]
-    if not len(at):
-        return _NOBODY, None
-    reach, those = cached[at], slots[at]
-    begun = np.maximum(predict.links.ssd_free_at[those] - job.now, 0.0) + predict.costs.ssd.latency_s
-    per_token = predict.costs.kv_bytes_per_token / predict.costs.ssd.bytes_per_s
-    return at, Lender(-1, False, reach, begun, per_token, predict.prefill_s(those, reach, job.num_tokens))
+def own_ssd(cluster: Cluster, job: Job, slots: Slots, own: Floats, with_ssd: Floats | None) -> Lender | None:
+    """How what is on its own SSD comes to each candidate; None where nobody has more there than in memory."""
+    if with_ssd is None:
+        return None
+    reach, links = job.cached.take(slots), cluster.predict.links
+    if not np.count_nonzero(reach > own):
+        return None
+    begun = np.maximum(links.ssd_free_at.take(slots) - job.now, 0.0) + cluster.predict.costs.ssd.latency_s
+    per_token = cluster.predict.costs.kv_bytes_per_token / cluster.predict.costs.ssd.bytes_per_s
+    return Lender(-1, False, reach, begun, per_token, with_ssd.take(slots))
 
 
 def path(cluster: Cluster, source: int, slots: Slots) -> tuple[float, Floats | float]:

@@ -108,14 +108,16 @@ class BlockPool(Generic[KeyT]):
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Take one reference on each."""
-        references = self._references
+        references, hashes, num_revived = self._references, self._hashes, 0
         for block in block_ids:
-            if not references[block]:
-                if self._hashes[block] is None:
+            before = references[block]
+            if not before:
+                if hashes[block] is None:
                     del self._blank[block]
                 else:
-                    self._num_idle -= 1
-            references[block] += 1
+                    num_revived += 1
+            references[block] = before + 1
+        self._num_idle -= num_revived
 
     def allocate(self, num_blocks: int, after: int | None = None, headroom: int = 0) -> list[int] | None:
         """``num_blocks`` blocks with one reference each, or None if there are not enough.
@@ -158,21 +160,21 @@ class BlockPool(Generic[KeyT]):
             self._given_back,
             self._is_queued,
         )
-        now = self._now
+        now = began = self._now
         for block in reversed(block_ids):
-            left = references[block] = references[block] - 1
-            assert left >= 0, f"block {block} was freed more often than taken"
+            left = references[block] - 1
+            references[block] = left
             if left:
-                continue
-            if hashes[block] is None:
+                assert left > 0, f"block {block} was freed more often than taken"
+            elif hashes[block] is None:
                 self._blank[block] = None
-                continue
-            now += 1
-            given_back[block] = now
-            self._num_idle += 1
-            if not is_queued[block]:
-                is_queued[block] = True
-                heapq.heappush(self._queue, now << _BLOCK_BITS | block)
+            else:
+                now += 1
+                given_back[block] = now
+                if not is_queued[block]:
+                    is_queued[block] = True
+                    heapq.heappush(self._queue, now << _BLOCK_BITS | block)
+        self._num_idle += now - began
         self._now = now
 
     def _pop_oldest(self) -> int:
