@@ -171,6 +171,7 @@ DOORS = {
     "cli.compat.master",
     "cli.engine_bench",
     "vllm_v1_proxy_server",
+    "connectors.lmcache",
     "connectors.plugin",
     "connectors.sglang",
     "engine",

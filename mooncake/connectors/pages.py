@@ -12,10 +12,12 @@ it was saved; a store that is slow, full or gone is a miss, and is left alone fo
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from concurrent.futures import CancelledError, Future
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from prometheus_client import Counter
@@ -28,7 +30,7 @@ from mooncake.errors import MooncakeError, Refusal
 from mooncake.kvlayout import Column
 from mooncake.log import get_logger
 from mooncake.metrics import registry
-from mooncake.store import PutGrant
+from mooncake.store import PutGrant, ReadGrant
 from mooncake.store.buffers import Lent, LocalMemory
 from mooncake.types import ObjectKey
 
@@ -69,6 +71,31 @@ class Page:
         return min(CHUNK_BYTES, self.size_bytes)
 
 
+class Work(Generic[ResultT]):
+    """Something asked of the store, which comes to a result whatever happens."""
+
+    def __init__(self, future: Future[ResultT], otherwise: ResultT, timeout_s: float) -> None:
+        self._future = future
+        self._otherwise = otherwise
+        self._timeout_s = timeout_s
+
+    def wait(self) -> ResultT:
+        """From any thread but the session's."""
+        try:
+            # Each step has its own deadline; this one is for a loop that was stopped in between.
+            return self._future.result(self._timeout_s)
+        except (TimeoutError, CancelledError):
+            return self._otherwise
+
+    async def on_this_loop(self) -> ResultT:
+        """From a loop of the engine's own."""
+        return await asyncio.wrap_future(self._future)
+
+    def then(self, done: Callable[[ResultT], None]) -> None:
+        """``done`` is called with the result, from the session's thread."""
+        self._future.add_done_callback(lambda _: done(self.wait()))
+
+
 class Pages:
     """A client of the store for such an engine. May be called from any thread.
 
@@ -94,20 +121,41 @@ class Pages:
 
     def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Which pages can be loaded; they stay for a moment."""
-        return self._try("lookup", lambda: self._session.store.exists(keys), [False] * len(keys))
+        return self.begin_find(keys).wait()
+
+    def begin_find(self, keys: Sequence[ObjectKey]) -> Work[list[bool]]:
+        """The same, for who does something else meanwhile."""
+        return self._begin("lookup", lambda: self._session.store.exists(keys), [False] * len(keys))
 
     def load(self, pages: Sequence[Page]) -> list[bool]:
         """Fill the memory of these pages. False: what is in it now is nothing."""
-        return self._try("load", lambda: self._load(pages), [False] * len(pages))
+        return self._begin("load", lambda: self._load(pages), [False] * len(pages)).wait()
+
+    def open(self, keys: Sequence[ObjectKey]) -> Work[list[ReadGrant | None]]:
+        """Pages that can be loaded, for who has memory for them only when he knows how large they are."""
+        return self._begin("load", lambda: self._session.store.open_reads(keys), [None] * len(keys))
+
+    def read(self, grants: Sequence[ReadGrant], spans: Sequence[Sequence[Span]]) -> Work[list[bool]]:
+        """Fill memory, of the pages' sizes, with what was opened. False: what is in it now is nothing."""
+        return self._begin("load", lambda: self._read(grants, spans), [False] * len(grants))
 
     def save(self, pages: Sequence[Page]) -> list[bool]:
         """Store these pages. True: the store has it, whoever wrote it, or somebody is writing it."""
-        return self._try("save", lambda: self._save(pages), [False] * len(pages))
+        return self.begin_save(pages).wait()
+
+    def begin_save(self, pages: Sequence[Page]) -> Work[list[bool]]:
+        """The same; the memory of the pages is read until this is done."""
+        return self._begin("save", lambda: self._save(pages), [False] * len(pages))
+
+    def remove(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Remove these pages; which there were."""
+        return self._begin("remove", lambda: self._remove(keys), [False] * len(keys)).wait()
 
     def forget(self, prefix: str) -> int:
         """Remove all objects whose key begins with ``prefix``; how many."""
         pattern = "^" + re.escape(prefix)
-        return self._try("forget", lambda: self._session.store.remove_matching(pattern, force=True), 0)
+        work = self._begin("forget", lambda: self._session.store.remove_matching(pattern, force=True), 0)
+        return work.wait()
 
     def close(self) -> None:
         """Stop; nothing touches the engine's memory afterwards. May be said more than once."""
@@ -116,19 +164,30 @@ class Pages:
             self._session.close()
             self._memory.close()
 
-    def _try(
-        self, operation: str, work: Callable[[], Coroutine[Any, Any, ResultT]], otherwise: ResultT
-    ) -> ResultT:
+    def _begin(
+        self, operation: str, ask: Callable[[], Coroutine[Any, Any, ResultT]], otherwise: ResultT
+    ) -> Work[ResultT]:
+        """``ask`` on the session's loop; ``otherwise`` is what it comes to where it fails."""
         if self._is_closed or clock.monotonic() < self._silent_until:
-            return otherwise
+            done = Future[ResultT]()
+            done.set_result(otherwise)
+        else:
+            done = self._session.start(self._guarded(operation, ask, otherwise))
+        return Work(done, otherwise, self._settings.load_timeout_s + 10 * PATIENCE_S)
+
+    async def _guarded(
+        self, operation: str, ask: Callable[[], Coroutine[Any, Any, ResultT]], otherwise: ResultT
+    ) -> ResultT:
         try:
-            # Each step has its deadline; this one is for a loop that was stopped in between.
-            return self._session.start(work()).result(self._settings.load_timeout_s + 10 * PATIENCE_S)
+            return await ask()
         except (MooncakeError, TimeoutError) as error:
             failures.labels(operation).inc()
             self._silent_until = clock.monotonic() + self._settings.retry_after_s
             log.warning("store_unreachable", operation=operation, error=str(error) or type(error).__name__)
             return otherwise
+
+    async def _remove(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return [outcome is True for outcome in await self._session.store.remove(keys, force=True)]
 
     async def _load(self, pages: Sequence[Page]) -> list[bool]:
         loaded = [False] * len(pages)
@@ -138,23 +197,26 @@ class Pages:
             for at, grant in enumerate(found)
             if grant is not None and grant.size_bytes == pages[at].size_bytes
         ]
-        if not held:
-            return loaded
-        grants = [grant for _, grant in held]
-        spans = [pages[at].spans for at, _ in held]
+        good = await self._read([grant for _, grant in held], [pages[at].spans for at, _ in held])
+        for (at, _), is_good in zip(held, good, strict=True):
+            loaded[at] = is_good
+        return loaded
+
+    async def _read(self, grants: Sequence[ReadGrant], spans: Sequence[Sequence[Span]]) -> list[bool]:
+        if not grants:
+            return []
         with self._memory.target([span for page in spans for span in page]) as lent:
             columns = _columns(spans, lent)
             timeout_s = self._settings.load_timeout_s
             good = await self._session.store.read_ranges(grants, *columns, timeout_s=timeout_s)
-        for (at, grant), is_good in zip(held, good, strict=True):
-            loaded[at] = is_good
+        for grant, is_good in zip(grants, good, strict=True):
             if is_good:
                 loaded_bytes.inc(grant.size_bytes)
                 loaded_pages.labels(grant.replica.tier.name.lower()).inc()
         if not all(good):
             failures.labels("load").inc()
             log.warning("pages_not_loaded", num_pages=len(good) - sum(good), of=len(good))
-        return loaded
+        return good
 
     async def _save(self, pages: Sequence[Page]) -> list[bool]:
         store = self._session.store
@@ -186,6 +248,11 @@ class Pages:
                 "pages_not_saved", num_pages=len(refused), code=refused[0].code, reason=refused[0].reason
             )
         return saved
+
+
+def leading(flags: Sequence[bool]) -> int:
+    """How many are true before the first that is not: a prefix ends at its first gap."""
+    return next((count for count, flag in enumerate(flags) if not flag), len(flags))
 
 
 def _columns(pages: Sequence[Sequence[Span]], lent: Lent) -> tuple[Column, Column, Column]:

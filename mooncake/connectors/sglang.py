@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mooncake.connectors.moving import DEFAULTS
-from mooncake.connectors.pages import Page, Pages
+from mooncake.connectors.pages import Page, Pages, leading
 from mooncake.connectors.session import PoolSettings
 from mooncake.connectors.sglang_facts import facts_of, server_arguments
-from mooncake.connectors.sglang_pools import KV, HostPool, buffers_of, leading, usable_prefixes
+from mooncake.connectors.sglang_pools import KV, HostPool, buffers_of, usable_prefixes
 from mooncake.log import get_logger, setup_guest_logging
 
 if TYPE_CHECKING:

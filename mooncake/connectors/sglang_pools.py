@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from mooncake.connectors.pages import Page, Span
+from mooncake.connectors.pages import Page, Span, leading
 from mooncake.connectors.sglang_facts import shard_facts
 from mooncake.kvlayout import ForeignIdentity, SlabLayout, foreign_key
 from mooncake.log import get_logger
@@ -138,11 +138,6 @@ class HostPool:
         num_spans, rest = divmod(len(spans), num_pages * self.num_shards)
         assert num_spans and not rest, "each page has equally many pieces"
         return [spans[at : at + num_spans] for at in range(0, len(spans), num_spans)]
-
-
-def leading(flags: Sequence[bool]) -> int:
-    """How many are true before the first that is not."""
-    return next((count for count, flag in enumerate(flags) if not flag), len(flags))
 
 
 def usable_prefixes(flags: Sequence[bool], policy: str, num_trailing: int) -> list[int] | None:

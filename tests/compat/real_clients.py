@@ -74,7 +74,7 @@ BARE = (
     "sglang.srt.mem_cache.storage.mooncake_store",
 )
 """Packages whose ``__init__`` imports everything there is; only their modules are wanted."""
-NOT_MOCKED = ("opentelemetry", "torch_neuronx")
+NOT_MOCKED = ("nvtx", "opentelemetry", "torch_neuronx")
 """Imported where they are, and done without where they are not."""
 
 

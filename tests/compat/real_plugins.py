@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import signal
 import sys
 import tempfile
+import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from unittest import mock
 
 import torch
 
+from bench.cluster import wait_for
 from tests.compat import real_clients
 from tests.connectors.host_pools import tokens_of
 from tests.contract.connectors import StoreConnector
@@ -220,8 +223,138 @@ def _sglang_killed(engine: Sglang, daemon: StoreConnector) -> None:
     controller.detach_storage_backend()
 
 
-PLUGINS = (sglang,)
+class Memory:
+    """LMCache's ``GPUConnectorInterface`` over an engine's KV on the host: [kv, layer, token, hidden]."""
+
+    def __init__(self, seed: int, num_tokens: int, parts: int) -> None:
+        shape = (parts, LAYERS, num_tokens, HEADS * DIM)
+        self.kv = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+    def get_shape(self, num_tokens: int) -> torch.Size:
+        return torch.Size((self.kv.shape[0], LAYERS, num_tokens, HEADS * DIM))
+
+    def batched_from_gpu(self, objs: list[Any], starts: list[int], ends: list[int], **_: Any) -> None:
+        for obj, start, end in zip(objs, starts, ends, strict=True):
+            obj.tensor.copy_(self.kv[:, :, start:end])
+
+    def batched_to_gpu(self, objs: list[Any], starts: list[int], ends: list[int], **_: Any) -> None:
+        for obj, start, end in zip(objs, starts, ends, strict=True):
+            self.kv[:, :, start:end] = obj.tensor
+
+    def initialize_kvcaches_ptr(self, **_: Any) -> None:
+        pass
+
+
+class Lmcache:
+    """LMCache's own engine, token database, storage manager, plugin launcher and chunk memory, for a CPU.
+
+    A double: the engine's KV memory, above. Mocks: libraries that aren't here, of backends that aren't used.
+    """
+
+    def __init__(self, folder: str) -> None:
+        os.environ["LMCACHE_TRACK_USAGE"] = "false"
+        real_clients.prepare(folder, [])
+        root = "lmcache.v1"
+        self._config: Any = importlib.import_module(f"{root}.config").LMCacheEngineConfig
+        self._metadata: Any = importlib.import_module(f"{root}.metadata").LMCacheMetadata
+        self._engine: Any = importlib.import_module(f"{root}.cache_engine").LMCacheEngine
+        self._tokens: Any = importlib.import_module(f"{root}.token_database").ChunkedTokenDatabase
+
+    def engine(self, address: str, memory: Memory, extra: dict[str, Any], **changes: Any) -> Any:
+        plugin = "storage_plugin.mooncake"
+        words = {f"{plugin}.module_path": "mooncake.connectors.lmcache"}
+        words |= {f"{plugin}.class_name": "MooncakeBackend", "mooncake_store_addr": address, **extra}
+        config = self._config.from_defaults(
+            chunk_size=CHUNK,
+            local_cpu=False,
+            save_unfull_chunk=True,
+            max_local_cpu_size=0.05,
+            storage_plugins=["mooncake"],
+            extra_config=words,
+            **changes,
+        )
+        parts = memory.kv.shape[0]
+        metadata = self._metadata(
+            model_name="model",
+            world_size=1,
+            local_world_size=1,
+            worker_id=0,
+            local_worker_id=0,
+            kv_dtype=torch.float32,
+            kv_shape=(LAYERS, parts, CHUNK, HEADS, DIM),
+            use_mla=parts == 1,
+            role="worker",
+            chunk_size=CHUNK,
+        )
+        tokens = self._tokens(config, metadata)
+        engine = self._engine(config, metadata, tokens, memory, lambda *_: None, lambda it, _: it)
+        engine.post_init()
+        assert "mooncake" in engine.storage_manager.storage_backends, "the plugin was not loaded"
+        return engine
+
+
+CHUNK = 16
+
+
+def lmcache(folder: str) -> None:
+    engines, daemon = Lmcache(folder), StoreConnector()
+    daemon.start(Path(tempfile.mkdtemp()))
+    try:
+        for number, parts in enumerate((2, 1)):
+            _lmcache_chunks(engines, daemon, number, parts)
+        _lmcache_killed(engines, daemon)
+    finally:
+        daemon.stop()
+
+
+def _stored(engine: Any, tokens: list[int]) -> None:
+    """LMCache stores, and does not wait."""
+    engine.store(tokens)
+    backend = engine.storage_manager.storage_backends["mooncake"]
+    wait_for(lambda: not backend._putting, "nothing to be under way", PATIENCE_S)
+
+
+def _lmcache_chunks(engines: Lmcache, daemon: StoreConnector, number: int, parts: int) -> None:
+    """What one engine stores another retrieves, the last and shorter chunk too; a third finds nothing."""
+    extra = {"weights_digest": f"weights {number}"}
+    tokens = list(range(3 * CHUNK + 5))
+    ours, theirs = (Memory(seed, len(tokens), parts) for seed in (number, number + 100))
+    writer, reader = (engines.engine(daemon.address, memory, extra) for memory in (ours, theirs))
+    _stored(writer, tokens)
+    other = [*tokens[: 2 * CHUNK], *range(900, 900 + CHUNK)]
+    assert reader.lookup(other) == 2 * CHUNK
+    assert reader.lookup(tokens) == len(tokens)
+    assert int(reader.retrieve(tokens).sum()) == len(tokens)
+    assert torch.equal(ours.kv, theirs.kv)
+    stranger = engines.engine(daemon.address, Memory(1, len(tokens), parts), {"weights_digest": "others"})
+    assert stranger.lookup(tokens) == 0
+    for engine in (writer, reader, stranger):
+        engine.close()
+
+
+def _lmcache_killed(engines: Lmcache, daemon: StoreConnector) -> None:
+    tokens = list(range(2 * CHUNK))
+    memory = Memory(1, len(tokens), 2)
+    engine = engines.engine(daemon.address, memory, {"weights_digest": "killed"})
+    _stored(engine, tokens)
+    assert engine.lookup(tokens) == len(tokens)
+    daemon.signal(signal.SIGKILL)
+    before = memory.kv.clone()
+    assert int(engine.retrieve(tokens).sum()) == 0
+    assert engine.lookup(tokens) == 0
+    _stored(engine, list(range(500, 500 + CHUNK)))
+    assert torch.equal(memory.kv, before)
+    engine.close()
+
+
+PLUGINS = (sglang, lmcache)
 
 if __name__ == "__main__":
-    {plugin.__name__: plugin for plugin in PLUGINS}[sys.argv[1]](sys.argv[2])
-    print("done", flush=True)
+    try:
+        {plugin.__name__: plugin for plugin in PLUGINS}[sys.argv[1]](sys.argv[2])
+        print("done", flush=True)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)  # the engines' threads would wait for ever

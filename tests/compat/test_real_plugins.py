@@ -1,4 +1,7 @@
-"""Our plugins loaded by the published engines themselves; see ``test_real_clients.py`` for the folder."""
+"""Our plugins loaded by the published engines themselves; see ``test_real_clients.py`` for the folder.
+
+LMCache needs ``sortedcontainers`` in it, too.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["sglang"])
-def test_it_is_loaded_and_works(name: str) -> None:
-    if not Path(FOLDER, name).is_dir():
-        pytest.skip(f"{FOLDER} has no {name}")
+@pytest.mark.parametrize(("name", "packages"), [("sglang", []), ("lmcache", ["sortedcontainers"])])
+def test_it_is_loaded_and_works(name: str, packages: list[str]) -> None:
+    for package in (name, *packages):
+        if not Path(FOLDER, package).is_dir():
+            pytest.skip(f"{FOLDER} has no {package}")
     done = subprocess.run(
         [sys.executable, "-m", "tests.compat.real_plugins", name, FOLDER],
         capture_output=True,

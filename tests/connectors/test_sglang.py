@@ -22,14 +22,6 @@ from tests.contract.connectors import StoreConnector
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreConnector]:
-    running = StoreConnector()
-    running.start(tmp_path_factory.mktemp("daemon"))
-    yield running
-    running.stop()
-
-
 @pytest.fixture
 def weights(request: pytest.FixtureRequest) -> str:
     """Each test has a model of its own, so that they share a daemon without meeting in it."""

@@ -1,0 +1,17 @@
+"""A store in a process of its own, for tests of what engines load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.contract.connectors import StoreConnector
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreConnector]:
+    running = StoreConnector()
+    running.start(tmp_path_factory.mktemp("daemon"))
+    yield running
+    running.stop()
