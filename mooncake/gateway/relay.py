@@ -3,8 +3,8 @@
 Owns the order of the calls to the chosen engines (``protocols.py`` says what they are asked), and trying
 again elsewhere while nothing has reached the client. What an engine answers is handed on event by event;
 only the count of cached tokens is put right, since the engine that decodes counts all that was handed over
-to it. An answer that has begun cannot move: its end is then an error event. HTTP towards the client is
-``relaying.py``.
+to it. An engine that says in its answer that it gave up has failed like one that was lost. An answer that has
+begun cannot move: its end is then an error event. HTTP towards the client is ``relaying.py``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from mooncake.gateway.protocols import (
 )
 from mooncake.gateway.workers import DONE, WorkerBusy, WorkerFailed, Workers
 from mooncake.inference.latency import itl_seconds, ttft_seconds
-from mooncake.inference.openai import ApiError, ErrorDetail, Usage
+from mooncake.inference.openai import ApiError, Usage
 
-_WITH_USAGE = (b'"usage":{', b'"usage": {')
+_TO_BE_READ = (b'"usage":{', b'"usage": {', b'"error"', b'"abort"')
+"""In events that are more than text. What stands in a text has its quotation marks escaped."""
 
 
 class _Prefilled(msgspec.Struct):
@@ -46,9 +47,23 @@ class _Prefilled(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
+class _Ending(msgspec.Struct):
+    finish_reason: Any = None
+
+
 class _Event(msgspec.Struct):
     usage: Usage | None = None
-    error: ErrorDetail | None = None
+    error: Any = None
+    choices: list[_Ending] = []
+
+    @property
+    def failure(self) -> str:
+        """Why the engine gave the answer up; empty if it did not."""
+        if self.error:
+            told = self.error.get("message") if isinstance(self.error, dict) else None
+            return f"it gave up: {told or self.error}"
+        is_aborted = any(choice.finish_reason == "abort" for choice in self.choices)
+        return "it gave the answer up" if is_aborted else ""
 
 
 class Relay(Placing):
@@ -181,7 +196,7 @@ class Relay(Placing):
         if not self.is_stream:
             content = await self._workers.whole(decision.decode, self._path, body, self._headers)
             self._computed(has_begun)
-            yield self._with_usage(decision, content, has_begun)
+            yield self._read(decision, content)
             return
         events = self._workers.events(decision.decode, self._path, body, self._headers)
         async with contextlib.aclosing(events):
@@ -189,10 +204,8 @@ class Relay(Placing):
                 self._computed(has_begun)
                 if event == DONE and not has_begun:
                     raise WorkerFailed(decision.decode, "its stream ended before it began")
-                is_plain = event == DONE or not (
-                    b'"error"' in event or any(mark in event for mark in _WITH_USAGE)
-                )
-                yield event if is_plain else self._with_usage(decision, event, has_begun)
+                is_plain = event == DONE or not any(mark in event for mark in _TO_BE_READ)
+                yield event if is_plain else self._read(decision, event)
                 has_begun = True
 
     def _computed(self, has_begun: bool) -> None:
@@ -200,18 +213,18 @@ class Relay(Placing):
             # Nobody was asked for the prompt alone: this engine has computed it.
             self._scheduling.post(Prefilled(self._request_id))
 
-    def _with_usage(self, decision: Decision, content: bytes, has_begun: bool) -> bytes:
-        """An answer or event that carries a usage; cached is what the engine that computed the prompt found.
+    def _read(self, decision: Decision, content: bytes) -> bytes:
+        """An answer or event; in its usage, cached is what the engine that computed the prompt found.
 
         Raises:
-            WorkerFailed: it carries an error, and nothing has reached the client.
+            WorkerFailed: it says that there will be no whole answer.
         """
         try:
             event = msgspec.json.decode(content, type=_Event)
         except msgspec.MsgspecError:
             return content
-        if event.error is not None and not has_begun:
-            raise WorkerFailed(decision.decode, f"it gave up: {event.error.message}")
+        if event.failure:
+            raise WorkerFailed(decision.decode, event.failure)
         if event.usage is None:
             return content
         self.usage = event.usage

@@ -80,9 +80,13 @@ async def _accounted(answer: Relay, http: Request, slo: Any) -> AsyncGenerator[b
                 has_begun = True
         is_complete = True
         account(http.state.answer_id, answer.route, answer.counted, answer.timing, slo)
-    except ApiError as error:
+    except Exception as error:
         if not has_begun:
             raise
+        if not isinstance(error, ApiError):
+            log.exception("answer_failed", id=http.state.answer_id, error=error)
+            message = "the gateway failed while answering; its log has the traceback"
+            error = ApiError(500, message, code="internal_error")
         log.warning("answer_broken", id=http.state.answer_id, reason=str(error))
         yield b"data: " + error.body() + b"\n\n"
     finally:

@@ -48,7 +48,8 @@ def _data_of(event: bytes) -> bytes:
 class EventStream(Response):
     """A response that writes events as they are made and stops making them when the client leaves.
 
-    ``first`` was taken from ``events`` already; ``on_end`` is called once, whatever the end.
+    ``first`` was taken from ``events`` already; ``on_end`` is called once, whatever the end. A server that
+    ends before its answers do cancels them: then the last event is an error.
     """
 
     media_type = "text/event-stream"
@@ -67,6 +68,7 @@ class EventStream(Response):
         self._first = first
         self._events = events
         self._on_end = on_end
+        self._is_in_the_middle = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
@@ -75,6 +77,13 @@ class EventStream(Response):
             await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
+        except asyncio.CancelledError:
+            await _cancel(writing)
+            if self._is_in_the_middle:
+                error = ApiError(503, "the gateway is stopping; ask again", code="gateway_stopping")
+                body = b"data: " + error.body() + b"\n\n"
+                await send({"type": "http.response.body", "body": body, "more_body": False})
+            raise
         finally:
             await _cancel(writing, leaving)
             await self._events.aclose()
@@ -82,9 +91,11 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._is_in_the_middle = True
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for event in self._events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
+        self._is_in_the_middle = False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

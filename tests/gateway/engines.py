@@ -56,6 +56,10 @@ class Engine:
     "Cut the connection after so many tokens, once."
     fail_load: bool = False
     "End a stream, once, with an error before its first token, as vLLM does when KV can't be loaded."
+    give_up: tuple[int, str] | None = None
+    "After so many tokens say so, once, and end the stream as if all was well: 'error', or 'abort'."
+    stall: asyncio.Event | None = None
+    "Answers nothing before it is set."
     gate: asyncio.Event | None = None
     "Held after the first token until it is set."
     has_token_details: bool = True
@@ -132,6 +136,8 @@ class Engine:
             status, error = self.refuse
             return web.json_response({"error": error}, status=status)
         try:
+            if self.stall is not None:
+                await self.stall.wait()
             return await self._answer(request, body)
         except (asyncio.CancelledError, ConnectionResetError):
             self.num_cancelled += 1
@@ -226,6 +232,12 @@ class Engine:
             return response
         for number, token in enumerate(ids):
             finish = "length" if number + 1 == len(ids) else None
+            if self.give_up is not None and self.give_up[0] == number:
+                (_, how), self.give_up = self.give_up, None
+                end = {"index": 0, "finish_reason": "abort", **self._part("messages" in body, "delta", "")}
+                told = {"choices": [end]} if how == "abort" else {"error": {"message": "boom"}}
+                await self._event(response, {**self._frame(body), **told})
+                break
             part = self._part("messages" in body, "delta", text_of(token))
             choice = {"index": 0, "finish_reason": finish, **part, "of_this_engine": {"only": number}}
             await self._event(response, {**self._frame(body), "choices": [choice]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -233,6 +234,51 @@ async def test_an_answer_that_breaks_in_the_middle_says_so() -> None:
             gate.set()
             rest = (await response.read()).decode()
         assert "engine_lost" in rest and "[DONE]" not in rest
+
+
+@pytest.mark.parametrize("how", ["error", "abort"])
+async def test_an_answer_that_its_engine_gives_up_never_looks_whole(how: str) -> None:
+    async with fronting(1, 2) as front:
+        for one in front.decode:
+            one.give_up = (2, how)
+        body = {"prompt": PROMPT, "max_tokens": 5, "stream": True}
+        async with front.session.post(front.url + "/v1/completions", json=body) as response:
+            text = (await response.read()).decode()
+        assert "engine_lost" in text.strip().split("\n\n")[-1] and "[DONE]" not in text
+        await front.until(lambda health: set(health.values()) == {"ready"})
+        for one in front.decode:
+            one.give_up = (0, how)
+        streamed = await front.stream(PROMPT, 5)
+        assert streamed.text() == answer_text(IDS, 5), "before the first token it is tried elsewhere"
+
+
+async def test_a_fault_of_the_gateway_in_the_middle_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronting() as front:
+
+        async def events(*call: Any) -> AsyncIterator[bytes]:
+            yield b"{}"
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(front.gateway.workers, "events", events)
+        body = {"prompt": PROMPT, "max_tokens": 5, "stream": True}
+        async with front.session.post(front.url + "/v1/completions", json=body) as response:
+            first, last = (await response.read()).decode().strip().split("\n\n")
+        assert first == "data: {}" and "internal_error" in last
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_who_leaves_before_the_answer_is_there_frees_the_engines(side: str) -> None:
+    async with fronting(protocol="push") as front:
+        engine = getattr(front, side)[0]
+        engine.stall = asyncio.Event()
+        asking = asyncio.ensure_future(front.complete(PROMPT))
+        async with asyncio.timeout(20):
+            while not all(one.calls for one in front.engines):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        asking.cancel()
+        async with asyncio.timeout(20):
+            while not engine.num_cancelled:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def test_nobody_there_is_a_503() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+
+import aiohttp
 import pytest
+from fastapi import FastAPI, Response
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.errors import ProtocolError
 from mooncake.gateway import stream
-from mooncake.gateway.stream import EventParser
+from mooncake.gateway.stream import EventParser, EventStream
+from mooncake.web import WebServer, listen
 
 
 @given(st.lists(st.integers(1, 9), max_size=20), st.sampled_from([b"\n", b"\r\n"]))
@@ -27,3 +33,26 @@ def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(stream, "MAX_EVENT_BYTES", 100)
     with pytest.raises(ProtocolError):
         EventParser().feed(b"data: " + b"x" * 200)
+
+
+async def test_a_stream_that_is_cut_by_the_end_of_its_server_says_so() -> None:
+    app = FastAPI()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        await asyncio.Event().wait()
+        yield b"never"
+
+    @app.get("/")
+    async def answer() -> Response:
+        return EventStream(b"data: first\n\n", events(), {}, ended.set)
+
+    ended = asyncio.Event()
+    server = WebServer(app, listen("127.0.0.1", 0), grace_s=1.0)
+    await server.start()
+    async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{server.port}/") as response:
+        assert await response.content.readuntil(b"\n\n") == b"data: first\n\n"
+        closing = asyncio.create_task(server.close())
+        rest = await response.content.read()
+        assert b"gateway_stopping" in rest
+        await closing
+    assert ended.is_set()
