@@ -216,6 +216,7 @@ class Segment:
         """The same process published other regions."""
         with self._lock:
             self.descriptor = descriptor
+            self.is_greeted = False  # a path that had nothing to carry may have now
             self._index = RegionIndex(descriptor.regions)
             self.places = Places((r.address, r.size_bytes, r.location) for r in descriptor.regions)
             for carrier in self._carriers.values():

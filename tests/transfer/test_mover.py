@@ -55,3 +55,14 @@ async def test_a_coroutine_gives_a_mute_peer_no_more_than_its_time() -> None:
         segment = near.open(mute.instead_of(far.describe()))
         done = await near.transfer(Op.READ, segment, [here.address], [pool.address], [4096], timeout_s=0.01)
         assert done.status == Status.TIMED_OUT and not segment.is_greeted
+
+
+def test_a_peer_is_met_again_when_it_has_other_memory() -> None:
+    with TransferEngine() as far, TransferEngine() as near:
+        lent = far.register(np.zeros(100, dtype=np.uint8))
+        segment = near.open(far.describe())
+        assert segment.greet(PATIENCE_S), "over tcp: there is nothing to share"
+        far.allocate(4096)
+        far.unregister(lent)
+        assert (near.open(far.describe()), segment.is_greeted) == (segment, False)
+        assert segment.greet(PATIENCE_S)
