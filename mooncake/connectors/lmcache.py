@@ -11,15 +11,13 @@ Imported without LMCache it is the same class without LMCache's base.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mooncake.connectors.lmcache_facts import Chunks
-from mooncake.connectors.moving import DEFAULTS
-from mooncake.connectors.pages import Page, Pages, Span, leading
+from mooncake.connectors.pages import Page, Pages, Span, leading, patience
 from mooncake.connectors.session import PoolSettings
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger, setup_guest_logging
@@ -55,11 +53,8 @@ class MooncakeBackend(Base):  # type: ignore[misc]
         if config.use_layerwise:
             raise InvalidArgument("use_layerwise", True, "false with this backend")
         extra = dict(config.extra_config or {})
-        timeout_s = float(extra.get("load_timeout_s", DEFAULTS.load_timeout_s))
         self._chunks = Chunks(config, metadata, extra)
-        self._pages = Pages(
-            PoolSettings.read(extra, os.environ), dataclasses.replace(DEFAULTS, load_timeout_s=timeout_s)
-        )
+        self._pages = Pages(PoolSettings.read(extra, os.environ), patience(extra))
         self._putting: set[Any] = set()
         self._lock = threading.Lock()
         self._pages.register(_pinned(local_cpu_backend))

@@ -12,20 +12,18 @@ it was saved; a store that is slow, full or gone is a miss, and is left alone fo
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import re
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError, Future
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from prometheus_client import Counter
 
-from mooncake import clock
+from mooncake.connectors.asking import Asking, Work
 from mooncake.connectors.blocks import LinkSettings, failures, loaded_bytes, saved_bytes
 from mooncake.connectors.moving import DEFAULTS
-from mooncake.connectors.session import PATIENCE_S, PoolSettings, Session
+from mooncake.connectors.session import PoolSettings, Session
 from mooncake.errors import MooncakeError, Refusal
 from mooncake.kvlayout import Column
 from mooncake.log import get_logger
@@ -35,8 +33,6 @@ from mooncake.store.buffers import Lent, LocalMemory
 from mooncake.types import ObjectKey
 
 log = get_logger(__name__)
-
-ResultT = TypeVar("ResultT")
 
 Span = tuple[int, int]
 """(address, size in bytes) of a piece of memory."""
@@ -71,44 +67,18 @@ class Page:
         return min(CHUNK_BYTES, self.size_bytes)
 
 
-class Work(Generic[ResultT]):
-    """Something asked of the store, which comes to a result whatever happens."""
-
-    def __init__(self, future: Future[ResultT], otherwise: ResultT, timeout_s: float) -> None:
-        self._future = future
-        self._otherwise = otherwise
-        self._timeout_s = timeout_s
-
-    def wait(self) -> ResultT:
-        """From any thread but the session's."""
-        try:
-            # Each step has its own deadline; this one is for a loop that was stopped in between.
-            return self._future.result(self._timeout_s)
-        except (TimeoutError, CancelledError):
-            return self._otherwise
-
-    async def on_this_loop(self) -> ResultT:
-        """From a loop of the engine's own."""
-        return await asyncio.wrap_future(self._future)
-
-    def then(self, done: Callable[[ResultT], None]) -> None:
-        """``done`` is called with the result, from the session's thread."""
-        self._future.add_done_callback(lambda _: done(self.wait()))
-
-
 class Pages:
     """A client of the store for such an engine. May be called from any thread.
 
-    Pages of one call have equally many pieces. Of ``settings``, a load or save may take
-    ``load_timeout_s``; every question to the master has a second.
+    Pages of one call have equally many pieces.
     """
 
     def __init__(self, pool: PoolSettings, settings: LinkSettings = DEFAULTS) -> None:
-        self._session = Session(pool)
+        self._session = Session(pool, settings.lookup_timeout_s)
         self._settings = settings
+        self._asking = Asking(self._session, settings)
+        self._begin = self._asking.begin
         self._memory = LocalMemory(self._session.transfer)
-        self._silent_until = 0.0
-        self._is_closed = False
 
     def register(self, spans: Sequence[Span]) -> None:
         """Pages will lie in this memory until ``close``. What isn't registered is for each call."""
@@ -159,32 +129,10 @@ class Pages:
 
     def close(self) -> None:
         """Stop; nothing touches the engine's memory afterwards. May be said more than once."""
-        if not self._is_closed:
-            self._is_closed = True
+        if not self._asking.is_closed:
+            self._asking.is_closed = True
             self._session.close()
             self._memory.close()
-
-    def _begin(
-        self, operation: str, ask: Callable[[], Coroutine[Any, Any, ResultT]], otherwise: ResultT
-    ) -> Work[ResultT]:
-        """``ask`` on the session's loop; ``otherwise`` is what it comes to where it fails."""
-        if self._is_closed or clock.monotonic() < self._silent_until:
-            done = Future[ResultT]()
-            done.set_result(otherwise)
-        else:
-            done = self._session.start(self._guarded(operation, ask, otherwise))
-        return Work(done, otherwise, self._settings.load_timeout_s + 10 * PATIENCE_S)
-
-    async def _guarded(
-        self, operation: str, ask: Callable[[], Coroutine[Any, Any, ResultT]], otherwise: ResultT
-    ) -> ResultT:
-        try:
-            return await ask()
-        except (MooncakeError, TimeoutError) as error:
-            failures.labels(operation).inc()
-            self._silent_until = clock.monotonic() + self._settings.retry_after_s
-            log.warning("store_unreachable", operation=operation, error=str(error) or type(error).__name__)
-            return otherwise
 
     async def _remove(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return [outcome is True for outcome in await self._session.store.remove(keys, force=True)]
@@ -248,6 +196,12 @@ class Pages:
                 "pages_not_saved", num_pages=len(refused), code=refused[0].code, reason=refused[0].reason
             )
         return saved
+
+
+def patience(extra: Mapping[str, Any]) -> LinkSettings:
+    """As an engine's extra configuration has it; the words are those of ``LinkSettings``."""
+    words = ("lookup_timeout_s", "load_timeout_s")
+    return dataclasses.replace(DEFAULTS, **{word: float(extra[word]) for word in words if word in extra})
 
 
 def leading(flags: Sequence[bool]) -> int:

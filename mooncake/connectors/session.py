@@ -131,16 +131,20 @@ class TransferThread:
 
 
 class Session(TransferThread):
-    """The store, from a thread of its own. Its methods may be called from any thread."""
+    """The store, from a thread of its own. Its methods may be called from any thread.
 
-    def __init__(self, settings: PoolSettings) -> None:
+    ``timeout_s``: how long one question to the master may take.
+    """
+
+    def __init__(self, settings: PoolSettings, timeout_s: float = PATIENCE_S) -> None:
         super().__init__(settings.host, settings.transports)
         self._settings = settings
+        self._timeout_s = timeout_s
         self._node: Node | None = None
         self.store = self.wait(self._connect())
 
     async def _connect(self) -> AsyncStore:
-        settings = StoreSettings(timeout_s=PATIENCE_S, tenant=self._settings.tenant)
+        settings = StoreSettings(timeout_s=self._timeout_s, tenant=self._settings.tenant)
         return AsyncStore(self._settings.master, self.transfer, settings)
 
     def lend(self) -> None:

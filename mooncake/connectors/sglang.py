@@ -12,7 +12,6 @@ Imported without SGLang it is the same class without SGLang's base; SGLang refus
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mooncake.connectors.moving import DEFAULTS
-from mooncake.connectors.pages import Page, Pages, leading
+from mooncake.connectors.pages import Page, Pages, leading, patience
 from mooncake.connectors.session import PoolSettings
 from mooncake.connectors.sglang_facts import facts_of, server_arguments
 from mooncake.connectors.sglang_pools import KV, HostPool, buffers_of, usable_prefixes
@@ -41,7 +39,7 @@ log = get_logger(__name__)
 
 KNOWN = {
     *("mooncake_store_addr", "master_server_address", "protocol", "tenant_id", "local_hostname"),
-    *("weights_digest", "extra_backend_tag", "load_timeout_s", "interface_v1"),
+    *("weights_digest", "extra_backend_tag", "lookup_timeout_s", "load_timeout_s", "interface_v1"),
     *("backend_name", "module_path", "class_name"),
 }
 """Words of the extra configuration that mean something here."""
@@ -58,14 +56,11 @@ class MooncakeHiCache(Base):  # type: ignore[misc]
             log.warning("extra_config_ignored", words=",".join(unknown))
         if "master_server_address" in extra:  # as SGLang's own backend calls it
             extra.setdefault("mooncake_store_addr", extra["master_server_address"])
-        timeout_s = float(extra.get("load_timeout_s", DEFAULTS.load_timeout_s))
         self._config = storage_config
         self._is_flat = not extra.get("interface_v1", 0)
         self._facts = facts_of(storage_config, extra, server_arguments())
         self._pools: dict[str, HostPool] = {}
-        self._pages = Pages(
-            PoolSettings.read(extra, os.environ), dataclasses.replace(DEFAULTS, load_timeout_s=timeout_s)
-        )
+        self._pages = Pages(PoolSettings.read(extra, os.environ), patience(extra))
         self._rates: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}
 
     # SGLang says where its memory is

@@ -103,7 +103,7 @@ class Sglang:
         device = self.latent() if isinstance(pool, self.mla.MLATokenToKVPoolHost) else mock.MagicMock()
         device.layer_num = LAYERS
         words = {"backend_name": "mooncake", "module_path": "mooncake.connectors.sglang"}
-        words |= {"class_name": "MooncakeHiCache", "mooncake_store_addr": address}
+        words |= {"class_name": "MooncakeHiCache", "mooncake_store_addr": address, "lookup_timeout_s": 10}
         return self._make_controller(
             mock.MagicMock(get_kvcache=lambda: device),
             *(pool, TOKENS, None, mock.MagicMock()),

@@ -96,8 +96,9 @@ def chunk(seed: int, num_tokens: int = TOKENS, parts: int = 2) -> Chunk:
 class Engines:
     """Backends as LMCache makes them, closed at the end."""
 
-    def __init__(self, address: str, weights: str) -> None:
-        self._extra = {"mooncake_store_addr": address, "weights_digest": weights, "load_timeout_s": 2.0}
+    def __init__(self, address: str, weights: str, lookup_timeout_s: float = 20.0) -> None:
+        self._extra = {"mooncake_store_addr": address, "weights_digest": weights}
+        self._extra |= {"lookup_timeout_s": lookup_timeout_s, "load_timeout_s": 20.0}
         self._open: list[MooncakeBackend] = []
         self.allocated: list[Chunk] = []
         self.room = 100
@@ -285,7 +286,7 @@ class Named:
 async def test_without_the_daemon_everything_is_a_miss(tmp_path: Path, number: int) -> None:
     daemon = StoreConnector()
     daemon.start(tmp_path)
-    engines = Engines(daemon.address, "gone")
+    engines = Engines(daemon.address, "gone", lookup_timeout_s=5.0)
     keys, last = [Key(1), Key(2)], chunk(3)
     try:
         backend = engines.start()
