@@ -102,7 +102,7 @@ class Sglang:
         """SGLang's, with our backend attached, and its threads running."""
         device = self.latent() if isinstance(pool, self.mla.MLATokenToKVPoolHost) else mock.MagicMock()
         device.layer_num = LAYERS
-        words = {"backend_name": "mooncake", "module_path": "mooncake.connectors.sglang"}
+        words: dict[str, Any] = {"backend_name": "mooncake", "module_path": "mooncake.connectors.sglang"}
         words |= {"class_name": "MooncakeHiCache", "mooncake_store_addr": address, "lookup_timeout_s": 10}
         return self._make_controller(
             mock.MagicMock(get_kvcache=lambda: device),

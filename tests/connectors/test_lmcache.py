@@ -97,7 +97,7 @@ class Engines:
     """Backends as LMCache makes them, closed at the end."""
 
     def __init__(self, address: str, weights: str, lookup_timeout_s: float = 20.0) -> None:
-        self._extra = {"mooncake_store_addr": address, "weights_digest": weights}
+        self._extra: dict[str, Any] = {"mooncake_store_addr": address, "weights_digest": weights}
         self._extra |= {"lookup_timeout_s": lookup_timeout_s, "load_timeout_s": 20.0}
         self._open: list[MooncakeBackend] = []
         self.allocated: list[Chunk] = []
