@@ -49,11 +49,18 @@ class Fleet:
     """Servers and the gateway before them."""
 
     def __init__(
-        self, stack: ExitStack, folder: Path, model: Path, protocol: str, counts: Sequence[int]
+        self,
+        stack: ExitStack,
+        folder: Path,
+        model: Path,
+        protocol: str,
+        counts: Sequence[int],
+        is_one_at_a_time: bool,
     ) -> None:
         store = stack.enter_context(running_store(folder)) if protocol == "pool" else ""
         self.servers: dict[str, VllmServer] = {}
         self.restarts_s: list[float] = []
+        self._is_one_at_a_time = is_one_at_a_time
         self._restarts: list[threading.Thread] = []
         self._random = Random(0)
         flags = ["--protocol", protocol]
@@ -81,9 +88,11 @@ class Fleet:
         """And start it again, in a thread.
 
         Raises:
-            ProcessLookupError: it is not ready.
+            ProcessLookupError: it is not ready, or should be left until another is.
         """
-        if self.servers[name].address not in self._ready():
+        ready = self._ready()
+        is_left = self._is_one_at_a_time and len(ready) < len(self.servers)
+        if is_left or self.servers[name].address not in ready:
             raise ProcessLookupError(name)
         server = self.servers[name]
         if self._random.random() < 1 / 3:
@@ -156,6 +165,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=200, help="how many (default 200)")
     parser.add_argument("--period", type=float, default=30.0, help="seconds between two kills (default 30)")
     parser.add_argument("--clients", type=int, default=4, help="requests at a time (default 4)")
+    parser.add_argument("--one-at-a-time", action="store_true", help="kill only while all are ready")
     parser.add_argument("--seed", type=int, default=0, help="of the requests and kills (default 0)")
     parser.add_argument("--logs", type=Path, help="a folder for the logs; otherwise they go with the run")
     wanted = parser.parse_args()
@@ -169,7 +179,9 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         asked = requests(wanted.requests, wanted.seed, "smollm2")
         calm = undisturbed(model, folder, asked)
-        fleet = Fleet(stack, folder, model, wanted.protocol, (wanted.prefill, wanted.decode))
+        fleet = Fleet(
+            stack, folder, model, wanted.protocol, (wanted.prefill, wanted.decode), wanted.one_at_a_time
+        )
         outcome = Outcome()
         began = time.monotonic()
         with Killer(fleet.kill, [*fleet.servers], wanted.period, wanted.seed) as killer:
