@@ -94,6 +94,8 @@ class Relay(Placing):
         self._longest_gap_s = 0.0
         self._num_events = 0
         self._prefill: _Prefilled | None = None
+        self._is_computed = False
+        """The conductor knows that the prompt is, or hears it of the engine that was asked for it alone."""
 
     @property
     def timing(self) -> Timing:
@@ -138,9 +140,11 @@ class Relay(Placing):
     async def _attempt(self, decision: Decision) -> AsyncGenerator[bytes, None]:
         self._prefill = None
         if decision.prefill is None or not carries(self._protocol, self._body):
+            self._is_computed = False
             async for piece in self._decode(decision, {}):
                 yield piece
             return
+        self._is_computed = True
         async with contextlib.AsyncExitStack() as stack:
             prefill = await self._engines.side(decision.prefill, self._protocol)
             decode = Side(decision.decode.rpartition(":")[0], self._engines.ports.get(decision.decode))
@@ -195,22 +199,24 @@ class Relay(Placing):
         has_begun = False
         if not self.is_stream:
             content = await self._workers.whole(decision.decode, self._path, body, self._headers)
-            self._computed(has_begun)
+            self._computed()
             yield self._read(decision, content)
             return
         events = self._workers.events(decision.decode, self._path, body, self._headers)
         async with contextlib.aclosing(events):
             async for event in events:
-                self._computed(has_begun)
+                self._computed()
                 if event == DONE and not has_begun:
                     raise WorkerFailed(decision.decode, "its stream ended before it began")
                 is_plain = event == DONE or not any(mark in event for mark in _TO_BE_READ)
                 yield event if is_plain else self._read(decision, event)
                 has_begun = True
 
-    def _computed(self, has_begun: bool) -> None:
-        if self._prefill is None and not has_begun:
+    def _computed(self) -> None:
+        """The engine that decodes has said something."""
+        if not self._is_computed:
             # Nobody was asked for the prompt alone: this engine has computed it.
+            self._is_computed = True
             self._scheduling.post(Prefilled(self._request_id))
 
     def _read(self, decision: Decision, content: bytes) -> bytes:

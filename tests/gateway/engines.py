@@ -60,6 +60,8 @@ class Engine:
     "After so many tokens say so, once, and end the stream as if all was well: 'error', or 'abort'."
     stall: asyncio.Event | None = None
     "Answers nothing before it is set."
+    hold: asyncio.Event | None = None
+    "A prefill has handed its KV over, and answers when it is set."
     gate: asyncio.Event | None = None
     "Held after the first token until it is set."
     has_token_details: bool = True
@@ -180,6 +182,8 @@ class Engine:
         whole: dict[str, Any] = {**self._frame(body), "choices": shown, "usage": found}
         if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
             whole["kv_transfer_params"] = self._handed_over(body)
+            if self.hold is not None:
+                await self.hold.wait()
         return web.json_response(whole)
 
     async def _load(self, ids: list[int], params: dict[str, Any]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from mooncake.conductor.messages import Prefilled
 from tests.gateway.doubles import answer_text
 from tests.gateway.engines import Front, fronting
 
@@ -60,6 +61,27 @@ async def test_a_push_is_told_where_the_other_side_listens() -> None:
         await front.complete(PROMPT)
         told = front.decode[0].calls[0]["kv_transfer_params"]
         assert (told["remote_host"], told["remote_port"]) == ("127.0.0.1", front.prefill[0].port)
+
+
+async def test_a_prompt_s_computing_is_told_by_who_was_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronting(protocol="push") as front:
+        told: list[Any] = []
+        scheduling = front.gateway.scheduling
+        real = scheduling.post
+
+        def post(event: Any) -> None:
+            told.append(event)
+            real(event)
+
+        monkeypatch.setattr(scheduling, "post", post)
+        hold = front.prefill[0].hold = asyncio.Event()
+        async with asyncio.timeout(20):
+            streamed = await front.stream(PROMPT, 5)
+        assert streamed.text() == answer_text(IDS, 5)
+        assert not [event for event in told if isinstance(event, Prefilled)], "decode did not compute it"
+        hold.set()
+        await front.complete(PROMPT, 5, n=2)  # no transfer carries it
+        assert len([event for event in told if isinstance(event, Prefilled)]) == 1
 
 
 async def test_ranks_of_a_prefill_take_turns(caplog: pytest.LogCaptureFixture) -> None:
