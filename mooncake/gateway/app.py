@@ -1,16 +1,15 @@
 """The gateway process and its OpenAI endpoints.
 
-Owns the way from an HTTP request to an ``Answer``, and the headers that go with it. What happens to a
-prompt then is ``route.py``; who serves it is the conductor's choice, which runs inside this process or,
-with ``--conductor``, in one of its own. No torch is needed here: the gateway must start quickly and fit
-on a small machine.
+Owns the endpoints, and what is counted and said when one fails. A request goes to our workers
+(``routing.py``) or to other engines (``relaying.py``); who serves it is the conductor's choice, which runs
+inside this process or, with ``--conductor``, in one of its own. No torch is needed here: the gateway must
+start quickly and fit on a small machine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,18 +20,14 @@ from prometheus_client import Counter
 from starlette.exceptions import HTTPException
 
 import mooncake
-from mooncake import clock, metrics
-from mooncake.conductor.messages import Place
+from mooncake import metrics
 from mooncake.errors import ModelError
 from mooncake.gateway import admin, explaining
-from mooncake.gateway.accounting import Slo
-from mooncake.gateway.answer import Answer, AnyRequest
+from mooncake.gateway.answer import AnyRequest
 from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer
-from mooncake.gateway.naming import Names
-from mooncake.gateway.reading import read_body, request_id_of, slo_of, tokenize
+from mooncake.gateway.reading import read_body, request_id_of
 from mooncake.gateway.relaying import relay
-from mooncake.gateway.route import Walk
-from mooncake.gateway.stream import EventStream, unless_left
+from mooncake.gateway.routing import route
 from mooncake.inference.openai import (
     ApiError,
     ChatCompletionRequest,
@@ -44,7 +39,6 @@ from mooncake.inference.openai import (
     to_json,
 )
 from mooncake.log import get_logger
-from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
@@ -193,9 +187,10 @@ async def _either(
 ) -> Response:
     """One answer, by our workers or by other engines."""
     content = await read_body(http)
-    if not await gateway.fronts_engines():
-        return await _serve(gateway, http, parse(content))
-    response = await relay(gateway, http, _endpoint(http), content)
+    if await gateway.fronts_engines():
+        response = await relay(gateway, http, _endpoint(http), content)
+    else:
+        response = await route(gateway, http, parse(content))
     _requests.labels(_endpoint(http), 200).inc()
     return response
 
@@ -209,40 +204,6 @@ async def _cards(gateway: Gateway) -> list[ModelCard]:
     return [*found, *([own] if own.id not in [card.id for card in found] else [])]
 
 
-async def _serve(gateway: Gateway, http: Request, asked: AnyRequest) -> Response:
-    """One answer, whole or streamed."""
-    settings = gateway.settings
-    if asked.model is not None and asked.model != settings.model_name:
-        raise model_not_found(asked.model, settings.model_name)
-    slo = slo_of(http)
-    num_prompts = len(asked.prompts) if isinstance(asked, CompletionRequest) else 1
-    num_answers = num_prompts * asked.n
-    began = clock.monotonic()
-    gateway.gate.enter(num_answers)
-
-    def leave() -> None:
-        gateway.gate.leave(num_answers, clock.monotonic() - began)
-
-    try:
-        max_model_len = await gateway.context_length()
-        assert gateway.tokenizer is not None, "else engines are served as they are"
-        prompts = await tokenize(gateway.tokenizer, asked, max_model_len)
-        answer = _answer(gateway, http, asked, prompts, max_model_len, slo)
-        if not asked.stream:
-            body = to_json(await unless_left(http, answer.whole()))
-            leave()
-            _requests.labels(_endpoint(http), 200).inc()
-            return Response(body, 200, {**_ids(http), **answer.headers()}, media_type="application/json")
-        # The first event is awaited here, so that a refusal still has a status of its own.
-        events = answer.stream()
-        first = await unless_left(http, anext(events))
-    except BaseException:
-        leave()
-        raise
-    _requests.labels(_endpoint(http), 200).inc()
-    return EventStream(first, events, {**_ids(http), **answer.headers()}, leave)
-
-
 def _ids(http: Request) -> dict[str, str]:
     """The names of a request, under which its explanation can be asked for."""
     answer_id = getattr(http.state, "answer_id", None)
@@ -252,63 +213,3 @@ def _ids(http: Request) -> dict[str, str]:
 def _endpoint(http: Request) -> str:
     """The path as it was declared: a label with few values."""
     return str(getattr(http.scope.get("route"), "path", "unknown"))
-
-
-def _answer(
-    gateway: Gateway,
-    http: Request,
-    asked: AnyRequest,
-    prompts: list[list[int]],
-    max_model_len: int,
-    slo: Slo,
-) -> Answer:
-    settings = gateway.settings
-    prefix = "chatcmpl" if isinstance(asked, ChatCompletionRequest) else "cmpl"
-    answer_id = f"{prefix}-{uuid.uuid4().hex}"
-    passed_on = {"X-Request-ID": request_id_of(http)}
-    for name in ("traceparent", "tracestate"):
-        if name in http.headers:
-            passed_on[name] = http.headers[name]
-    salt = asked.cache_salt or ""
-
-    def place_of(number: int, prompt: list[int]) -> Place:
-        hashes = block_hashes(prompt, settings.block_tokens, root_hash(salt))
-        bare = block_hashes(prompt, settings.block_tokens, root_hash()) if salt else []
-        return Place(
-            answer_id if len(prompts) == 1 else f"{answer_id}/p{number}",
-            len(prompt),
-            [short_key(block_hash) for block_hash in hashes],
-            http.headers.get("x-session-affinity", "")[:256],
-            lifetime_s=settings.request_timeout_s + 60.0,
-            slo_ttft_s=(slo.ttft_ms or 0.0) / 1000.0,
-            slo_tbt_s=(slo.tbt_ms or 0.0) / 1000.0,
-            priority=asked.priority or 0,
-            max_output_tokens=asked.output_limit or 0,
-            bare_keys=[short_key(block_hash) for block_hash in bare],
-        )
-
-    places = [place_of(number, prompt) for number, prompt in enumerate(prompts)]
-    request_id = request_id_of(http)
-    is_secret = request_id != http.headers.get("x-request-id")
-    gateway.named.note(Names(answer_id, request_id, is_secret, [place.request_id for place in places]))
-    http.state.answer_id = answer_id
-    walks = [
-        Walk(
-            gateway.scheduling,
-            gateway.workers,
-            place=place,
-            prompt=prompt,
-            headers=passed_on,
-            block_tokens=settings.block_tokens,
-        )
-        for place, prompt in zip(places, prompts, strict=True)
-    ]
-    return Answer(
-        asked,
-        walks,
-        answer_id=answer_id,
-        model=settings.model_name,
-        max_model_len=max_model_len,
-        deadline=clock.monotonic() + settings.request_timeout_s,
-        slo=slo,
-    )
