@@ -112,7 +112,8 @@ def _walk_many(held: npt.NDArray[np.uint64], ends: Counts) -> tuple[Counts, Coun
     bits = np.unpackbits(octets[places], bitorder="little").view(np.bool_).nonzero()[0]
     places = places[bits >> 3]
     words = words[places >> 3]
-    run, word = np.divmod(words, num_levels * num_words)
+    width = num_levels * num_words  # a power of two
+    run, word = words >> (width.bit_length() - 1), words & (width - 1)
     counts.reshape(-1)[(word << 6) + ((places & 7) << 3) + (bits & 7)] = ends[run]
     leading_memory, leading = counts
     return leading_memory, leading
