@@ -46,7 +46,7 @@ def test_engines_of_one_rank_and_of_three_read_each_other(model: Path, tmp_path:
                 engine.wait_until_ready()
             num_keys = 0
             for writer, reader in (engines, engines[::-1]):
-                prompt = a_prompt("Zanzibar" if num_keys else "Timbuktu", 20)
+                prompt = a_prompt("Zanzibar" if num_keys else "Timbuktu")
                 computed = complete(writer, prompt)
                 num_blocks = computed.num_prompt // BLOCK_TOKENS
                 assert computed.num_cached == 0 and num_blocks > 1
