@@ -46,6 +46,8 @@ ANSWER_TOKENS = 4
 EXISTING = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 STORED_WITHIN_S = 1.0
 """How long a prompt's blocks are given to reach the store; none of the packages needs a tenth of it here."""
+STARTED_WITHIN_S, ANSWERED_WITHIN_S = 240.0, 120.0
+"""Who takes longer has failed, and its rows with it; the others are measured."""
 WANTED = 8
 """How many times sooner than by computing B should answer."""
 
@@ -148,9 +150,9 @@ Asked = list[tuple[Streamed, Streamed]]
 
 def through_store(first: VllmServer, last: VllmServer, random: Random) -> Asked:
     prompt = a_prompt(random)
-    computed = first.stream(prompt, ANSWER_TOKENS, ignore_eos=True)
+    computed = first.stream(prompt, ANSWER_TOKENS, ANSWERED_WITHIN_S, ignore_eos=True)
     time.sleep(STORED_WITHIN_S)
-    return [(computed, last.stream(prompt, ANSWER_TOKENS, ignore_eos=True))]
+    return [(computed, last.stream(prompt, ANSWER_TOKENS, ANSWERED_WITHIN_S, ignore_eos=True))]
 
 
 def handed_over(first: VllmServer, last: VllmServer, random: Random) -> Asked:
@@ -158,7 +160,9 @@ def handed_over(first: VllmServer, last: VllmServer, random: Random) -> Asked:
 
     def ask(server: VllmServer, role: str, prompt: list[int], name: str, num_tokens: int) -> Streamed:
         params = {role: True, "transfer_id": name}
-        return server.stream(prompt, num_tokens, ignore_eos=True, kv_transfer_params=params)
+        return server.stream(
+            prompt, num_tokens, ANSWERED_WITHIN_S, ignore_eos=True, kv_transfer_params=params
+        )
 
     prompt, name = a_prompt(random), f"{random.getrandbits(64):x}"
     computed = ask(first, "do_remote_decode", prompt, name, ANSWER_TOKENS)
@@ -209,7 +213,7 @@ def measure(case: Case, setting: Setting, model: Path, folder: Path, rounds: int
             stack.callback(server.close)
             servers.append(server)
         for server in servers:
-            server.wait_until_ready()
+            server.wait_until_ready(STARTED_WITHIN_S)
         first, last = servers[0], servers[-1]
         random = Random(6)
         for _ in range(2):  # the first forward passes and the first load are slower
