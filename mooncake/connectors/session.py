@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import json
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,6 +80,13 @@ class PoolSettings:
             config.tenant_id,
             config.global_segment_size if lends else 0,
         )
+
+
+def warn_of_unknown(extra: Mapping[str, object], known: Collection[str]) -> None:
+    """Words of an engine's extra configuration that mean nothing here are another's, or a mistake."""
+    unknown = sorted(extra.keys() - known)
+    if unknown:
+        log.warning("extra_config_ignored", words=",".join(unknown))
 
 
 def paths_of(protocol: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mooncake.connectors.pages import Page, Pages, leading, patience
-from mooncake.connectors.session import PoolSettings
+from mooncake.connectors.session import PoolSettings, warn_of_unknown
 from mooncake.connectors.sglang_facts import facts_of, server_arguments
 from mooncake.connectors.sglang_pools import KV, HostPool, buffers_of, usable_prefixes
 from mooncake.log import get_logger, setup_guest_logging
@@ -51,9 +51,7 @@ class MooncakeHiCache(Base):  # type: ignore[misc]
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         setup_guest_logging("sglang")
         extra = dict(storage_config.extra_config or {})
-        unknown = sorted(extra.keys() - KNOWN)
-        if unknown:
-            log.warning("extra_config_ignored", words=",".join(unknown))
+        warn_of_unknown(extra, KNOWN)
         if "master_server_address" in extra:  # as SGLang's own backend calls it
             extra.setdefault("mooncake_store_addr", extra["master_server_address"])
         self._config = storage_config

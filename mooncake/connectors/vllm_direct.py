@@ -26,11 +26,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from mooncake.connectors.direct import Offer, Receiver, Sender, Told, Wanted
-from mooncake.connectors.plugin import take_name
 from mooncake.connectors.session import TransferThread, paths_of
 from mooncake.connectors.vllm_facts import Adapters
 from mooncake.connectors.vllm_memory import begin, registered
-from mooncake.connectors.vllm_stats import ConnectorStats, DirectMetrics
+from mooncake.connectors.vllm_stats import ConnectorStats, Counted, DirectMetrics
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
@@ -77,8 +76,10 @@ class Ended(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
 
-class MooncakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class MooncakeConnector(Counted, KVConnectorBase_V1):  # type: ignore[misc]
     """A prompt's KV from the engine that prefills into that which decodes."""
+
+    METRICS = DirectMetrics
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -171,17 +172,6 @@ class MooncakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         return None if self._worker is None else self._worker.take_stats()
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        return ConnectorStats() if data is None else ConnectorStats(data=data)
-
-    @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-    ) -> DirectMetrics:
-        take_name(cls.__name__)  # as in vllm_store.py
-        return DirectMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 @dataclasses.dataclass

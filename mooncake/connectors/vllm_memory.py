@@ -16,13 +16,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from mooncake.connectors.memory import SlabMemory
 from mooncake.connectors.moving import Shards
+from mooncake.connectors.session import warn_of_unknown
 from mooncake.connectors.tensors import memory_of, order_of
 from mooncake.connectors.vllm_facts import Rank, facts_of, model_weights, num_shards
 from mooncake.errors import InvalidArgument
 from mooncake.kvlayout import ForeignIdentity
-from mooncake.log import get_logger, setup_guest_logging
-
-log = get_logger(__name__)
+from mooncake.log import setup_guest_logging
 
 CPU_ATTN = "CPU_ATTN"
 HEADS_DIM = 1
@@ -37,9 +36,7 @@ def begin(config: Any, kv_cache_config: Any, known: Collection[str]) -> None:
     """
     setup_guest_logging("vllm")
     transfer = config.kv_transfer_config
-    unknown = sorted(transfer.kv_connector_extra_config.keys() - known)
-    if unknown:
-        log.warning("extra_config_ignored", words=",".join(unknown))
+    warn_of_unknown(transfer.kv_connector_extra_config, known)
     _check_cache(config, kv_cache_config)
     # A cache that fails is no reason to fail a request. vLLM reads this once we are made.
     transfer.kv_load_failure_policy = "recompute"

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from mooncake.connectors.plugin import take_name
+
 BUCKETS_S = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
 
 
@@ -89,6 +91,25 @@ class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             elif name in self._times:
                 for seconds in value:
                     self._times[name].labels(*labels).observe(seconds)
+
+
+class Counted:
+    """What a connector of ours answers when vLLM carries and shows its counts; before vLLM's base class."""
+
+    METRICS: ClassVar[type[ConnectorMetrics]]
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats() if data is None else ConnectorStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> ConnectorMetrics:
+        # Called in vLLM's front end, before the first stats arrive there. MultiConnector makes them anew by
+        # the connector's name alone; where we were found by our path, that name is still another's.
+        take_name(cls.__name__)
+        return cls.METRICS(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 class StoreMetrics(ConnectorMetrics):

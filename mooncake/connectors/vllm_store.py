@@ -29,12 +29,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from mooncake.connectors.moving import Finder, Finding, Moved, Mover
 from mooncake.connectors.planning import BlockName, LoadPlan, Planner, SavePlan
-from mooncake.connectors.plugin import take_name
 from mooncake.connectors.session import PoolSettings, Session
 from mooncake.connectors.vllm_events import StoredEvents
 from mooncake.connectors.vllm_facts import Adapters
 from mooncake.connectors.vllm_memory import begin, registered
-from mooncake.connectors.vllm_stats import ConnectorStats, StoreMetrics
+from mooncake.connectors.vllm_stats import ConnectorStats, Counted, StoreMetrics
 from mooncake.log import get_logger
 
 log = get_logger(__name__)
@@ -94,8 +93,10 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
 
-class MooncakeStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class MooncakeStoreConnector(Counted, KVConnectorBase_V1):  # type: ignore[misc]
     """The pool as vLLM's second-level prefix cache."""
+
+    METRICS = StoreMetrics
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -225,19 +226,6 @@ class MooncakeStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert side is not None
         stats, side.stats = side.stats, ConnectorStats()
         return None if stats.is_empty() else stats
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        return ConnectorStats() if data is None else ConnectorStats(data=data)
-
-    @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-    ) -> StoreMetrics:
-        # Called in vLLM's front end, before the first stats arrive there. MultiConnector makes them anew by
-        # the connector's name alone; where we were found by our path, that name is still another's.
-        take_name(cls.__name__)
-        return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 class _Known:

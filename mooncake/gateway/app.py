@@ -25,7 +25,7 @@ from mooncake.errors import ModelError
 from mooncake.gateway import admin, explaining
 from mooncake.gateway.answer import AnyRequest
 from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer
-from mooncake.gateway.reading import read_body, request_id_of
+from mooncake.gateway.reading import names_of, read_body, request_id_of
 from mooncake.gateway.relaying import relay
 from mooncake.gateway.routing import route
 from mooncake.inference.openai import (
@@ -116,7 +116,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     @app.exception_handler(ApiError)
     async def _refused(http: Request, error: ApiError) -> Response:
         _requests.labels(_endpoint(http), error.status).inc()
-        headers = {**error.headers(), **_ids(http)}
+        headers = {**error.headers(), **names_of(http)}
         return Response(error.body(), error.status, headers, media_type="application/json")
 
     @app.exception_handler(HTTPException)
@@ -202,12 +202,6 @@ async def _cards(gateway: Gateway) -> list[ModelCard]:
         return [own]
     found = await gateway.engines.models(gateway.scheduling)
     return [*found, *([own] if own.id not in [card.id for card in found] else [])]
-
-
-def _ids(http: Request) -> dict[str, str]:
-    """The names of a request, under which its explanation can be asked for."""
-    answer_id = getattr(http.state, "answer_id", None)
-    return {"X-Request-ID": request_id_of(http)} | ({"X-Mooncake-ID": answer_id} if answer_id else {})
 
 
 def _endpoint(http: Request) -> str:

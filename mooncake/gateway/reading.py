@@ -91,6 +91,12 @@ def request_id_of(http: Request) -> str:
     return found
 
 
+def names_of(http: Request) -> dict[str, str]:
+    """The names of a request as headers, under which its explanation can be asked for."""
+    answer_id = getattr(http.state, "answer_id", None)
+    return {"X-Request-ID": request_id_of(http)} | ({"X-Mooncake-ID": answer_id} if answer_id else {})
+
+
 async def read_body(http: Request) -> bytes:
     """The body. Raises ApiError, 413 for one that is too large."""
     body = bytearray()

@@ -21,7 +21,7 @@ from mooncake.conductor.messages import Place
 from mooncake.gateway.accounting import account
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.naming import Names
-from mooncake.gateway.reading import request_id_of, slo_of
+from mooncake.gateway.reading import names_of, request_id_of, slo_of
 from mooncake.gateway.relay import Relay
 from mooncake.gateway.stream import EventStream, unless_left
 from mooncake.inference.openai import ApiError, model_not_found
@@ -48,11 +48,7 @@ async def relay(gateway: Gateway, http: Request, path: str, content: bytes) -> R
         answer = await _relay_of(gateway, http, path, asked, adapter)
         pieces = _accounted(answer, http, slo)
         first = await unless_left(http, anext(pieces))
-        headers = {
-            "X-Request-ID": request_id_of(http),
-            "X-Mooncake-ID": http.state.answer_id,
-            **answer.route.headers(),
-        }
+        headers = {**names_of(http), **answer.route.headers()}
         if not asked.get("stream"):
             async with contextlib.aclosing(pieces):
                 async for _ in pieces:

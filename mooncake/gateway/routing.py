@@ -16,7 +16,7 @@ from mooncake.gateway.accounting import Slo
 from mooncake.gateway.answer import Answer, AnyRequest
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.naming import Names
-from mooncake.gateway.reading import request_id_of, slo_of, tokenize
+from mooncake.gateway.reading import names_of, request_id_of, slo_of, tokenize
 from mooncake.gateway.route import Walk
 from mooncake.gateway.stream import EventStream, unless_left
 from mooncake.inference.openai import ChatCompletionRequest, CompletionRequest, model_not_found, to_json
@@ -45,20 +45,14 @@ async def route(gateway: Gateway, http: Request, asked: AnyRequest) -> Response:
         if not asked.stream:
             body = to_json(await unless_left(http, answer.whole()))
             leave()
-            return Response(body, 200, _headers(http, answer), media_type="application/json")
+            return Response(body, 200, {**names_of(http), **answer.headers()}, media_type="application/json")
         # The first event is awaited here, so that a refusal still has a status of its own.
         events = answer.stream()
         first = await unless_left(http, anext(events))
     except BaseException:
         leave()
         raise
-    return EventStream(first, events, _headers(http, answer), leave)
-
-
-def _headers(http: Request, answer: Answer) -> dict[str, str]:
-    """Who worked, and the names under which an explanation can be asked for."""
-    ids = {"X-Request-ID": request_id_of(http), "X-Mooncake-ID": http.state.answer_id}
-    return {**ids, **answer.headers()}
+    return EventStream(first, events, {**names_of(http), **answer.headers()}, leave)
 
 
 def _answer(

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.kill.machine import machine
+from mooncake.cli.bench.report import describe_machine
 from tests.kill.run import SCENARIOS, Outcome, play
 
 BUCKETS_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
@@ -24,7 +24,7 @@ def main() -> int:
     for name in asked.scenarios:
         if name not in SCENARIOS:
             parser.error(f"no scenario {name!r}; there are {', '.join(SCENARIOS)}")
-    print(f"machine: {machine()}")
+    print(f"machine: {describe_machine()}")
     print(f"command: {shlex.join(['scripts/kill', *sys.argv[1:]])}")
     num_violations = 0
     for name in asked.scenarios or SCENARIOS:

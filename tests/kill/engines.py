@@ -34,7 +34,7 @@ from bench.vllm_server import (
     running_store,
     store_connector,
 )
-from tests.kill.machine import machine
+from mooncake.cli.bench.report import describe_machine
 from tests.kill.mixed import Request, Seen, requests
 from tests.kill.serving import Killer, Outcome, answers, show
 
@@ -169,7 +169,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the requests and kills (default 0)")
     parser.add_argument("--logs", type=Path, help="a folder for the logs; otherwise they go with the run")
     wanted = parser.parse_args()
-    print(f"machine: {machine()}; load average at the start {os.getloadavg()[0]:.1f}")
+    print(f"machine: {describe_machine()}; load average at the start {os.getloadavg()[0]:.1f}")
     print(f"command: {shlex.join(['scripts/kill-vllm', *sys.argv[1:]])}", flush=True)
     model = Path(os.environ["MOONCAKE_VLLM_ENV"]) / "model"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and no server is left behind

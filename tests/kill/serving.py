@@ -19,7 +19,7 @@ from collections.abc import Callable
 from random import Random
 
 from bench.cluster import Cluster, running_cluster, wait_for
-from tests.kill.machine import machine
+from mooncake.cli.bench.report import describe_machine
 from tests.kill.mixed import Request, Seen, ask, requests, verdict
 
 SHOWN = 20
@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=4, help="requests at a time (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="of the requests and kills (default 0)")
     asked = parser.parse_args()
-    print(f"machine: {machine()}")
+    print(f"machine: {describe_machine()}")
     print(f"command: {shlex.join(['scripts/kill-requests', *sys.argv[1:]])}")
     with running_cluster("--prefill", "2", "--decode", "2") as cluster:
         cluster.wait_until_routable()
