@@ -63,6 +63,9 @@ class Counts:
     removed_objects: int = 0
     corrupt_objects: int = 0
     corrupt_replicas: int = 0
+    corrupt_reports: int = 0
+    refuted_reports: int = 0
+    unverified_reports: int = 0
     lost_objects: int = 0
     done_tasks: int = 0
     failed_tasks: int = 0

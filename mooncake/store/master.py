@@ -47,6 +47,7 @@ from mooncake.store.space import Space
 from mooncake.store.tally import Tally
 from mooncake.store.tasks import Tasks
 from mooncake.store.tiers import Tiers
+from mooncake.store.verification import Verification
 from mooncake.store.writing import Writing
 from mooncake.store.written import Written
 
@@ -72,13 +73,16 @@ class Master:
         self.tiers = Tiers(self.catalog, self.tasks)
         self.replication = Replication(self.catalog, self.tasks)
         self.hot = Hot(self.catalog, self.tasks)
+        self.verification = Verification(self.catalog, self.tasks)
         self.catalog.watchers += [self.tasks, self.tiers]
         # Tasks last: what the others plan in a step leaves in the same one.
-        self.catalog.clocks += [self._advances, self.tiers, self.replication, self.hot, self.tasks]
+        self.catalog.clocks += [self._advances, self.tiers, self.replication, self.hot, self.verification]
+        self.catalog.clocks.append(self.tasks)
         self.catalog.on_complete.append(self.tiers.completed)
         self.catalog.on_left.append(self.tasks.extent_left)
         removing, mounting = Removing(self.catalog), Mounting(self.catalog, self.tasks)
-        asking, pinning, quotas = Asking(self.catalog), Pinning(self.catalog), QuotaKeeping(self.catalog)
+        asking = Asking(self.catalog, self.verification.reporters)
+        pinning, quotas = Pinning(self.catalog), QuotaKeeping(self.catalog)
         self._applying = Applying(self.catalog)
         self._soonest = -math.inf
         """What ``deadline`` said after the last event; before the first, and once records came in, nobody
@@ -94,7 +98,7 @@ class Master:
             m.Remove: removing.remove,
             m.RemoveMatching: removing.remove_matching,
             m.DropReplicas: removing.drop_replicas,
-            m.Corrupt: removing.corrupt,
+            m.Corrupt: self.verification.corrupt,
             m.Pin: pinning.pin,
             m.Describe: mounting.describe,
             m.Mount: mounting.mount,
@@ -147,7 +151,7 @@ class Master:
 
     def check(self) -> None:
         self.catalog.check()
-        for part in (self.tasks, self.tiers, self.replication, self.hot, self._advances):
+        for part in (self.tasks, self.tiers, self.replication, self.hot, self.verification, self._advances):
             part.check()
 
     def story(self, key: str) -> list[str]:

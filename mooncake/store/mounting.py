@@ -102,7 +102,7 @@ class Mounting:
 
     def _left(self, stored: StoredObject, extent: Extent, now: float) -> None:
         if not stored.is_readable:
-            # A lost object may come back itself, a removed one not. A copy that was never complete says neither.
+            # A lost object may come back itself, a removed one not. An incomplete copy says neither.
             is_removed = extent.is_complete and extent.segment.is_mounted
             self._catalog.forget_before(stored.key, stored.object_id + is_removed)
 

@@ -78,7 +78,7 @@ def known(master: Master) -> dict[str, Any]:
 
 
 class Wanderer(Player):
-    """Does also what leaves more behind: tenants are emptied, what is absent is removed, nodes go for good."""
+    """Does also what leaves more behind: tenants are emptied, absent keys removed, nodes go for good."""
 
     def step(self) -> None:
         random = self.random
