@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
+from mooncake import clock
 from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.metrics import page
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
-from mooncake.store.records import ObjectReadable, SegmentMounted
+from mooncake.store.records import ObjectReadable
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 
@@ -82,19 +82,19 @@ async def test_a_closed_server_leaves_no_metrics(server: MasterServer, client: A
     assert page().decode().count("\nmooncake_store_objects ") == 1
 
 
-async def test_others_are_answered_while_a_master_walks() -> None:
+async def test_others_are_answered_while_a_master_walks(server: MasterServer) -> None:
     """Over the wire, with an expression that takes for ever where the engine backtracks."""
-    server = MasterServer(MasterSettings(port=0))
     async with contextlib.AsyncExitStack() as stack:
-        port = await server.start()
-        stack.push_async_callback(server.close)
-        server.master._applying._segment_mounted(_mounted(), 0.0)
-        for number in range(2000):
-            record = ObjectReadable(f"{'a' * 60}!{number}", number + 1, 64, 64, b"crc!", [("a", 64 * number)])
-            server.master._applying._object_readable(record, 0.0)
-        clients = [AsyncClient(f"127.0.0.1:{port}", m.REPLIES) for _ in range(2)]
+        clients = [AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES) for _ in range(2)]
         for client in clients:
             stack.push_async_callback(client.close)
+        await clients[1].call(m.Mount("a", 1, "h", 1 << 30, 1 << 20, b"", 0.0), 60.0)
+        keys = [f"{'a' * 60}!{number}" for number in range(2000)]
+        records = [
+            ObjectReadable(key, number + 1, 64, 64, b"crc!", [("a", 64 * number)])
+            for number, key in enumerate(keys)
+        ]
+        server.master.apply(records, clock.monotonic())
         walk = asyncio.create_task(clients[0].call(m.RemoveMatching("^(a+)+$", False), 60.0))
         num_answers = 0
         while not walk.done():
@@ -102,7 +102,4 @@ async def test_others_are_answered_while_a_master_walks() -> None:
             num_answers += 1
         assert await walk == m.Removed(0, 0)
         assert num_answers > 1
-
-
-def _mounted() -> Any:
-    return SegmentMounted("a", 1, "h", 1 << 30, 1 << 20, b"")
+        assert await clients[0].call(m.RemoveMatching("^a{60}![0-9]+$", True), 60.0) == m.Removed(2000, 0)
