@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from mooncake.rpc.wire import Failure
