@@ -278,3 +278,42 @@ def test_a_node_is_drained_under_reads_and_unmounted() -> None:
             processes.kill("one")
             for number, key in enumerate(keys):
                 assert store.get(key) == content(number, MIB), key
+
+
+def test_a_drain_keeps_replicas_on_different_hosts(nodes: Nodes) -> None:
+    """However much more room there is where the other replica is."""
+    a, b = Place(nodes, "a", host="h1"), Place(nodes, "b", host="h2")
+    nodes.put("k", host="h1", policy=m.PutPolicy(num_replicas=2))
+    assert sorted(where(nodes, "k")) == ["a", "b"]
+    large, small = Place(nodes, "c", 1 << 20, host="h2"), Place(nodes, "d", host="h3")
+    nodes.wait(0.6)
+    ask(nodes, m.Drain(["a"], []))
+    live(nodes, 1.0, a, b, large, small)
+    assert sorted(where(nodes, "k")) == ["b", "d"]
+
+
+def test_cancelling_a_drain_that_failed_reopens_nothing_that_another_drains(nodes: Nodes) -> None:
+    a = Place(nodes, "a")
+    nodes.put("k", host="a")
+    failed = ask(nodes, m.Drain(["a"], []))
+    live(nodes, 3.0, a)
+    assert ask(nodes, m.AskJob(failed.job_id)).state == "failed", "there is no other segment"
+    b = Place(nodes, "b", 64)
+    again = ask(nodes, m.Drain(["a"], []))
+    assert again.state in ("waiting", "running")
+    ask(nodes, m.AskJob(failed.job_id, cancel=True))
+    assert nodes.master.segments.mounted["a"].is_draining
+    ask(nodes, m.AskJob(again.job_id, cancel=True))
+    assert not nodes.master.segments.mounted["a"].is_draining and b
+
+
+def test_a_move_to_where_everything_leaves_takes_no_replica_away(nodes: Nodes) -> None:
+    """The target began to be drained while the copy was under way."""
+    Place(nodes, "a")
+    b = Place(nodes, "b")
+    nodes.put("k", host="a")
+    ask(nodes, m.CopyObject("k", ["b"], source="a"))
+    (task,) = b.poll()
+    ask(nodes, m.Drain(["b"], []))
+    nodes.post(m.Poll("b", 7, [m.TaskDone(task.task_id, None)], b.seen, 16), b.connection, "b")
+    assert "a" in where(nodes, "k")
