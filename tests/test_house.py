@@ -84,6 +84,7 @@ CORES = {
     "store.records",
     "store.removing",
     "store.replication",
+    "store.role",
     "store.segments",
     "store.settings",
     "store.space",

@@ -64,6 +64,32 @@ class Leads(msgspec.Struct, frozen=True, array_like=True, tag="leads"):
     """The one that was asked leads."""
 
 
+class Following:
+    """A standby's side of one connection to the leader of a term: what it asks next."""
+
+    def __init__(self, me: Standby, term: int) -> None:
+        self._me = me
+        self._term = term
+        self._session = self._have = 0
+        self.is_in_sync = False
+        """The leader has said so."""
+
+    def question(self) -> Follow:
+        return Follow(self._me.id, self._me.address, self._term, self._session, self._have)
+
+    def begins_anew(self, answer: Followed) -> bool:
+        """Whether a copy of everything begins with this answer. Ask before it is entered."""
+        return answer.session != self._session
+
+    def entered(self, answer: Followed) -> None:
+        """It was entered and written down: the next question says so."""
+        self._session, self._have = answer.session, answer.number
+        self.is_in_sync |= answer.is_complete
+
+    def __repr__(self) -> str:
+        return f"<Following in term {self._term}: has {self._have} of session {self._session}>"
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class _Follower:
     who: Standby

@@ -36,7 +36,7 @@ from mooncake.store.election import (
     Swap,
     Swapped,
 )
-from mooncake.store.follow import IDLE_S, Follow, Followed
+from mooncake.store.follow import IDLE_S, Followed, Following
 
 if TYPE_CHECKING:
     from mooncake.store.ballot import Ballot  # which brings transfer, and takes long to load
@@ -181,14 +181,11 @@ class Succession:
             await asyncio.sleep(AGAIN_S)
 
     async def _take_all(self, link: AsyncClient, record: Mandate) -> None:
-        me = self.election.me
-        session = have = 0
+        following = Following(self.election.me, record.term)
         while True:
-            question = Follow(me.id, me.address, record.term, session, have)
-            answer: Followed = await link.call(question, ANSWER_S)
-            if answer.session != session:
-                session = answer.session
+            answer: Followed = await link.call(following.question(), ANSWER_S)
+            if following.begins_anew(answer):
                 self._office.begin_to_follow()
             self._office.take(answer)
-            have = answer.number
-            self.is_in_sync = self.is_in_sync or answer.is_complete
+            following.entered(answer)
+            self.is_in_sync = self.is_in_sync or following.is_in_sync
