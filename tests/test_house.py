@@ -85,6 +85,7 @@ CORES = {
     "store.removing",
     "store.replication",
     "store.role",
+    "store.search",
     "store.segments",
     "store.settings",
     "store.space",

@@ -28,6 +28,10 @@ MAX_CHECKSUM_BYTES = 8 << 20
 """In one answer, if it has more than one record: the only part of a record that may be large."""
 IDLE_S = 0.5
 """A follower is answered after so much time, that both may know of each other."""
+ANSWER_S = 4 * IDLE_S
+"""How long a leader may take to answer a Follow, which it does every ``IDLE_S``."""
+AGAIN_S = 0.1
+"""A standby that has lost its leader waits so long before it tries again."""
 
 
 class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):

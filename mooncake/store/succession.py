@@ -36,16 +36,12 @@ from mooncake.store.election import (
     Swap,
     Swapped,
 )
-from mooncake.store.follow import IDLE_S, Followed, Following
+from mooncake.store.follow import AGAIN_S, ANSWER_S, Followed, Following
 
 if TYPE_CHECKING:
     from mooncake.store.ballot import Ballot  # which brings transfer, and takes long to load
 
 log = get_logger(__name__)
-
-ANSWER_S = 4 * IDLE_S
-"""How long a leader may take to answer a Follow, which it does every ``IDLE_S``."""
-AGAIN_S = 0.1
 
 
 class Office(Protocol):
