@@ -28,7 +28,8 @@ from mooncake.store import messages as m
 from mooncake.store.advances import Advances
 from mooncake.store.applying import Applying
 from mooncake.store.asking import Asking
-from mooncake.store.catalog import Catalog, Counts, record_of, record_of_segment
+from mooncake.store.catalog import Catalog, Counts
+from mooncake.store.copying import Copy
 from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
 from mooncake.store.eviction import Eviction
 from mooncake.store.hot import Hot
@@ -37,7 +38,7 @@ from mooncake.store.objects import Objects
 from mooncake.store.pinning import Pinning
 from mooncake.store.quotas import QuotaKeeping
 from mooncake.store.reading import Reading
-from mooncake.store.records import AllRemoved, LineBegan, Record
+from mooncake.store.records import Record
 from mooncake.store.removing import Removing
 from mooncake.store.replication import Replication
 from mooncake.store.segments import Segments
@@ -213,20 +214,10 @@ class Master:
         self.settle(now)
 
     def snapshot(self) -> list[Record]:
-        """The shortest records from which ``restore`` makes this state."""
-        segments = self.catalog.segments
-        records: list[Record] = [LineBegan(segments.line)]
-        records += [record_of_segment(one) for one in segments.mounted.values()]
-        records += self.catalog.tenants.records()
-        records += [AllRemoved(tenant, before) for tenant, before in self.catalog.cleared.items()]
-        for stored in self.catalog.objects.readable.values():
-            before = stored.before
-            if before is None:
-                records.append(record_of(stored))
-            elif before.extents and before.kept is not None:
-                places = [(extent.segment.name, extent.offset) for extent in before.extents]
-                records.append(msgspec.structs.replace(before.kept, places=places))
-        records += self.catalog.held()
+        """The shortest records from which ``restore`` makes this state: a whole ``Copy`` at once."""
+        copy, records = Copy(self.catalog), list[Record]()
+        while not copy.is_over:
+            records += copy.piece()
         return records
 
     def __repr__(self) -> str:

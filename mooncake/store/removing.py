@@ -30,8 +30,7 @@ class Removing:
         for key in scoped_all(message.tenant, message.keys):
             stored = readable.get(key)
             if stored is None:
-                # It may be away with its node, and is to stay removed when that comes back.
-                self._catalog.forget_before(key, self._catalog.objects.last_id + 1)
+                self._catalog.remove_absent(key)
             outcomes.append(self._remove(stored, message.force, now))
         return m.Outcomes(outcomes)
 
@@ -61,7 +60,8 @@ class Removing:
             return _leased(stored.lease_until - now)
         self._catalog.counts.removed_objects += 1
         if stored.before is not None:
-            self._catalog.records.append(ObjectGone(stored.key, stored.before.object_id))
+            gone = ObjectGone(stored.key, stored.before.object_id, stored.object_id + 1)
+            self._catalog.records.append(gone)
             self._catalog.let_go(stored.before, now)
             stored.before = None
         self._catalog.unlink(stored, "removed by force" if force else "removed", now)
