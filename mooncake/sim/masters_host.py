@@ -144,7 +144,7 @@ class MasterHost:
         self._driver = SimDriver(self.process, self.master, self._perform)
         self._driven = self.master
         self.master.catalog.on_left.append(self._left)
-        self._driver.after_step = lambda: world.checkers.master_stepped(self.master)
+        self._driver.after_step = self._stepped
         gone, self._gone = self._gone, []
         self._post(Wake())
         for end in gone:
@@ -153,6 +153,10 @@ class MasterHost:
     def _left(self, stored: Any, extent: Any, _: float) -> None:
         if self.role.is_leading and self.master.catalog.is_evicting and extent.segment.tier is Tier.MEMORY:
             self.world.checkers.ledger.evicted(stored.key, extent.segment.node)
+
+    def _stepped(self) -> None:
+        if self.world.master is self:  # else another leads, and this one has not noticed yet
+            self.world.checkers.master_stepped(self.master)
 
     def _step_down(self, reason: str) -> None:
         self.world.tell(f"{self.name} steps down: {reason}")
@@ -295,7 +299,8 @@ class MasterHost:
             self._post_election(el.InSync(listed))
         if self.role.followers is followers:
             self.send(self.role.let_go(self.process.now))
-            followers.check()
+            if self.election.leads(self.process.now):
+                followers.check()
         self._arm()
 
     def _arm(self) -> None:
