@@ -128,7 +128,8 @@ class Replication:
         self.has_begun = True
         self._leader = host
         self._possible = [state] if not is_complete else [*self._possible, state]
-        self._states, self._spaces = {0: state}, {0: _space(host)}
+        number = host.role.followers.number if host.role.followers is not None else 0
+        self._states, self._spaces = {number: state}, {number: _space(host)}
 
     def forgot(self) -> None:
         """What was said is nowhere; documents promise no more."""

@@ -51,7 +51,12 @@ class PausingProcess(Process):
             action()
 
     def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
-        return super().after(delay_s, lambda: self.do(action))
+        def unless_cancelled() -> None:
+            if not timer.is_void:  # also while it was due and waited
+                action()
+
+        timer = super().after(delay_s, lambda: self.do(unless_cancelled))
+        return timer
 
     def _go_on(self) -> None:
         for queue in (self._unfinished, self._waiting):

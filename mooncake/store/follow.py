@@ -87,8 +87,9 @@ class Following:
 
     def entered(self, answer: Followed) -> None:
         """It was entered and written down: the next question says so."""
+        is_same = answer.session == self._session
         self._session, self._have = answer.session, answer.number
-        self.is_in_sync |= answer.is_complete
+        self.is_in_sync = answer.is_complete or (is_same and self.is_in_sync)
 
     def __repr__(self) -> str:
         return f"<Following in term {self._term}: has {self._have} of session {self._session}>"
@@ -139,8 +140,9 @@ class Followers:
         self._held: deque[tuple[int, float, Reply]] = deque()
         self.listed: dict[str, Standby] = {one.id: one for one in inherited}
         """Who should be in the mandate."""
-        self.number = 0
-        """Of the last records."""
+        self.number = 1 if inherited else 0
+        """Of the last records. Where standbys are inherited the first one is for what this master had when the
+        term began: they need not have all of it, and nothing is said upon it before they have."""
         self.floor = 0
         """Everybody who counts has this."""
         self._reconsider()

@@ -184,4 +184,4 @@ class Succession:
                 self._office.begin_to_follow()
             self._office.take(answer)
             following.entered(answer)
-            self.is_in_sync = self.is_in_sync or following.is_in_sync
+            self.is_in_sync = following.is_in_sync
