@@ -84,6 +84,8 @@ CORES = {
     "store.records",
     "store.removing",
     "store.replication",
+    "store.role",
+    "store.search",
     "store.segments",
     "store.settings",
     "store.space",
