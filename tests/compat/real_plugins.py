@@ -254,6 +254,10 @@ class Lmcache:
     def __init__(self, folder: str) -> None:
         os.environ["LMCACHE_TRACK_USAGE"] = "false"
         real_clients.prepare(folder, [])
+        # Without vLLM LMCache hashes by itself. What it would import of vLLM compiles, and needs libraries
+        # that are not here, so the package in the folder must not look as if it were installed.
+        for name in [name for name in (*sys.modules, "vllm") if name.partition(".")[0] == "vllm"]:
+            sys.modules[name] = None  # type: ignore[assignment]
         root = "lmcache.v1"
         self._config: Any = importlib.import_module(f"{root}.config").LMCacheEngineConfig
         self._metadata: Any = importlib.import_module(f"{root}.metadata").LMCacheMetadata
