@@ -1,8 +1,8 @@
 """Which tests may be skipped, for which reason; a run that is strict fails when any other test is skipped.
 
 A skip is easily overlooked: a server that could not be installed, or a package that is missing, leaves a
-green run that has tested less than it did yesterday. ``ALLOWED`` names every skip that is accepted, by the file, by
-the words of its reason, and by why the test can't run where it is skipped. A run is strict with
+green run that has tested less than it did yesterday. ``ALLOWED`` names every skip that is accepted, by the
+file, by the words of its reason, and by why the test can't run where it is skipped. A run is strict with
 ``--strict-skips`` or where ``CI`` is set in the environment, as ``.ci/run`` does; elsewhere, on a machine
 without the servers, the other skips are listed at the end and the run stays green. It works with xdist: the
 reports of the workers arrive at the process that started them, which alone decides.

@@ -1,7 +1,7 @@
 """The published connectors themselves, with our store under them.
 
-Their packages are not ours to keep: ``scripts/test-clients`` fetches them, without their dependencies, and runs
-these tests. ``MOONCAKE_TEST_CLIENTS`` names the folder; where it is not set these tests skip.
+Their packages are not ours to keep: ``scripts/test-clients`` fetches them, without their dependencies, and
+runs these tests. ``MOONCAKE_TEST_CLIENTS`` names the folder; where it is not set these tests skip.
 """
 
 from __future__ import annotations

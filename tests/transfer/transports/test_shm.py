@@ -18,8 +18,8 @@ from mooncake.transfer.transports.shm import ShmTransport
 
 SHM = TransferSettings(transports=("shm",))
 
-# The other user may not be allowed to enter the folder in which this checkout lies (root's home is closed), so
-# everything is imported, also what is loaded only when it is used, before the process becomes that user.
+# The other user may not be allowed to enter the folder of this checkout (root's home is closed), so everything
+# is imported, also what is loaded only when it is used, before the process becomes that user.
 AS_ANOTHER_USER = """
 import os, sys
 from mooncake.transfer import *
