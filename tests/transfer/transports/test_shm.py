@@ -18,7 +18,7 @@ from mooncake.transfer.transports.shm import ShmTransport
 
 SHM = TransferSettings(transports=("shm",))
 
-# The other user may not be allowed to enter the folder of this checkout (root's home is closed), so everything
+# The other user may not enter the folder of this checkout where it is closed (root's home is), so everything
 # is imported, also what is loaded only when it is used, before the process becomes that user.
 AS_ANOTHER_USER = """
 import os, sys
