@@ -270,11 +270,11 @@ def test_who_is_still_loading_does_not_give_way() -> None:
 def test_a_prompt_waits_rather_than_be_preempted_for_the_next_token_of_others() -> None:
     """Everyone who runs may soon need one more block, so that many are left."""
     scheduler = Scheduler(dataclasses.replace(SETTINGS, num_blocks=6))
-    first, second = request_of("1", 8, 4), request_of("2", 12, 1)
+    first, second = request_of("1", 6, 4), request_of("2", 12, 1)
     scheduler.add(first, 0.0)
     run_step(scheduler)
     scheduler.add(second, 0.0)
-    assert shape(run_step(scheduler)) == [("1", 8, 1)], "three blocks are free and three are needed"
+    assert shape(run_step(scheduler)) == [("1", 6, 1)], "three blocks are free and three are needed"
     while second.state is not RequestState.FINISHED:
         run_step(scheduler)
     assert first.num_preemptions == second.num_preemptions == 0
