@@ -17,7 +17,7 @@ import statistics
 from random import Random
 from typing import Any
 
-from bench.cluster import Cluster, running_cluster
+from tests.cluster import Cluster, running_cluster
 
 LENGTHS = (512, 1024, 2048, 4096)
 DECODE_TOKENS = 64

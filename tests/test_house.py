@@ -405,3 +405,10 @@ def quick_files() -> list[str]:
         for path in [*files, Path(__file__)]
         if path.exists() and not has_torch.search(path.read_text())
     ]
+
+
+def test_tests_import_no_bench() -> None:
+    """A bench may start what tests start; a test that needs a bench would fail with it."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        imported = re.findall(r"^\s*(?:from|import) (bench\b[\w.]*)", path.read_text(), re.M)
+        assert not imported or path.parent.name == "bench", f"{path.relative_to(ROOT)} imports {imported}"

@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from bench.cluster import wait_for
+from tests.cluster import wait_for
 from tests.compat import real_clients
 from tests.connectors.host_pools import tokens_of
 from tests.contract.connectors import StoreConnector

@@ -300,7 +300,7 @@ class Deaf:
     def __init__(self) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._listening.settimeout(10.0)
-        self.address = "127.0.0.1:{}".format(self._listening.getsockname()[1])
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
 
     def accepted(self) -> socket.socket:
         """The next connection; raises TimeoutError when nobody connects."""
