@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Callable
 from random import Random
 
-from mooncake.sim.checkers import Violation
 from mooncake.sim.kernel import Kernel
+from mooncake.sim.rules import Violation
 from mooncake.sim.transfer_world import (
     OK,
     STATUSES,

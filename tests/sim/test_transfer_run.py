@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from mooncake.sim import transfer_run, transfer_world
-from mooncake.sim.checkers import Violation
+from mooncake.sim.rules import Violation
 from mooncake.sim.transfer_run import TransferRun
 from mooncake.sim.transfer_world import LinkFaults
 from mooncake.transfer import batch, rails
