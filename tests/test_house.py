@@ -30,7 +30,7 @@ FLOORS: list[set[str]] = [
     {"transfer"},
     {"rpc"},
     {"config", "driver", "metrics", "web"},
-    {"machine", "clock", "log", "kvlayout"},
+    {"machine", "clock", "files", "log", "kvlayout"},
     {"marks", "prefix", "types", "errors"},
     {"_native"},
 ]
