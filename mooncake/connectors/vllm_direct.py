@@ -339,6 +339,10 @@ class WorkerSide:
             reason = str(error)
             self._tell(Told("recomputed", len(wanted.block_ids)))
             log.warning("transfer_missed", transfer=wanted.transfer_id, reason=reason)
+        except Exception as error:  # nothing was begun, and a mistake of ours is no reason to hang the request
+            reason = type(error).__name__
+            self._tell(Told("recomputed", len(wanted.block_ids)))
+            log.exception("transfer_failed", transfer=wanted.transfer_id)
         with self._changed:
             self._received.add(request_id)
             if reason:
