@@ -1,9 +1,9 @@
 """Asking the store for an engine whose own threads, or whose own loop, wait for the answer.
 
-Owns what an engine gets when there is no answer: what it would get of an empty store; and that it gets it only
-when nothing of the operation can touch its memory any more (``claim.py``). Every operation has one deadline,
-made when it begins and handed to each of its steps. A store that could not be reached is left alone for a
-moment, so that a dead one costs one short wait and not one per call.
+Owns what an engine gets when there is no answer: what it would get of an empty store; and that it gets it
+only when nothing of the operation can touch its memory any more (``claim.py``). Every operation has one
+deadline, made when it begins and handed to each of its steps. A store that could not be reached is left alone
+for a moment, so that a dead one costs one short wait and not one per call.
 """
 
 from __future__ import annotations

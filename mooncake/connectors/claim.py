@@ -1,7 +1,7 @@
 """When an engine has its memory back: the one piece of code that says so.
 
-An engine lends memory for one operation (a load, a save, a push from another engine) and takes it back when the
-operation is over. *Over* is no matter of time: a process may be stopped, a loop held, a virtual machine
+An engine lends memory for one operation (a load, a save, a push from another engine) and takes it back when
+the operation is over. *Over* is no matter of time: a process may be stopped, a loop held, a virtual machine
 paused, a device slow, and then go on with the addresses that it has. So an operation has a ``Claim`` on its
 memory. Whatever is going to touch the memory enters the claim, and leaves it when it has ended; after the
 deadline, or once the claim was given up, nothing enters any more. The memory is free when the claim is closed

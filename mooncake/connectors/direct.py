@@ -356,7 +356,7 @@ class Receiver:
     def _register(self) -> None:
         try:
             self._regions = self._transfer.register_all(self._memory.buffers)
-        except MooncakeError as error:  # it is tried again by who receives next; a sender is refused until then
+        except MooncakeError as error:  # who receives next tries again
             log.error("memory_not_registered", reason=str(error))
 
     def _client(self, address: str) -> AsyncClient:

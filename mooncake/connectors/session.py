@@ -129,8 +129,8 @@ class TransferThread:
     def has_let_go(self) -> bool:
         """Nothing that was begun here can touch memory any more, also if it has not ended.
 
-        So it is once all memory was taken back (``close``): a step that goes on later finds its deadline passed
-        and its memory unregistered. And so it is without the thread, in a process that forked, say.
+        So it is once all memory was taken back (``close``): a step that goes on later finds its deadline
+        passed and its memory unregistered. And so it is without the thread, in a process that forked, say.
         """
         if not self._thread.is_alive() and not self._is_let_go.is_set():
             log.error("session_lost", reason="the thread of the connector's loop is gone")

@@ -116,7 +116,7 @@ class _Faces:
         _counted.add(self.operations)
 
     def _deadline(self, timeout_s: float | None = None, deadline: float | None = None) -> float:
-        """Of one call: what it may take, and not beyond ``deadline``, where it is a step of something longer."""
+        """Of one call: what it may take, and not beyond ``deadline``, of what it is a step of."""
         own = clock.monotonic() + (self.settings.timeout_s if timeout_s is None else timeout_s)
         return own if deadline is None else min(own, deadline)
 
@@ -435,9 +435,7 @@ class Store(_Faces):
             self.operations.write_ranges(grants, object_offsets, local_addresses, lengths, deadline)
         )
 
-    def end_puts(
-        self, grants: Sequence[PutGrant], deadline: float | None = None
-    ) -> list[Refusal | None]:
+    def end_puts(self, grants: Sequence[PutGrant], deadline: float | None = None) -> list[Refusal | None]:
         """Make complete objects visible; incomplete or failed ones are given up, with the reason."""
         return self._run(self.operations.end_puts(grants, self._deadline(None, deadline)))
 
@@ -445,9 +443,7 @@ class Store(_Faces):
         """Give reservations up."""
         self._run(self.operations.abort_puts(grants, self._deadline(None, deadline)))
 
-    def open_reads(
-        self, keys: Sequence[ObjectKey], deadline: float | None = None
-    ) -> list[ReadGrant | None]:
+    def open_reads(self, keys: Sequence[ObjectKey], deadline: float | None = None) -> list[ReadGrant | None]:
         """Find and lease objects."""
         return self._run(self.operations.open_reads(keys, self._deadline(None, deadline)))
 
