@@ -62,5 +62,5 @@ def warn_if_open(program: str, hosts: str | Iterable[str], identity: Identity | 
             program=program,
             host=",".join(listed),
             advice="anybody who reaches it may read, write and remove; set "
-            "MOONCAKE_SECURITY_CLUSTER_KEY_FILE or MOONCAKE_SECURITY_TLS_CERT, _KEY and _CA (docs/security.md)",
+            "MOONCAKE_SECURITY_CLUSTER_KEY_FILE, or _TLS_CERT, _TLS_KEY and _TLS_CA (docs/security.md)",
         )

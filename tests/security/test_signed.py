@@ -108,9 +108,13 @@ def test_nothing_of_a_signature_can_be_changed(place: int, value: str) -> None:
 
 @pytest.mark.parametrize(
     "header",
-    [None, "", "x", "é", "[" * 900, base64.b64encode(b"[" * 700).decode(), base64.b64encode(b"{}").decode()]
-    + [base64.b64encode(json.dumps(["a"] * 7).encode()).decode(), "A" * 5000]
-    + [base64.b64encode(json.dumps(["node", "", "", "nan", "", "", ""]).encode()).decode()],
+    [
+        *(None, "", "x", "é", "[" * 900, "A" * 5000),
+        base64.b64encode(b"[" * 700).decode(),
+        base64.b64encode(b"{}").decode(),
+        base64.b64encode(json.dumps(["a"] * 7).encode()).decode(),
+        base64.b64encode(json.dumps(["node", "", "", "nan", "", "", ""]).encode()).decode(),
+    ],
 )
 def test_what_is_no_signature_is_refused(header: str | None) -> None:
     with pytest.raises(AccessDenied):
