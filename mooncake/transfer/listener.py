@@ -19,6 +19,7 @@ from typing import Protocol
 from mooncake.errors import PeerLost, ProtocolError, Unavailable
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Limits, RpcServer
+from mooncake.rpc.limits import default_max_connections
 from mooncake.transfer.handshake import (
     MAX_PAYLOAD_BYTES,
     Alive,
@@ -33,7 +34,7 @@ from mooncake.transfer.handshake import (
     Request,
     check_size,
 )
-from mooncake.transfer.host import default_max_connections, numeric_host
+from mooncake.transfer.host import numeric_host
 from mooncake.transfer.segment import VERSION, SegmentDescriptor, version_trouble
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.tls import server_context
