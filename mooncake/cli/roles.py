@@ -25,6 +25,7 @@ from typer.core import TyperCommand
 
 from mooncake import config
 from mooncake.config import LogSettings, Option
+from mooncake.rpc.limits import raise_file_limit
 from mooncake.security import Identity, SecuritySettings, install
 
 CONFIG_VARIABLE = "MOONCAKE_CONFIG"
@@ -228,6 +229,8 @@ STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def run_until_stopped(serve: Callable[[Any], Coroutine[Any, Any, None] | None], settings: Any) -> None:
     """Run a role's ``serve``, plain or async. SIGTERM and SIGINT end it cleanly and are no error."""
+
+    raise_file_limit()
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt

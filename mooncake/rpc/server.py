@@ -42,8 +42,9 @@ from mooncake.rpc.wire import (
     decoder_for,
     encode,
 )
-from mooncake.security import OPEN, Access, Identity, Standing, ours
+from mooncake.security import OPEN, TRUSTED, Access, Identity, Standing, ours
 from mooncake.security.certificates import standing_of
+from mooncake.security.contexts import server_context
 from mooncake.security.greeting import Answering, Hello
 
 log = get_logger(__name__)
@@ -132,8 +133,8 @@ class Connection(asyncio.Protocol):
             return
         self._accepted_at = asyncio.get_running_loop().time()
         self._overdue_at = self._accepted_at + self._server.limits.greeting_s
-        if self._server.identity.server_tls is not None:
-            self._transport = self._tls = TlsTransport(raw, self._server.identity.server_tls, None)
+        if self._server.tls is not None:
+            self._transport = self._tls = TlsTransport(raw, self._server.tls, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -177,6 +178,8 @@ class Connection(asyncio.Protocol):
         if self._is_new:
             self._is_new = False
             if self._server.other is not None and data[:1] != PREFACE[:1]:
+                if self._tls is not None and standing_of(self._tls.certificate).level not in TRUSTED:
+                    raise AccessDenied("who are you? The certificate is of no member that may ask here")
                 self._hand_on(self._server.other, data)
                 return b""
         assert self._early is not None
@@ -420,6 +423,10 @@ class RpcServer:
         self._max_connections = self.limits.max_connections or default_max_connections()
         self.pending_bytes = 0
         self.other = Splices(other, self.limits, self.refusals) if other else None
+        self.tls = self.identity.server_tls
+        if self.tls is not None and other:
+            self.tls = server_context(self.identity.settings)
+            self.tls.set_alpn_protocols(["h2"])  # without which clients of gRPC hang up
         self._look: asyncio.TimerHandle | None = None
         self.port = 0
         self._server: asyncio.Server | None = None

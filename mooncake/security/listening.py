@@ -15,6 +15,17 @@ from mooncake.security.identity import Identity, ours
 
 log = get_logger(__name__)
 
+_has_warned = False
+_keeps_defaults = ""
+"""The existing package's program that this process is, if it is one."""
+
+
+def keep_defaults_of(program: str) -> None:
+    """This process is a program with a name of the existing package: what it listens at is its own affair."""
+    global _keeps_defaults
+    _keeps_defaults = program
+
+
 WAYS = "TLS (--tls-cert, --tls-key, --tls-ca), a cluster key (--cluster-key-file), or --insecure"
 
 
@@ -34,7 +45,7 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(str(one[4][0]).partition("%")[0]).is_loopback for one in found)
 
 
-def check_address(hosts: str | Iterable[str], identity: Identity | None = None, field: str = "host") -> None:
+def check_address(hosts: str | Iterable[str], identity: Identity | None = None, field: str = "--host") -> None:
     """For a role of ``mooncake`` that will listen at ``hosts`` (several: an iterable, or with commas).
 
     Raises:
@@ -45,6 +56,9 @@ def check_address(hosts: str | Iterable[str], identity: Identity | None = None, 
         return
     for host in hosts.split(",") if isinstance(hosts, str) else hosts:
         if not is_loopback(host):
+            if _keeps_defaults:
+                warn_if_open(_keeps_defaults, host, identity)
+                return
             raise InvalidArgument(
                 field,
                 host,
@@ -56,7 +70,11 @@ def warn_if_open(program: str, hosts: str | Iterable[str], identity: Identity | 
     """For a program whose defaults are those of the existing package: one line, if anybody may come in."""
     identity = identity or ours()
     listed = hosts.split(",") if isinstance(hosts, str) else list(hosts)
+    global _has_warned
+    if _has_warned:
+        return
     if identity.is_open and not identity.settings.insecure and not all(is_loopback(host) for host in listed):
+        _has_warned = True
         log.warning(
             "listens_without_credential",
             program=program,

@@ -229,7 +229,8 @@ async def test_more_connections_than_files_are_never_taken(monkeypatch: pytest.M
 
 async def test_what_is_refused_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     def count() -> float:
-        return REFUSED.labels("rpc", "protocol")._value.get()
+        value: float = REFUSED.labels("rpc", "protocol")._value.get()
+        return value
 
     before = count()
 

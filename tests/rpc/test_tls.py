@@ -28,8 +28,8 @@ class Echo(msgspec.Struct, array_like=True, tag="echo"):
 def identity_of(folder: Path) -> Identity:
     """A member of the cluster whose authority is made in ``folder``."""
     make(CertsSettings(folder=folder))
-    files = (str(folder / name) for name in ("node.pem", "node.key", "ca.pem"))
-    return Identity(SecuritySettings(*files))
+    cert, key, ca = (str(folder / name) for name in ("node.pem", "node.key", "ca.pem"))
+    return Identity(SecuritySettings(cert, key, ca))
 
 
 def echo(message: Echo, call: Call) -> Echo:
