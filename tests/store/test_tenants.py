@@ -159,3 +159,16 @@ def test_any_sequence_keeps_the_accounts(seed: int) -> None:
 def test_names(tenant: str, is_one: bool) -> None:
     assert (check_tenant(tenant) is None) is is_one
     assert Account("").name == "default"
+
+
+def test_an_object_that_was_lost_and_comes_back_is_entered_beside_its_former_self() -> None:
+    """It has the id that it had, and nothing else by which two of them could be put in order."""
+    tenants = Tenants()
+    tenants.set_quota("red", 1000, [])
+    account = tenants.account_of(scoped("red", "k"))
+    for _ in range(2):
+        stored = StoredObject(scoped("red", "k"), 7, 0, 100, 100, [], 0.0)
+        stored.account = account
+        tenants.shown(stored)
+    assert account.num_objects == 2
+    assert list(account.victims(1.0)) == []
