@@ -56,8 +56,8 @@ def test_cutting_moves_the_same_bytes_and_crosses_no_border(seed: int) -> None:
     check_bounds(grants, columns)
     cut = columns.cut_at_chunks(grants)
     assert moved(cut) == moved(columns)
-    for grant, offset, _, length in rows(cut):
-        chunk = grants[grant].chunk_bytes
+    for number, offset, _, length in rows(cut):
+        chunk = grants[number].chunk_bytes
         assert length and offset // chunk == (offset + length - 1) // chunk
 
 

@@ -175,11 +175,9 @@ def board(status: m.MasterStatus, before: m.MasterStatus, seconds: float) -> Gro
         )
     parts = [Text(head), Text(""), table if status.segments else Text("no node is mounted")]
     suspects = [one for one in status.reporters if one.num_refuted]
-    for one in sorted(suspects, key=lambda one: -one.num_refuted)[:MAX_SUSPECTS]:
-        what = (
-            f"{one.num_refuted} of {one.num_reports} reports of wrong bytes were refuted: look at its memory"
-        )
-        parts.append(Text(f"{one.reporter}: {what}", style="yellow"))
+    for suspect in sorted(suspects, key=lambda one: -one.num_refuted)[:MAX_SUSPECTS]:
+        what = f"{suspect.num_refuted} of {suspect.num_reports} reports of wrong bytes were refuted"
+        parts.append(Text(f"{suspect.reporter}: {what}: look at its memory", style="yellow"))
     return Group(*parts)
 
 
