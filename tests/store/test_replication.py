@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mooncake.store import Store, StoreSettings
+from mooncake.store import Store, StoreSettings, replication
 from mooncake.store import messages as m
 from mooncake.types import Tier
 from tests.store.conftest import LEASE_S, SETTINGS
@@ -321,3 +321,20 @@ def test_a_move_to_where_everything_leaves_takes_no_replica_away(nodes: Nodes) -
     ask(nodes, m.Drain(["b"], []))
     nodes.post(m.Poll("b", 7, [m.TaskDone(task.task_id, None)], b.seen, 16), b.connection, "b")
     assert "a" in where(nodes, "k")
+
+
+def test_a_large_segment_is_looked_at_in_slices(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be moved, which takes several looks to find out; the outcome is the same."""
+    monkeypatch.setattr(replication, "SURVEY_OBJECTS", 3)
+    a, b = Place(nodes, "a"), Place(nodes, "b", 2048)
+    nodes.put(*"klmnopqr", host="a", size_bytes=1000)
+    job = ask(nodes, m.Drain(["a"], []))
+    assert nodes.master.replication._drains[job.job_id].to_survey, "else this shows nothing"
+    live(nodes, 6.0, a, b)
+    status = ask(nodes, m.AskJob(job.job_id))
+    assert (status.state, status.num_done, status.num_failed) == ("failed", 2, 6)
+    c = Place(nodes, "c")
+    again = ask(nodes, m.Drain(["a"], []))
+    live(nodes, 12.0, a, b, c)
+    done = ask(nodes, m.AskJob(again.job_id))
+    assert (done.state, done.num_done, done.num_left) == ("done", 6, 0)
