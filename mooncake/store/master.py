@@ -48,6 +48,7 @@ from mooncake.store.tally import Tally
 from mooncake.store.tasks import Tasks
 from mooncake.store.tiers import Tiers
 from mooncake.store.verification import Verification
+from mooncake.store.walks import Walks
 from mooncake.store.writing import Writing
 from mooncake.store.written import Written
 
@@ -73,15 +74,17 @@ class Master:
         self.tiers = Tiers(self.catalog, self.tasks)
         self.replication = Replication(self.catalog, self.tasks)
         self.hot = Hot(self.catalog, self.tasks)
+        self._walks = Walks(self.catalog)
         self.verification = Verification(self.catalog, self.tasks)
         self.catalog.watchers += [self.tasks, self.tiers]
         # Tasks last: what the others plan in a step leaves in the same one.
         self.catalog.clocks += [self._advances, self.tiers, self.replication, self.hot, self.verification]
-        self.catalog.clocks.append(self.tasks)
+        self.catalog.clocks += [self._walks, self.tasks]
         self.catalog.on_complete.append(self.tiers.completed)
         self.catalog.on_left.append(self.tasks.extent_left)
-        removing, mounting = Removing(self.catalog), Mounting(self.catalog, self.tasks)
-        asking = Asking(self.catalog, self.verification.reporters)
+        self._walks.on_end = self.tally.add
+        removing, mounting = Removing(self.catalog, self._walks), Mounting(self.catalog, self.tasks)
+        self.asking = asking = Asking(self.catalog, self._walks, self.verification.reporters)
         pinning, quotas = Pinning(self.catalog), QuotaKeeping(self.catalog)
         self._applying = Applying(self.catalog)
         self._soonest = -math.inf
@@ -151,7 +154,15 @@ class Master:
 
     def check(self) -> None:
         self.catalog.check()
-        for part in (self.tasks, self.tiers, self.replication, self.hot, self.verification, self._advances):
+        for part in (
+            self.tasks,
+            self.tiers,
+            self.replication,
+            self.hot,
+            self.verification,
+            self._walks,
+            self._advances,
+        ):
             part.check()
 
     def story(self, key: str) -> list[str]:

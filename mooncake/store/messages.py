@@ -229,7 +229,8 @@ class Remove(msgspec.Struct, frozen=True, array_like=True, tag="remove"):
 class RemoveMatching(msgspec.Struct, frozen=True, array_like=True, tag="remove_matching"):
     """Remove every object of the tenant whose key the regular expression is found in; "" is all of them.
 
-    Answered by Removed. Leased ones are left unless ``force``.
+    Answered by Removed. Leased ones are left unless ``force``, and what is put after the question always. The
+    expressions are RE2's (``patterns.py``).
     """
 
     pattern: str
@@ -266,8 +267,8 @@ class DropReplicas(msgspec.Struct, frozen=True, array_like=True, tag="drop_repli
 class Corrupt(msgspec.Struct, frozen=True, array_like=True, tag="corrupt"):
     """A reader found bytes twice that don't match the checksums: have the nodes of these replicas look.
 
-    Only what its own node confirms is dropped. Answered by Outcomes: True: the node is asked; False: there is no
-    such replica, or its node has just found it right; a Refusal (``limit``): too many reports.
+    Only what its own node confirms is dropped. Answered by Outcomes: True: the node is asked; False: there is
+    no such replica, or its node has just found it right; a Refusal (``limit``): too many reports.
     """
 
     keys: list[str]

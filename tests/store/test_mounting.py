@@ -279,3 +279,21 @@ def test_a_segment_is_described_with_its_host(nodes: Nodes) -> None:
     Place(nodes, "a", host="rack 1")
     described = nodes.say(m.Describe([("a", 7), ("a", 8)]))
     assert described == m.Described([b"", None], ["rack 1", ""])
+
+
+def test_a_node_puts_nothing_into_another_tenants_group(nodes: Nodes) -> None:
+    """What it reports is adopted, the relation is not."""
+    nodes_entry = entry("mine", 5)
+    strange = msgspec.structs.replace(nodes_entry, group="bank\0g", parent="bank\0p")
+    own = msgspec.structs.replace(entry("red\0k", 6, 4096), group="red\0g", parent="red\0p")
+    Place(nodes, "a", rest_s=35.0, entries=[strange, own])
+    readable = nodes.master.objects.readable
+    assert (readable["mine"].group, readable["mine"].parent) == ("", "")
+    assert (readable["red\0k"].group, readable["red\0k"].parent) == ("red\0g", "red\0p")
+
+
+@pytest.mark.parametrize("field", ["segment", "node", "host"])
+def test_no_name_has_a_nul(nodes: Nodes, field: str) -> None:
+    mount = m.Mount("a", 7, "h", 1 << 30, 65536, b"", 0.0, node="n")
+    refusal = nodes.say(msgspec.structs.replace(mount, **{field: "x\0y"})).refusal
+    assert refusal.code == "invalid_name"
