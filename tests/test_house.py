@@ -30,7 +30,7 @@ FLOORS: list[set[str]] = [
     {"transfer"},
     {"rpc"},
     {"config", "driver", "metrics", "web"},
-    {"machine", "clock", "log", "kvlayout"},
+    {"machine", "clock", "log", "kvlayout", "connections"},
     {"marks", "prefix", "types", "errors"},
     {"_native"},
 ]
@@ -43,6 +43,7 @@ CORES = {
     "prefix",
     "kvlayout",
     "machine",
+    "connections",
     "rpc.wire",
     "transfer.batch",
     "transfer.rails",
