@@ -1,10 +1,10 @@
 """The connections of an HTTP server: what each may take how long for, and who goes when there are too many.
 
 A connection waits for a request's header, for its body, for the end of the answer, or idles between two
-requests; besides, its peer has to read what is written to it. Each of these has a deadline, because a peer that
-sends nothing, half a header, or reads nothing costs a file and memory for as long as it likes otherwise. When
-the server has as many connections as it may, whoever has asked for nothing yet goes first, the oldest before
-the others: a real client sends its header as soon as it is connected.
+requests; besides, its peer has to read what is written to it. Each of these has a deadline, because otherwise
+a peer that sends nothing, half a header, or reads nothing costs a file and memory for as long as it likes.
+When the server has as many connections as it may, whoever has asked for nothing yet goes first, the oldest
+before the others: a real client sends its header as soon as it is connected.
 
 It opens no socket and knows no HTTP; ``web.py`` tells it what happens and closes whom it names.
 """
@@ -56,14 +56,8 @@ class Connection:
     """One of them, as ``Connections`` knows it."""
 
     __slots__ = (
-        "is_over",
-        "moved_at",
-        "num_open",
-        "num_read",
-        "num_received",
-        "num_unread",
-        "phase",
-        "since",
+        *("is_over", "moved_at", "phase", "since"),
+        *("num_open", "num_read", "num_received", "num_unread"),
     )
 
     def __init__(self, now: float) -> None:

@@ -1,12 +1,12 @@
 """Serves an ASGI application on the loop that is already running, to peers of whom nothing good is expected.
 
 Owns the socket and the edge that all our HTTP servers share: how many connections there may be (below the
-process's limit of files), how long each may take for what (``connections.py``), how large a body may be and how
-many bytes of bodies are held at a time, and that a taken port raises ``AddressInUse`` before anything starts.
-Signals are left to whoever runs the role.
+process's limit of files), how long each may take for what (``connections.py``), how large a body may be and
+how many bytes of bodies are held at a time, and that a taken port raises ``AddressInUse`` before anything
+starts. Signals are left to whoever runs the role.
 
-uvicorn has no deadline for a header, a body or a reader, and accepts whatever comes; so connections are accepted
-here, and its protocol tells us how far each is.
+uvicorn has no deadline for a header, a body or a reader, and accepts whatever comes; so connections are
+accepted here, and its protocol tells us how far each is.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ class BodiesTooMany(MooncakeError):
     code = "overloaded"
 
     def __init__(self) -> None:
-        super().__init__(
-            "other requests' bodies take all the memory there is for them; try again in a moment"
-        )
+        super().__init__("other requests' bodies take all the memory for them; try again in a moment")
 
 
 class Bodies:
@@ -209,7 +207,7 @@ class Door:
             if watched is not None:
                 watched.close()
         give_up_at = clock.monotonic() + LAST_WORDS_S
-        while self._watched and clock.monotonic() < give_up_at:
+        while self._watched and clock.monotonic() < give_up_at:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         for one in list(self._watched):
             self._end(one)
@@ -366,13 +364,16 @@ class _Protocol(HttpToolsProtocol):
         if not connections.received(self._one, 0, now):
             _cut.labels("large").inc()
             self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\n"
+                b"Connection: close\r\n\r\n"
             )
             self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {CUT: {"now": self._cut}}
+        # Who asks, for whoever judges that (``mooncake.security.door``).
+        self.scope["mooncake.certificate"] = self.transport.get_extra_info("peercert")  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
         self._door.connections.asked(self._one, clock.monotonic())
@@ -420,6 +421,14 @@ class _Server(uvicorn.Server):
         self._door.open(protocol)
         self.servers = [self._door]  # type: ignore[list-item]
         self.started = True
+
+
+class _Certified(HttpToolsProtocol):
+    """Puts the certificate of who asks into the scope of each request."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["mooncake.certificate"] = self.transport.get_extra_info("peercert")  # type: ignore[typeddict-unknown-key]
 
 
 class WebServer:

@@ -117,6 +117,24 @@ def test_decode_looks_again_when_the_prompt_is_computed(rule: Rule) -> None:
     admission.check()
 
 
+@pytest.mark.parametrize("rule", ["baseline", "early", "predicted"])
+def test_who_was_let_in_to_audit_a_rejection_is_not_rejected_later(rule: Rule) -> None:
+    """The audit asks what would have become of it; a second look would answer no to everybody."""
+    admission = Admission(rule, audit_share=1.0)
+    if rule == "baseline":  # which looks at decode only when the prompt is computed
+        late = {"queue_s": 12.0, "ttft_s": 13.0}
+    else:
+        late = {}
+        decoding(admission, 10)
+    verdict = admission.judge(applicant("audited", **late), POOLS, 0.0)
+    assert verdict.is_admitted and verdict.is_audited
+    decoding(admission, 10)
+    assert admission.prefilled("audited", POOLS, 3.0).is_admitted
+    admission.finished("audited", 3.0, 0.03, True, 9.0)
+    assert (admission.audit.num_admitted, admission.audit.num_ended, admission.audit.num_in_slo) == (1, 1, 1)
+    admission.check()
+
+
 def test_goodput_rejects_nobody_whose_prompt_is_computed() -> None:
     admission = Admission("goodput")
     assert admission.judge(applicant(), POOLS, 0.0).is_admitted
