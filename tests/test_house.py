@@ -31,7 +31,9 @@ FLOORS: list[set[str]] = [
     {"rpc"},
     {"security"},
     {"config", "driver", "metrics", "web"},
-    {"machine", "clock", "files", "log", "kvlayout"},
+    {"web"},
+    {"config", "driver", "metrics"},
+    {"machine", "clock", "connections", "files", "log", "kvlayout"},
     {"marks", "prefix", "types", "errors"},
     {"_native"},
 ]
@@ -44,6 +46,7 @@ CORES = {
     "prefix",
     "kvlayout",
     "machine",
+    "connections",
     "rpc.wire",
     "security.certificates",
     "security.greeting",
