@@ -74,6 +74,7 @@ CORES = {
     "store.master",
     "store.membership",
     "store.messages",
+    "store.lasting",
     "store.mounting",
     "store.objects",
     "store.operations",

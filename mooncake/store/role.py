@@ -72,7 +72,7 @@ class MasterRole:
     # Leading
 
     def lead(self, is_complete: bool, election: Election | None, first_session: int, now: float) -> None:
-        """Answer from now on, with what this master has, or with nothing.
+        """Answer from now on, with what this master has, or with nothing. Have it handle an event next.
 
         Args:
             first_session: different for each term of each master.
@@ -86,6 +86,7 @@ class MasterRole:
             self.master.settle(now)
         self.master.objects.ids_from(self._first_id())
         self._needs_settling = False
+        self.master.begin_term(now)
         self.election = election
         if election is not None:
             inherited = list(election.record.standbys) if election.record is not None else []
