@@ -83,6 +83,7 @@ CORES = {
     "store.master",
     "store.membership",
     "store.messages",
+    "store.lasting",
     "store.mounting",
     "store.objects",
     "store.operations",

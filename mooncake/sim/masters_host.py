@@ -199,6 +199,8 @@ class MasterHost:
         """It must not go on: a record could not be written down."""
         self.world.tell(f"{self.name} can't write its log")
         self.world.counts["failed logs"] += 1
+        self.send([not_leader(held) for held in self.role.step_down()])
+        self._arm()
         self.process.after(EXIT_S, self.resign)
 
     # Clients and nodes

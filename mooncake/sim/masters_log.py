@@ -14,7 +14,7 @@ from mooncake.sim.files import SimDirectory, SimFile
 from mooncake.sim.pauses import PausingProcess
 from mooncake.store.catalog import Catalog
 from mooncake.store.copying import Copy
-from mooncake.store.records import Record, decode, encode
+from mooncake.store.records import LineBegan, Record, decode, encode
 
 NAME, NEXT = "oplog", "oplog.new"
 HEADER_BYTES = 16
@@ -22,7 +22,7 @@ PIECE = 5
 """Objects copied at a time: few, so that much happens in between."""
 PAUSE_S = 0.01
 COMPACTION_BYTES = 8192
-NEWEST: dict[type, dict[str, object]] = {}
+NEWEST: dict[type, dict[str, object]] = {LineBegan: {"lease_s": 0.0, "rest_s": 0.0}}
 """Of each record the optional fields that came last, as who does not know them takes them."""
 
 
@@ -104,8 +104,7 @@ class SimLog:
     def _compact(self, copy: Copy) -> None:
         if self._copy is not copy or self._anew is None:
             return
-        self._append_anew(copy.piece(PIECE))
-        if self._anew is None:
+        if not self._append_anew(copy.piece(PIECE)):
             return
         if copy.is_over:
             try:
@@ -122,12 +121,15 @@ class SimLog:
         if self._copy is not None:
             self._give_up()
 
-    def _append_anew(self, records: list[Record]) -> None:
+    def _append_anew(self, records: list[Record]) -> bool:
+        """False: the disk does not take it, and the log goes on growing."""
         assert self._anew is not None
         try:
             self._anew.append(encode(self._known(records)))
         except OSError:
             self._give_up()
+            return False
+        return True
 
     def _give_up(self) -> None:
         self._anew = self._copy = None

@@ -55,7 +55,7 @@ class MastersRun:
         if self.faults.forbids_orphans:
             settings = dataclasses.replace(settings, orphan_s=0.0)
         self.world = MastersWorld(self.kernel, self.faults, dict.fromkeys(names, settings))
-        has_logs = random.random() < 0.8
+        has_logs = self.faults.forbids_orphans or random.random() < 0.8
         for name in names:
             has_log = has_logs and (self.faults.forbids_orphans or random.random() < 0.9)
             directory = SimDirectory(random, f"/{name}") if has_log else None
@@ -242,8 +242,11 @@ class MastersRun:
         return 0.0
 
     def _change_settings(self) -> None:
-        """Each master is stopped and started again with the new ones, one after the other."""
+        """Each master is stopped and started again with the new ones, one after the other. Where some are of
+        an older version, that is changed first, as the documents say."""
         new = masters_faults.other_settings(SETTINGS, self.kernel.random)
+        if any(self.world.is_old.values()):
+            new = SETTINGS
         if self.faults.forbids_orphans:
             new = dataclasses.replace(new, orphan_s=0.0)
         self.world.tell(f"new settings: {new.election_lease_s} {new.standby_ack_s} {new.rest_s}")

@@ -23,6 +23,7 @@ import msgspec
 
 from mooncake.store.effects import Note, Reply
 from mooncake.store.eviction import Eviction
+from mooncake.store.lasting import Lasting
 from mooncake.store.messages import Mount
 from mooncake.store.objects import Extent, Objects, State, StoredObject, split_scoped
 from mooncake.store.records import (
@@ -114,7 +115,8 @@ class Catalog:
         self.eviction = Eviction(settings.eviction_policy)
         self.tenants = Tenants()
         self.counts = Counts()
-        self.clocks: list[Clock] = []
+        self.lasting = Lasting(settings, lambda record: self.records.append(record))
+        self.clocks: list[Clock] = [self.lasting]
         self.watchers: list[Watcher] = []
         self.on_complete: list[Callable[[StoredObject, Extent, float], None]] = []
         """Called when a further replica of a readable object has become complete."""

@@ -260,6 +260,10 @@ class MasterServer:
                 self._arm()
 
     def _fail(self, error: MooncakeError) -> None:
+        """Nobody is answered any more, and no standby may copy what was not written down."""
+        _send([not_leader(held) for held in self._role.step_down()])
+        self._all_said.set()
+        self._arm()
         if not self.failed.done():
             self.failed.set_exception(error)
 
