@@ -271,10 +271,24 @@ class SimSegment:
             self._enter(effect.changes)
         elif isinstance(effect, e.Run):
             Carriage(self._cluster, self, effect, self._ended)
+        elif isinstance(effect, e.Look):
+            self.process.after(0.001, lambda: self._look(effect))
         elif isinstance(effect, e.Tell):
             self._tell_all(e.reports(self.name, self.epoch, self.entries()))
         else:
             self._post(ms.Answered(m.Beat(is_known=False)))
+
+    def _look(self, look: e.Look) -> None:
+        """What ``porter.verify`` does, in one instant."""
+        entry, refusal = look.check.entry, None
+        expected = np.frombuffer(entry.checksums, dtype="<u4").tolist()
+        for start, announced in zip(range(0, entry.size_bytes, entry.chunk_bytes), expected, strict=True):
+            length = min(entry.chunk_bytes, entry.size_bytes - start)
+            data = self.read(NODE_ADDRESS + entry.offset + start, length)
+            if (checksum(data) if self._cluster.faults.has_checksums else 0) != announced:
+                refusal = Refusal("corrupt", "not what its writer announced")
+        self._cluster.kernel.tell(f"{self.name}: check of {entry.key}: {refusal}")
+        self._errand_driver.post(e.Looked(look.check.check_id, look.life, refusal))
 
     def _ended(self, run: e.Run, refusal: Refusal | None) -> None:
         self._cluster.kernel.tell(f"{self.name}: task {run.task.task_id} for {run.task.entry.key}: {refusal}")

@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import itertools
 import random
+import socket
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -110,6 +111,7 @@ class _Faces:
             random.SystemRandom().getrandbits(62),
             settings.tenant,
             settings.verify_local,
+            socket.gethostname(),
         )
         self._steering = Steering(self.operations)
         self._memory = LocalMemory(self.engine)

@@ -39,8 +39,8 @@ class Account:
         self.num_objects = 0
         """That can be read."""
         self._heap: list[tuple[float, int, int, StoredObject]] | None = None
-        """(lease end, object id, tie-breaker, object): its objects by age, while there is a quota. One that
-        was lost and has come back has the id that it had."""
+        """(lease end, object id, tie-breaker, object): its objects by age, while there is a quota. An object
+        that was set aside and is back has the id of one that is still among them (``Catalog.show``)."""
         self._order = itertools.count()
 
     @property
@@ -57,8 +57,7 @@ class Account:
         self.quota_bytes = quota_bytes
         self._heap = None
         if quota_bytes is not None:
-            mine = (stored for stored in readable if stored.account is self)
-            self._heap = [(0.0, stored.object_id, next(self._order), stored) for stored in mine]
+            self._heap = [self._entry(stored, 0.0) for stored in readable if stored.account is self]
             heapq.heapify(self._heap)
 
     def shown(self, stored: StoredObject) -> None:
@@ -67,18 +66,21 @@ class Account:
             if len(self._heap) > 1024 + 2 * self.num_objects:
                 self._heap = [entry for entry in self._heap if entry[3].is_readable]
                 heapq.heapify(self._heap)
-            heapq.heappush(self._heap, (0.0, stored.object_id, next(self._order), stored))
+            heapq.heappush(self._heap, self._entry(stored, 0.0))
+
+    def _entry(self, stored: StoredObject, rank: float) -> tuple[float, int, int, StoredObject]:
+        return rank, stored.object_id, next(self._order), stored
 
     def victims(self, now: float) -> Generator[tuple[StoredObject, Extent], None, None]:
         """Its own objects with a replica in memory, the least recently used first; pinned ones never."""
         heap, spared = self._heap or [], list[tuple[float, int, int, StoredObject]]()
         try:
             while heap:
-                rank, object_id, number, stored = heap[0]
+                rank, _, _, stored = heap[0]
                 if not stored.is_readable:
                     heapq.heappop(heap)
                 elif stored.leased_until > rank:
-                    heapq.heapreplace(heap, (stored.leased_until, object_id, number, stored))
+                    heapq.heapreplace(heap, self._entry(stored, stored.leased_until))
                 elif rank > now:
                     return
                 else:

@@ -9,7 +9,7 @@ from mooncake.store.advances import Advances
 from mooncake.store.catalog import Catalog
 from mooncake.store.durable import Durable
 from mooncake.store.effects import Received
-from mooncake.store.objects import State, StoredObject, check_put, scoped, scoped_all
+from mooncake.store.objects import State, StoredObject, check_put, check_relation, scoped, scoped_all
 from mooncake.store.placement import Placement
 from mooncake.store.space import Space
 from mooncake.store.tenants import Account, check_tenant
@@ -84,7 +84,7 @@ class Writing:
     ) -> m.Reserved | Refusal | None:
         catalog, policy = self._catalog, message.policy
         name, size_bytes, chunk_bytes = message.keys[index], message.sizes[index], message.chunk_bytes[index]
-        refusal = check_put(name, size_bytes, chunk_bytes)
+        refusal = check_put(name, size_bytes, chunk_bytes) or check_relations(message, index)
         if refusal is not None:
             return refusal
         key = scoped(message.tenant, name)
@@ -210,6 +210,13 @@ class Writing:
                 self._catalog.unlink(stored, "put aborted", now)
             outcomes.append(is_ours)
         return m.Outcomes(outcomes)
+
+
+def check_relations(message: m.PutStart | m.PutWritten, index: int) -> Refusal | None:
+    """Of one key of a request: what can't be its group or its parent would be another tenant's."""
+    group = message.groups[index] if message.groups else ""
+    parent = message.parents[index] if message.parents else ""
+    return check_relation(group) or check_relation(parent)
 
 
 def check_policy(policy: m.PutPolicy) -> Refusal | None:

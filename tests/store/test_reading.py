@@ -117,7 +117,9 @@ def test_a_view_of_a_replica_that_left_is_renewed_by_the_master_that_keeps_its_s
     place = voice.put("k", policy=m.PutPolicy(num_replicas=2))[0]
     gone = next(replica for replica in place.replicas if replica.segment == "b")
     voice.find("k")
-    voice.say(m.Corrupt(["k"], [place.object_id], ["b"]))
+    stored = voice.master.objects.readable["k"]
+    extent = next(one for one in stored.extents if one.segment.name == "b")
+    voice.master.catalog.drop_extent(stored, extent, "moved away", voice.now)
     assert renewed(voice, place, gone) == b"\1"
     successor = Voice(SETTINGS)
     successor.master.restore(voice.master.snapshot(), successor.now)
