@@ -261,7 +261,8 @@ class StoreRun:
         for worker in self._workers.values():
             worker.stop()
         if self.load.drain or self.load.quota:
-            self.kernel.after(CALM_S / 2, self._take_back)
+            for share in (0.5, 0.75):  # whoever asks may not have been started again by then
+                self.kernel.after(share * CALM_S, self._take_back)
 
     def _take_back(self) -> None:
         """What operators asked for: segments that are drained take objects again, and quotas end."""
@@ -280,7 +281,8 @@ class StoreRun:
                 self._restart_later(lambda name=name: self._start_node(name))  # type: ignore[misc]
 
     def _ask(self, message: msgspec.Struct) -> None:
-        client = next(iter(self.cluster.clients.values()))
+        alive = [client for client in self.cluster.clients.values() if client.process.is_alive]
+        client = alive[0] if alive else next(iter(self.cluster.clients.values()))
         deadline = client.now + TIMEOUT_S
         client.run(client.operations.ask(message, deadline), deadline, lambda reply, error: None)
 
