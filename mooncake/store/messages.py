@@ -108,6 +108,8 @@ class PutStart(msgspec.Struct, frozen=True, array_like=True, tag="put_start"):
     num_pieces: int = 0
     """So many pieces in advance, too, for ``PutWritten``."""
     piece_bytes: int = 0
+    wait_s: float = 0.0
+    """Where there is no room: wait so long for space that objects on their way to SSD are about to free."""
 
 
 class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"):
