@@ -72,6 +72,7 @@ class MasterHost:
             has_log=directory is not None,
             has_state=bool(records),
             keeps_records=True,
+            is_whole=name not in world.has_forgotten,
         )
         self._election_driver: SimDriver[el.Event, el.Effect] = SimDriver(
             self.process, self.election, self._perform_election
@@ -342,7 +343,11 @@ class MasterHost:
         except Unavailable:
             self._exit()
             return False
+        was_in_sync = following.is_in_sync
         following.entered(answer)
+        if following.is_in_sync and not was_in_sync:
+            self.world.has_forgotten.pop(self.name, None)
+            self._post_election(el.CaughtUp())
         self.world.replication.took(self, following, answer)
         return True
 

@@ -18,6 +18,7 @@ from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.rpc import AsyncClient
 from mooncake.store.election import (
+    CaughtUp,
     Effect,
     Election,
     Event,
@@ -184,4 +185,6 @@ class Succession:
                 self._office.begin_to_follow()
             self._office.take(answer)
             following.entered(answer)
+            if following.is_in_sync and not self.is_in_sync:
+                self._post(CaughtUp())
             self.is_in_sync = following.is_in_sync
