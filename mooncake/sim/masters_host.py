@@ -200,6 +200,10 @@ class MasterHost:
         """It must not go on: a record could not be written down."""
         self.world.tell(f"{self.name} can't write its log")
         self.world.counts["failed logs"] += 1
+        for records in self.log.possible:
+            successor = Master(self.settings)
+            successor.restore(records, self.process.now)
+            self.world.replication.may_begin_with(successor)
         self.send([not_leader(held) for held in self.role.step_down()])
         self._arm()
         self.process.after(EXIT_S, self.resign)

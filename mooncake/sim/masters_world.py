@@ -171,7 +171,9 @@ class MastersWorld(Cluster):
         self.counts["terms"] += 1
         self.counts["terms that began with nothing"] += not is_complete
         self.tell(f"{host.name} leads in term {host.election.term}, complete: {is_complete}")
+        record = host.election.record
         has_forgotten = self.has_forgotten.pop(host.name, False) and is_complete
+        has_forgotten = has_forgotten and record is not None and not record.standbys
         if has_forgotten:
             self.tell(f"{host.name} may have forgotten the end of its log, and nobody else was listed")
             self.replication.forgot()
