@@ -54,7 +54,18 @@ class MastersWorker(Worker):
         if grant.object_id not in self._seen:
             self._seen[grant.object_id] = None
             num_renewals = self._kernel.random.choice((num_renewals, 5))
+            if self._kernel.chance(0.5):
+                self._move(grant)
         super()._look_again(grant, first, num_renewals)
+
+    def _move(self, grant: ReadGrant) -> None:
+        """Its replica goes to another node, while it is looked at."""
+        here = grant.segment.node.name
+        others = [name for name in self._client.cluster.nodes if name != here]
+        if others:
+            message = m.CopyObject(grant.key, [self._kernel.random.choice(others)], grant.segment.name)
+            operation = self._client.operations.ask(message, self._deadline)
+            self._client.run(operation, self._deadline, lambda result, error: None)
 
 
 class MastersRun:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from mooncake.errors import Unavailable
 from mooncake.sim.checkers import Violation
 from mooncake.sim.faults import Faults
 from mooncake.sim.masters_faults import MastersFaults
@@ -151,7 +152,7 @@ def goes_on_after_a_failed_write(patch: pytest.MonkeyPatch) -> None:
     def broken(self: MasterRole, effect: Reply | Keep, now: float) -> list[Reply]:
         try:
             return carry_out(self, effect, now)
-        except role_module.Unavailable:
+        except Unavailable:
             self.has_failed, self.is_leading = False, True
             return self.followers.keep([], now) if self.followers is not None else []
 
