@@ -135,6 +135,10 @@ class Replication:
         """What was said is nowhere; documents promise no more."""
         self.has_begun = False
 
+    def may_begin_with(self, successor: Master) -> None:
+        """Some records of the last event were written down, and others not: nothing was said upon any."""
+        self._possible.append(state_of(successor))
+
     def kept(self, host: MasterHost, records: list[Record]) -> None:
         self._last_id = max(self._last_id, host.master.objects.last_id)
         if host is not self._leader or host.role.followers is None:

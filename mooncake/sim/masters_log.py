@@ -47,6 +47,8 @@ class SimLog:
         """Of this master's own state, while its log is compacted."""
         self._compacted_bytes = 0
         self.num_compactions = 0
+        self.possible: list[list[Record]] = []
+        """What the next life may read, after records could not be written: some of them may have been."""
         self.id = ""
 
     def read(self) -> list[Record]:
@@ -71,9 +73,12 @@ class SimLog:
 
     def keep(self, records: list[Record], catalog: Catalog) -> None:
         records = self._known(records)
+        before = self._file.size_bytes
         try:
             self._file.append(encode(records))
         except OSError as error:
+            written, _ = decode(self._file.read()[HEADER_BYTES:before])
+            self.possible = [written + records[:count] for count in range(len(records) + 1)]
             raise Unavailable(f"the log can't be written: {error}") from error
         if self._anew is not None and self._copy is not None:
             self._append_anew(self._copy.between(records))
@@ -163,6 +168,7 @@ class NoLog:
     """Of a master that keeps nothing."""
 
     id = ""
+    possible: tuple[list[Record], ...] = ()
 
     def read(self) -> list[Record]:
         return []

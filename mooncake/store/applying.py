@@ -72,7 +72,7 @@ class Applying:
         self._catalog.segments.settle(now)
         lease_until = now + self._catalog.lasting.lease_s
         for stored in self._catalog.objects.readable.values():
-            stored.lease_until = lease_until
+            stored.lease_until = max(stored.lease_until, lease_until)
 
     def _segment_mounted(self, record: SegmentMounted, now: float) -> None:
         fields = msgspec.structs.asdict(record)

@@ -470,9 +470,7 @@ class Catalog:
 
     def renew(self, stored: StoredObject, lease_until: float) -> None:
         """A reader keeps what it has, which may be a replica that is gone."""
-        stored.lease_until = lease_until
-        if stored.joint is not None:
-            stored.joint.lease_until = lease_until
+        stored.lease(lease_until)
         for extent in stored.resting:
             extent.release_at = max(extent.release_at, lease_until)
         # A successor does not know that this is in use; of an object whose record is withheld, all of it.

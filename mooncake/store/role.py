@@ -22,7 +22,6 @@ from mooncake.store.master import Master
 from mooncake.store.records import Record
 from mooncake.store.settings import MasterSettings
 
-
 FIRST_ID_OF_TERMS = 1 << 62
 """Larger than ids that come from a wall clock (milliseconds, shifted by 20 bits) in this century."""
 TERM_BITS = 36

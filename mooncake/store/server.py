@@ -145,6 +145,7 @@ class MasterServer:
                 has_log=bool(settings.oplog),
                 has_state=bool(records),
                 keeps_records=ballot.keeps_records,
+                is_whole=self._keeping.is_whole,
             )
             self._succession = Succession(election, ballot, self, self._identity)
             self._succession.on_change = self._look_around
