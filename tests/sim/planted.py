@@ -1,7 +1,7 @@
 """Bugs that somebody could write, each with the rule of the simulated store that finds it.
 
-For each rule there is one at least, and a test that says so. ``FAULTS`` and ``LOADS`` have many of the kind that
-brings a bug out, so that a few seeds do; without the bug nothing is violated under them.
+For each rule there is one at least, and a test that says so. The faults and loads of a bug have many of the
+kind that brings it out, so that a few seeds do; without the bug nothing is violated under them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from mooncake.store import (
     tiers,
     writing,
 )
+
 
 def reuses_space_at_once(patch: pytest.MonkeyPatch) -> None:
     unlink = catalog.Catalog.unlink
@@ -190,6 +191,7 @@ def takes_its_clock_for_everybodys(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(writing.Writing, "put_start", broken)
 
+
 def loses_count_of_what_a_tenant_uses(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tenants.Tenants, "discharge", lambda self, stored, extent: None)
 
@@ -321,15 +323,15 @@ def keeps_pieces_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
-    """``rule`` finds it, or ``also``, where it depends on the seed what is seen first."""
+    """One that ``rule`` finds, in some seeds; in others another rule may see it first."""
 
     plant: Callable[[pytest.MonkeyPatch], None]
     rule: Rule
     faults: Faults | None = None
     """None: what a seed draws."""
     load: Load = PLAIN
-    first: int = 0
-    """The first seed that finds it by this rule, when the bug was planted; the search begins a little before."""
+    begin: int = 0
+    """Where the search begins."""
 
     @property
     def name(self) -> str:
@@ -354,7 +356,11 @@ BUGS = (
     Bug(forgets_the_last_master, Rule.SPACE, dataclasses.replace(LATE, crash_master_every_s=4.0)),
     Bug(renews_what_it_does_not_keep, Rule.LEASE, TAKEOVER, VIEWS),
     Bug(tells_no_successor_of_renewed_space, Rule.SPACE, TAKEOVER, VIEWS),
-    Bug(lets_nodes_write_late, Rule.SPACE, Faults(slow_transfer_chance=0.4, slow_disk_chance=0.4, slow_disk_s=20.0)),
+    Bug(
+        lets_nodes_write_late,
+        Rule.SPACE,
+        Faults(slow_transfer_chance=0.4, slow_disk_chance=0.4, slow_disk_s=20.0),
+    ),
     Bug(forgets_what_its_predecessor_promised, Rule.SPACE, LATE_SUCCESSION),
     Bug(tells_no_successor_of_pieces, Rule.SPACE, LATE_SUCCESSION),
     Bug(lets_pieces_be_written_for_ever, Rule.SPACE),
@@ -365,7 +371,11 @@ BUGS = (
     Bug(leaves_before_it_has_arrived, Rule.CAUSE, Faults(), OPERATED),
     Bug(loses_an_object_with_any_of_its_nodes, Rule.REPLICA, Faults(crash_node_every_s=5.0, has_oplog=True)),
     Bug(counts_no_quota, Rule.QUOTA, Faults(), TENANTS),
-    Bug(asks_again_beyond_the_deadline, Rule.DEADLINE, Faults(crash_master_every_s=5.0, restart_s=8.0, slow_chance=0.5)),
+    Bug(
+        asks_again_beyond_the_deadline,
+        Rule.DEADLINE,
+        Faults(crash_master_every_s=5.0, restart_s=8.0, slow_chance=0.5),
+    ),
     Bug(never_gives_a_drained_segment_back, Rule.HEALTH, Faults(), OPERATED),
     Bug(never_mounts_again, Rule.HEALTH, Faults(crash_master_every_s=15.0)),
     Bug(acknowledges_what_is_not_on_ssd, Rule.PROMISE, Faults(crash_node_every_s=2.0)),

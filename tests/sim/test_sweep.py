@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
-import msgspec
 import pytest
 
 from mooncake.sim.faults import Faults
 from mooncake.sim.load import PLAIN
-from mooncake.sim.rules import Violation
 from mooncake.sim.store_run import ReplicasRun, StoreRun
-from mooncake.store import (
-    applying,
-    catalog,
-    durable,
-    errands,
-    master,
-    messages,
-    objects,
-    operations,
-    records,
-    segments,
-    stock,
-    tasks,
-    tiers,
-    writing,
-)
 
 CALM = Faults()
 ROUGH = Faults(
