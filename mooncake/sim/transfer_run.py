@@ -295,7 +295,8 @@ class TransferRun:
                 results: list[int] = []
                 self._ask(area, PLENTY_S, results.append)
                 self.kernel.run(self.kernel.now + PLENTY_S + 1.0)
-                _hold(results == [OK], Rule.ARRIVAL, "a batch failed when all was well")
+                rule = Rule.BLAME if results else Rule.ENDS
+                _hold(results == [OK], rule, "a batch failed when all was well")
         for mover in self.movers:
             for name, target in self.targets.items():
                 rails = mover.rails_to(target)
