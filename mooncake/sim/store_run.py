@@ -125,6 +125,7 @@ class StoreRun:
 
     def _plan_faults(self) -> None:
         faults = self.faults
+        self.cluster.on_master_lost = lambda: self._restart_later(self.cluster.start_master)
         self._now_and_then(faults.partition_every_s, self._partition)
         self._now_and_then(faults.crash_master_every_s, self._crash_master)
         self._now_and_then(faults.crash_node_every_s, self._crash_node)
