@@ -23,7 +23,7 @@ from mooncake.connectors.memory import HostMemory, Identity, SlabMemory
 from mooncake.inference.hostmem import StagedMemory, host_memory
 from mooncake.kvlayout import ForeignIdentity, KvIdentity, KvLayout, SlabLayout
 from mooncake.prefix import BlockHash, block_hashes, root_hash
-from mooncake.store import AsyncStore, StoreSettings
+from mooncake.store import AsyncStore, PutGrant, StoreSettings
 from mooncake.store.node import Node, NodeSettings
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
@@ -396,6 +396,7 @@ async def test_a_write_ends_before_its_space_may_be_anothers(
     async def short(*words: Any, **named: Any) -> Any:
         grants = await start_puts(*words, **named)
         for grant in grants:
+            assert isinstance(grant, PutGrant)
             grant.expires_at = clock.monotonic() + TIMEOUT_S
         return grants
 
@@ -415,8 +416,11 @@ async def test_no_write_begins_in_space_whose_time_is_over(house: House, late: L
     (first,) = hashes_of(4)
     save = worker.link.start_save([(first, 4, 1)])
     worker.link.save_layer(save, 0)
-    while save.grants is None or save.claim.num_inside:
-        await asyncio.sleep(0.001)
+
+    def is_written() -> bool:
+        return save.grants is not None and not save.claim.num_inside
+
+    await asyncio.to_thread(wait_for, is_written, "the first layer to be written", TIMEOUT_S)
     late.late_s = 1000.0
     worker.link.save_layer(save, 1)
     assert save.num_layers_submitted == 1 and not save.is_wanted

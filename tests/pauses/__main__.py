@@ -9,7 +9,7 @@ import time
 
 from mooncake.cli.bench.report import describe_machine
 from tests.pauses.engines import ENGINES
-from tests.pauses.run import PAUSE_S, USUAL_PAUSE_S, Outcome, play
+from tests.pauses.run import PAUSE_S, USUAL_PAUSE_S, Outcome, play, staged
 
 
 def main() -> int:
@@ -31,7 +31,8 @@ def main() -> int:
     for number, name in enumerate(names):
         num_points = asked.points * (number + 1) // len(names) - asked.points * number // len(names)
         began = time.monotonic()
-        outcomes.append(play(name, num_points, asked.seed, asked.default_patience))
+        with staged(asked.default_patience) as stage:
+            outcomes.append(play(stage, name, num_points, asked.seed))
         show(name, outcomes[-1], time.monotonic() - began)
     num_points = sum(one.num_points for one in outcomes)
     num_wrong = sum(len(one.wrong) for one in outcomes)

@@ -1,8 +1,8 @@
 """Engines that save and load through our connectors, each by the calls of the engine that it stands for.
 
 An engine has a few blocks of memory. ``save`` and ``load`` return when the engine has them back, as its
-connector says, and whoever calls uses them again at once. ``Direct`` hands blocks to another process instead of
-to a store, so there "save" is to offer them and "load" is to receive them.
+connector says, and whoever calls uses them again at once. ``DirectEngine`` hands blocks to another process
+instead of to a store, so there "save" is to offer them and "load" is to receive them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mooncake.connectors import direct
+from mooncake.connectors import direct, pages
 from mooncake.connectors.blocks import LinkSettings
 from mooncake.connectors.direct import Offer, Receiver, Sender, Wanted
 from mooncake.connectors.memory import SlabMemory
@@ -110,6 +110,11 @@ class Engine(ABC):
         asyncio.run_coroutine_threadsafe(others(), self.loop).result(LONGEST_S)
 
 
+def _ask_again_at_once() -> None:
+    """Else the operations after a pause would be misses without a question."""
+    vars(pages)["DEFAULTS"] = dataclasses.replace(DEFAULTS, retry_after_s=0.01)
+
+
 class PagesEngine(Engine):
     """``Pages``; a block is two pieces."""
 
@@ -124,7 +129,8 @@ class PagesEngine(Engine):
         self._pieces[number] = data.reshape(2, -1)
 
     def block(self, number: int) -> Bytes:
-        return self._pieces[number].reshape(-1)
+        found: Bytes = self._pieces[number].reshape(-1)
+        return found
 
     def _pages(self, names: Sequence[str]) -> list[Page]:
         pieces = [[(one.ctypes.data, one.nbytes) for one in block] for block in self._pieces]
@@ -146,6 +152,7 @@ class SglangEngine(Engine):
     def __init__(self, address: str, patience: Patience) -> None:
         from mooncake.connectors.sglang import MooncakeHiCache
 
+        _ask_again_at_once()
         self._pool = MhaPool("page_first", 1, tokens=64)
         extra: dict[str, Any] = {"mooncake_store_addr": address, "weights_digest": "w", "interface_v1": 1}
         extra |= {"lookup_timeout_s": patience.lookup_s, "load_timeout_s": patience.load_s}
@@ -218,6 +225,7 @@ class LmcacheEngine(Engine):
     def __init__(self, address: str, patience: Patience) -> None:
         from mooncake.connectors.lmcache import MooncakeBackend
 
+        _ask_again_at_once()
         module: Any = types.ModuleType("lmcache.v1.memory_management")
         module.MemoryFormat = _Format
         sys.modules.setdefault("lmcache.v1.memory_management", module)
@@ -230,11 +238,20 @@ class LmcacheEngine(Engine):
         extra: dict[str, Any] = {"mooncake_store_addr": address, "weights_digest": "w"}
         extra |= {"lookup_timeout_s": patience.lookup_s, "load_timeout_s": patience.load_s}
         words = types.SimpleNamespace(
-            extra_config=extra, use_layerwise=False, enable_blending=False, pre_caching_hash_algorithm="builtin"
+            extra_config=extra,
+            use_layerwise=False,
+            enable_blending=False,
+            pre_caching_hash_algorithm="builtin",
         )
         metadata = types.SimpleNamespace(
-            **{"model_name": "m", "engine_id": "e", "use_mla": False, "worker_id": 0, "world_size": 1},
-            **{"kv_dtype": torch.float32, "kv_shape": (layers, 2, 64, 1, hidden), "chunk_size": self._tokens},
+            model_name="m",
+            engine_id="e",
+            use_mla=False,
+            worker_id=0,
+            world_size=1,
+            kv_dtype=torch.float32,
+            kv_shape=(layers, 2, 64, 1, hidden),
+            chunk_size=self._tokens,
             get_shapes=self.shapes,
             get_dtypes=lambda: [torch.float32],
         )

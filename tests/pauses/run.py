@@ -1,9 +1,9 @@
 """Points at which an engine stands still, and a look at its memory and at what it left in the store.
 
 Three ways to stand still: the engine's process is stopped (``stop``), the loop of its connector is held while
-its threads go on (``hold``), or everything stops, as in a virtual machine that is paused (``machine``). Wrong is
-a block that a load, here or elsewhere, called good and that has other bytes than were saved under its name;
-overwritten is a block that changed after the engine had it back.
+its threads go on (``hold``), or everything stops, as in a virtual machine that is paused (``machine``). Wrong
+is a block that a load, here or elsewhere, called good and that has other bytes than were saved under its
+name; overwritten is a block that changed after the engine had it back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -29,8 +29,9 @@ ROOT = Path(__file__).parents[2]
 
 KINDS = ("stop", "hold", "machine", "stop at a time")
 """The last: not at a call of Python, so also amid what native threads do."""
-PAUSE_S = 2.0
-"""Beyond every patience of an engine that has little (``engines.SHORT``), also of the waits that add some up."""
+OPERATIONS = ("save", "load")
+PAUSE_S = 1.6
+"""Beyond every patience of an engine that has little (``engines.SHORT``), also of waits that add some up."""
 USUAL_PAUSE_S = 25.0
 """The same for the defaults."""
 MOST_S = 0.02
@@ -128,12 +129,16 @@ class DirectPartner:
 class Victim:
     """The process that stands still."""
 
-    def __init__(self, connector: str, address: str, is_usual: bool, log: Any) -> None:
-        told = {"connector": connector, "address": address, "is_usual": is_usual}
+    def __init__(self, address: str, is_usual: bool, log: Any) -> None:
+        told = {"address": address, "is_usual": is_usual}
         words = [sys.executable, "-m", "tests.pauses.victim", json.dumps(told)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=log, cwd=ROOT, text=True)
-        self.address: str = json.loads(self.read())["address"]
+
+    def become(self, connector: str) -> str:
+        """From now on it is an engine with this connector; its address, if it has one."""
+        self._write({"connector": connector})
+        return str(json.loads(self.read())["address"])
 
     def read(self) -> str:
         assert self.process.stdout is not None
@@ -141,10 +146,13 @@ class Victim:
         assert line, f"the engine ended with {self.process.wait(10.0)}"
         return line
 
-    def tell(self, command: dict[str, Any]) -> None:
+    def _write(self, command: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
+
+    def tell(self, command: dict[str, Any]) -> None:
+        self._write(command)
         assert self.read() == "begun\n"
 
     def is_stopped(self) -> bool:
@@ -160,24 +168,42 @@ class Victim:
                     stream.close()
 
 
+class Stage:
+    """A store, and the process that stands still."""
+
+    def __init__(self, is_usual: bool, folder: Path) -> None:
+        self.is_usual, self.log = is_usual, folder / "engine.log"
+        self.store = StoreConnector()
+        self.store.start(folder)
+        with self.log.open("w") as log:
+            self.victim = Victim(self.store.address, is_usual, log)
+
+    def close(self) -> None:
+        self.victim.close()
+        self.store.stop()
+
+
 class Points:
     """The points of one connector, one after the other."""
 
-    def __init__(self, connector: str, seed: int, is_usual: bool, folder: Path) -> None:
+    def __init__(self, connector: str, seed: int, stage: Stage) -> None:
         self._random = Random(f"{seed} {connector}")
-        self._seed, self._pause_s = seed, USUAL_PAUSE_S if is_usual else PAUSE_S
-        self._store = StoreConnector()
-        self._store.start(folder)
-        self._log = (folder / "engine.log").open("w")
+        kinds = self._random.sample(KINDS, len(KINDS))
+        ops = self._random.sample(OPERATIONS, len(OPERATIONS))
+        # One of each kind, operations in turn; then the same with the other operation.
+        turns = [(number, number + turn) for turn in (0, 1) for number in range(len(kinds))]
+        self._order = [(ops[which % 2], kinds[number]) for number, which in turns]
+        self._seed, self._pause_s = seed, USUAL_PAUSE_S if stage.is_usual else PAUSE_S
+        self._store, self._victim = stage.store, stage.victim
         engine = ENGINES[connector](self._store.address, GENEROUS)
         self._engine: Engine = engine
         self._partner: Partner = (
             DirectPartner(engine) if isinstance(engine, DirectEngine) else StorePartner(engine)
         )
         self._peer = getattr(engine, "address", "")
-        self._victim = Victim(connector, self._store.address, is_usual, self._log)
+        address = self._victim.become(connector)
         if isinstance(engine, DirectEngine):
-            engine.peer = self._victim.address
+            engine.peer = address
         self._num_seen = {"save": 0, "load": 0}
         self._number = 0
         self.outcome = Outcome()
@@ -187,16 +213,12 @@ class Points:
             for op in ("save", "load", "save", "load"):  # the first ones meet the node
                 self._turn(op, "none", 0)
             while self.outcome.num_points < num_points and not self.outcome.broken:
-                op = ("save", "load")[self.outcome.num_points % 2]
-                kind = KINDS[self.outcome.num_points // 2 % len(KINDS)]
+                op, kind = self._order[self.outcome.num_points % len(self._order)]
                 self._turn(op, kind, self._random.randint(1, max(1, self._num_seen[op])))
         except (AssertionError, OSError, ValueError) as error:
             self.outcome.broken.append(f"point {self._number} of seed {self._seed}: {error!r}")
         finally:
-            self._victim.close()
             self._engine.close()
-            self._store.stop()
-            self._log.close()
         return self.outcome
 
     def _turn(self, op: str, kind: str, at: int) -> None:
@@ -263,11 +285,19 @@ class Points:
                 outcome.wrong.append(f"{where}: block {number}, loaded elsewhere")
 
 
-def play(connector: str, num_points: int, seed: int = 0, is_usual: bool = False) -> Outcome:
-    """``is_usual``: the engine has the patience that engines have by default."""
+@contextlib.contextmanager
+def staged(is_usual: bool = False) -> Iterator[Stage]:
+    """``is_usual``: the engines have the patience that engines have by default."""
     with tempfile.TemporaryDirectory(prefix="pauses-") as folder:
-        outcome = Points(connector, seed, is_usual, Path(folder)).run(num_points)
-        if outcome.broken:
-            lines = Path(folder, "engine.log").read_text().splitlines()
-            outcome.broken += [f"engine: {line}" for line in lines[-20:]]
+        stage = Stage(is_usual, Path(folder))
+        try:
+            yield stage
+        finally:
+            stage.close()
+
+
+def play(stage: Stage, connector: str, num_points: int, seed: int = 0) -> Outcome:
+    outcome = Points(connector, seed, stage).run(num_points)
+    if outcome.broken:
+        outcome.broken += [f"engine: {line}" for line in stage.log.read_text().splitlines()[-20:]]
     return outcome

@@ -1,4 +1,4 @@
-"""The process that stands still: one engine, which saves and loads what it is told, and uses its memory at once.
+"""The process that stands still: an engine that saves and loads as it is told, and uses its memory at once.
 
 It reads one command a line (JSON) and answers with one line. Where it stands still is a number: so many calls
 and returns, in the loop's thread and in the engine's, after the operation began. There it stops itself, and
@@ -93,10 +93,17 @@ def turn(engine: Engine, told: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(told: dict[str, Any]) -> None:
-    engine = ENGINES[told["connector"]](told["address"], USUAL if told["is_usual"] else SHORT)
-    print(json.dumps({"address": getattr(engine, "address", "")}), flush=True)
+    engine: Engine | None = None
     for line in sys.stdin:
-        print(json.dumps(turn(engine, json.loads(line))), flush=True)
+        command = json.loads(line)
+        if "connector" in command:
+            if engine is not None:
+                engine.close()
+            engine = ENGINES[command["connector"]](told["address"], USUAL if told["is_usual"] else SHORT)
+            print(json.dumps({"address": getattr(engine, "address", "")}), flush=True)
+        else:
+            assert engine is not None, "first it must become an engine"
+            print(json.dumps(turn(engine, command)), flush=True)
     os._exit(0)  # what it has begun may not keep it
 
 
