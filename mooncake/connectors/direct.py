@@ -36,6 +36,9 @@ log = get_logger(__name__)
 GREETING_S = 5.0
 """Who does not answer in time is not there."""
 
+MAX_TAKE_S = 3600.0
+"""For a prompt to be computed and written, whatever the other side asks for."""
+
 GRACE_S = 2.0
 """What an answer may take beyond the sender's own deadline."""
 
@@ -169,7 +172,7 @@ class Sender:
                 self._ended(transfer_id)
 
     async def _take(self, take: Take, call: Call) -> Taken:
-        deadline = asyncio.get_running_loop().time() + take.timeout_s
+        deadline = asyncio.get_running_loop().time() + min(max(0.0, take.timeout_s), MAX_TAKE_S)
         if take.layout != self._digest:
             return self._refused(take, f"blocks of layout {self._digest} are none of layout {take.layout}")
         awaited = self._awaited(take.transfer_id)
