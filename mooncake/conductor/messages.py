@@ -62,6 +62,8 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     loaded_s: float = 0.0
     num_loaded_tokens: int = 0
     "Tokens whose KV came from elsewhere."
+    has_begun: bool = False
+    "Its answer has begun: it goes on, whatever a rule of admission says now."
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -189,6 +189,7 @@ class ConductorService:
 
     def post(self, event: Event) -> None:
         self._driver.post(event)
+        self._answer = None  # nobody waits for one, and the next who does must not take it for theirs
 
     async def change(self, event: AddInstance | RemoveInstance | Drain) -> None:
         self.post(event)

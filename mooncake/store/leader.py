@@ -22,17 +22,12 @@ from mooncake.security import Identity, ours
 from mooncake.store import election
 from mooncake.store.ballot import Ballot, make_ballot
 from mooncake.store.follow import Leads, WhoLeads
+from mooncake.store.search import DOUBT_S, PAUSE_S, PROBE_S, Search
 from mooncake.store.settings import ELECTIONS
 
 FORMS = (
     "host:port, host:port,host:port, etcd://host:port[;host:port][/cluster] or redis://host:port[/cluster]"
 )
-PROBE_S = 1.0
-"""How long one of several masters may take to say who leads."""
-PAUSE_S = 0.05
-"""Between two rounds of asking all of them."""
-DOUBT_S = 3.0
-"""After so long without an answer, the others are asked whether the leader is another by now."""
 
 
 class Guide:
@@ -86,49 +81,6 @@ class Guide:
 
     def __repr__(self) -> str:
         return f"<Guide to {self.master} [{self.hint or 'no hint'}]>"
-
-
-class _Search:
-    """One search for the leader: whom to ask next, and what was heard."""
-
-    def __init__(self, guide: Guide, name: str) -> None:
-        self._guide = guide
-        self._name = name
-        self._to_ask: list[str] = []
-        self._asked: dict[str, None] = {}
-        self.reasons: dict[str, str] = {}
-
-    def begin_round(self, addresses: list[str]) -> None:
-        self._to_ask, self._asked = list(addresses), {}
-        if not addresses:
-            self.reasons[self._guide.master] = "nobody has led yet"
-
-    def next(self) -> str | None:
-        while self._to_ask:
-            address = self._to_ask.pop(0)
-            if address not in self._asked:
-                self._asked[address] = None
-                return address
-        return None
-
-    def heard(self, address: str, answer: Leads | MooncakeError) -> bool:
-        """Whether that is the leader."""
-        if isinstance(answer, MooncakeError):
-            self.reasons[address] = str(answer)
-            if self._guide.hint == address:
-                self._guide.hint = ""
-            return False
-        if answer.is_here:
-            self._guide.hint = address
-            return True
-        self.reasons[address] = f"{address} does not lead"
-        if answer.address:
-            self._to_ask.insert(0, answer.address)
-        return False
-
-    def failure(self, timeout_s: float) -> DeadlineExceeded:
-        why = "; ".join(self.reasons.values()) or "no answer"
-        return DeadlineExceeded(f"{self._name} can't be reached within {timeout_s:.3g} s: {why}")
 
 
 class BlockingLeader:
@@ -228,7 +180,7 @@ class BlockingLeader:
             return self._use(self._search(deadline, timeout_s))
 
     def _search(self, deadline: float, timeout_s: float) -> str:
-        search = _Search(self.guide, self._name)
+        search = Search(self.guide, self._name)
         while True:
             if self._is_closed:
                 raise PeerLost(f"{self._name}: the client was closed")
@@ -357,7 +309,7 @@ class AsyncLeader:
             return self._use(await self._search(deadline, timeout_s))
 
     async def _search(self, deadline: float, timeout_s: float) -> str:
-        search = _Search(self.guide, self._name)
+        search = Search(self.guide, self._name)
         while True:
             if self._is_closed:
                 raise PeerLost(f"{self._name}: the client was closed")

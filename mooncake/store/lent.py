@@ -41,6 +41,13 @@ FAILED = Counter(
     "mooncake_store_failed_tasks", "Tasks of this node that failed", ["reason"], registry=registry
 )
 
+CHECKED = Counter(
+    "mooncake_store_checked_replicas",
+    "Replicas of this node that it read because a reader said that they are wrong",
+    ["outcome"],
+    registry=registry,
+)
+
 TOGETHER_BYTES = 16 << 20
 """What is carried together, about."""
 
@@ -104,6 +111,8 @@ class Lent:
         self._left = asyncio.Event()
         self._link: AsyncLeader | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._looking = asyncio.Lock()
+        """One replica at a time is read for the master."""
         self._runs: list[e.Run] = []
         """Tasks of the answer that is being worked off."""
         self._hanging_up: asyncio.Task[None] | None = None
@@ -228,6 +237,8 @@ class Lent:
             if not self._runs:  # what comes in one answer is carried together
                 asyncio.get_running_loop().call_soon(self._start_runs)
             self._runs.append(effect)
+        elif isinstance(effect, e.Look):
+            self._spawn(self._look(effect))
         elif isinstance(effect, e.Tell):
             assert self._link is not None
             self._spawn(self._tell_all(self._link))
@@ -274,6 +285,20 @@ class Lent:
         for run, refusal in zip(runs, refusals, strict=True):
             self._log_task(run.task, refusal)
         self._compact_if_due()
+
+    async def _look(self, look: e.Look) -> None:
+        """Somebody says that these bytes are wrong."""
+        refusal: Refusal | None = Refusal("cancelled", "the node stopped")
+        entry = look.check.entry
+        try:
+            async with self._looking:
+                refusal = await self._porter.verify(entry, self._target, look.deadline)
+        finally:
+            self._errand_driver.post(e.Looked(look.check.check_id, look.life, refusal))
+        outcome = "right" if refusal is None else refusal.code
+        CHECKED.labels(outcome).inc()
+        report = log.info if refusal is None else log.warning
+        report("replica_checked", segment=self.offer.name, key=entry.key, outcome=outcome)
 
     def _log_task(self, task: m.Task, refusal: Refusal | None) -> None:
         entry, source = task.entry, task.source

@@ -264,9 +264,10 @@ class DropReplicas(msgspec.Struct, frozen=True, array_like=True, tag="drop_repli
 
 
 class Corrupt(msgspec.Struct, frozen=True, array_like=True, tag="corrupt"):
-    """A reader found bytes that don't match the checksums: drop exactly these replicas.
+    """A reader found bytes twice that don't match the checksums: have the nodes of these replicas look.
 
-    An object goes with its last one.
+    Only what its own node confirms is dropped. Answered by Outcomes: True: the node is asked; False: there is no
+    such replica, or its node has just found it right; a Refusal (``limit``): too many reports.
     """
 
     keys: list[str]
@@ -274,6 +275,8 @@ class Corrupt(msgspec.Struct, frozen=True, array_like=True, tag="corrupt"):
     segments: list[str] = []
     """Whose replica is wrong, per key; empty: every one."""
     tenant: str = ""
+    reporter: str = ""
+    """The machine that read it, so that the one at fault is found; its own word, and no more."""
 
 
 class Describe(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
@@ -356,6 +359,15 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     """Seconds after the Poll was sent, beyond which nothing may be written."""
 
 
+class Check(msgspec.Struct, frozen=True, array_like=True):
+    """Read a replica of the segment that asked, and say whether its bytes are right."""
+
+    check_id: int
+    entry: Entry
+    deadline_s: float
+    """Seconds after the Poll was sent, beyond which nobody wants to know."""
+
+
 class TaskDone(msgspec.Struct, frozen=True, array_like=True):
     """``refusal``: why not; its code ``corrupt`` means that the source's bytes are wrong."""
 
@@ -372,6 +384,8 @@ class Poll(msgspec.Struct, frozen=True, array_like=True, tag="poll"):
     seen: int
     """The number of the last change that the node has noted; 0 at first."""
     max_tasks: int
+    checked: list[TaskDone] = []
+    """What came of checks, by their ids: None: the bytes are right; ``corrupt``: they are wrong."""
 
 
 class Polled(msgspec.Struct, frozen=True, array_like=True, tag="polled"):
@@ -382,6 +396,7 @@ class Polled(msgspec.Struct, frozen=True, array_like=True, tag="polled"):
     tasks: list[Task]
     is_known: bool = True
     """False: mount again."""
+    checks: list[Check] = []
 
 
 class Mounted(msgspec.Struct, frozen=True, array_like=True, tag="mounted"):
@@ -442,6 +457,20 @@ class SegmentStatus(msgspec.Struct, frozen=True):
     """Space is given out here now."""
 
 
+class ReporterStatus(msgspec.Struct, frozen=True):
+    """A machine that reported wrong bytes. One whose reports are refuted is at fault itself."""
+
+    reporter: str
+    num_reports: int
+    num_confirmed: int
+    """By the node whose replica it was: the bytes were wrong."""
+    num_refuted: int
+    """By the same: they were right."""
+    num_unanswered: int
+    idle_s: float
+    """Since its last report."""
+
+
 class MasterStatus(msgspec.Struct, frozen=True, array_like=True, tag="master_status"):
     num_objects: int
     num_writing: int
@@ -449,6 +478,8 @@ class MasterStatus(msgspec.Struct, frozen=True, array_like=True, tag="master_sta
     allocated_bytes: int
     counts: dict[str, int]
     segments: list[SegmentStatus]
+    reporters: list[ReporterStatus] = []
+    """The last ones that reported wrong bytes."""
 
 
 class ListKeys(msgspec.Struct, frozen=True, array_like=True, tag="list_keys"):
