@@ -41,7 +41,7 @@ class Server:
 
 
 async def ask(
-    door: HttpDoor, headers: dict[str, str], body: bytes = b"", path: str = "/a", **more: Any
+    door: HttpDoor, headers: dict[str, str], body: bytes = b"", path: str = "/a", certificate: Any = None
 ) -> int:
     """The status; 0 when nothing was answered."""
     scope = {
@@ -51,7 +51,7 @@ async def ask(
         "raw_path": path.encode(),
         "query_string": b"x=1",
         "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
-        **more,
+        CERTIFICATE: certificate,
     }
     pieces = [body[:1], body[1:]]
     answered: list[int] = []
@@ -105,6 +105,6 @@ async def test_with_tls_the_certificate_says_who_it_is(tmp_path: Path) -> None:
     server = Server()
     door = HttpDoor(server, ours, TRUSTED)
     certificate = {"subjectAltName": (("URI", "mooncake://client/acme"),)}
-    assert await ask(door, {}, **{CERTIFICATE: certificate}) == 403
-    assert await ask(door, {}, **{CERTIFICATE: {"subjectAltName": (("URI", "mooncake://node"),)}}) == 200
+    assert await ask(door, {}, certificate=certificate) == 403
+    assert await ask(door, {}, certificate={"subjectAltName": (("URI", "mooncake://node"),)}) == 200
     assert await ask(door, {}) == 401, "a server that does not speak TLS lets nobody in"

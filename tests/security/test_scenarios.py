@@ -88,7 +88,7 @@ class Cluster:
             key.write_text(text)
             key.chmod(0o600)
             files["cluster_key_file"] = str(key)
-        return Identity(SecuritySettings(**files))
+        return Identity(SecuritySettings(**files))  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=["tls", "key", "both"])
