@@ -76,15 +76,18 @@ class Applying:
             stored.lease_until = lease_until
 
     def _segment_mounted(self, record: SegmentMounted, now: float) -> None:
-        mount = m.Mount(**msgspec.structs.asdict(record), rest_s=0.0)
+        fields = msgspec.structs.asdict(record)
+        wants_report = fields.pop("wants_report")
+        mount = m.Mount(**fields, rest_s=0.0)
         known = self._catalog.segments.mounted.get(record.segment)
         if known is not None and known.content_id == (mount.content_id or mount.epoch):
             self._catalog.follow(known, mount)
+            known.wants_report = wants_report
             return
         if known is not None:
             self._catalog.segments.drop(known)
             self._catalog.empty(known, "another process took its name", now)
-        self._catalog.segments.restore(mount, now)
+        self._catalog.segments.restore(mount, now).wants_report = wants_report
 
     def _segment_gone(self, record: SegmentGone, now: float) -> None:
         segment = self._catalog.segments.find(record.segment, record.epoch)
@@ -111,6 +114,9 @@ class Applying:
         stored = self._find(record.key, record.object_id)
         if stored is not None:
             self._unlink(stored, "gone", now)
+        self._catalog.objects.saw(max(record.object_id, record.before - 1))
+        if record.before and record.key not in self._catalog.objects.readable:
+            self._catalog.forget_before(record.key, record.before)
 
     def _replica_added(self, record: ReplicaAdded, now: float) -> None:
         stored = self._find(record.key, record.object_id)
@@ -164,7 +170,9 @@ class Applying:
             offsets.insert(at, extent.offset)
 
     def _all_removed(self, record: AllRemoved, _: float) -> None:
-        self._catalog.cleared[record.tenant] = record.before
+        cleared = self._catalog.cleared
+        cleared[record.tenant] = max(record.before, cleared.get(record.tenant, 0))
+        self._catalog.objects.saw(record.before - 1)
 
     def _find(self, key: ObjectKey, object_id: int) -> StoredObject | None:
         stored = self._catalog.objects.readable.get(key)

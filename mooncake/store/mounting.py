@@ -102,8 +102,9 @@ class Mounting:
 
     def _left(self, stored: StoredObject, extent: Extent, now: float) -> None:
         if not stored.is_readable:
-            # A lost object may come back itself, a removed one not.
-            self._catalog.forget_before(stored.key, stored.object_id + extent.segment.is_mounted)
+            # A lost object may come back itself, a removed one not. An incomplete copy says neither.
+            is_removed = extent.is_complete and extent.segment.is_mounted
+            self._catalog.forget_before(stored.key, stored.object_id + is_removed)
 
     def _adopt(self, segment: Segment, entry: m.Entry, now: float) -> bool:
         """Believe the node that its segment holds this."""
@@ -157,7 +158,8 @@ class Mounting:
                 self._tasks.note(segment, entry_of(stored, extent.offset), now)
         if segment.wants_report:
             self._catalog.note("segment_reported", segment, num_objects=len(segment.reported))
-        segment.wants_report = False
+            segment.wants_report = False
+            self._catalog.records.append(record_of_segment(segment))
         segment.report_asked = None
         segment.reported = {}
 

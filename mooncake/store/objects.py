@@ -327,6 +327,10 @@ class Objects:
         self._last_id += 1
         return self._last_id
 
+    def saw(self, object_id: int) -> None:
+        """Another master gave that one out."""
+        self._last_id = max(self._last_id, object_id)
+
     def ids_from(self, first: int) -> None:
         """Give out none that another master may have given out, of which nothing is known here."""
         self._last_id = max(first, self._last_id + LEAP)
@@ -386,8 +390,7 @@ class Objects:
         stored.data_type = record.data_type
         if record.num_replicas != 1 or record.is_durable:
             stored.policy = PutPolicy(record.num_replicas, is_durable=record.is_durable)
-        if record.object_id > self._last_id:
-            self._last_id = record.object_id
+        self.saw(record.object_id)
         for extent in extents:
             extent.segment.holders[extent.offset] = stored
         self._show(stored, record.checksums, lease_until)

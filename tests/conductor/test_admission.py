@@ -364,3 +364,13 @@ def test_the_price_of_decode_is_of_its_memory_where_that_is_short() -> None:
     admission = Admission("goodput", horizon_s=1.0)
     assert admission.judge(applicant(ttft_s=0.0), pools, 0.0).is_admitted
     assert admission.goodput.decode_price.rate(0.0) == pytest.approx(1.0, rel=0.05)
+
+
+def test_an_answer_that_has_begun_is_not_rejected_any_more() -> None:
+    admission = Admission("baseline")
+    assert admission.judge(applicant(), POOLS, 0.0).is_admitted
+    decoding(admission, 10)
+    assert admission.prefilled("r", POOLS, 3.0, has_begun=True).is_admitted
+    assert admission.population.decoding.num_requests == 11, "it decodes with the others"
+    assert not admission.num_rejected
+    admission.check()

@@ -261,7 +261,7 @@ async def test_a_node_that_dies_half_way_through_a_save_leaves_nothing_to_find(
             worker.link.save_layer(save, layer)
 
     def is_half_written() -> bool:
-        return save.num_layers_submitted == half and not save.num_in_flight
+        return save.num_layers_submitted == half and not save.claim.num_inside
 
     save = worker.link.start_save([(first, 4, 1), (second, 4, 2)])
     await asyncio.to_thread(give, save, range(half))

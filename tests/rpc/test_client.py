@@ -23,7 +23,7 @@ from mooncake.errors import (
 )
 from mooncake.rpc import AsyncClient, BlockingClient, Call, Connection, RpcServer
 from mooncake.rpc.client import split_address
-from mooncake.rpc.wire import PREFACE, encode
+from mooncake.rpc.wire import OPEN_GREETING, encode
 
 
 class Echo(msgspec.Struct, array_like=True, tag="echo"):
@@ -202,7 +202,7 @@ async def test_a_client_that_takes_no_answers_is_read_no_further(service: Servic
     sock = socket.create_connection(("127.0.0.1", service.rpc.port))
     sock.setblocking(False)
     frame = encode(1, Echo("x" * (1 << 20)))
-    await loop.sock_sendall(sock, PREFACE)
+    await loop.sock_sendall(sock, OPEN_GREETING)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):
             for _ in range(512):
