@@ -133,10 +133,11 @@ devices compute: a step of 27 ms and, for chunks, 512 tokens a step with no over
 0.5.1 did not reach that. One number explains most of what was printed: with 60 ms a step, for everybody
 (host-side scheduling, sampling and broadcasts between steps; the 2024 paper's own decode ran at 60-70 ms),
 plain and prefix-caching serving come out within ten points of the printed shares at all three limits, and the
-gain over them follows; the disaggregated system loses 2 points at 100 ms and nothing at the others. Chunked prefill stays better here than printed, even with 2,048 tokens a step: the
-paper's took 22 % more GPU time than plain prefill (Fig 8), ours takes none more. Well done, with small
-chunks and no overhead, it keeps TBT within 100 ms for nearly all of this trace on 16 nodes; what is left
-of the gain at equal costs is the lower TBT."""
+gain over them follows; the disaggregated system loses 2 points at 100 ms and nothing at the others. Chunked
+prefill stays better here than printed, even with 2,048 tokens a step: the paper's took 22 % more GPU time
+than plain prefill (Fig 8), ours takes none more. Well done, with small chunks and no overhead, it keeps TBT
+within 100 ms for nearly all of this trace on 16 nodes; what is left of the gain at equal costs is the lower
+TBT."""
 
 
 SHORT_OF_BOTH = ClusterSpec(costs=COSTS, num_prefill=8, num_decode=2)

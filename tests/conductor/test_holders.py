@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from mooncake.conductor.holders import NOBODY, HolderSets, with_plane, without_slot
+from mooncake.conductor.holders import NOBODY, HolderSets, Masks, with_plane, without_slot
 from mooncake.types import Tier
 
 
@@ -40,7 +40,7 @@ def test_bits_are_those_of_the_masks_however_many_are_asked_for(num_rows: int) -
     """Few rows are looked at as integers, many as a matrix."""
     random = Random(num_rows)
     sets = HolderSets()
-    masks = {}
+    masks: dict[int, Masks] = {}
     while len(masks) < num_rows:
         drawn = tuple(random.getrandbits(128) & random.getrandbits(128) for _ in Tier)
         masks[sets.move(NOBODY, drawn, 1)] = drawn  # type: ignore[arg-type]

@@ -18,9 +18,8 @@ NAMES = sequence_hashes(TOKENS, 16, SEED)
 
 
 def registration(**fields: Any) -> Register:
-    given: dict[str, Any] = {
-        "endpoint": "tcp://10.0.0.1:5557", "type": "vLLM", "modelname": "m", "instance_id": "a", "block_size": 16,
-    }  # fmt: skip
+    given: dict[str, Any] = {"endpoint": "tcp://10.0.0.1:5557", "type": "vLLM", "modelname": "m"}
+    given |= {"instance_id": "a", "block_size": 16}
     return Register(**{**given, **fields})
 
 

@@ -46,7 +46,8 @@ def test_an_object_is_described_with_its_replicas_and_leases_it_does_not_extend(
     nodes.put("k", policy=m.PutPolicy(is_durable=False))
     nodes.say(m.Lookup(["k"]))
     nodes.wait(2.0)
-    memory.beat(), ssd.beat()
+    memory.beat()
+    ssd.beat()
     [found, absent] = nodes.say(m.Inspect(["k", "nothing"])).objects
     assert absent is None and found is not None
     assert found.leased_s == pytest.approx(LEASE_S - 2.0) and found.num_uses == 1

@@ -1,4 +1,4 @@
-"""Slices are cut at the borders of chunks, byte for byte, and refused where they are not within their object."""
+"""Slices are cut at the borders of chunks, byte for byte, and refused where they leave their object."""
 
 from __future__ import annotations
 
