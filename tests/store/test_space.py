@@ -58,16 +58,15 @@ def test_a_put_that_finds_no_hole_does_not_empty_the_cache() -> None:
     """Small objects lie between leased ones, so that nothing large can ever fit."""
     voice = Voice(MasterSettings(high_watermark=1.0, eviction_ratio=0.01, lease_s=LEASE_S))
     voice.mount("a", size_bytes=1 << 20)
-    keys = [f"k{number:04}" for number in range(1024)]
-    for first in range(0, 1024, 64):
-        voice.put(*keys[first : first + 64], size_bytes=1024)
-    before = len(readable(voice))
-    assert before == 1024
+    keys = [f"k{number:03}" for number in range(256)]
+    for first in range(0, 256, 64):
+        voice.put(*keys[first : first + 64], size_bytes=4096)
+    assert len(readable(voice)) == 256
     voice.say(m.Lookup(keys[::8]))
-    found = refusal(voice, 16_384)
+    found = refusal(voice, 8 * 4096)
     assert found.code == "no_space"
-    num_evicted = before - len(readable(voice))
-    assert 0 < num_evicted <= 8 * 16 + 1, "eight times what was asked for, and not all that is there"
+    num_evicted = 256 - len(readable(voice))
+    assert 0 < num_evicted <= 8 * 8 + 1, "eight times what was asked for, and not all that is there"
 
 
 def test_the_watermark_is_kept_from_below() -> None:
