@@ -1,4 +1,4 @@
-"""What is counted of an answer that ended well: its tokens, its times, and whether its objectives were met."""
+"""What is counted of an answer that ended well: its tokens, its times, whether its objectives were met."""
 
 from __future__ import annotations
 
