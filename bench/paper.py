@@ -148,7 +148,7 @@ def figure_eight(folder: Path) -> Table:
         checks.append(near(f"{workload}, without (vLLM)", without, uncached, 0.12 * without))
     note = (
         "Computing alone, by our fit through points of Fig 14: 1.129e-4 n + 7.404e-10 n^2 s. A cached\n"
-        "prefix costs 0.07 s there before anything is computed; with it the rows with cache are that much higher."
+        "prefix costs 0.07 s there before anything is computed, by which the rows with cache would be higher."
     )
     return Table("FAST'25 Fig 8: mean prefill GPU seconds of a request", checks, note)
 

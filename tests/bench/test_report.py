@@ -38,8 +38,9 @@ def result() -> Result:
 
 def test_a_text_says_where_its_numbers_come_from() -> None:
     text = render(result())
-    for part in ("command: python -m bench.x", "machine: a machine", "0123456789ab, changed since", "2026-01-02",
-                 "## A table", "a note", "can't show: a network"):  # fmt: skip
+    for part in ("command: python -m bench.x", "machine: a machine", "0123456789ab, changed since"):
+        assert part in text
+    for part in ("2026-01-02", "## A table", "a note", "can't show: a network"):
         assert part in text
     assert "| put  | 1.24 | 123,456 |" in text and "| get  |      |       7 |" in text
 

@@ -15,8 +15,8 @@ from typing import Any
 from mooncake.cli.bench.measure import KIB, MIB, CeilingRow, Row
 
 REFERENCES = (
-    "references are one thread that copies (one thread), one connection of a C program with the kernel's default "
-    "buffers (one stream), and fio: where a path uses several threads, streams or requests at once, it may be faster"
+    "references are one thread that copies (one thread), one connection of a C program with the kernel's "
+    "default buffers (one stream), and fio: a path that uses several threads or streams may well be faster"
 )
 CANNOT_SHOW = (
     "cannot show: a real network (loopback has no wire and both ends share the cores), many clients at once, "
@@ -120,7 +120,7 @@ def render(report: Report) -> str:
         f" {'p50 us':>10} {'p99 us':>10} {'CPU s/GB':>9} {'of it':>10}",
         *map(_line, report.rows),
         "",
-        f"each row: median of {report.rounds} rounds, ours and its reference in turns; every byte was compared",
+        f"each row: median of {report.rounds} rounds, ours and its reference in turns; every byte compared",
     ]
     lines += [f"skipped: {path}: {why}" for path, why in report.skipped.items()]
     lines += ["", "targets:"]
