@@ -229,6 +229,11 @@ class Master:
         self._soonest = -math.inf
         self._applying.settle(now)
 
+    def begin_term(self, now: float) -> None:
+        """From now on this master makes promises. Whoever calls has it handle an event next."""
+        self._soonest = -math.inf
+        self.catalog.lasting.begin(self.catalog.segments.line, now)
+
     def restore(self, records: Sequence[Record], now: float) -> None:
         """Begin with what ``records`` say; call before anything else."""
         self.apply(records, now)

@@ -206,11 +206,18 @@ class Exists(msgspec.Struct, frozen=True, array_like=True, tag="exists"):
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """Extend leases on exactly these objects."""
+    """Extend leases on exactly these objects.
+
+    Of an object whose bytes a reader looks at where they lie, exactly that replica must still be kept for it:
+    another one of the object is no help. The master may have dropped it, and a master that has come since
+    does not know for whom its space rests.
+    """
 
     keys: list[str]
     object_ids: list[int]
     tenant: str = ""
+    replicas: list[Replica] = []
+    """Empty, or which one is looked at, per key."""
 
 
 class Flags(msgspec.Struct, frozen=True, array_like=True, tag="flags"):
@@ -332,6 +339,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     is_hard_pinned: bool = False
     group: str = ""
     parent: str = ""
+    is_durable: bool = False
+    """Its writer was promised that it is on SSD."""
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):

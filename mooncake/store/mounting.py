@@ -142,6 +142,7 @@ class Mounting:
             entry.is_hard_pinned,
             entry.group if is_of(tenant, entry.group) else "",
             entry.parent if is_of(tenant, entry.parent) else "",
+            is_durable=entry.is_durable,
         )
         self._catalog.counts.reported_objects += 1
         adopted = self._catalog.adopt(record, [Extent(segment, entry.offset, is_complete=True)], now)

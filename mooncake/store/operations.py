@@ -611,9 +611,10 @@ class Operations:
         return are_good
 
     def renew(self, grants: Sequence[ReadGrant], deadline: float) -> Operation[list[bool]]:
-        """Extend leases; False: that object is gone, stop reading when the old lease ends."""
+        """Extend leases; False: that replica is gone, stop reading when the old lease ends."""
         ids = [grant.object_id for grant in grants]
-        message = m.Renew([grant.key for grant in grants], ids, self.tenant)
+        replicas = [grant.replica for grant in grants]
+        message = m.Renew([grant.key for grant in grants], ids, self.tenant, replicas)
         answer, _ = yield from self._ask(message, deadline)
         for grant, flag in zip(grants, answer.reply.flags, strict=True):
             if flag:

@@ -7,8 +7,9 @@ the replicas that were made are there, and whoever wanted the job asks again.
 **Drain** gives nothing out on its segments any more and moves what is there, leased objects too: the
 replica that was left rests until its leases end, and the job is done when nothing is left or rests.
 It never evicts others to make room. An object that is safe elsewhere, when no segment has room for
-one replica more, just leaves. With ``unmount_after_s`` this is the graceful way to go: the segments
-are unmounted when they are empty, and no later than after so many seconds.
+one replica more, just leaves. A durable one is safe on another SSD only. With ``unmount_after_s`` this
+is the graceful way to go: the segments are unmounted when they are empty, and no later than after so many
+seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mooncake.errors import Refusal
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
 from mooncake.store.effects import Received
-from mooncake.store.objects import StoredObject, scoped
+from mooncake.store.objects import Extent, StoredObject, scoped
 from mooncake.store.segments import Segment
 from mooncake.store.tasks import Task, Tasks
 from mooncake.types import Tier
@@ -151,6 +152,9 @@ class Replication:
             extent = None if source is None else stored.on(source)
             if extent is None or not extent.is_complete:
                 return _refused("not_found", f"no replica of {message.key!r} is on {message.source!r}")
+            is_on_ssd = any(target.tier is Tier.SSD for target in targets)
+            if extent is not None and not is_on_ssd and not _is_durable_without(stored, extent):
+                return _refused("durable", f"{message.key!r} is durable, and {message.source!r} its only SSD")
             if message.source in message.targets:
                 return _refused("invalid_argument", f"{message.source!r} is the source and a target")
         if self._num_running >= MAX_RUNNING:
@@ -270,7 +274,7 @@ class Replication:
     def _leave(self, stored: StoredObject, segment: Segment, now: float) -> None:
         extent = stored.on(segment) if stored.is_readable else None
         others = [one for one in stored.complete() if one is not extent and not one.segment.is_draining]
-        if extent is not None and extent.is_complete and others:
+        if extent is not None and extent.is_complete and others and _is_durable_without(stored, extent):
             self._catalog.drop_extent(stored, extent, "moved away", now)
 
     def _end_if_over(self, job: Job, now: float) -> None:
@@ -375,7 +379,7 @@ class Replication:
             self._begin(job, stored, target, job.kind, now)
             return
         elsewhere = [one for one in stored.complete() if not one.segment.is_draining]
-        if any(one.segment.is_alive for one in elsewhere):
+        if any(one.segment.is_alive for one in elsewhere) and _is_durable_without(stored, extent):
             job.num_done += 1
             self._catalog.drop_extent(stored, extent, "drained, and others have it", now)
             return
@@ -441,3 +445,11 @@ class Replication:
 
 def _refused(code: str, reason: str) -> m.Refused:
     return m.Refused(Refusal(code, reason))
+
+
+def _is_durable_without(stored: StoredObject, extent: Extent) -> bool:
+    """Whether what its writer was promised holds without that replica."""
+    if not stored.policy.is_durable or extent.segment.tier is not Tier.SSD:
+        return True
+    others = [one for one in stored.complete(Tier.SSD) if one is not extent]
+    return any(not one.segment.is_draining for one in others)

@@ -95,13 +95,15 @@ def entry(key: str, object_id: int, offset: int = 0, **more: object) -> m.Entry:
 
 
 def test_a_master_that_lost_everything_believes_the_nodes(nodes: Nodes) -> None:
-    ssd = reported(nodes, entry("k", 77, 4096, is_hard_pinned=True, group="g", parent="p"), entry("n", 78))
+    known = entry("k", 77, 4096, is_hard_pinned=True, group="g", parent="p", is_durable=True)
+    ssd = reported(nodes, known, entry("n", 78))
     assert ssd.mounted.wants_report and ssd.held.keys() == {77, 78}
     found = nodes.find("k")
     assert found is not None and found.object_id == 77
     assert found.replicas == [m.Replica("a/ssd", 7, BASE + 4096, Tier.SSD)]
     stored = nodes.master.objects.readable["k"]
     assert (stored.is_hard_pinned, stored.group, stored.parent) == (True, "g", "p")
+    assert stored.policy.is_durable and not nodes.master.objects.readable["n"].policy.is_durable
     successor = Master(DEMOTES)
     successor.restore(nodes.records, 0.0)
     assert successor.objects.readable.keys() == {"k", "n"}

@@ -203,6 +203,24 @@ def test_memory_that_is_drained_may_go_to_an_ssd_but_an_ssd_not_to_memory(nodes:
     assert where(nodes, "k") == ["b/ssd"] and drained(nodes, job)[0] == "failed"
 
 
+def on_one_ssd(nodes: Nodes) -> None:
+    _, ssd = with_ssd(nodes)
+    Place(nodes, "b")
+    put_durable(nodes, "k", host="a")
+    ssd.work()
+    assert where(nodes, "k") == ["a", "a/ssd"]
+
+
+def test_a_durable_object_does_not_leave_its_only_ssd_for_memory(nodes: Nodes) -> None:
+    """Its writer was promised that it outlives the process."""
+    on_one_ssd(nodes)
+    assert refusal(nodes, m.CopyObject("k", ["b"], source="a/ssd")) == "durable"
+    job = ask(nodes, m.Drain(["a/ssd"], []))
+    nodes.wait(4.0)
+    assert "a/ssd" in where(nodes, "k")
+    assert ask(nodes, m.AskJob(job.job_id)).state == "failed"
+
+
 def test_a_graceful_unmount_takes_the_segment_away_when_it_is_empty(nodes: Nodes) -> None:
     a, b = Place(nodes, "a"), Place(nodes, "b")
     nodes.put("k", host="a")
