@@ -17,6 +17,7 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -89,6 +90,17 @@ class Directory(Protocol):
         ...
 
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Of the running system: as long as it is the same, what was written and not synced is there. "": none."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
 class NotOurs(PermissionError):
     """A file or directory that another user owns, or may change; ``allowed`` says what would do."""
 
@@ -102,6 +114,7 @@ class OsFile:
 
     def __init__(self, number: int) -> None:
         self._number = number
+        self._closing = threading.Lock()
 
     @property
     def size_bytes(self) -> int:
@@ -125,16 +138,18 @@ class OsFile:
 
     def sync(self) -> None:
         # A number of its own, because the file may be closed meanwhile and its number given to another.
-        own = os.dup(self._number)
+        with self._closing:
+            own = os.dup(self._number)
         try:
             os.fdatasync(own)
         finally:
             os.close(own)
 
     def close(self) -> None:
-        number, self._number = self._number, -1
-        if number >= 0:
-            os.close(number)
+        with self._closing:
+            number, self._number = self._number, -1
+            if number >= 0:
+                os.close(number)
 
     def __repr__(self) -> str:
         return f"<OsFile {self._number}>"

@@ -240,3 +240,9 @@ class SimDriver(Generic[EventT, EffectT]):
         deadline = self._machine.deadline()
         if deadline is not None:
             self._timer = self._process.after(deadline - now, lambda: self.post(Wake()))
+
+    def close(self) -> None:
+        """Wake it no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -237,8 +237,11 @@ class Ledger:
 
     def master_crashed(self) -> None:
         """Without a log, what the nodes say counts; and they hear of changes a moment later."""
-        if self._cluster.checkers.has_oplog:
-            return
+        if not self._cluster.checkers.has_oplog:
+            self.index_lost()
+
+    def index_lost(self) -> None:
+        """Another master begins with what the nodes say."""
         for known in self._keys.values():
             known.is_absent, known.nodes, known.value = False, {}, None
             known.is_present &= known.is_durable

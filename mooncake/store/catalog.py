@@ -23,6 +23,7 @@ import msgspec
 
 from mooncake.store.effects import Note, Reply
 from mooncake.store.eviction import Eviction
+from mooncake.store.lasting import Lasting
 from mooncake.store.messages import Mount
 from mooncake.store.objects import Extent, Objects, State, StoredObject, split_scoped
 from mooncake.store.records import (
@@ -114,7 +115,8 @@ class Catalog:
         self.eviction = Eviction(settings.eviction_policy)
         self.tenants = Tenants()
         self.counts = Counts()
-        self.clocks: list[Clock] = []
+        self.lasting = Lasting(settings, lambda record: self.records.append(record))
+        self.clocks: list[Clock] = [self.lasting]
         self.watchers: list[Watcher] = []
         self.on_complete: list[Callable[[StoredObject, Extent, float], None]] = []
         """Called when a further replica of a readable object has become complete."""
@@ -468,9 +470,7 @@ class Catalog:
 
     def renew(self, stored: StoredObject, lease_until: float) -> None:
         """A reader keeps what it has, which may be a replica that is gone."""
-        stored.lease_until = lease_until
-        if stored.joint is not None:
-            stored.joint.lease_until = lease_until
+        stored.lease(lease_until)
         for extent in stored.resting:
             extent.release_at = max(extent.release_at, lease_until)
         # A successor does not know that this is in use; of an object whose record is withheld, all of it.

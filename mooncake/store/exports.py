@@ -17,8 +17,8 @@ from mooncake.store.master import Master
 class MasterProcess(Protocol):
     """What is looked at."""
 
-    master: Master
-
+    @property
+    def master(self) -> Master: ...
     @property
     def leadership(self) -> Leadership: ...
     @property

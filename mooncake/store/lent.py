@@ -19,7 +19,7 @@ import msgspec
 from prometheus_client import Counter
 
 from mooncake.driver import Driver
-from mooncake.errors import MooncakeError, PeerLost, Refusal
+from mooncake.errors import AccessDenied, MooncakeError, PeerLost, Refusal
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.metrics import registry
@@ -185,7 +185,7 @@ class Lent:
 
     def _perform(self, effect: ms.Effect) -> None:
         if isinstance(effect, ms.Connect):
-            self._link = AsyncLeader(self._guide, m.REPLIES, doubt_s=math.inf)
+            self._link = AsyncLeader(self._guide, m.REPLIES, doubt_s=math.inf, identity=self._engine.identity)
             self._spawn(self._connect(self._link))
         elif isinstance(effect, ms.Disconnect):
             link, self._link = self._link, None
@@ -209,6 +209,8 @@ class Lent:
         try:
             await link.connect(ms.ANSWER_S)
         except MooncakeError as error:
+            if isinstance(error, AccessDenied):
+                log.warning("mount_denied", segment=self.offer.name, reason=str(error))
             self._report(link, ms.Closed(str(error)))
             return
         self._report(link, ms.Opened())
@@ -221,6 +223,8 @@ class Lent:
         except PeerLost:
             return  # whoever watches the connection reports it
         except MooncakeError as error:
+            if isinstance(error, AccessDenied):
+                log.warning("mount_denied", segment=self.offer.name, reason=str(error))
             self._report(link, ms.Closed(str(error)))
         else:
             self._report(link, ms.Answered(reply))

@@ -11,9 +11,13 @@ the promiser's. Requests may arrive twice (a client that lost its connection ask
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 
 from mooncake.errors import Refusal
+from mooncake.security.standing import ADMINS, EVERYBODY, NODES, NODES_AND_ADMINS, TRUSTED, Level
 from mooncake.types import Tier
 
 MAX_KEYS = 4096
@@ -104,6 +108,8 @@ class PutStart(msgspec.Struct, frozen=True, array_like=True, tag="put_start"):
     num_pieces: int = 0
     """So many pieces in advance, too, for ``PutWritten``."""
     piece_bytes: int = 0
+    wait_s: float = 0.0
+    """Where there is no room: wait so long for space that objects on their way to SSD are about to free."""
 
 
 class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"):
@@ -635,35 +641,55 @@ class Quotas(msgspec.Struct, frozen=True, array_like=True, tag="quotas"):
     quotas: list[QuotaStatus]
 
 
-REQUESTS: tuple[type[msgspec.Struct], ...] = (
-    PutStart,
-    PutWritten,
-    PutEnd,
-    PutAbort,
-    Lookup,
-    Exists,
-    Renew,
-    Remove,
-    RemoveMatching,
-    Pin,
-    DropReplicas,
-    Corrupt,
-    Describe,
-    Mount,
-    Report,
-    Poll,
-    Heartbeat,
-    Unmount,
-    Status,
-    ListKeys,
-    Story,
-    Inspect,
-    CopyObject,
-    Drain,
-    AskJob,
-    SetQuota,
-    AskQuotas,
-)
+ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
+    PutStart: EVERYBODY,
+    PutWritten: EVERYBODY,
+    PutEnd: EVERYBODY,
+    PutAbort: EVERYBODY,
+    Lookup: EVERYBODY,
+    Exists: EVERYBODY,
+    Renew: EVERYBODY,
+    Remove: EVERYBODY,
+    RemoveMatching: EVERYBODY,
+    Pin: EVERYBODY,
+    DropReplicas: EVERYBODY,
+    Corrupt: EVERYBODY,
+    Describe: EVERYBODY,
+    Mount: NODES,
+    Report: NODES,
+    Poll: NODES,
+    Heartbeat: NODES,
+    Unmount: NODES_AND_ADMINS,
+    Status: TRUSTED,
+    ListKeys: EVERYBODY,
+    Story: EVERYBODY,
+    Inspect: EVERYBODY,
+    CopyObject: TRUSTED,
+    Drain: NODES_AND_ADMINS,
+    AskJob: TRUSTED,
+    SetQuota: ADMINS,
+    AskQuotas: TRUSTED,
+}
+"""Who may ask what, where peers have to prove who they are. What names a tenant may be sent for that tenant
+only by whoever is bound to one. A node may unmount and drain what it has mounted itself (``server.py``)."""
+
+
+def who_may_remove_matching(message: RemoveMatching) -> frozenset[Level]:
+    """By force also what readers hold, and many at once: for administrators."""
+    return ADMINS if message.force else EVERYBODY
+
+
+def who_may_ask_job(message: AskJob) -> frozenset[Level]:
+    """Jobs are of everybody's; to stop one is another matter than to look."""
+    return NODES_AND_ADMINS if message.cancel else TRUSTED
+
+
+SPECIAL: dict[type[msgspec.Struct], Callable[[Any], frozenset[Level]]] = {
+    RemoveMatching: who_may_remove_matching,
+    AskJob: who_may_ask_job,
+}
+
+REQUESTS: tuple[type[msgspec.Struct], ...] = tuple(ACCESS)
 REPLIES: tuple[type[msgspec.Struct], ...] = (
     PutStarted,
     PutsWritten,

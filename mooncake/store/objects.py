@@ -203,6 +203,14 @@ class StoredObject:
             return self.lease_until
         return max(self.lease_until, self.joint.lease_until)
 
+    def lease(self, until: float) -> None:
+        """A reader of it, and so of its group, may rely on it until then. A promise never becomes shorter: a
+        predecessor may have been set to longer leases."""
+        if self.lease_until < until:
+            self.lease_until = until
+        if self.joint is not None and self.joint.lease_until < until:
+            self.joint.lease_until = until
+
     @property
     def pinned_until(self) -> float:
         return self.soft_pin_until if self.joint is None else self.joint.soft_pin_until

@@ -46,10 +46,16 @@ MAX_PUT_ATTEMPTS = 3
 
 
 class Ask(msgspec.Struct, frozen=True, eq=False):
-    """Ask the master; resumed with an ``Answer``."""
+    """Ask the master; resumed with an ``Answer``.
+
+    When ``deadline`` has passed already, nothing is sent: an operation that was given up must not end as if
+    it had not been.
+    """
 
     message: msgspec.Struct
     deadline: float
+    may_be_late: bool = False
+    """It only gives something back or reports something, and is sent at any time."""
 
 
 class Answer(msgspec.Struct, frozen=True, eq=False):
@@ -140,8 +146,11 @@ class Operations:
         tenant: str = "",
         verify_local: bool = True,
         reporter: str = "",
+        patience_s: float = 0.0,
     ) -> None:
-        """``reporter``: how people call this machine, told with reports of wrong bytes."""
+        """``reporter``: how people call this machine, told with reports of wrong bytes. ``patience_s``: how
+        long a durable put may wait for space, less than an operation has."""
+        self._patience_s = patience_s
         self._host = host
         self._reporter = reporter or host
         self._verify_local = verify_local
@@ -286,6 +295,7 @@ class Operations:
             tenant=self.tenant,
             num_pieces=wanted,
             piece_bytes=piece_bytes(size_bytes) if wanted else 0,
+            wait_s=self._patience_s if policy.is_durable else 0.0,
         )
         answer, first_asked_at = yield from self._ask(message, deadline)
         if wanted:
@@ -424,6 +434,7 @@ class Operations:
                 list(parents[part]),
                 replace,
                 self.tenant,
+                wait_s=self._patience_s if policy.is_durable else 0.0,
             )
             answer, first_asked_at = yield from self._ask(message, deadline)
             # Asked twice, the promise may stem from the first time.
@@ -505,7 +516,7 @@ class Operations:
         for start in range(0, len(grants), m.MAX_KEYS):
             part = grants[start : start + m.MAX_KEYS]
             ids = [grant.object_id for grant in part]
-            yield Ask(m.PutAbort([grant.key for grant in part], ids, self.tenant), deadline)
+            yield Ask(m.PutAbort([grant.key for grant in part], ids, self.tenant), deadline, may_be_late=True)
         for grant in grants:
             grant.failure = grant.failure or Refusal("aborted", "this put was given up")
 
@@ -792,7 +803,8 @@ class Operations:
             part = wrong[start : start + m.MAX_KEYS]
             keys, ids = [grant.key for grant, _ in part], [grant.object_id for grant, _ in part]
             segments = [segment for _, segment in part]
-            yield Ask(m.Corrupt(keys, ids, segments, self.tenant, self._reporter), deadline)
+            request = m.Corrupt(keys, ids, segments, self.tenant, self._reporter)
+            yield Ask(request, deadline, may_be_late=True)
 
     def _mismatches(self, grants: Sequence[ReadGrant], part: Columns, checksums: Checksums) -> list[int]:
         """Indices of grants whose bytes aren't what the writer announced."""

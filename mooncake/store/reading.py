@@ -34,7 +34,8 @@ class Reading:
                 found.append(self._found(stored, lease_until, now))
                 num_hits += found[-1] is not None
             elif stored.extents[0].segment.is_alive:
-                stored.lease_until = lease_until
+                if stored.lease_until < lease_until:  # a predecessor may have promised more
+                    stored.lease_until = lease_until
                 stored.num_uses += 1
                 num_hits += 1
                 found.append(stored.stored)
@@ -51,10 +52,8 @@ class Reading:
         alive = [extent.segment.is_alive for extent in extents]
         if True not in alive:
             return None
-        stored.lease_until = lease_until
+        stored.lease(lease_until)
         stored.num_uses += 1
-        if stored.joint is not None:
-            stored.joint.lease_until = lease_until
         found = stored.stored
         if not all(alive):
             replicas = [r for r, is_alive in zip(found.replicas, alive, strict=True) if is_alive]
@@ -73,9 +72,7 @@ class Reading:
         for index, key in enumerate(scoped_all(message.tenant, message.keys)):
             stored = readable.get(key)
             if stored is not None and (stored.extents[0].segment.is_alive or stored.is_visible):
-                stored.lease_until = lease_until
-                if stored.joint is not None:
-                    stored.joint.lease_until = lease_until
+                stored.lease(lease_until)
                 flags[index] = 1
         return m.Flags(self._catalog.settings.lease_s, bytes(flags))
 

@@ -32,6 +32,10 @@ MAX_ENDED = 1000
 MAX_CONCURRENCY = 256
 MAX_FAILURES = 3
 """Of one object that is to leave a segment."""
+SURVEY_OBJECTS = 4000
+"""Looked at in one go; some milliseconds."""
+SURVEY_S = 0.01
+"""Between two such slices that found nothing to move."""
 LOOK_S = 0.5
 """How often a drain looks for what has come or been released meanwhile."""
 
@@ -105,6 +109,10 @@ class DrainJob(Job):
         """Object id -> how often it could not be moved."""
         self.num_resting = 0
         """Ranges that are not empty, and hold nothing that could be moved."""
+        self.to_survey: list[tuple[Segment, list[int]]] = []
+        """Offsets that the survey under way has still to look at."""
+        self.has_found = False
+        """That survey has found something that could be moved."""
         ends_s = message.unmount_after_s
         self.unmounts_at = None if ends_s is None else now + ends_s
 
@@ -247,7 +255,8 @@ class Replication:
             job.num_failed += 1
             job.reason = str(refusal)
         if isinstance(job, DrainJob):
-            self._look_at = now
+            # At once to go on; what failed may have failed in the very look that is going on.
+            self._look_at = min(self._look_at, now if refusal is None else now + SURVEY_S)
         else:
             self._end_if_over(job, now)
 
@@ -308,7 +317,9 @@ class Replication:
             return
         if not job.waiting and not job.tasks:
             self._survey(job)
-            if not job.waiting and self._is_over(job, now):
+            if job.to_survey:
+                self._look_at = min(self._look_at, now + SURVEY_S)
+            elif not job.has_found and self._is_over(job, now):
                 return
         while job.waiting and len(job.tasks) < job.max_concurrency:
             stored, segment = job.waiting.popleft()
@@ -328,18 +339,36 @@ class Replication:
         return not job.is_running
 
     def _survey(self, job: DrainJob) -> None:
-        job.num_resting = job.num_failed = 0
-        for segment in job.segments:
-            for offset, stored in segment.holders.items():
-                extent = stored.on(segment)
-                is_here = extent is not None and extent.offset == offset and extent.is_complete
-                if not (stored.is_readable and is_here):
-                    job.num_resting += 1  # being written, or left already
-                elif job.failures.get(stored.object_id, 0) >= MAX_FAILURES:
-                    job.num_resting += 1
-                    job.num_failed += 1
-                else:
-                    job.waiting.append((stored, segment))
+        """Find what is there, a slice at a time, so that others are answered in between; then begin anew."""
+        if not job.to_survey:
+            job.num_resting = job.num_failed = 0
+            job.has_found = False
+            job.to_survey = [(segment, list(segment.holders)) for segment in job.segments]
+        num_left = SURVEY_OBJECTS
+        while job.to_survey and num_left > 0:
+            segment, offsets = job.to_survey[-1]
+            some = offsets[-num_left:]
+            del offsets[-num_left:]
+            num_left -= len(some)
+            if not offsets:
+                job.to_survey.pop()
+            for offset in some if segment.is_mounted else ():
+                self._see(job, segment, offset)
+
+    def _see(self, job: DrainJob, segment: Segment, offset: int) -> None:
+        stored = segment.holders.get(offset)
+        if stored is None:
+            return  # released meanwhile
+        extent = stored.on(segment)
+        is_here = extent is not None and extent.offset == offset and extent.is_complete
+        if not (stored.is_readable and is_here):
+            job.num_resting += 1  # being written, or left already
+        elif job.failures.get(stored.object_id, 0) >= MAX_FAILURES:
+            job.num_resting += 1
+            job.num_failed += 1
+        else:
+            job.has_found = True
+            job.waiting.append((stored, segment))
 
     def _move_from(self, job: DrainJob, stored: StoredObject, segment: Segment, now: float) -> None:
         extent = stored.on(segment) if stored.is_readable else None
