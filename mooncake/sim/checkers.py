@@ -54,6 +54,9 @@ LOSSES = (
     "unmounted",
 )
 
+ASKED_FOR = ("evicted: ", "removed", "replaced by a newer put", "unmounted: its grace is over")
+"""What takes objects when nothing fails: room for others, and clients and operators."""
+
 IN_VAIN = "unmounted: drained"
 """A segment that was unmounted because it was empty takes no object along."""
 
@@ -296,7 +299,7 @@ class Checkers:
         allowed: tuple[str, ...] = LOSSES
         faults = self._faults
         if faults.is_calm:
-            allowed = ("evicted: ", "removed", "replaced by a newer put")
+            allowed = ASKED_FOR
         elif self.has_corruption or self.is_ghost(object_id):
             allowed = (*LOSSES, "a reader found wrong checksums", "its bytes are wrong")
         left = self.ledger.vanished(key, reasons[-1])
