@@ -32,6 +32,7 @@ from mooncake.errors import MooncakeError
 from mooncake.kvlayout import SlabLayout
 from mooncake.log import get_logger
 from mooncake.rpc import AsyncClient, Call, RpcServer
+from mooncake.security import EVERYBODY, TRUSTED, Access
 from mooncake.transfer import TransferEngine
 from mooncake.transfer.segment import SegmentDescriptor, decode_descriptor
 
@@ -79,6 +80,10 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, tag="kv_taken"):
     """Something was written."""
 
 
+ACCESS = Access({Take: TRUSTED, Greet: EVERYBODY})
+"""Who may ask a prefill engine, where peers have to prove who they are: engines, of no tenant."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Offer:
     """Blocks that are computed and wait to be taken."""
@@ -123,7 +128,9 @@ class Sender:
         self._hold_s, self._ended, self._tell = hold_s, ended, tell
         self._offers: dict[str, asyncio.Future[Offer | str]] = {}
         """What is offered, or why it won't be; a future that is not done is waited for by somebody."""
-        self._server = RpcServer({Take: self._take, Greet: lambda greet, call: Taken()})
+        self._server = RpcServer(
+            {Take: self._take, Greet: lambda greet, call: Taken()}, access=ACCESS, name="direct"
+        )
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
@@ -361,5 +368,7 @@ class Receiver:
 
     def _client(self, address: str) -> AsyncClient:
         if address not in self._clients:
-            self._clients[address] = AsyncClient(address, (Taken,), "prefill", is_patient=False)
+            self._clients[address] = AsyncClient(
+                address, (Taken,), "prefill", is_patient=False, servers=TRUSTED
+            )
         return self._clients[address]

@@ -69,22 +69,24 @@ class Applying:
         self._catalog.notes = []
 
     def settle(self, now: float) -> None:
-        settings = self._catalog.settings
         self._catalog.segments.settle(now)
-        lease_until = now + settings.lease_s
+        lease_until = now + self._catalog.lasting.lease_s
         for stored in self._catalog.objects.readable.values():
-            stored.lease_until = lease_until
+            stored.lease_until = max(stored.lease_until, lease_until)
 
     def _segment_mounted(self, record: SegmentMounted, now: float) -> None:
-        mount = m.Mount(**msgspec.structs.asdict(record), rest_s=0.0)
+        fields = msgspec.structs.asdict(record)
+        wants_report = fields.pop("wants_report")
+        mount = m.Mount(**fields, rest_s=0.0)
         known = self._catalog.segments.mounted.get(record.segment)
         if known is not None and known.content_id == (mount.content_id or mount.epoch):
             self._catalog.follow(known, mount)
+            known.wants_report = wants_report
             return
         if known is not None:
             self._catalog.segments.drop(known)
             self._catalog.empty(known, "another process took its name", now)
-        self._catalog.segments.restore(mount, now)
+        self._catalog.segments.restore(mount, now).wants_report = wants_report
 
     def _segment_gone(self, record: SegmentGone, now: float) -> None:
         segment = self._catalog.segments.find(record.segment, record.epoch)
@@ -111,6 +113,9 @@ class Applying:
         stored = self._find(record.key, record.object_id)
         if stored is not None:
             self._unlink(stored, "gone", now)
+        self._catalog.objects.saw(max(record.object_id, record.before - 1))
+        if record.before and record.key not in self._catalog.objects.readable:
+            self._catalog.forget_before(record.key, record.before)
 
     def _replica_added(self, record: ReplicaAdded, now: float) -> None:
         stored = self._find(record.key, record.object_id)
@@ -126,7 +131,7 @@ class Applying:
         segment = self._catalog.segments.mounted.get(record.segment)
         extent = None if stored is None or segment is None else stored.on(segment)
         if stored is not None and extent is not None:
-            self._catalog.hold(extent, now + self._catalog.settings.rest_s)
+            self._catalog.hold(extent, now + self._catalog.lasting.rest_s)
             self._catalog.drop_extent(stored, extent, "gone", now)
             self._rests(extent)
 
@@ -140,7 +145,7 @@ class Applying:
         self._catalog.tenants.set_quota(record.tenant, record.size_bytes, readable)
 
     def _space_held(self, record: SpaceHeld, now: float) -> None:
-        until = now + self._catalog.settings.rest_s
+        until = now + self._catalog.lasting.rest_s
         for name, offset in record.places:
             extent = self._taken(name, offset, record.size_bytes)
             if extent is not None:
@@ -149,10 +154,11 @@ class Applying:
 
     def _line_began(self, record: LineBegan, _: float) -> None:
         self._catalog.segments.line = record.line
+        self._catalog.lasting.heard(record)
 
     def _unlink(self, stored: StoredObject, reason: str, now: float) -> None:
         extents = list(stored.extents)
-        stored.lease_until = now + self._catalog.settings.rest_s
+        stored.lease_until = now + self._catalog.lasting.rest_s
         self._catalog.unlink(stored, reason, now)
         for extent in extents:
             self._rests(extent)
@@ -164,7 +170,9 @@ class Applying:
             offsets.insert(at, extent.offset)
 
     def _all_removed(self, record: AllRemoved, _: float) -> None:
-        self._catalog.cleared[record.tenant] = record.before
+        cleared = self._catalog.cleared
+        cleared[record.tenant] = max(record.before, cleared.get(record.tenant, 0))
+        self._catalog.objects.saw(record.before - 1)
 
     def _find(self, key: ObjectKey, object_id: int) -> StoredObject | None:
         stored = self._catalog.objects.readable.get(key)

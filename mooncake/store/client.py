@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import itertools
 import random
+import socket
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ from mooncake.config import Size
 from mooncake.errors import DeadlineExceeded, InvalidArgument, MooncakeError, Refusal
 from mooncake.log import get_logger
 from mooncake.metrics import registry
+from mooncake.security import Identity, ours
+from mooncake.security.standing import DEFAULT_TENANT
 from mooncake.store import messages as m
 from mooncake.store.buffers import Buffer, Lent, LocalMemory
 from mooncake.store.grants import PutGrant, ReadGrant
@@ -84,7 +87,7 @@ class StoreSettings:
     chunk_bytes: Annotated[int, Size, Meta(ge=4096)] = 1 << 20
     "Bytes covered by one checksum of a plain put."
 
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     "Name space of all keys of this client, and whose quota its objects count for."
 
     verify_local: bool = True
@@ -97,12 +100,22 @@ MAX_DURABLE_PARTS = 8
 _UNCHECKED = np.zeros(0, dtype=np.uint32)
 
 
+def _identity_of(identity: Identity | None, engine: TransferEngine | None) -> Identity:
+    if identity is not None:
+        return identity
+    return engine.identity if engine is not None else ours()
+
+
 class _Faces:
     """What both faces share: the engine, the operations, the deadline."""
 
-    def __init__(self, master: str, engine: TransferEngine | None, settings: StoreSettings) -> None:
+    def __init__(
+        self, master: str, engine: TransferEngine | None, settings: StoreSettings, identity: Identity
+    ) -> None:
+        if identity.tenant and settings.tenant == DEFAULT_TENANT:
+            settings = dataclasses.replace(settings, tenant=identity.tenant)
         self.settings = settings
-        self.engine = engine if engine is not None else TransferEngine(TransferSettings())
+        self.engine = engine if engine is not None else TransferEngine(TransferSettings(), identity=identity)
         self._owns_engine = engine is None
         self.operations = Operations(
             self.engine.describe().host,
@@ -110,6 +123,8 @@ class _Faces:
             random.SystemRandom().getrandbits(62),
             settings.tenant,
             settings.verify_local,
+            socket.gethostname(),
+            settings.timeout_s / 2,
         )
         self._steering = Steering(self.operations)
         self._memory = LocalMemory(self.engine)
@@ -184,7 +199,8 @@ class Store(_Faces):
     """The store, blocking; may be used from any thread.
 
     ``engine``: the process's transfer engine when it has one, so that memory registered there can be
-    read and written directly; else the store makes its own. Connects at the first call.
+    read and written directly; else the store makes its own. ``identity``: who this client is to the cluster,
+    instead of who the engine or this process is. Connects at the first call.
     """
 
     def __init__(
@@ -192,9 +208,11 @@ class Store(_Faces):
         master: str = DEFAULT_MASTER,
         engine: TransferEngine | None = None,
         settings: StoreSettings = StoreSettings(),
+        identity: Identity | None = None,
     ) -> None:
-        self._rpc = BlockingLeader(master, m.REPLIES)
-        super().__init__(master, engine, settings)
+        identity = _identity_of(identity, engine)
+        self._rpc = BlockingLeader(master, m.REPLIES, identity=identity)
+        super().__init__(master, engine, settings, identity)
         self._keeper = LeaseKeeper(self._renew)
 
     def connect(self, timeout_s: float = 2.0) -> None:
@@ -567,9 +585,11 @@ class AsyncStore(_Faces):
         master: str = DEFAULT_MASTER,
         engine: TransferEngine | None = None,
         settings: StoreSettings = StoreSettings(),
+        identity: Identity | None = None,
     ) -> None:
-        self._rpc = AsyncLeader(master, m.REPLIES)
-        super().__init__(master, engine, settings)
+        identity = _identity_of(identity, engine)
+        self._rpc = AsyncLeader(master, m.REPLIES, identity=identity)
+        super().__init__(master, engine, settings, identity)
 
     async def connect(self, timeout_s: float = 2.0) -> None:
         """As ``Store.connect``, but it waits for a master that is not there yet."""

@@ -52,13 +52,14 @@ class Disk:
         path: created when it is not there.
         size_bytes: the capacity; may grow from one start to the next (then the content gets a new id,
             so that a master asks what it is), not shrink.
+        repairs: take what is whole of an index that is damaged.
 
     Raises:
         InvalidArgument: not a directory, not writable, in use, of another version, damaged, or larger.
         OutOfSpace, StorageError: the disk refuses.
     """
 
-    def __init__(self, engine: TransferEngine, path: Path, size_bytes: int) -> None:
+    def __init__(self, engine: TransferEngine, path: Path, size_bytes: int, repairs: bool = False) -> None:
         self._engine = engine
         self._folder = Folder(path, "ssd_path")
         self._provided: dict[int, None] = {}
@@ -70,7 +71,7 @@ class Disk:
             self._closers.callback(self._folder.close)
             header = self._header(size_bytes)
             self.content_id = header.content_id
-            self.log = IndexLog(self._folder)
+            self.log = IndexLog(self._folder, repairs)
             """What lies where, for whoever writes to the segment to enter."""
             self._closers.callback(self.log.close)
             self.region: Region = self._data(header)
@@ -137,16 +138,15 @@ class Disk:
     # Opening
 
     def _header(self, size_bytes: int) -> Header:
-        folder, file = self._folder, self._folder.path / HEADER
+        folder = self._folder
         fresh = Header(VERSION, secrets.randbits(63) | 1, size_bytes)
         content = MAGIC + framed([msgspec.msgpack.encode(fresh)])
-        if not file.exists():
-            index = folder.path / INDEX
-            if index.exists() and index.stat().st_size:
+        if not folder.has(HEADER):
+            if folder.has(INDEX) and folder.read(INDEX):
                 raise folder.wrong(f"a directory with its header {HEADER}, or an empty one")
             folder.replace(HEADER, content)
             return fresh
-        header = self._read_header(file)
+        header = self._read_header(folder.read(HEADER))
         if size_bytes < header.size_bytes:
             allowed = f"at least {header.size_bytes}, as when {folder.path} was made; or another directory"
             raise InvalidArgument("ssd_size", size_bytes, allowed)
@@ -155,8 +155,7 @@ class Disk:
         folder.replace(HEADER, content)
         return fresh
 
-    def _read_header(self, file: Path) -> Header:
-        content = file.read_bytes()
+    def _read_header(self, content: bytes) -> Header:
         bodies, _ = unframed(content[len(MAGIC) :])
         if not content.startswith(MAGIC) or len(bodies) != 1:
             raise self._folder.wrong(f"a directory whose header {HEADER} is whole, or an empty one")
@@ -170,17 +169,17 @@ class Disk:
         return header
 
     def _data(self, header: Header) -> Region:
-        file = self._folder.path / DATA
         ends = [entry.offset + entry.size_bytes for entry in self.index.entries.values()]
-        there = file.stat().st_size if file.exists() else 0
-        if there < max(ends, default=0):
-            raise self._folder.wrong(f"a directory whose {DATA} has not been cut short")
-        if there < header.size_bytes:
-            with file.open("ab") as data:
+        data = self._folder.directory.open(DATA)
+        try:
+            if data.size_bytes < max(ends, default=0):
+                raise self._folder.wrong(f"a directory whose {DATA} has not been cut short")
+            if data.size_bytes < header.size_bytes:
                 data.truncate(header.size_bytes)
-            self._folder.keep_names()
-        file.chmod(0o600)
-        return self._engine.open_file(file, header.size_bytes)
+                self._folder.directory.sync()
+        finally:
+            data.close()
+        return self._engine.open_file(self._folder.path / DATA, header.size_bytes)
 
 
 def _steps(offset: int, size_bytes: int) -> range:

@@ -1,78 +1,91 @@
 """A directory that one process owns: its lock, and files that are replaced whole or not at all.
 
-What a system call refuses is said in words that help, here once for all who write to the directory.
+It is refused unless it is ours and nobody else may write to it (``mooncake/files.py``). What a system call
+refuses is said in words that help, here once for all who write to the directory.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 from pathlib import Path
 
 from mooncake.errors import InvalidArgument, MooncakeError, OutOfSpace, StorageError
+from mooncake.files import Directory, File, NotOurs, OsDirectory
 
 LOCK = "mooncake.lock"
 
 
 class Folder:
-    """``field`` names the setting that chose ``path``, for errors."""
+    """``field`` names the setting that chose ``path``, for errors. ``directory``: the one of ``path``, if it
+    is none of the operating system's."""
 
-    def __init__(self, path: Path, field: str) -> None:
+    def __init__(self, path: Path, field: str, directory: Directory | None = None) -> None:
         self.path = path
         self._field = field
-        self._lock = -1
+        self._directory = directory
+        self._lock: File | None = None
+
+    @property
+    def directory(self) -> Directory:
+        """Once it was taken."""
+        assert self._directory is not None, "take it first"
+        return self._directory
 
     def take(self) -> None:
         """Make the directory if it is not there, and keep others out. Raises OSError, InvalidArgument."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        if self._directory is None:
+            self._directory = OsDirectory(self.path, is_private=True)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = self._directory.open(LOCK, is_locked=True)
         except BlockingIOError:
-            os.close(file)
             raise self.wrong("a directory that no other process uses") from None
-        self._lock = file
 
     def close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-        self._lock = -1
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = None
+        if self._directory is not None:
+            self._directory.close()
 
-    def fresh(self, name: str, content: bytes) -> int:
-        """A file that ``put`` puts in the place of ``name``, open for appending. Raises OSError."""
-        flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
-        file = os.open(self.path / f"{name}.new", flags, 0o600)
+    def has(self, name: str) -> bool:
+        return name in self.directory.names()
+
+    def read(self, name: str) -> bytes:
+        """All of a file. Raises OSError."""
+        file = self.directory.open(name)
         try:
-            write_all(file, content)
-            os.fsync(file)
+            return file.read()
+        finally:
+            file.close()
+
+    def fresh(self, name: str, content: bytes) -> File:
+        """A file that ``put`` puts in the place of ``name``, open for appending. Raises OSError."""
+        file = self.directory.open(f"{name}.new")
+        try:
+            file.truncate(0)
+            file.append(content)
+            file.sync()
         except OSError:
-            os.close(file)
+            file.close()
             raise
         return file
 
     def put(self, name: str) -> None:
-        os.rename(self.path / f"{name}.new", self.path / name)
-        self.keep_names()
+        self.directory.rename(f"{name}.new", name)
+        self.directory.sync()
 
     def replace(self, name: str, content: bytes) -> None:
         """All of it or nothing. Raises OSError."""
-        os.close(self.fresh(name, content))
+        self.fresh(name, content).close()
         self.put(name)
-
-    def keep_names(self) -> None:
-        """Files that were made or renamed have their names after a loss of power."""
-        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
     def wrong(self, allowed: str) -> InvalidArgument:
         return InvalidArgument(self._field, str(self.path), allowed)
 
     def trouble(self, error: OSError) -> MooncakeError:
         """What it means for whoever chose the directory."""
+        if isinstance(error, NotOurs):
+            return self.wrong(f"{error.allowed}; it is not, as for {error.filename}")
         match error.errno:
             case errno.ENOSPC | errno.EDQUOT:
                 return OutOfSpace(f"{self.path}: {error.strerror}; make room")
@@ -84,10 +97,3 @@ class Folder:
                 return self.wrong(f"a file system that takes files of this size ({error.strerror})")
             case _:
                 return StorageError(f"{self.path}: {error.strerror}; look at the disk")
-
-
-def write_all(file: int, content: bytes) -> None:
-    """Raises OSError; then a part of it may have been written."""
-    view = memoryview(content)
-    while view:
-        view = view[os.write(file, view) :]

@@ -3,8 +3,8 @@
 The log is the truth that outlives the process: an entry is appended after its bytes are in place, a
 tombstone (``Gone``) before its space is written again. Folding it drops a torn tail; of entries that
 overlap, the later one stands, because its bytes were written over the earlier one's. Which file the
-records go to is ``disk.py``'s business; here are only their meaning and the moment when most of the
-log is about what is gone (``wants_compaction``).
+records go to, and what is done about damage there, is ``indexlog.py``'s business; here are only their
+meaning and the moment when most of the log is about what is gone (``wants_compaction``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from mooncake.store.framing import framed, unframed
+from mooncake.store.framing import PLAIN, Framing, Scan
 from mooncake.store.messages import Entry
 
 MIN_COMPACTION_BYTES = 4 << 20
@@ -35,21 +35,24 @@ _decoder: msgspec.msgpack.Decoder[Held | Gone] = msgspec.msgpack.Decoder(Held | 
 class Index:
     """Entries by object. What changes it returns the bytes to be appended to the log.
 
-    ``content`` is the log so far; ``num_bytes`` of it are sound.
+    ``content`` is the log so far, its records from ``begin`` on; ``num_bytes`` of it are sound: up to the
+    first damage, or the torn tail (``found``).
 
     Raises:
         msgspec.MsgspecError: a sound record that means nothing to this version.
     """
 
-    def __init__(self, content: bytes = b"") -> None:
+    def __init__(self, content: bytes = b"", framing: Framing = PLAIN, begin: int = 0) -> None:
+        self._framing = framing
         self.entries: dict[int, Entry] = {}
         """By object id."""
         self._offsets: list[int] = []
         """Of all entries, ascending; none overlap."""
         self._at: dict[int, int] = {}
         """Offset -> object id."""
-        bodies, self.num_bytes = unframed(content)
-        self._fold([_decoder.decode(body) for body in bodies])
+        self.found: Scan = framing.scan(content, begin)
+        self.num_bytes = self.found.num_bytes
+        self._fold([_decoder.decode(body) for body in self.found.bodies])
         self._compacted_bytes = 0
         """Of the log after the last compaction."""
 
@@ -87,9 +90,10 @@ class Index:
         """By offset."""
         return [self.entries[self._at[at]] for at in self._offsets]
 
-    def compacted_to(self, num_bytes: int) -> None:
-        """The log was made so short."""
+    def compacted_to(self, num_bytes: int, framing: Framing | None = None) -> None:
+        """The log was made so short; from now on it is framed like this."""
         self.num_bytes = self._compacted_bytes = num_bytes
+        self._framing = framing or self._framing
 
     def check(self) -> None:
         assert self._offsets == sorted(self._at) and len(self._at) == len(self.entries)
@@ -100,7 +104,7 @@ class Index:
             end = at + entry.size_bytes
 
     def _record(self, record: Held | Gone) -> bytes:
-        content = framed([_encoder.encode(record)])
+        content = self._framing.frame([_encoder.encode(record)], self.num_bytes)
         self.num_bytes += len(content)
         return content
 
@@ -139,9 +143,9 @@ class Index:
         return f"<Index of {len(self.entries)} objects, {self.num_bytes} bytes>"
 
 
-def compacted(entries: Iterable[Entry]) -> bytes:
-    """The shortest log that holds these."""
-    return framed(_encoder.encode(Held(entry)) for entry in entries)
+def compacted(entries: Iterable[Entry], framing: Framing = PLAIN, begin: int = 0) -> bytes:
+    """The shortest records that hold these, to lie from ``begin`` on."""
+    return framing.frame((_encoder.encode(Held(entry)) for entry in entries), begin)
 
 
 def _beaten(held: list[Entry]) -> dict[int, None]:

@@ -3,25 +3,35 @@
 An append is one ``write``: what the kernel has taken survives the death of the process; ``flush`` makes it
 survive a loss of power. A record that could not be written whole is cut off again, because what follows a
 torn record would be lost with it.
+
+What a crash leaves at the end (``framing.py``: a torn tail) is kept beside the file and cut off. Other damage
+ends the start, with the offset, unless a repair was asked for: then the file is kept beside it, and a new
+one holds what the whole records say. The file begins with a line that has a number of its own, to which its
+records are bound; one without that line is of an earlier release, and is written anew.
 """
 
 from __future__ import annotations
 
-import os
-import threading
+import secrets
 from collections.abc import Iterable
 
 import msgspec
 
 from mooncake.errors import MooncakeError
+from mooncake.files import File
 from mooncake.log import get_logger
-from mooncake.store.folder import Folder, write_all
+from mooncake.store import damage
+from mooncake.store.folder import Folder
+from mooncake.store.framing import PLAIN, BoundFraming, Framing
 from mooncake.store.index import Index, compacted
+from mooncake.store.logheader import UNBEGUN_BYTES, header_of, headers_in, is_unbegun, num_bytes
 from mooncake.store.messages import Entry
 
 log = get_logger(__name__)
 
 NAME = "mooncake.index"
+MAGIC = b"mooncake-index-2 "
+_HEADER_BYTES = num_bytes(MAGIC)
 
 
 class IndexLog:
@@ -29,25 +39,71 @@ class IndexLog:
 
     Raises:
         OSError: it can't be opened.
-        InvalidArgument: it is of another version.
+        InvalidArgument: it is of another version, or damaged; not where ``repairs`` is set.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, repairs: bool = False) -> None:
         self._folder = folder
         self._since: list[bytes] | None = None
-        """What was appended since a compaction began; None: none is under way."""
-        self._swap = threading.Lock()
-        """Held while the file is exchanged for another."""
-        path = folder.path / NAME
-        self._file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        content = path.read_bytes()
+        """Records that were appended since a compaction began; None: none is under way."""
+        self._framing: Framing = PLAIN
+        self._fresh: Framing = PLAIN
+        """Of the log that a compaction writes."""
+        self._file = folder.directory.open(NAME)
         try:
-            self.index = Index(content)
+            self._read(repairs)
+        except (OSError, MooncakeError):
+            self._file.close()
+            raise
+
+    def _read(self, repairs: bool) -> None:
+        content = self._file.read()
+        path = str(self._folder.path / NAME)
+        headers = headers_in(MAGIC, content)
+        is_wrong = bool(headers) and not (
+            len(headers) == 2 and headers[0] == headers[1] and headers[1].is_whole
+        )
+        begin = 0
+        if is_unbegun(MAGIC, content):
+            content = b""
+        elif headers:
+            begin = _HEADER_BYTES
+            # With neither line whole, a number under which there are records is the right one.
+            framings = [BoundFraming(one.salt) for one in headers]
+            is_clear = headers[0].is_whole or len(framings) == 1
+            scanned = (
+                framings[:1]
+                if is_clear
+                else sorted(framings, key=lambda one: -len(one.scan(content, begin).bodies))
+            )
+            self._framing = scanned[0]
+        elif len(content) > UNBEGUN_BYTES and not PLAIN.scan(content).bodies:
+            raise self._folder.wrong(f"a directory whose {NAME} is an index; it is something else")
+        try:
+            self.index = Index(content, self._framing, begin)
         except msgspec.MsgspecError as error:
-            raise folder.wrong(f"a directory of this release ({error})") from error
-        if self.index.num_bytes < len(content):
-            log.warning("index_tail_dropped", path=str(path), num_bytes=len(content) - self.index.num_bytes)
-            os.ftruncate(self._file, self.index.num_bytes)
+            raise self._folder.wrong(f"a directory of this release ({error})") from error
+        found = self.index.found
+        if is_wrong and content:
+            found.damages.insert(0, damage.Damage(0, _HEADER_BYTES))
+        if found.damages and not repairs:
+            how = f"`mooncake store repair {self._folder.path}` shows what can be saved"
+            raise self._folder.wrong(
+                f"a directory whose {NAME} is whole, but there is {damage.told(found)}; {how}"
+            )
+        if found.damages:
+            copy = damage.keep_copy(self._folder.directory, NAME, content, "damaged")
+            for one in found.damages:
+                at = {"offset": one.offset, "num_bytes": one.num_bytes}
+                log.error("index_damaged", path=path, copy=copy, **at)
+        elif found.torn is not None:
+            torn = content[found.torn.offset :]
+            copy = damage.keep_copy(self._folder.directory, NAME, torn, "torn")
+            log.warning("index_tail_dropped", path=path, num_bytes=len(torn), copy=copy)
+            self._file.truncate(self.index.num_bytes)
+        if found.damages or self._framing is PLAIN:
+            self.end_compaction(self._folder.fresh(NAME, self._compacted(self.begin_compaction())))
+            self._folder.directory.sync()
 
     def hold(self, entry: Entry) -> None:
         """Its bytes are in place.
@@ -67,10 +123,17 @@ class IndexLog:
         """They are not here any more.
 
         Raises:
-            OutOfSpace, StorageError: that can't be written down.
+            OutOfSpace, StorageError: that can't be written down, so they still are.
         """
         before = self.index.num_bytes
-        self._append(self.index.drop(object_ids), before)
+        known = [entry for one in object_ids if (entry := self.index.entries.get(one)) is not None]
+        try:
+            self._append(self.index.drop(entry.object_id for entry in known), before)
+        except MooncakeError:
+            for entry in known:
+                self.index.hold(entry)
+            self.index.num_bytes = before
+            raise
 
     def flush(self) -> None:
         """It blocks, and may run beside everything else.
@@ -78,14 +141,14 @@ class IndexLog:
         Raises:
             StorageError: the disk refuses.
         """
-        with self._swap:
-            file = os.dup(self._file)
-        try:
-            os.fdatasync(file)
-        except OSError as error:
-            raise self._folder.trouble(error) from error
-        finally:
-            os.close(file)
+        while True:
+            file = self._file
+            try:
+                file.sync()
+                return
+            except OSError as error:
+                if file is self._file:
+                    raise self._folder.trouble(error) from error
 
     # Compaction, in three steps, because the long one must not keep anybody waiting
 
@@ -95,55 +158,59 @@ class IndexLog:
 
     def begin_compaction(self) -> list[Entry]:
         self._since = []
+        self._fresh = BoundFraming(secrets.randbits(32))
         return self.index.in_order()
 
-    def write_compacted(self, entries: list[Entry]) -> int | None:
+    def write_compacted(self, entries: list[Entry]) -> File | None:
         """A new log, to be brought up to date; it blocks, and may run beside everything else.
 
         None: the disk refuses, and the old one stays.
         """
         try:
-            return self._folder.fresh(NAME, compacted(entries))
+            return self._folder.fresh(NAME, self._compacted(entries))
         except OSError as error:
             log.warning("index_not_compacted", path=str(self._folder.path), reason=str(error))
             return None
 
-    def end_compaction(self, fresh: int | None) -> None:
+    def end_compaction(self, fresh: File | None) -> None:
         """The new log takes the place of the old one."""
-        since, self._since = b"".join(self._since or []), None
+        since, self._since = self._since or [], None
         was_bytes = self.index.num_bytes
         self.index.compacted_to(was_bytes)  # if it can't be: not again at once
         if fresh is None:
             return
         try:
-            write_all(fresh, since)
-            os.fsync(fresh)
+            if since:
+                fresh.append(self._fresh.frame(since, fresh.size_bytes))
+                fresh.sync()
             self._folder.put(NAME)
         except OSError as error:
-            os.close(fresh)
+            fresh.close()
             log.warning("index_not_compacted", path=str(self._folder.path), reason=str(error))
             return
-        with self._swap:
-            os.close(self._file)
-            self._file = fresh
-        self.index.compacted_to(os.fstat(fresh).st_size)
+        old, self._file = self._file, fresh
+        old.close()
+        self._framing = self._fresh
+        self.index.compacted_to(fresh.size_bytes, self._framing)
         fields = {"was_bytes": was_bytes, "num_bytes": self.index.num_bytes}
         log.info("index_compacted", path=str(self._folder.path), **fields)
 
     def close(self) -> None:
-        with self._swap:
-            if self._file >= 0:
-                os.close(self._file)
-            self._file = -1
+        self._file.close()
+
+    def _compacted(self, entries: list[Entry]) -> bytes:
+        assert isinstance(self._fresh, BoundFraming)
+        header = header_of(MAGIC, secrets.token_hex(8), self._fresh.salt)
+        return header + compacted(entries, self._fresh, len(header))
 
     def _append(self, content: bytes, before: int) -> None:
         if not content:
             return
         try:
-            write_all(self._file, content)
+            self._file.append(content)
         except OSError as error:
-            os.ftruncate(self._file, before)
+            self._file.truncate(before)
             self.index.num_bytes = before
             raise self._folder.trouble(error) from error
         if self._since is not None:
-            self._since.append(content)
+            self._since += self._framing.bodies(content)

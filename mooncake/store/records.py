@@ -8,6 +8,7 @@ ones that could exist. How records lie in a file is ``framing.py``'s; the file i
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -27,6 +28,8 @@ class SegmentMounted(msgspec.Struct, frozen=True, array_like=True, tag="segment_
     tier: Tier = Tier.MEMORY
     content_id: int = 0
     node: str = ""
+    wants_report: bool = False
+    """Not all of its content is known yet: what its node reports is believed."""
 
 
 class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="segment_gone"):
@@ -57,6 +60,10 @@ class ObjectReadable(msgspec.Struct, frozen=True, array_like=True, tag="object_r
 class ObjectGone(msgspec.Struct, frozen=True, array_like=True, tag="object_gone"):
     key: str
     object_id: int
+    """0: there was none, it may be away with its node."""
+    before: int = 0
+    """What a node that was away brings back under the key is taken from this id on. 0: as it follows from
+    what is gone."""
 
 
 class ReplicaAdded(msgspec.Struct, frozen=True, array_like=True, tag="replica_added"):
@@ -91,9 +98,14 @@ class SpaceHeld(msgspec.Struct, frozen=True, array_like=True, tag="space_held"):
 
 
 class LineBegan(msgspec.Struct, frozen=True, array_like=True, tag="line_began"):
-    """The first record: which line of masters these are. All of them know each other's promises."""
+    """The first record, and one whenever the rest changes: which line of masters these are. All of them know
+    each other's promises."""
 
     line: int
+    lease_s: float = 0.0
+    """How long the longest lease lasts that any of them gave; 0 was written by a version that did not say."""
+    rest_s: float = 0.0
+    """The same of any promise."""
 
 
 class AllRemoved(msgspec.Struct, frozen=True, array_like=True, tag="all_removed"):
@@ -102,6 +114,12 @@ class AllRemoved(msgspec.Struct, frozen=True, array_like=True, tag="all_removed"
     tenant: str
     before: int
     """The least object id of what came afterwards."""
+
+
+class IdsGiven(msgspec.Struct, frozen=True, array_like=True, tag="ids_given"):
+    """Object ids up to this one were given out; whatever of them is not in the records is gone."""
+
+    last: int
 
 
 class QuotaSet(msgspec.Struct, frozen=True, array_like=True, tag="quota_set"):
@@ -120,19 +138,65 @@ Record: TypeAlias = (
     | SpaceHeld
     | LineBegan
     | AllRemoved
+    | IdsGiven
     | QuotaSet
 )
 
+
+class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
+    """A master began to write here, on a system that had this ``boot_id``."""
+
+    boot: str
+
+
+class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
+    """It wrote its last word: nothing is missing."""
+
+
+class Repaired(msgspec.Struct, frozen=True, array_like=True, tag="repaired"):
+    """Some of the records that were here are missing."""
+
+
+class Whole(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
+    """The nodes have said what they hold: what was missing is here again, or is gone."""
+
+
+Mark: TypeAlias = Opened | Closed | Repaired | Whole
+"""What a log says of itself. No master applies it."""
+
+
+class Doubt(enum.IntEnum):
+    """What may be missing in the records of another master, which is why nodes are asked."""
+
+    NONE = 0
+    END = 1
+    """Some at the end, but none of a promise: the process ended without its last word."""
+    PROMISES = 2
+    """Some at the end, also of space that was promised: the system ended."""
+    ANY = 3
+    """Some anywhere: there was damage."""
+
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Record)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Record | Mark)
 
 
 def encode(records: Iterable[Record]) -> bytes:
-    """The records' bytes, to be appended."""
+    """The records' bytes in ``PLAIN`` frames, to be appended."""
     return framed(map(_encoder.encode, records))
 
 
+def bodies_of(records: Iterable[Record | Mark]) -> list[bytes]:
+    """Each record's bytes, without a frame."""
+    return list(map(_encoder.encode, records))
+
+
+def records_of(bodies: Iterable[bytes | memoryview]) -> list[Record | Mark]:
+    """The other way; raises msgspec.MsgspecError for what this version does not know."""
+    return list(map(_decoder.decode, bodies))
+
+
 def decode(content: bytes) -> tuple[list[Record], int]:
-    """The records at the start of ``content``, and how many bytes they are; the rest is a torn tail."""
+    """The records at the start of ``content``, in ``PLAIN`` frames, and how many bytes are whole."""
     bodies, num_bytes = unframed(content)
     return [_decoder.decode(body) for body in bodies], num_bytes

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from bench.cluster import wait_for
 from mooncake import clock
 from mooncake.connectors import blocks
 from mooncake.connectors.blocks import LinkSettings, Load, Lookup, Save, StoreLink
@@ -30,6 +29,7 @@ from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.web import listen
+from tests.cluster import wait_for
 from tests.transfer.mute import PATIENCE_S, Mute
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
