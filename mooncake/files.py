@@ -94,7 +94,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Of the running system: as long as it is the same, what was written and not synced is there. "": none."""
+    """Of the running system; as long as it is the same, nothing that was written is lost. "": it has none."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:

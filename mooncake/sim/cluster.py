@@ -18,7 +18,7 @@ from mooncake.sim.kernel import Clock, Kernel, Process, SimDriver
 from mooncake.sim.links import End, Network, over_the_wire
 from mooncake.sim.nodes import SimNode, SimSegment
 from mooncake.store import messages as m
-from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
+from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Note, Received, Reply
 from mooncake.store.master import Master
 from mooncake.store.objects import Extent, StoredObject
 from mooncake.store.records import decode, encode
@@ -67,7 +67,7 @@ class SimMaster:
             end.send((request_id, over_the_wire(effect.message, _replies)))
         elif isinstance(effect, Keep):
             self._cluster.oplog += encode(effect.records)
-        else:
+        elif isinstance(effect, Note):
             fields = {name: value for name, value in effect.fields.items() if name != "host"}
             self._cluster.kernel.tell(f"master: {effect.event} {fields}")
 

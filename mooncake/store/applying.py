@@ -23,6 +23,8 @@ from mooncake.store.catalog import Catalog
 from mooncake.store.objects import Extent, StoredObject
 from mooncake.store.records import (
     AllRemoved,
+    Doubt,
+    IdsGiven,
     LineBegan,
     ObjectGone,
     ObjectPinned,
@@ -58,6 +60,7 @@ class Applying:
             LineBegan: self._line_began,
             QuotaSet: self._quota_set,
             AllRemoved: self._all_removed,
+            IdsGiven: self._ids_given,
         }
 
     def apply(self, records: Sequence[Record], now: float) -> None:
@@ -68,9 +71,12 @@ class Applying:
         self._catalog.records = []
         self._catalog.notes = []
 
-    def settle(self, now: float) -> None:
+    def settle(self, now: float, doubt: Doubt) -> None:
         settings = self._catalog.settings
-        self._catalog.segments.settle(now)
+        self._catalog.known_until = 0 if doubt is Doubt.ANY else self._catalog.objects.last_id
+        self._catalog.is_doubted = doubt is not Doubt.NONE
+        self._catalog.segments.settle(now, doubt)
+        self._catalog.look_for_doubt()
         lease_until = now + settings.lease_s
         for stored in self._catalog.objects.readable.values():
             stored.lease_until = lease_until
@@ -162,6 +168,9 @@ class Applying:
         at = bisect.bisect_left(offsets, extent.offset)
         if offsets[at : at + 1] != [extent.offset]:
             offsets.insert(at, extent.offset)
+
+    def _ids_given(self, record: IdsGiven, _: float) -> None:
+        self._catalog.objects.know(record.last)
 
     def _all_removed(self, record: AllRemoved, _: float) -> None:
         self._catalog.cleared[record.tenant] = record.before

@@ -10,7 +10,7 @@ space that was promised and is no replica.
 from __future__ import annotations
 
 from mooncake.store.catalog import Catalog, record_of, record_of_segment
-from mooncake.store.records import LineBegan, Record, SpaceHeld
+from mooncake.store.records import IdsGiven, LineBegan, Record, SpaceHeld
 from mooncake.types import ObjectKey
 
 PIECE = 1000
@@ -23,7 +23,7 @@ class Copy:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         segments = catalog.segments
-        self._head: list[Record] = [LineBegan(segments.line)]
+        self._head: list[Record] = [LineBegan(segments.line), IdsGiven(catalog.objects.last_id)]
         self._head += [record_of_segment(one) for one in segments.mounted.values()]
         self._head += catalog.tenants.records()
         self._keys = list(catalog.objects.readable)

@@ -179,7 +179,7 @@ class Disk:
                 self._folder.directory.sync()
         finally:
             data.close()
-        return self._engine.open_file(self._folder.path / DATA, header.size_bytes)
+        return self._engine.open_file(self._folder.path / DATA, header.size_bytes)  # no link: it was opened
 
 
 def _steps(offset: int, size_bytes: int) -> range:

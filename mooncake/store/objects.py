@@ -306,6 +306,8 @@ def check_put(key: ObjectKey, size_bytes: int, chunk_bytes: int) -> Refusal | No
 
 LEAP = 1 << 30
 """More ids than a master gives out for objects of which its successor does not know."""
+MAX_ID = 1 << 62
+"""Beyond what the clock gives until the year 2109, so that LEAPs stay within 64 bits."""
 
 
 class Objects:
@@ -317,6 +319,10 @@ class Objects:
         self.groups: dict[str, Group] = {}
         """Of readable objects, by scoped name."""
         self._last_id = last_id
+        self._own_from = last_id + 1
+        """From here to the last id, all were given out by this master."""
+        self._own_before: list[tuple[int, int]] = []
+        """The same of ranges before: (first, last)."""
 
     @property
     def last_id(self) -> int:
@@ -329,7 +335,28 @@ class Objects:
 
     def ids_from(self, first: int) -> None:
         """Give out none that another master may have given out, of which nothing is known here."""
-        self._last_id = max(first, self._last_id + LEAP)
+        self._go_to(max(first, self._last_id + LEAP))
+
+    def ids_above(self, heard: int) -> None:
+        """An earlier master has given out this one: whatever comes now is newer, and has larger ids."""
+        if heard > self._last_id:
+            self._go_to(heard + LEAP)
+
+    def know(self, given: int) -> None:
+        """Another master has given out ids up to this one."""
+        if given > self._last_id:
+            self._go_to(given)
+
+    def is_own(self, object_id: int) -> bool:
+        """This master gave it out, so that its object is newer than those of all before."""
+        if self._own_from <= object_id <= self._last_id:
+            return True
+        return any(first <= object_id <= last for first, last in self._own_before)
+
+    def _go_to(self, last_id: int) -> None:
+        if self._own_from <= self._last_id:
+            self._own_before.append((self._own_from, self._last_id))
+        self._last_id, self._own_from = last_id, last_id + 1
 
     def begin(
         self,
@@ -386,8 +413,7 @@ class Objects:
         stored.data_type = record.data_type
         if record.num_replicas != 1 or record.is_durable:
             stored.policy = PutPolicy(record.num_replicas, is_durable=record.is_durable)
-        if record.object_id > self._last_id:
-            self._last_id = record.object_id
+        self.know(record.object_id)
         for extent in extents:
             extent.segment.holders[extent.offset] = stored
         self._show(stored, record.checksums, lease_until)

@@ -52,6 +52,7 @@ class Removing:
                 num_leased += not is_removed
         if not message.pattern:
             self._catalog.clear_before(tenant, self._catalog.objects.last_id + 1)
+            self._catalog.must_last = True
         return m.Removed(num_removed, num_leased)
 
     def _remove(self, stored: StoredObject | None, force: bool, now: float) -> bool | Refusal:
@@ -60,6 +61,8 @@ class Removing:
         if stored.lease_until > now and not force:
             return _leased(stored.lease_until - now)
         self._catalog.counts.removed_objects += 1
+        # What is on SSD would come back with it after a loss of power.
+        self._catalog.must_last |= stored.before is not None or bool(stored.complete(Tier.SSD))
         if stored.before is not None:
             self._catalog.records.append(ObjectGone(stored.key, stored.before.object_id))
             self._catalog.let_go(stored.before, now)

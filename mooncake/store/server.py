@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import importlib
 import secrets
@@ -21,7 +22,7 @@ import msgspec
 
 from mooncake import clock
 from mooncake.driver import Driver
-from mooncake.errors import AddressInUse, MooncakeError, Unavailable
+from mooncake.errors import AddressInUse, MooncakeError, Refusal, Unavailable
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.metrics import registry
@@ -32,13 +33,13 @@ from mooncake.store import messages as m
 from mooncake.store import tenantfile
 from mooncake.store.admin.desk import Leadership, Publisher
 from mooncake.store.admin.exported import summary
-from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
+from mooncake.store.effects import ConnectionLost, Effect, Event, Heard, Keep, Received, Reply
 from mooncake.store.election import Election, Standby
 from mooncake.store.exports import MasterMetrics
 from mooncake.store.follow import Follow, Followed, Followers, Leads, WhoLeads
 from mooncake.store.keeping import Keeping
 from mooncake.store.master import Master
-from mooncake.store.records import Record
+from mooncake.store.records import Doubt, Record
 from mooncake.store.settings import MasterSettings
 from mooncake.store.succession import Succession
 from mooncake.web import WebServer, listen
@@ -60,7 +61,7 @@ class MasterServer:
         self._rpc = RpcServer(
             {**handlers, Follow: self._follow, WhoLeads: self._who_leads}, self._connection_lost, other=other
         )
-        self._keeping = Keeping(settings.oplog)
+        self._keeping = Keeping(settings.oplog, settings.oplog_flush, settings.oplog_repair)
         self._driver: Driver[Event, Effect] | None = None
         self._succession: Succession | None = None
         self._followers: Followers | None = None
@@ -72,6 +73,8 @@ class MasterServer:
         """Becomes ``master`` once it knows all that the leader knows."""
         self._needs_settling = True
         """``master`` comes from a log, or a leader: it does not know what was promised."""
+        self._doubt = Doubt.NONE
+        """Of the log that ``master`` comes from."""
         self._gone: list[Connection] = []
         """Lost while this master did not lead; it will be told when it does."""
         self.at_first: list[msgspec.Struct] = []
@@ -117,11 +120,15 @@ class MasterServer:
 
             ballot = make_ballot(settings.election, settings.cluster_id, settings.election_lease_s / 4)
         records, now = self._keeping.read(), clock.monotonic()
+        self._doubt = self._keeping.doubt
         self.master.apply(records, now)
         if not records:
             self._guarded(lambda: self._keeping.keep(self.master.snapshot(), self.master.catalog))
         if settings.oplog:
-            log.info("oplog_read", path=settings.oplog, num_objects=len(self.master.objects.readable))
+            num_objects = len(self.master.objects.readable)
+            log.info(
+                "oplog_read", path=settings.oplog, num_objects=num_objects, doubt=self._doubt.name.lower()
+            )
         if ballot is None:
             self.lead(0, True)
         port = await self._rpc.start(settings.host, settings.port)
@@ -212,6 +219,9 @@ class MasterServer:
             leader = self._succession.leader if self._succession is not None else ""
             event.origin.reply(Failure("not_leader", "" if leader == self.address else leader))
             return
+        if self._keeping.trouble and isinstance(event.message, _CHANGES):
+            event.origin.reply(_refused(event.message, self._keeping.trouble, self.settings.put_s))
+            return
         self._driver.post(event)
 
     def _connection_lost(self, connection: Connection) -> None:
@@ -227,21 +237,42 @@ class MasterServer:
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Reply):
-            if self._followers is None:
-                effect.origin.reply(effect.message)
+            if self._keeping.trouble and isinstance(effect.message, _ACKNOWLEDGEMENTS):
+                effect.origin.reply(Failure(_CODE, self._keeping.trouble))
+            elif effect.must_last:
+                self._keeping.flushed(functools.partial(self._answer_lasting, effect, self._followers))
             else:
-                self._say(effect, self._followers)
+                self._answer(effect)
         elif isinstance(effect, Keep):
             self._keep(effect.records)
+        elif isinstance(effect, Heard):
+            self._keeping.heard()
         else:
             log.info(effect.event, **effect.fields)
 
+    def _answer(self, reply: Reply) -> None:
+        if self._followers is None:
+            reply.origin.reply(reply.message)
+        else:
+            self._say(reply, self._followers)
+
+    def _answer_lasting(self, reply: Reply, followers: Followers | None, trouble: str) -> None:
+        """What it says survives a loss of power, or ``trouble`` says why nobody knows."""
+        if trouble:
+            reply.origin.reply(Failure(_CODE, trouble))
+        elif followers is self._followers:
+            self._answer(reply)
+        else:
+            reply.origin.reply(Failure("not_leader", ""))  # it was asked in another term
+
     def _keep(self, records: list[Record]) -> None:
-        try:
-            self._keeping.keep(records, self.master.catalog)
-        except Unavailable as error:
+        """Where standbys have everything, one of them can do what this master can't; else it waits for space
+        and serves who reads."""
+        self._keeping.keep(records, self.master.catalog)
+        if self._keeping.trouble and self.num_standbys:
+            error = Unavailable(self._keeping.trouble)
             self._fail(error)
-            raise
+            raise error
         if self._followers is not None:
             _send(self._followers.keep(records, clock.monotonic()))
 
@@ -312,7 +343,9 @@ class MasterServer:
             self._guarded(self._keeping.begin_copy)
             self._guarded(lambda: self._keeping.copied(self.master.snapshot(), is_complete=True))
         elif self._needs_settling:
-            self.master.settle(now)
+            self.master.settle(now, self._doubt)
+        if not self.master.catalog.is_doubted:
+            self._keeping.heard()
         self.master.objects.ids_from(_first_id())
         self._needs_settling = False
         if self._succession is not None:
@@ -359,13 +392,19 @@ class MasterServer:
         master.apply(answer.records, now)
         master.catalog.end_rests(now)
         if self._copied is None:
-            self._guarded(lambda: self._keeping.keep(answer.records, master.catalog))
+            self._guarded(lambda: self._keep_of_leader(answer.records, master))
             return
         self._guarded(lambda: self._keeping.copied(answer.records, answer.is_complete))
         if answer.is_complete:
             self.master, self._copied = master, None
-            self._needs_settling, self._gone = True, []
+            self._needs_settling, self._doubt, self._gone = True, Doubt.NONE, []
             log.info("in_step_with_leader", num_objects=len(master.objects.readable))
+
+    def _keep_of_leader(self, records: list[Record], master: Master) -> None:
+        """Raises Unavailable: the leader must not hear that they are here."""
+        self._keeping.keep(records, master.catalog)
+        if self._keeping.trouble:
+            raise Unavailable(self._keeping.trouble)
 
     def _guarded(self, keep: Callable[[], None]) -> None:
         try:
@@ -387,8 +426,40 @@ class MasterServer:
         return Master(self.settings, _first_id())
 
 
+_CODE = "storage_error"
+_CHANGES = (
+    m.PutStart,
+    m.PutWritten,
+    m.PutEnd,
+    m.Remove,
+    m.RemoveMatching,
+    m.DropReplicas,
+    m.Corrupt,
+    m.Pin,
+    m.Poll,
+    m.CopyObject,
+    m.Drain,
+    m.SetQuota,
+)
+"""What is refused while nothing can be written down; reads, and what nodes say of themselves, are not."""
+_ACKNOWLEDGEMENTS = (m.PutStarted, m.PutsWritten, m.Outcomes, m.Removed, m.Polled)
+"""What may say that something was written down."""
+
+
+def _refused(message: msgspec.Struct, why: str, put_s: float) -> msgspec.Struct:
+    refusal = Refusal(_CODE, why)
+    if isinstance(message, m.PutStart):
+        return m.PutStarted(
+            put_s, [None] * len(message.keys), dict.fromkeys(range(len(message.keys)), refusal)
+        )
+    if isinstance(message, m.PutWritten):
+        return m.PutsWritten([refusal] * len(message.keys))
+    return Failure(_CODE, why)
+
+
 def _first_id() -> int:
-    """Larger than what masters before this one began with, so that the newer of two objects is known."""
+    """Larger than what masters before this one began with, if the clock was never set back. A node that has
+    heard larger ones says so when it mounts (``Mount.largest_id``), before anything can be put there."""
     return (int(clock.wall() * 1000) << 20) + secrets.randbits(20)
 
 
