@@ -135,6 +135,9 @@ class Applying:
             self._catalog.hold(extent, now + self._catalog.settings.rest_s)
             self._catalog.drop_extent(stored, extent, "gone", now)
             self._rests(extent)
+            if not stored.is_readable:
+                # It has others, which the records lack: it is not removed.
+                self._catalog.went[stored.key] = stored.object_id
 
     def _object_pinned(self, record: ObjectPinned, now: float) -> None:
         stored = self._find(record.key, record.object_id)

@@ -140,7 +140,9 @@ class Catalog:
         """Objects of earlier masters with ids up to this one are in the records of theirs that came in, or
         are gone; what is beyond may have been lost with the end of those records."""
         self.is_doubted = False
-        """Records may be missing, and not every node that may know has been heard yet (``trusted``)."""
+        """Records may be missing, and not every node that may know has been heard yet."""
+        self.lost: dict[int, None] = {}
+        """Meanwhile: ids of objects that went with a node, and may be on another that has not been heard."""
         self._timers: list[tuple[float, int, StoredObject, Extent | None]] = []
         """(instant, tie-breaker, object, its extent): a deadline for writing, or the release of space."""
         self._order = itertools.count()
@@ -375,6 +377,10 @@ class Catalog:
         """Its record may have been lost with the end of an earlier master's."""
         return object_id > self.known_until and not self.objects.is_own(object_id)
 
+    def is_lost(self, object_id: int) -> bool:
+        """It was there, and nobody removed it."""
+        return object_id in self.lost
+
     # Replicas
 
     def add_extent(self, stored: StoredObject, segment: Segment, now: float, until: float) -> Extent | None:
@@ -593,6 +599,7 @@ class Catalog:
         """A node was heard, or is gone: perhaps it was the last of those that may know what is missing."""
         if self.is_doubted and not any(one.doubt for one in self.segments.mounted.values()):
             self.is_doubted = False
+            self.lost = {}
             self.notes.append(Note("records_whole", {"num_objects": len(self.objects.readable)}))
 
     # Time

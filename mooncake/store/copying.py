@@ -3,8 +3,9 @@
 For a standby that begins to follow and for a log that is written anew: neither may keep the master from
 answering for as long as it takes to write down a million objects. What happens in the meantime goes
 between the pieces, but for what is about an object that is still to come: that will tell by itself. So at
-every instant the copy is what the master knows, less the objects that are still to come. Last comes the
-space that was promised and is no replica.
+every instant the copy is what the master knows, less the objects that are still to come. Then comes the
+space that was promised and is no replica, and last, how far ids have been given out: a copy without that
+has lost its end, and no object is gone only because such a copy does not have it.
 """
 
 from __future__ import annotations
@@ -23,23 +24,28 @@ class Copy:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         segments = catalog.segments
-        self._head: list[Record] = [LineBegan(segments.line), IdsGiven(catalog.objects.last_id)]
+        self._head: list[Record] = [LineBegan(segments.line)]
         self._head += [record_of_segment(one) for one in segments.mounted.values()]
         self._head += catalog.tenants.records()
         self._keys = list(catalog.objects.readable)
         self._to_come: dict[ObjectKey, None] = dict.fromkeys(self._keys)
         self._offsets = [(one, list(one.holders)) for one in segments.mounted.values()]
         """Where space may be promised that is no replica. What is promised later is written down."""
+        self._is_ended = False
 
     @property
     def is_over(self) -> bool:
-        return not self._keys and not self._head and not self._offsets
+        return self._is_ended
 
     def piece(self, count: int = PIECE) -> list[Record]:
         """The next records."""
         records, self._head = self._head, []
         if not self._keys:
-            return records + self._held(count)
+            records += self._held(count)
+            if not self._offsets:
+                self._is_ended = True
+                records.append(IdsGiven(self._catalog.objects.last_id))
+            return records
         readable = self._catalog.objects.readable
         for key in self._keys[-count:]:
             del self._to_come[key]

@@ -124,13 +124,13 @@ class Disk:
         self.log.drop(self.index.overlapping(offset, size_bytes))
 
     def flush(self) -> None:
-        """What was written and entered before survives a loss of power; it blocks.
+        """The bytes that were written before survive a loss of power; it blocks. Of what was entered, see
+        ``IndexLog.flush``.
 
         Raises:
             StorageError: the disk refuses.
         """
         self._engine.flush(self.region)
-        self.log.flush()
 
     def close(self) -> None:
         self._closers.close()

@@ -104,11 +104,11 @@ class Keeping:
         """What was kept; raises InvalidArgument as ``Oplog.read``."""
         return [] if self._log is None else self._log.read()
 
-    def heard(self) -> None:
+    def heard(self, catalog: Catalog) -> None:
         """The nodes have said what the records lacked; it is written down."""
         if self._log is not None and not self.trouble:
             try:
-                self._log.is_whole()
+                self._log.is_whole(catalog.objects.last_id)
             except OSError as error:
                 log.warning("oplog_not_written", path=self.path, reason=str(error))
 

@@ -220,7 +220,7 @@ class Master:
     def snapshot(self) -> list[Record]:
         """The shortest records from which ``restore`` makes this state."""
         segments = self.catalog.segments
-        records: list[Record] = [LineBegan(segments.line), IdsGiven(self.catalog.objects.last_id)]
+        records: list[Record] = [LineBegan(segments.line)]
         records += [record_of_segment(one) for one in segments.mounted.values()]
         records += self.catalog.tenants.records()
         records += [AllRemoved(tenant, before) for tenant, before in self.catalog.cleared.items()]
@@ -232,6 +232,7 @@ class Master:
                 places = [(extent.segment.name, extent.offset) for extent in before.extents]
                 records.append(msgspec.structs.replace(before.kept, places=places))
         records += self.catalog.held()
+        records.append(IdsGiven(self.catalog.objects.last_id))
         return records
 
     def __repr__(self) -> str:

@@ -105,7 +105,8 @@ class Mounting:
             return self._adopt(segment, entry, now)
         stored = self._catalog.objects.readable.get(entry.key)
         is_replica = stored is not None and stored.object_id == entry.object_id
-        if not (self._catalog.is_later(entry.object_id) or (segment.doubt and is_replica)):
+        is_lost = self._catalog.is_lost(entry.object_id)
+        if not (self._catalog.is_later(entry.object_id) or (segment.doubt and (is_replica or is_lost))):
             return False
         return self._makes_way(segment, entry, now) and self._adopt(segment, entry, now)
 
@@ -173,6 +174,8 @@ class Mounting:
         if not stored.is_readable:
             # A lost object may come back itself, a removed one not.
             self._catalog.forget_before(stored.key, stored.object_id + extent.segment.is_mounted)
+            if self._catalog.is_doubted and not extent.segment.is_mounted:
+                self._catalog.lost[stored.object_id] = None
 
     def _adopt(self, segment: Segment, entry: m.Entry, now: float) -> bool:
         """Believe the node that its segment holds this."""

@@ -35,6 +35,7 @@ from mooncake.store.logheader import header_of, headers_in, is_unbegun, num_byte
 from mooncake.store.records import (
     Closed,
     Doubt,
+    IdsGiven,
     Mark,
     Opened,
     Record,
@@ -134,9 +135,14 @@ class Oplog:
             self._repair(content, found)
         elif found.torn is not None:
             self._torn = content[found.torn.offset :]
-        self.doubt = self._doubt(marks, is_closed, bool(found.torn), bool(found.damages))
-        if found.damages or self._framing is PLAIN:
+        is_plain = self._framing is PLAIN
+        has_lost = bool(found.damages) or not (is_plain or _has_all_of_copy(records))
+        self.doubt = self._doubt(marks, is_closed, bool(found.torn), has_lost)
+        if found.damages:
             self._anew = records
+        elif is_plain:
+            ids = (getattr(record, "object_id", 0) for record in records)
+            self._anew = [*records, IdsGiven(max(ids, default=0))]
         self._compacted_bytes = self._size_bytes
         try:
             self._open()
@@ -200,11 +206,12 @@ class Oplog:
         self._torn = self._anew = None
         self._is_open = True
 
-    def is_whole(self) -> None:
-        """The nodes have been heard: nothing is in doubt any more. Raises OSError."""
+    def is_whole(self, last_id: int) -> None:
+        """The nodes have been heard: nothing is in doubt any more, and what is not here of the objects up to
+        that id is gone. Raises OSError."""
         if self.doubt:
+            self.append([IdsGiven(last_id), Whole()])
             self.doubt = Doubt.NONE
-            self.append([Whole()])
 
     def close(self) -> None:
         """Says that nothing is missing, if that is so and the disk takes it."""
@@ -380,3 +387,9 @@ class Rewriting:
             self._file = None
             with contextlib.suppress(OSError):
                 self._directory.remove(self._name)
+
+
+def _has_all_of_copy(records: list[Record]) -> bool:
+    """A log begins with what its master knew at once (``copying.py``); without the last record of that, it
+    is cut off there."""
+    return not records or any(type(record) is IdsGiven for record in records)

@@ -246,7 +246,7 @@ class MasterServer:
         elif isinstance(effect, Keep):
             self._keep(effect.records)
         elif isinstance(effect, Heard):
-            self._keeping.heard()
+            self._keeping.heard(self.master.catalog)
         else:
             log.info(effect.event, **effect.fields)
 
@@ -345,7 +345,7 @@ class MasterServer:
         elif self._needs_settling:
             self.master.settle(now, self._doubt)
         if not self.master.catalog.is_doubted:
-            self._keeping.heard()
+            self._keeping.heard(self.master.catalog)
         self.master.objects.ids_from(_first_id())
         self._needs_settling = False
         if self._succession is not None:

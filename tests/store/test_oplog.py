@@ -183,7 +183,7 @@ def test_a_repair_keeps_the_file_and_takes_every_record_that_is_whole(
     log.abandon()
     log, _ = opened(path)
     assert log.doubt is Doubt.ANY
-    log.is_whole()
+    log.is_whole(0)
     log.close()
     log, _ = opened(path)
     assert log.doubt is Doubt.NONE
