@@ -152,6 +152,18 @@ class Oplog:
             log.warning("oplog_not_written", path=str(self.path), reason=str(error))
         return records
 
+    def look(self, content: bytes) -> Scan:
+        """What is in such a file; touches none. Raises InvalidArgument when it is something else."""
+        self._repairs = True
+        try:
+            if is_unbegun(MAGIC, content):
+                return Scan([], 0, 0, [])
+            found = self._scan(content)
+            records_of(found.bodies)
+        except msgspec.MsgspecError as error:
+            raise self._wrong(f"a file of this version ({error})") from error
+        return found
+
     def append(self, records: Iterable[Record | Mark]) -> None:
         """Raises OSError when the disk does not take it; then nothing may be acknowledged any more, and
         these are to be appended again."""
