@@ -117,6 +117,8 @@ class Applying:
         stored = self._find(record.key, record.object_id)
         if stored is not None:
             self._unlink(stored, "gone", now)
+        else:  # it is not to come back, though the record of its coming may be missing
+            self._catalog.forget_before(record.key, record.object_id + 1)
 
     def _replica_added(self, record: ReplicaAdded, now: float) -> None:
         stored = self._find(record.key, record.object_id)

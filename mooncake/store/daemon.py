@@ -178,9 +178,7 @@ def _make_folder(path: str) -> None:
     try:
         OsDirectory(Path(path).expanduser(), is_private=True).close()
     except NotOurs as error:
-        raise InvalidArgument(
-            "nvme_path", path, f"{error.allowed}; it is not, as for {error.filename}"
-        ) from error
+        raise InvalidArgument("nvme_path", path, error.told) from error
     except OSError as error:
         raise InvalidArgument("nvme_path", path, f"a directory that can be written ({error})") from error
 

@@ -116,10 +116,10 @@ class Master:
 
     def handle(self, event: Event | Wake, now: float) -> list[Effect]:
         catalog = self.catalog
+        was_doubted = catalog.is_doubted
         if now >= self._soonest:
             catalog.expire(now)
         effects: list[Effect] = []
-        was_doubted = catalog.is_doubted
         if isinstance(event, Received):
             catalog.must_last = False
             answer = self._answer(event, now)

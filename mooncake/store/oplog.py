@@ -105,7 +105,7 @@ class Oplog:
         except BlockingIOError as error:
             raise self._wrong("a file that no other master uses") from error
         except NotOurs as error:
-            raise self._wrong(f"{error.allowed}; it is not, as for {error.filename}") from error
+            raise self._wrong(error.told) from error
         except OSError as error:
             raise self._wrong(f"a file that can be read and written ({error})") from error
         except msgspec.MsgspecError as error:
