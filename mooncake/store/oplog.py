@@ -36,6 +36,7 @@ from mooncake.store.records import (
     Closed,
     Doubt,
     IdsGiven,
+    LineBegan,
     Mark,
     Opened,
     Record,
@@ -404,4 +405,5 @@ class Rewriting:
 def _has_all_of_copy(records: list[Record]) -> bool:
     """A log begins with what its master knew at once (``copying.py``); without the last record of that, it
     is cut off there."""
-    return not records or any(type(record) is IdsGiven for record in records)
+    is_copy = bool(records) and type(records[0]) is LineBegan
+    return not is_copy or any(type(record) is IdsGiven for record in records)

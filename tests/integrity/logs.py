@@ -130,9 +130,9 @@ class Segment:
 
     def wake(self) -> None:
         for core, post in ((self.membership, self.post), (self.errands, self.work)):
-            deadline = core.deadline()  # type: ignore[attr-defined]
+            deadline = core.deadline()
             if deadline is not None and deadline <= self.world.now:
-                post(Wake())  # type: ignore[operator]
+                post(Wake())
 
     def _run(self, run: e.Run) -> None:
         """As the porter does it: bytes that last, then the entry, which lasts when it is announced."""

@@ -10,7 +10,7 @@ from mooncake.errors import InvalidArgument
 from mooncake.sim.files import SimDirectory
 from mooncake.store import logheader, oplog
 from mooncake.store.oplog import Oplog
-from mooncake.store.records import Doubt, ObjectGone, Record, encode
+from mooncake.store.records import Doubt, IdsGiven, LineBegan, ObjectGone, Record, encode
 
 
 def records(first: int, count: int) -> list[Record]:
@@ -265,7 +265,20 @@ def test_a_file_of_the_version_before_is_read_and_written_anew(tmp_path: Path) -
     log.append(records(5, 1))
     log.close()
     assert path.read_bytes().startswith(oplog.MAGIC)
-    assert opened(path)[1] == records(0, 6)
+    assert opened(path)[1] == [*records(0, 5), IdsGiven(4), *records(5, 1)]
+
+
+def test_a_copy_without_its_end_says_nothing_of_what_is_gone(tmp_path: Path) -> None:
+    """A log begins with a copy of all that its master knew: it is no reason to give up what it lacks."""
+    doubts: list[Doubt] = []
+    for number, begin in enumerate(([LineBegan(1), *records(0, 3)], [LineBegan(1), IdsGiven(7)])):
+        log, _ = opened(tmp_path / f"{number}")
+        log.append(begin)
+        log.close()
+        log, _ = opened(tmp_path / f"{number}")
+        doubts.append(log.doubt)
+        log.close()
+    assert doubts == [Doubt.ANY, Doubt.NONE]
 
 
 def test_damage_in_a_file_of_the_version_before_is_no_torn_tail(tmp_path: Path) -> None:

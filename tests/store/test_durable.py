@@ -26,7 +26,7 @@ DURABLE = m.PutPolicy(is_durable=True)
 @contextlib.asynccontextmanager
 async def running(folder: Path, **settings: Any) -> AsyncIterator[tuple[MasterServer, AsyncStore]]:
     """All of it, over files that are there from one time to the next."""
-    short = {"lease_s": 0.3, "put_s": 5.0, "grace_s": 0.1, "heartbeat_s": 0.2}
+    short: dict[str, Any] = {"lease_s": 0.3, "put_s": 5.0, "grace_s": 0.1, "heartbeat_s": 0.2}
     server = MasterServer(MasterSettings(port=0, oplog=str(folder / "oplog"), **short, **settings))
     await server.start()
     node = Node(
