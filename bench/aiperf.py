@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import Cluster, running_cluster, wait_for
 from mooncake.inference.gguf import resolve_model
+from tests.cluster import Cluster, running_cluster, wait_for
 
 TRACE_BLOCK = 512
 """Tokens that one of the trace's hash ids stands for."""

@@ -32,8 +32,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from bench.cluster import Streamed
-from bench.vllm_server import (
+from tests.cluster import Streamed
+from tests.vllm_server import (
     HOST,
     VllmServer,
     direct_connector,

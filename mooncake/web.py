@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mooncake.errors import AddressInUse
 
@@ -52,6 +53,14 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Certified(HttpToolsProtocol):
+    """Puts the certificate of who asks into the scope of each request."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["mooncake.certificate"] = self.transport.get_extra_info("peercert")  # type: ignore[typeddict-unknown-key]
+
+
 class WebServer:
     """``app`` behind ``listening``; ``close`` lets answers under way end for ``grace_s`` seconds."""
 
@@ -72,6 +81,8 @@ class WebServer:
         )
         config.load()
         config.ssl = tls
+        if tls is not None:
+            config.http_protocol_class = _Certified
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 

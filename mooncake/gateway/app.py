@@ -39,6 +39,7 @@ from mooncake.inference.openai import (
     to_json,
 )
 from mooncake.log import get_logger
+from mooncake.security import check_address
 from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
@@ -58,6 +59,7 @@ async def serve(settings: GatewaySettings) -> None:
         ModelError: the model has no usable tokenizer.
         AddressInUse: the port is taken.
     """
+    check_address(settings.host)
     listening = listen(settings.host, settings.port)
     tokenizer = await asyncio.to_thread(_load_tokenizer, settings)
     gateway = Gateway(settings, tokenizer)

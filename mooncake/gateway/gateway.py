@@ -73,6 +73,9 @@ class GatewaySettings(SchedulingSettings):
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
     "What admin calls must send as X-API-Key; empty refuses them all."
 
+    trust_clients: bool = False
+    "Whether clients' `kv_transfer_params` reach engines of others; never what names a host or a transfer."
+
     request_timeout_s: Seconds = 600.0
     "How long one answer may take, prefill and decode together."
 

@@ -21,6 +21,7 @@ from mooncake.conductor.messages import Place
 from mooncake.gateway.accounting import account
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.naming import Names
+from mooncake.gateway.protocols import without_transfers
 from mooncake.gateway.reading import names_of, request_id_of, slo_of
 from mooncake.gateway.relay import Relay
 from mooncake.gateway.stream import EventStream, unless_left
@@ -35,6 +36,7 @@ _HANDED_ON = ("traceparent", "tracestate", "authorization")
 async def relay(gateway: Gateway, http: Request, path: str, content: bytes) -> Response:
     """The answer to a request, whole or streamed. Raises ApiError."""
     asked = _read(content, "messages" if "chat" in path else "prompt")
+    asked = without_transfers(asked, gateway.settings.trust_clients)
     slo = slo_of(http)
     num_answers = _num_answers(asked)
     began = clock.monotonic()

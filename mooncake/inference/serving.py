@@ -22,6 +22,7 @@ from mooncake.inference.generate import Generator
 from mooncake.inference.tokenizer import AnyTokenizer
 from mooncake.kvlayout import KvIdentity
 from mooncake.log import get_logger
+from mooncake.security import check_address
 from mooncake.store import AsyncStore, StoreSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.web import WebServer, listen
@@ -34,6 +35,7 @@ STORE_PATIENCE_S = 1.0
 
 async def serve(running: contextlib.AbstractAsyncContextManager[Api], host: str, port: int) -> None:
     """Serve an engine's API until cancelled. Raises AddressInUse when the port is taken."""
+    check_address(host)
     listening = listen(host, port)
     async with running as api:
         server = WebServer(create_app(api), listening)

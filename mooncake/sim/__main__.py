@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from mooncake.sim.checkers import Violation
 from mooncake.sim.election_run import ElectionRun
 from mooncake.sim.kernel import Kernel
+from mooncake.sim.rules import Violation
 from mooncake.sim.store_run import ReplicasRun, StoreRun
 from mooncake.sim.transfer_run import TransferRun
 

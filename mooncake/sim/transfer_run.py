@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Callable
 from random import Random
 
-from mooncake.sim.checkers import Violation
 from mooncake.sim.kernel import Kernel
+from mooncake.sim.rules import Violation
 from mooncake.sim.transfer_world import (
     OK,
     STATUSES,
@@ -31,7 +31,7 @@ AREAS = 2
 """Per mover and target: batches on different areas are under way at the same time."""
 SLACK_S = 0.05
 PLENTY_S = 10.0
-"""A batch with so much time fails only if every path failed it."""
+"""A batch that has so much time when its peer is found fails only if every path failed it."""
 CALM_BATCHES = 6
 CALM_S = 150.0
 """More than the longest mask and every batch's time."""
@@ -189,8 +189,8 @@ class TransferRun:
     def _ask(self, area: Area, timeout_s: float, ended: Callable[[int], None] | None = None) -> None:
         """One batch: find the peer, move, look at what came of it."""
         self.counts["batches"] += 1
-        number, begin = self.counts["batches"], self.kernel.now
-        deadline = begin + timeout_s
+        number = self.counts["batches"]
+        deadline = self.kernel.now + timeout_s
         self._open[number] = deadline
 
         def over(reason: str) -> None:
@@ -210,12 +210,13 @@ class TransferRun:
                 else:
                     self.kernel.after(0.1, look)
             else:
-                self._move(area, deadline, begin, over)
+                self._move(area, deadline, over)
 
         look()
 
-    def _move(self, area: Area, deadline: float, begin: float, over: Callable[[str], None]) -> None:
+    def _move(self, area: Area, deadline: float, over: Callable[[str], None]) -> None:
         target, random = self.targets[area.target_name], self.kernel.random
+        begin = self.kernel.now  # what passed before, while the directory was away, no path is to blame for
         if area.epoch != target.epoch:
             area.epoch, area.known = target.epoch, None
         self._check_area(area, target)

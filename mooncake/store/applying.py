@@ -48,6 +48,8 @@ class Applying:
         self._catalog = catalog
         self._resting: dict[str, list[int]] = {}
         """Segment -> offsets, in order, of space that rests or has rested."""
+        self._unseen: dict[ObjectKey, int] = {}
+        """Objects that went, of which no record says that they came."""
         self._how: dict[type, Callable[[Any, float], None]] = {
             SegmentMounted: self._segment_mounted,
             SegmentGone: self._segment_gone,
@@ -75,6 +77,10 @@ class Applying:
         settings = self._catalog.settings
         self._catalog.known_until = 0 if doubt is Doubt.ANY else self._catalog.objects.last_id
         self._catalog.is_doubted = doubt is not Doubt.NONE
+        if doubt is Doubt.ANY:  # those records are missing, and they are not to come back
+            for key, object_id in self._unseen.items():
+                self._catalog.forget_before(key, object_id + 1)
+        self._unseen = {}
         self._catalog.segments.settle(now, doubt)
         self._catalog.look_for_doubt()
         lease_until = now + settings.lease_s
@@ -82,15 +88,18 @@ class Applying:
             stored.lease_until = lease_until
 
     def _segment_mounted(self, record: SegmentMounted, now: float) -> None:
-        mount = m.Mount(**msgspec.structs.asdict(record), rest_s=0.0)
+        fields = msgspec.structs.asdict(record)
+        wants_report = fields.pop("wants_report")
+        mount = m.Mount(**fields, rest_s=0.0)
         known = self._catalog.segments.mounted.get(record.segment)
         if known is not None and known.content_id == (mount.content_id or mount.epoch):
             self._catalog.follow(known, mount)
+            known.wants_report = wants_report
             return
         if known is not None:
             self._catalog.segments.drop(known)
             self._catalog.empty(known, "another process took its name", now)
-        self._catalog.segments.restore(mount, now)
+        self._catalog.segments.restore(mount, now).wants_report = wants_report
 
     def _segment_gone(self, record: SegmentGone, now: float) -> None:
         segment = self._catalog.segments.find(record.segment, record.epoch)
@@ -117,8 +126,11 @@ class Applying:
         stored = self._find(record.key, record.object_id)
         if stored is not None:
             self._unlink(stored, "gone", now)
-        else:  # it is not to come back, though the record of its coming may be missing
-            self._catalog.forget_before(record.key, record.object_id + 1)
+        elif record.object_id:
+            self._unseen[record.key] = record.object_id
+        self._catalog.objects.saw(max(record.object_id, record.before - 1))
+        if record.before and record.key not in self._catalog.objects.readable:
+            self._catalog.forget_before(record.key, record.before)
 
     def _replica_added(self, record: ReplicaAdded, now: float) -> None:
         stored = self._find(record.key, record.object_id)
@@ -139,7 +151,7 @@ class Applying:
             self._rests(extent)
             if not stored.is_readable:
                 # It has others, which the records lack: it is not removed.
-                self._catalog.went[stored.key] = stored.object_id
+                self._catalog.went[stored.key] = stored.object_id, self._catalog.cleared_of(stored.key)
 
     def _object_pinned(self, record: ObjectPinned, now: float) -> None:
         stored = self._find(record.key, record.object_id)
@@ -175,10 +187,12 @@ class Applying:
             offsets.insert(at, extent.offset)
 
     def _ids_given(self, record: IdsGiven, _: float) -> None:
-        self._catalog.objects.know(record.last)
+        self._catalog.objects.saw(record.last)
 
     def _all_removed(self, record: AllRemoved, _: float) -> None:
-        self._catalog.cleared[record.tenant] = record.before
+        cleared = self._catalog.cleared
+        cleared[record.tenant] = max(record.before, cleared.get(record.tenant, 0))
+        self._catalog.objects.saw(record.before - 1)
 
     def _find(self, key: ObjectKey, object_id: int) -> StoredObject | None:
         stored = self._catalog.objects.readable.get(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
@@ -14,8 +15,10 @@ from mooncake.store.objects import StoredObject, scoped, scoped_all, split_scope
 class Asking:
     """Answers Status, ListKeys, Story and Inspect."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, reporters: Callable[[float], list[m.ReporterStatus]]) -> None:
+        """``reporters``: who reported wrong bytes (``verification.py``)."""
         self._catalog = catalog
+        self._reporters = reporters
 
     def status(self, _: m.Status, __: Received, now: float) -> m.MasterStatus:
         segments = [
@@ -45,6 +48,7 @@ class Asking:
             allocated_bytes=self._catalog.allocated_bytes,
             counts=dataclasses.asdict(self._catalog.counts),
             segments=segments,
+            reporters=self._reporters(now),
         )
 
     def list_keys(self, message: m.ListKeys, _: Received, now: float) -> m.Keys:

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Protocol
 
+import msgspec
+
 from mooncake.store.effects import Note, Reply
 from mooncake.store.eviction import Eviction
 from mooncake.store.messages import Mount
@@ -63,6 +65,9 @@ class Counts:
     removed_objects: int = 0
     corrupt_objects: int = 0
     corrupt_replicas: int = 0
+    corrupt_reports: int = 0
+    refuted_reports: int = 0
+    unverified_reports: int = 0
     lost_objects: int = 0
     done_tasks: int = 0
     failed_tasks: int = 0
@@ -123,11 +128,11 @@ class Catalog:
         """The keys of the last lookups, a list each; ``hot.py`` looks at them now and then."""
         self.is_evicting = False
         """Watchers may ask whether what goes is evicted."""
-        self.went: dict[ObjectKey, int] = {}
-        """The least object id that is news of each of the last keys that went: what a node that was away
-        says of an older one is out of date."""
+        self.went: dict[ObjectKey, tuple[int, int]] = {}
+        """Of each of the last keys that went and are not readable: the least object id that is news (what a
+        node that was away says of an older one is out of date), and what ``cleared`` said of its tenant."""
         self.cleared: dict[str, int] = {}
-        """The same for all keys of a tenant that was emptied."""
+        """The same id for all keys of a tenant that was emptied, but for those that went since."""
         self.notes: list[Note] = []
         """What operators should know of the event that is being handled."""
         self.replies: list[Reply] = []
@@ -252,6 +257,7 @@ class Catalog:
             extent.held_until = 0.0  # its writer has nothing under way any more
         self.tenants.shown(stored)
         self.eviction.add(stored, now)
+        self.went.pop(stored.key, None)
         if stored.before is None:
             self.records.append(record_of(stored))
         for watcher in self.watchers:
@@ -264,6 +270,7 @@ class Catalog:
             self.tenants.charge(stored, extent)
         self.tenants.shown(stored)
         self.eviction.add(stored, now)
+        self.went.pop(stored.key, None)
         return stored
 
     def unlink(self, stored: StoredObject, reason: str, now: float, *, is_recorded: bool = True) -> int:
@@ -339,21 +346,47 @@ class Catalog:
     def _bring_back(self, before: StoredObject, now: float) -> None:
         """The new object is lost before it was acknowledged."""
         extents, before.extents = before.extents, []
-        if not extents or before.kept is None:
+        assert before.kept is not None, before
+        if not extents:
+            # It is away with its node, and may come back: what took its place was never acknowledged.
+            self.went[before.key] = before.object_id, self.cleared_of(before.key)
             return
         self.adopt(before.kept, extents, now).lease_until = max(now, before.lease_until)
         self.tell(now, before.key, "#{} is back: its successor was lost", before.object_id)
 
     def forget_before(self, key: ObjectKey, object_id: int) -> None:
         """What a node that comes back holds under ``key`` is taken only from this id on."""
-        self.went[key] = max(object_id, self.went.pop(key, 0))
+        if key in self.objects.readable:
+            return  # its own id says it
+        cleared = self.cleared_of(key)
+        before, since = self.went.pop(key, (0, 0))
+        # An older entry says nothing of an object that was being written when its tenant was emptied.
+        self.went[key] = max(object_id, before if since == cleared else 0), cleared
         if len(self.went) > MAX_WENT:
             del self.went[next(iter(self.went))]
 
+    def remove_absent(self, key: ObjectKey) -> None:
+        """``key`` is not readable, but may be away with its node, and is to stay removed when that comes
+        back, whichever master it comes to."""
+        before = self.objects.last_id + 1
+        if self.news_of(key) < before:
+            self.forget_before(key, before)
+            self.records.append(ObjectGone(key, 0, before))
+
     def clear_before(self, tenant: str, object_id: int) -> None:
-        """The same for everything of a tenant."""
+        """The same as ``forget_before`` for everything of a tenant."""
         self.cleared[tenant] = object_id
         self.records.append(AllRemoved(tenant, object_id))
+
+    def news_of(self, key: ObjectKey) -> int:
+        """The least object id that is news of ``key``, which is not readable."""
+        before, since = self.went.get(key, (0, 0))
+        cleared = self.cleared_of(key)
+        return before if since == cleared else max(before, cleared)
+
+    def cleared_of(self, key: ObjectKey) -> int:
+        """The least object id that came after the key's tenant was emptied last; 0: it never was."""
+        return self.cleared.get(split_scoped(key)[0], 0) if self.cleared else 0
 
     def is_news(self, key: ObjectKey, object_id: int) -> bool:
         """Whether an object that an earlier master knew is newer than all that is known of ``key``.
@@ -361,17 +394,10 @@ class Catalog:
         What this master gave an id to is newer than that, whatever the numbers say: the clock of one
         before may have been ahead.
         """
-        stored = self.objects.readable.get(key)
-        tenant = split_scoped(key)[0] if self.cleared else ""
-        known = [self.went.get(key, 0), self.cleared.get(tenant, 0)]
-        if stored is not None:
-            known.append(stored.object_id + 1)
-        if object_id < max(known):
-            return False
-        objects = self.objects
-        return objects.is_own(object_id) or not any(
-            objects.is_own(one) or objects.is_own(one - 1) for one in known
-        )
+        stored, objects = self.objects.readable.get(key), self.objects
+        least = self.news_of(key) if stored is None else stored.object_id + 1
+        is_ours = objects.is_own(least) or objects.is_own(least - 1)
+        return object_id >= least and (not is_ours or objects.is_own(object_id))
 
     def is_later(self, object_id: int) -> bool:
         """Its record may have been lost with the end of an earlier master's."""
@@ -473,10 +499,12 @@ class Catalog:
         stored.lease_until = lease_until
         if stored.joint is not None:
             stored.joint.lease_until = lease_until
-        if stored.resting:
-            for extent in stored.resting:
-                extent.release_at = max(extent.release_at, lease_until)
-            self.records.append(_held(stored.resting, stored.size_bytes))
+        for extent in stored.resting:
+            extent.release_at = max(extent.release_at, lease_until)
+        # A successor does not know that this space is in use: of an object whose record is withheld all of it.
+        unknown = stored.resting if stored.before is None else [*stored.resting, *stored.extents]
+        if unknown:
+            self.records.append(_held(unknown, stored.size_bytes))
 
     def _left(self, stored: StoredObject, extents: list[Extent], reason: str, now: float) -> None:
         self.why_left = reason
@@ -539,20 +567,14 @@ class Catalog:
         self.tenants.charge(stored, stored.extents[0])
         return stored
 
-    def held(self) -> Generator[SpaceHeld, None, None]:
-        """All space that is promised without being a replica that can be read."""
-        for segment in self.segments.mounted.values():
-            for offset, stored in segment.holders.items():
-                if self.is_held(segment, offset) or stored.before is not None:
-                    yield SpaceHeld([(segment.name, offset)], stored.size_bytes)
-
-    def is_held(self, segment: Segment, offset: int) -> bool:
-        """Whether the space there is promised without being a replica that can be read."""
+    def held(self, segment: Segment, offset: int) -> SpaceHeld | None:
+        """The space there, if it is promised without being a replica of which ``acknowledged`` tells."""
         stored = segment.holders.get(offset)
         if stored is None:
-            return False
+            return None
         extent = stored.on(segment)
-        return extent is None or extent.offset != offset or not extent.is_complete
+        is_told = extent is not None and extent.offset == offset and extent.is_complete
+        return None if is_told and stored.before is None else _held_at(segment, offset, stored.size_bytes)
 
     def release(self, segment: Segment, offset: int) -> None:
         """Space that rests is free at once: another master has given it out again."""
@@ -667,6 +689,7 @@ class Catalog:
     def check(self) -> None:
         self.segments.check()
         self.objects.check()
+        assert not self.went.keys() & self.objects.readable.keys(), "what is there did not go"
         self.eviction.check(self.objects.readable)
         self.tenants.check([*self.objects.readable.values(), *self.objects.writing.values()])
         timed = {(id(stored), id(extent)) for _, _, stored, extent in self._timers}
@@ -684,6 +707,26 @@ class Catalog:
 
 def _held(extents: Iterable[Extent], size_bytes: int) -> SpaceHeld:
     return SpaceHeld([(extent.segment.name, extent.offset) for extent in extents], size_bytes)
+
+
+def _held_at(segment: Segment, offset: int, size_bytes: int) -> SpaceHeld:
+    return SpaceHeld([(segment.name, offset)], size_bytes)
+
+
+def acknowledged(stored: StoredObject) -> ObjectReadable | ObjectGone:
+    """What a successor is told of a readable object, alone: the version of its key that was acknowledged.
+
+    That is the object itself, or the durable one that it is to replace (``Catalog.show``), which may be
+    away with its node.
+    """
+    before = stored.before
+    if before is None:
+        return record_of(stored)
+    assert before.kept is not None, before
+    if not before.extents:
+        return ObjectGone(before.key, 0, before.object_id)
+    places = [(extent.segment.name, extent.offset) for extent in before.extents]
+    return msgspec.structs.replace(before.kept, places=places)
 
 
 def record_of(stored: StoredObject) -> ObjectReadable:
@@ -707,5 +750,5 @@ def record_of(stored: StoredObject) -> ObjectReadable:
 def record_of_segment(segment: Segment) -> SegmentMounted:
     size_bytes = segment.allocator.size_bytes
     where = (segment.host, segment.address, size_bytes, segment.descriptor)
-    what = (segment.tier, segment.content_id, segment.node)
+    what = (segment.tier, segment.content_id, segment.node, segment.wants_report)
     return SegmentMounted(segment.name, segment.epoch, *where, *what)

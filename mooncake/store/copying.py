@@ -1,21 +1,33 @@
-"""A copy of what a master knows, made piece by piece while it goes on.
+"""What a master knows, as records: all at once, or piece by piece while it goes on.
 
-For a standby that begins to follow and for a log that is written anew: neither may keep the master from
-answering for as long as it takes to write down a million objects. What happens in the meantime goes
-between the pieces, but for what is about an object that is still to come: that will tell by itself. So at
-every instant the copy is what the master knows, less the objects that are still to come. Then comes the
-space that was promised and is no replica, and last, how far ids have been given out: a copy without that
-has lost its end, and no object is gone only because such a copy does not have it.
+This is the only place that says what belongs to a master's state. The log that is compacted, the standby
+that begins to follow, the snapshot of a restart, the simulator and the tests all take it from here, so none
+of them can know less than another. It is: the line of masters, segments, quotas, tenants that were emptied,
+for each key the version that was acknowledged, which old versions of a key are out of date, and space that
+is promised without being a replica. Not part of it, because a successor assumes the longest ones that could
+exist, are leases and soft pins; and jobs end with the master that has them (``replication.py``).
+
+A copy is made in pieces, because neither a standby nor a log may keep the master from answering for as long
+as it takes to write down a million objects. What happens in the meantime goes between the pieces, except
+what is about a key that is still to come, whose piece will tell. So at every instant the copy is what the
+master knows, less the keys that are still to come. Then comes the space that was promised, and last, how far
+ids were given out: a copy without that has lost its end, and what it lacks is not gone for that reason.
 """
 
 from __future__ import annotations
 
-from mooncake.store.catalog import Catalog, record_of, record_of_segment
-from mooncake.store.records import IdsGiven, LineBegan, Record, SpaceHeld
+from typing import TypeVar
+
+from mooncake.store.catalog import Catalog, acknowledged, record_of_segment
+from mooncake.store.records import AllRemoved, IdsGiven, LineBegan, ObjectGone, Record
+from mooncake.store.segments import Segment
 from mooncake.types import ObjectKey
+
+ItemT = TypeVar("ItemT")
 
 PIECE = 1000
 """Objects copied at a time; some milliseconds."""
+NEVER = (0, -1)
 
 
 class Copy:
@@ -27,10 +39,17 @@ class Copy:
         self._head: list[Record] = [LineBegan(segments.line)]
         self._head += [record_of_segment(one) for one in segments.mounted.values()]
         self._head += catalog.tenants.records()
-        self._keys = list(catalog.objects.readable)
+        self._head += [AllRemoved(tenant, before) for tenant, before in catalog.cleared.items()]
+        self._keys = list(reversed(catalog.objects.readable))
         self._to_come: dict[ObjectKey, None] = dict.fromkeys(self._keys)
-        self._offsets = [(one, list(one.holders)) for one in segments.mounted.values()]
-        """Where space may be promised that is no replica. What is promised later is written down."""
+        self._went = list(reversed(catalog.went))
+        """Keys of which only is to be told what is out of date. It matters in no order: what happens to them
+        meanwhile is told, and says the same or more."""
+        self._segments: list[Segment] | None = None
+        """Where promised space is still to be looked for; None: that has not begun. It begins after the last
+        key, and what is promised or given up later is written down."""
+        self._offsets: list[int] = []
+        """In the last of them."""
         self._is_ended = False
 
     @property
@@ -40,33 +59,46 @@ class Copy:
     def piece(self, count: int = PIECE) -> list[Record]:
         """The next records."""
         records, self._head = self._head, []
-        if not self._keys:
-            records += self._held(count)
-            if not self._offsets:
+        if self._keys:
+            for key in _taken(self._keys, count):
+                del self._to_come[key]
+                self._tell(key, records)
+        elif self._went:
+            for key in _taken(self._went, count):
+                if key not in self._catalog.objects.readable:
+                    self._tell(key, records)
+        else:
+            self._tell_held(10 * count, records)
+            if not self._segments:
                 self._is_ended = True
                 records.append(IdsGiven(self._catalog.objects.last_id))
-            return records
-        readable = self._catalog.objects.readable
-        for key in self._keys[-count:]:
-            del self._to_come[key]
-            stored = readable.get(key)
-            if stored is not None:
-                records.append(record_of(stored))
-        del self._keys[-count:]
         return records
 
-    def _held(self, count: int) -> list[Record]:
+    def _tell(self, key: ObjectKey, records: list[Record]) -> None:
+        catalog = self._catalog
+        stored = catalog.objects.readable.get(key)
+        if stored is not None:
+            records.append(acknowledged(stored))
+        elif catalog.went.get(key, NEVER)[1] == catalog.cleared_of(key):
+            records.append(ObjectGone(key, 0, catalog.news_of(key)))
+
+    def _tell_held(self, count: int, records: list[Record]) -> None:
+        if self._segments is None:
+            self._segments = list(reversed(self._catalog.segments.mounted.values()))
+            self._offsets = self._offsets_of_next()
+        if not self._segments:
+            return
+        segment = self._segments[-1]
+        for offset in _taken(self._offsets, count):
+            held = self._catalog.held(segment, offset) if segment.is_mounted else None
+            if held is not None:
+                records.append(held)
         if not self._offsets:
-            return []
-        segment, offsets = self._offsets[-1]
-        records: list[Record] = []
-        for offset in offsets[-10 * count :]:
-            if segment.is_mounted and self._catalog.is_held(segment, offset):
-                records.append(SpaceHeld([(segment.name, offset)], segment.holders[offset].size_bytes))
-        del offsets[-10 * count :]
-        if not offsets:
-            self._offsets.pop()
-        return records
+            self._segments.pop()
+            self._offsets = self._offsets_of_next()
+
+    def _offsets_of_next(self) -> list[int]:
+        return list(reversed(self._segments[-1].holders)) if self._segments else []
 
     def between(self, records: list[Record]) -> list[Record]:
         """What of ``records``, which have just been written down, belongs after the pieces so far."""
@@ -76,3 +108,11 @@ class Copy:
 
     def __repr__(self) -> str:
         return f"<Copy [{len(self._keys)} objects to come]>"
+
+
+def _taken(items: list[ItemT], count: int) -> list[ItemT]:
+    """The last so many, which leave the list, the last one first."""
+    taken = items[-count:]
+    del items[-count:]
+    taken.reverse()
+    return taken

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from mooncake.security.standing import EVERYBODY, NODES, Level
 from mooncake.store.catalog import Catalog
 from mooncake.store.copying import Copy
 from mooncake.store.effects import Reply
@@ -28,6 +29,10 @@ MAX_CHECKSUM_BYTES = 8 << 20
 """In one answer, if it has more than one record: the only part of a record that may be large."""
 IDLE_S = 0.5
 """A follower is answered after so much time, that both may know of each other."""
+ANSWER_S = 4 * IDLE_S
+"""How long a leader may take to answer a Follow, which it does every ``IDLE_S``."""
+AGAIN_S = 0.1
+"""A standby that has lost its leader waits so long before it tries again."""
 
 
 class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
@@ -62,6 +67,37 @@ class Leads(msgspec.Struct, frozen=True, array_like=True, tag="leads"):
     term: int
     is_here: bool
     """The one that was asked leads."""
+
+
+ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {Follow: NODES, WhoLeads: EVERYBODY}
+"""As ``messages.ACCESS``: a follower gets a copy of all that there is, and replies wait for it."""
+
+
+class Following:
+    """A standby's side of one connection to the leader of a term: what it asks next."""
+
+    def __init__(self, me: Standby, term: int) -> None:
+        self._me = me
+        self._term = term
+        self._session = self._have = 0
+        self.is_in_sync = False
+        """The leader has said so."""
+
+    def question(self) -> Follow:
+        return Follow(self._me.id, self._me.address, self._term, self._session, self._have)
+
+    def begins_anew(self, answer: Followed) -> bool:
+        """Whether a copy of everything begins with this answer. Ask before it is entered."""
+        return answer.session != self._session
+
+    def entered(self, answer: Followed) -> None:
+        """It was entered and written down: the next question says so."""
+        is_same = answer.session == self._session
+        self._session, self._have = answer.session, answer.number
+        self.is_in_sync = answer.is_complete or (is_same and self.is_in_sync)
+
+    def __repr__(self) -> str:
+        return f"<Following in term {self._term}: has {self._have} of session {self._session}>"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -109,8 +145,9 @@ class Followers:
         self._held: deque[tuple[int, float, Reply]] = deque()
         self.listed: dict[str, Standby] = {one.id: one for one in inherited}
         """Who should be in the mandate."""
-        self.number = 0
-        """Of the last records."""
+        self.number = 1 if inherited else 0
+        """Of the last records. Where standbys are inherited the first one is for what this master had when the
+        term began: they need not have all of it, and nothing is said upon it before they have."""
         self.floor = 0
         """Everybody who counts has this."""
         self._reconsider()

@@ -18,20 +18,16 @@ import msgspec
 from mooncake.errors import DeadlineExceeded, InvalidArgument, MooncakeError, NotLeader, PeerLost, Unavailable
 from mooncake.rpc import AsyncClient, BlockingClient
 from mooncake.rpc.client import split_address
+from mooncake.security import Identity, ours
 from mooncake.store import election
 from mooncake.store.ballot import Ballot, make_ballot
 from mooncake.store.follow import Leads, WhoLeads
+from mooncake.store.search import DOUBT_S, PAUSE_S, PROBE_S, Search
 from mooncake.store.settings import ELECTIONS
 
 FORMS = (
     "host:port, host:port,host:port, etcd://host:port[;host:port][/cluster] or redis://host:port[/cluster]"
 )
-PROBE_S = 1.0
-"""How long one of several masters may take to say who leads."""
-PAUSE_S = 0.05
-"""Between two rounds of asking all of them."""
-DOUBT_S = 3.0
-"""After so long without an answer, the others are asked whether the leader is another by now."""
 
 
 class Guide:
@@ -87,55 +83,18 @@ class Guide:
         return f"<Guide to {self.master} [{self.hint or 'no hint'}]>"
 
 
-class _Search:
-    """One search for the leader: whom to ask next, and what was heard."""
-
-    def __init__(self, guide: Guide, name: str) -> None:
-        self._guide = guide
-        self._name = name
-        self._to_ask: list[str] = []
-        self._asked: dict[str, None] = {}
-        self.reasons: dict[str, str] = {}
-
-    def begin_round(self, addresses: list[str]) -> None:
-        self._to_ask, self._asked = list(addresses), {}
-        if not addresses:
-            self.reasons[self._guide.master] = "nobody has led yet"
-
-    def next(self) -> str | None:
-        while self._to_ask:
-            address = self._to_ask.pop(0)
-            if address not in self._asked:
-                self._asked[address] = None
-                return address
-        return None
-
-    def heard(self, address: str, answer: Leads | MooncakeError) -> bool:
-        """Whether that is the leader."""
-        if isinstance(answer, MooncakeError):
-            self.reasons[address] = str(answer)
-            if self._guide.hint == address:
-                self._guide.hint = ""
-            return False
-        if answer.is_here:
-            self._guide.hint = address
-            return True
-        self.reasons[address] = f"{address} does not lead"
-        if answer.address:
-            self._to_ask.insert(0, answer.address)
-        return False
-
-    def failure(self, timeout_s: float) -> DeadlineExceeded:
-        why = "; ".join(self.reasons.values()) or "no answer"
-        return DeadlineExceeded(f"{self._name} can't be reached within {timeout_s:.3g} s: {why}")
-
-
 class BlockingLeader:
     """Calls whoever leads, from any thread; as ``BlockingClient``, with a ``Guide`` for its address."""
 
     def __init__(
-        self, master: str, replies: Iterable[type[msgspec.Struct]], name: str = "the master"
+        self,
+        master: str,
+        replies: Iterable[type[msgspec.Struct]],
+        name: str = "the master",
+        *,
+        identity: Identity | None = None,
     ) -> None:
+        self._identity = identity or ours()
         self.guide = Guide(master)
         self._replies: tuple[type[msgspec.Struct], ...] = (*replies, Leads)
         self._name = name
@@ -178,7 +137,7 @@ class BlockingLeader:
         """Find it now; raises Unavailable, at once when there is one master and nobody listens there."""
         alone = self.guide.alone
         if alone:
-            probe = BlockingClient(alone, (Leads,), self._name, is_patient=False)
+            probe = BlockingClient(alone, (Leads,), self._name, is_patient=False, identity=self._identity)
             try:
                 probe.call(WhoLeads(), timeout_s)
             finally:
@@ -194,7 +153,9 @@ class BlockingLeader:
 
     def _use(self, address: str) -> BlockingClient:
         is_patient = address == self.guide.alone
-        self._client = BlockingClient(address, self._replies, self._name, is_patient=is_patient)
+        self._client = BlockingClient(
+            address, self._replies, self._name, is_patient=is_patient, identity=self._identity
+        )
         self._address = address
         return self._client
 
@@ -219,7 +180,7 @@ class BlockingLeader:
             return self._use(self._search(deadline, timeout_s))
 
     def _search(self, deadline: float, timeout_s: float) -> str:
-        search = _Search(self.guide, self._name)
+        search = Search(self.guide, self._name)
         while True:
             if self._is_closed:
                 raise PeerLost(f"{self._name}: the client was closed")
@@ -235,7 +196,7 @@ class BlockingLeader:
             time.sleep(PAUSE_S)
 
     def _probe(self, address: str, deadline: float) -> Leads | MooncakeError:
-        probe = BlockingClient(address, (Leads,), self._name, is_patient=False)
+        probe = BlockingClient(address, (Leads,), self._name, is_patient=False, identity=self._identity)
         try:
             answer: Leads = probe.call(WhoLeads(), max(0.001, min(PROBE_S, deadline - time.monotonic())))
             return answer
@@ -262,7 +223,9 @@ class AsyncLeader:
         name: str = "the master",
         *,
         doubt_s: float = DOUBT_S,
+        identity: Identity | None = None,
     ) -> None:
+        self._identity = identity or ours()
         self._doubt_s = doubt_s
         self.guide = master if isinstance(master, Guide) else Guide(master)
         self._owns_guide = not isinstance(master, Guide)
@@ -329,7 +292,8 @@ class AsyncLeader:
             await asyncio.to_thread(self.guide.close)
 
     def _use(self, address: str) -> AsyncClient:
-        self._client, self._address = AsyncClient(address, self._replies, self._name), address
+        self._client = AsyncClient(address, self._replies, self._name, identity=self._identity)
+        self._address = address
         return self._client
 
     async def _let_go(self, client: AsyncClient | None, leader: str = "") -> None:
@@ -345,7 +309,7 @@ class AsyncLeader:
             return self._use(await self._search(deadline, timeout_s))
 
     async def _search(self, deadline: float, timeout_s: float) -> str:
-        search = _Search(self.guide, self._name)
+        search = Search(self.guide, self._name)
         while True:
             if self._is_closed:
                 raise PeerLost(f"{self._name}: the client was closed")
@@ -361,7 +325,7 @@ class AsyncLeader:
             await asyncio.sleep(PAUSE_S)
 
     async def _probe(self, address: str, deadline: float) -> Leads | MooncakeError:
-        probe = AsyncClient(address, (Leads,), self._name, is_patient=False)
+        probe = AsyncClient(address, (Leads,), self._name, is_patient=False, identity=self._identity)
         try:
             answer: Leads = await probe.call(
                 WhoLeads(), max(0.001, min(PROBE_S, deadline - time.monotonic()))

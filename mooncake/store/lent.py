@@ -18,7 +18,7 @@ import msgspec
 from prometheus_client import Counter
 
 from mooncake.driver import Driver
-from mooncake.errors import MooncakeError, PeerLost, Refusal
+from mooncake.errors import AccessDenied, MooncakeError, PeerLost, Refusal
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.metrics import registry
@@ -39,6 +39,13 @@ COPIED = Counter(
 )
 FAILED = Counter(
     "mooncake_store_failed_tasks", "Tasks of this node that failed", ["reason"], registry=registry
+)
+
+CHECKED = Counter(
+    "mooncake_store_checked_replicas",
+    "Replicas of this node that it read because a reader said that they are wrong",
+    ["outcome"],
+    registry=registry,
 )
 
 TOGETHER_BYTES = 16 << 20
@@ -106,6 +113,8 @@ class Lent:
         self._left = asyncio.Event()
         self._link: AsyncLeader | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._looking = asyncio.Lock()
+        """One replica at a time is read for the master."""
         self._runs: list[e.Run] = []
         """Tasks of the answer that is being worked off."""
         self._hanging_up: asyncio.Task[None] | None = None
@@ -169,7 +178,7 @@ class Lent:
 
     def _perform(self, effect: ms.Effect) -> None:
         if isinstance(effect, ms.Connect):
-            self._link = AsyncLeader(self._guide, m.REPLIES, doubt_s=math.inf)
+            self._link = AsyncLeader(self._guide, m.REPLIES, doubt_s=math.inf, identity=self._engine.identity)
             self._spawn(self._connect(self._link))
         elif isinstance(effect, ms.Disconnect):
             link, self._link = self._link, None
@@ -193,6 +202,8 @@ class Lent:
         try:
             await link.connect(ms.ANSWER_S)
         except MooncakeError as error:
+            if isinstance(error, AccessDenied):
+                log.warning("mount_denied", segment=self.offer.name, reason=str(error))
             self._report(link, ms.Closed(str(error)))
             return
         self._report(link, ms.Opened())
@@ -205,6 +216,8 @@ class Lent:
         except PeerLost:
             return  # whoever watches the connection reports it
         except MooncakeError as error:
+            if isinstance(error, AccessDenied):
+                log.warning("mount_denied", segment=self.offer.name, reason=str(error))
             self._report(link, ms.Closed(str(error)))
         else:
             self._report(link, ms.Answered(reply))
@@ -226,6 +239,8 @@ class Lent:
             if not self._runs:  # what comes in one answer is carried together
                 asyncio.get_running_loop().call_soon(self._start_runs)
             self._runs.append(effect)
+        elif isinstance(effect, e.Look):
+            self._spawn(self._look(effect))
         elif isinstance(effect, e.Tell):
             assert self._link is not None
             self._spawn(self._tell_all(self._link))
@@ -272,6 +287,20 @@ class Lent:
         for run, refusal in zip(runs, refusals, strict=True):
             self._log_task(run.task, refusal)
         self._compact_if_due()
+
+    async def _look(self, look: e.Look) -> None:
+        """Somebody says that these bytes are wrong."""
+        refusal: Refusal | None = Refusal("cancelled", "the node stopped")
+        entry = look.check.entry
+        try:
+            async with self._looking:
+                refusal = await self._porter.verify(entry, self._target, look.deadline)
+        finally:
+            self._errand_driver.post(e.Looked(look.check.check_id, look.life, refusal))
+        outcome = "right" if refusal is None else refusal.code
+        CHECKED.labels(outcome).inc()
+        report = log.info if refusal is None else log.warning
+        report("replica_checked", segment=self.offer.name, key=entry.key, outcome=outcome)
 
     def _log_task(self, task: m.Task, refusal: Refusal | None) -> None:
         entry, source = task.entry, task.source

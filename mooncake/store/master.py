@@ -28,7 +28,8 @@ from mooncake.store import messages as m
 from mooncake.store.advances import Advances
 from mooncake.store.applying import Applying
 from mooncake.store.asking import Asking
-from mooncake.store.catalog import Catalog, Counts, record_of, record_of_segment
+from mooncake.store.catalog import Catalog, Counts
+from mooncake.store.copying import Copy
 from mooncake.store.effects import ConnectionLost, Effect, Event, Heard, Keep, Received, Reply
 from mooncake.store.eviction import Eviction
 from mooncake.store.hot import Hot
@@ -37,7 +38,7 @@ from mooncake.store.objects import Objects
 from mooncake.store.pinning import Pinning
 from mooncake.store.quotas import QuotaKeeping
 from mooncake.store.reading import Reading
-from mooncake.store.records import AllRemoved, Doubt, IdsGiven, LineBegan, Record
+from mooncake.store.records import Doubt, Record
 from mooncake.store.removing import Removing
 from mooncake.store.replication import Replication
 from mooncake.store.segments import Segments
@@ -46,6 +47,7 @@ from mooncake.store.space import Space
 from mooncake.store.tally import Tally
 from mooncake.store.tasks import Tasks
 from mooncake.store.tiers import Tiers
+from mooncake.store.verification import Verification
 from mooncake.store.writing import Writing
 from mooncake.store.written import Written
 
@@ -71,13 +73,16 @@ class Master:
         self.tiers = Tiers(self.catalog, self.tasks)
         self.replication = Replication(self.catalog, self.tasks)
         self.hot = Hot(self.catalog, self.tasks)
+        self.verification = Verification(self.catalog, self.tasks)
         self.catalog.watchers += [self.tasks, self.tiers]
         # Tasks last: what the others plan in a step leaves in the same one.
-        self.catalog.clocks += [self._advances, self.tiers, self.replication, self.hot, self.tasks]
+        self.catalog.clocks += [self._advances, self.tiers, self.replication, self.hot, self.verification]
+        self.catalog.clocks.append(self.tasks)
         self.catalog.on_complete.append(self.tiers.completed)
         self.catalog.on_left.append(self.tasks.extent_left)
         removing, mounting = Removing(self.catalog), Mounting(self.catalog, self.tasks)
-        asking, pinning, quotas = Asking(self.catalog), Pinning(self.catalog), QuotaKeeping(self.catalog)
+        asking = Asking(self.catalog, self.verification.reporters)
+        pinning, quotas = Pinning(self.catalog), QuotaKeeping(self.catalog)
         self._applying = Applying(self.catalog)
         self._soonest = -math.inf
         """What ``deadline`` said after the last event; before the first, and once records came in, nobody
@@ -93,7 +98,7 @@ class Master:
             m.Remove: removing.remove,
             m.RemoveMatching: removing.remove_matching,
             m.DropReplicas: removing.drop_replicas,
-            m.Corrupt: removing.corrupt,
+            m.Corrupt: self.verification.corrupt,
             m.Pin: pinning.pin,
             m.Describe: mounting.describe,
             m.Mount: mounting.mount,
@@ -150,7 +155,7 @@ class Master:
 
     def check(self) -> None:
         self.catalog.check()
-        for part in (self.tasks, self.tiers, self.replication, self.hot, self._advances):
+        for part in (self.tasks, self.tiers, self.replication, self.hot, self.verification, self._advances):
             part.check()
 
     def story(self, key: str) -> list[str]:
@@ -218,21 +223,10 @@ class Master:
         self.settle(now, doubt)
 
     def snapshot(self) -> list[Record]:
-        """The shortest records from which ``restore`` makes this state."""
-        segments = self.catalog.segments
-        records: list[Record] = [LineBegan(segments.line)]
-        records += [record_of_segment(one) for one in segments.mounted.values()]
-        records += self.catalog.tenants.records()
-        records += [AllRemoved(tenant, before) for tenant, before in self.catalog.cleared.items()]
-        for stored in self.catalog.objects.readable.values():
-            before = stored.before
-            if before is None:
-                records.append(record_of(stored))
-            elif before.extents and before.kept is not None:
-                places = [(extent.segment.name, extent.offset) for extent in before.extents]
-                records.append(msgspec.structs.replace(before.kept, places=places))
-        records += self.catalog.held()
-        records.append(IdsGiven(self.catalog.objects.last_id))
+        """The shortest records from which ``restore`` makes this state: a whole ``Copy`` at once."""
+        copy, records = Copy(self.catalog), list[Record]()
+        while not copy.is_over:
+            records += copy.piece()
         return records
 
     def __repr__(self) -> str:

@@ -105,8 +105,8 @@ class Mounting:
             return self._adopt(segment, entry, now)
         stored = self._catalog.objects.readable.get(entry.key)
         is_replica = stored is not None and stored.object_id == entry.object_id
-        is_lost = self._catalog.is_lost(entry.object_id)
-        if not (self._catalog.is_later(entry.object_id) or (segment.doubt and (is_replica or is_lost))):
+        is_there = is_replica or self._catalog.is_lost(entry.object_id) or segment.doubt is Doubt.ANY
+        if not (self._catalog.is_later(entry.object_id) or (segment.doubt and is_there)):
             return False
         return self._makes_way(segment, entry, now) and self._adopt(segment, entry, now)
 
@@ -172,8 +172,9 @@ class Mounting:
 
     def _left(self, stored: StoredObject, extent: Extent, now: float) -> None:
         if not stored.is_readable:
-            # A lost object may come back itself, a removed one not.
-            self._catalog.forget_before(stored.key, stored.object_id + extent.segment.is_mounted)
+            # A lost object may come back itself, a removed one not. An incomplete copy says neither.
+            is_removed = extent.is_complete and extent.segment.is_mounted
+            self._catalog.forget_before(stored.key, stored.object_id + is_removed)
             if self._catalog.is_doubted and not extent.segment.is_mounted:
                 self._catalog.lost[stored.object_id] = None
 
@@ -228,7 +229,8 @@ class Mounting:
                 self._tasks.note(segment, entry_of(stored, extent.offset), now)
         if segment.wants_report:
             self._catalog.note("segment_reported", segment, num_objects=len(segment.reported))
-        segment.wants_report = False
+            segment.wants_report = False
+            self._catalog.records.append(record_of_segment(segment))
         segment.doubt = Doubt.NONE
         segment.report_asked = None
         segment.reported = {}

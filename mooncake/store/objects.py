@@ -333,6 +333,11 @@ class Objects:
         self._last_id += 1
         return self._last_id
 
+    def saw(self, object_id: int) -> None:
+        """Another master gave that one out."""
+        if object_id > self._last_id:
+            self._go_to(object_id)
+
     def ids_from(self, first: int) -> None:
         """Give out none that another master may have given out, of which nothing is known here."""
         self._go_to(max(first, self._last_id + LEAP))
@@ -341,11 +346,6 @@ class Objects:
         """An earlier master has given out this one: whatever comes now is newer, and has larger ids."""
         if heard > self._last_id:
             self._go_to(heard + LEAP)
-
-    def know(self, given: int) -> None:
-        """Another master has given out ids up to this one."""
-        if given > self._last_id:
-            self._go_to(given)
 
     def is_own(self, object_id: int) -> bool:
         """This master gave it out, so that its object is newer than those of all before."""
@@ -413,7 +413,7 @@ class Objects:
         stored.data_type = record.data_type
         if record.num_replicas != 1 or record.is_durable:
             stored.policy = PutPolicy(record.num_replicas, is_durable=record.is_durable)
-        self.know(record.object_id)
+        self.saw(record.object_id)
         for extent in extents:
             extent.segment.holders[extent.offset] = stored
         self._show(stored, record.checksums, lease_until)

@@ -28,6 +28,8 @@ class SegmentMounted(msgspec.Struct, frozen=True, array_like=True, tag="segment_
     tier: Tier = Tier.MEMORY
     content_id: int = 0
     node: str = ""
+    wants_report: bool = False
+    """Not all of its content is known yet: what its node reports is believed."""
 
 
 class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="segment_gone"):
@@ -58,6 +60,10 @@ class ObjectReadable(msgspec.Struct, frozen=True, array_like=True, tag="object_r
 class ObjectGone(msgspec.Struct, frozen=True, array_like=True, tag="object_gone"):
     key: str
     object_id: int
+    """0: there was none, it may be away with its node."""
+    before: int = 0
+    """What a node that was away brings back under the key is taken from this id on. 0: as it follows from
+    what is gone."""
 
 
 class ReplicaAdded(msgspec.Struct, frozen=True, array_like=True, tag="replica_added"):

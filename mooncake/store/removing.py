@@ -8,18 +8,16 @@ from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
-from mooncake.store.effects import Note, Received
+from mooncake.store.effects import Received
 from mooncake.store.objects import StoredObject, scoped_all, split_scoped
 from mooncake.store.records import ObjectGone
 from mooncake.types import Tier
 
 MAX_PATTERN = 1024
-STORY_LINES = 8
-"""Of a corrupt object's story, how many go to the log."""
 
 
 class Removing:
-    """Answers Remove, RemoveMatching, DropReplicas and Corrupt."""
+    """Answers Remove, RemoveMatching and DropReplicas."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -30,8 +28,7 @@ class Removing:
         for key in scoped_all(message.tenant, message.keys):
             stored = readable.get(key)
             if stored is None:
-                # It may be away with its node, and is to stay removed when that comes back.
-                self._catalog.forget_before(key, self._catalog.objects.last_id + 1)
+                self._catalog.remove_absent(key)
             outcomes.append(self._remove(stored, message.force, now))
         return m.Outcomes(outcomes)
 
@@ -64,7 +61,8 @@ class Removing:
         # What is on SSD would come back with it after a loss of power.
         self._catalog.must_last |= stored.before is not None or bool(stored.complete(Tier.SSD))
         if stored.before is not None:
-            self._catalog.records.append(ObjectGone(stored.key, stored.before.object_id))
+            gone = ObjectGone(stored.key, stored.before.object_id, stored.object_id + 1)
+            self._catalog.records.append(gone)
             self._catalog.let_go(stored.before, now)
             stored.before = None
         self._catalog.unlink(stored, "removed by force" if force else "removed", now)
@@ -88,33 +86,6 @@ class Removing:
                     self._catalog.drop_extent(stored, extent, "removed from there", now)
                 outcomes.append(True)
         return m.Outcomes(outcomes)
-
-    def corrupt(self, message: m.Corrupt, _: Received, now: float) -> m.Outcomes | Failure:
-        if len(message.segments) not in (0, len(message.keys)):
-            return Failure("invalid_argument", "corrupt: segments, but not one for each key")
-        outcomes: list[bool | Refusal] = []
-        keys = scoped_all(message.tenant, message.keys)
-        for index, (key, object_id) in enumerate(zip(keys, message.object_ids, strict=False)):
-            stored = self._catalog.objects.readable.get(key)
-            if stored is None or stored.object_id != object_id:
-                outcomes.append(False)
-                continue
-            segment = message.segments[index] if message.segments else ""
-            outcomes.append(self._drop_corrupt(stored, segment, now))
-        return m.Outcomes(outcomes)
-
-    def _drop_corrupt(self, stored: StoredObject, segment: str, now: float) -> bool:
-        """``segment`` "": every replica."""
-        wrong = [e for e in stored.complete() if segment in ("", e.segment.name)]
-        for extent in wrong:
-            where = extent.segment.name
-            fields = {"key": stored.key, "object_id": stored.object_id, "segment": where}
-            story = self._catalog.story(stored.key)[-STORY_LINES:]
-            self._catalog.notes.append(Note("object_corrupt", {**fields, "story": story}))
-            self._catalog.counts.corrupt_replicas += 1
-            self._catalog.drop_extent(stored, extent, "a reader found wrong checksums", now)
-        self._catalog.counts.corrupt_objects += bool(wrong) and not stored.is_readable
-        return bool(wrong)
 
 
 def _leased(left_s: float) -> Refusal:

@@ -22,24 +22,25 @@ import msgspec
 
 from mooncake import clock
 from mooncake.driver import Driver
-from mooncake.errors import AddressInUse, MooncakeError, Refusal, Unavailable
+from mooncake.errors import AccessDenied, AddressInUse, MooncakeError, Refusal, Unavailable
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.metrics import registry
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.rpc.client import split_address
 from mooncake.rpc.wire import Failure
+from mooncake.security import Access, Identity, Role, check_address, ours
+from mooncake.store import follow, tenantfile
 from mooncake.store import messages as m
-from mooncake.store import tenantfile
 from mooncake.store.admin.desk import Leadership, Publisher
 from mooncake.store.admin.exported import summary
-from mooncake.store.effects import ConnectionLost, Effect, Event, Heard, Keep, Received, Reply
+from mooncake.store.effects import ConnectionLost, Effect, Event, Heard, Keep, Note, Received, Reply
 from mooncake.store.election import Election, Standby
 from mooncake.store.exports import MasterMetrics
 from mooncake.store.follow import Follow, Followed, Followers, Leads, WhoLeads
 from mooncake.store.keeping import Keeping
 from mooncake.store.master import Master
-from mooncake.store.records import Doubt, Record
+from mooncake.store.role import MasterRole, not_leader
 from mooncake.store.settings import MasterSettings
 from mooncake.store.succession import Succession
 from mooncake.web import WebServer, listen
@@ -50,37 +51,45 @@ log = get_logger(__name__)
 class MasterServer:
     """Serves one ``Master`` to clients and nodes, alone or as one of several of which one leads."""
 
-    def __init__(self, settings: MasterSettings, other: str = "") -> None:
-        """``other``: Unix socket of the server for clients that open with another protocol."""
+    def __init__(self, settings: MasterSettings, other: str = "", identity: Identity | None = None) -> None:
+        """
+        Args:
+            other: Unix socket of the server for clients that open with another protocol.
+            identity: who this master is to others, instead of who this process is.
+        """
+        self._identity = identity or ours()
         self.settings = settings
         self.publisher: Publisher | None = None
-        self.master = self._new_master()
+        self._keeping = Keeping(settings.oplog, settings.oplog_flush, settings.oplog_repair)
+        self._role = MasterRole(settings, self._keeping, _first_id)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises when this master must not go on."""
         handlers: dict[type[msgspec.Struct], Any] = dict.fromkeys(m.REQUESTS, self._received)
         self._rpc = RpcServer(
-            {**handlers, Follow: self._follow, WhoLeads: self._who_leads}, self._connection_lost, other=other
+            {**handlers, Follow: self._follow, WhoLeads: self._who_leads},
+            self._connection_lost,
+            access=Access({**m.ACCESS, **follow.ACCESS}, m.SPECIAL),
+            identity=self._identity,
+            other=other,
+            name="master",
         )
-        self._keeping = Keeping(settings.oplog, settings.oplog_flush, settings.oplog_repair)
         self._driver: Driver[Event, Effect] | None = None
         self._succession: Succession | None = None
-        self._followers: Followers | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._all_said = asyncio.Event()
         """No reply is held back."""
         self._all_said.set()
-        self._copied: Master | None = None
-        """Becomes ``master`` once it knows all that the leader knows."""
-        self._needs_settling = True
-        """``master`` comes from a log, or a leader: it does not know what was promised."""
-        self._doubt = Doubt.NONE
-        """Of the log that ``master`` comes from."""
         self._gone: list[Connection] = []
         """Lost while this master did not lead; it will be told when it does."""
         self.at_first: list[msgspec.Struct] = []
         """What this master is told by its own settings once it leads."""
         self._metrics = MasterMetrics(self)
-        self._is_serving = self._is_leading = False
+        self._is_serving = False
+
+    @property
+    def master(self) -> Master:
+        """What this process knows."""
+        return self._role.master
 
     @property
     def port(self) -> int:
@@ -120,15 +129,10 @@ class MasterServer:
 
             ballot = make_ballot(settings.election, settings.cluster_id, settings.election_lease_s / 4)
         records, now = self._keeping.read(), clock.monotonic()
-        self._doubt = self._keeping.doubt
-        self.master.apply(records, now)
-        if not records:
-            self._guarded(lambda: self._keeping.keep(self.master.snapshot(), self.master.catalog))
+        self._guarded(lambda: self._role.begin(records, now, self._keeping.doubt))
         if settings.oplog:
-            num_objects = len(self.master.objects.readable)
-            log.info(
-                "oplog_read", path=settings.oplog, num_objects=num_objects, doubt=self._doubt.name.lower()
-            )
+            num_objects, doubt = len(self.master.objects.readable), self._keeping.doubt.name.lower()
+            log.info("oplog_read", path=settings.oplog, num_objects=num_objects, doubt=doubt)
         if ballot is None:
             self.lead(0, True)
         port = await self._rpc.start(settings.host, settings.port)
@@ -144,7 +148,7 @@ class MasterServer:
                 has_state=bool(records),
                 keeps_records=ballot.keeps_records,
             )
-            self._succession = Succession(election, ballot, self)
+            self._succession = Succession(election, ballot, self, self._identity)
             self._succession.on_change = self._look_around
             self._succession.start()
         return port
@@ -153,9 +157,9 @@ class MasterServer:
         """Stop serving; a standby that has everything leads from now on. Harmless when repeated."""
         if not self._is_serving:
             return
-        if self._succession is not None and self._is_leading:
+        if self._succession is not None and self._succession.election.is_leading:
             await self._hand_over(self._succession)
-        self._is_serving = self._is_leading = False
+        self._is_serving = self._role.is_leading = False
         if self._driver is not None:
             self._driver.close()
         if self._timer is not None:
@@ -185,11 +189,11 @@ class MasterServer:
     @property
     def num_standbys(self) -> int:
         """That have everything."""
-        return len(self._followers.listed) if self._followers is not None else 0
+        return len(self._role.followers.listed) if self._role.followers is not None else 0
 
     @property
     def replication(self) -> dict[str, float]:
-        followers = self._followers
+        followers = self._role.followers
         if followers is None:
             is_standby = self._succession is not None and self._succession.is_in_sync
             return {"ha_standby_state": float(is_standby)}
@@ -212,10 +216,12 @@ class MasterServer:
     # What clients and nodes say
 
     def _received(self, message: msgspec.Struct, call: Call) -> None:
+        if isinstance(message, m.Unmount | m.Drain) and call.connection.standing.role is Role.NODE:
+            self._check_owner(message, call)
         self._take(Received(call, call.connection, message))
 
     def _take(self, event: Received) -> None:
-        if not self._is_leading or self._driver is None:
+        if not self._role.is_leading or self._driver is None:
             leader = self._succession.leader if self._succession is not None else ""
             event.origin.reply(Failure("not_leader", "" if leader == self.address else leader))
             return
@@ -224,57 +230,66 @@ class MasterServer:
             return
         self._driver.post(event)
 
+    def _check_owner(self, message: m.Unmount | m.Drain, call: Call) -> None:
+        """A node ends what it mounted itself; what others mounted is an administrator's.
+
+        Raises:
+            AccessDenied: it is another's.
+        """
+        mounted = self.master.catalog.segments.mounted
+        own = {one.node for one in mounted.values() if one.connection is call.connection}
+        named = [message.segment] if isinstance(message, m.Unmount) else message.segments
+        others = [name for name in named if name in mounted and mounted[name].node not in own]
+        if others:
+            raise AccessDenied(f"{', '.join(others)} was mounted by another node; that takes the role admin")
+
     def _connection_lost(self, connection: Connection) -> None:
-        if self._followers is not None:
-            self._followers.lost(connection)
+        if self._role.followers is not None:
+            self._role.followers.lost(connection)
             self._look_around()
         if not self._is_serving:
             return
-        if self._is_leading and self._driver is not None:
+        if self._role.is_leading and self._driver is not None:
             self._driver.post(ConnectionLost(connection))
         else:
             self._gone.append(connection)
 
     def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Reply):
-            if self._keeping.trouble and isinstance(effect.message, _ACKNOWLEDGEMENTS):
-                effect.origin.reply(Failure(_CODE, self._keeping.trouble))
-            elif effect.must_last:
-                self._keeping.flushed(functools.partial(self._answer_lasting, effect, self._followers))
-            else:
-                self._answer(effect)
-        elif isinstance(effect, Keep):
-            self._keep(effect.records)
+        if isinstance(effect, Note):
+            log.info(effect.event, **effect.fields)
         elif isinstance(effect, Heard):
             self._keeping.heard(self.master.catalog)
+        elif isinstance(effect, Keep):
+            self._guarded(lambda: self._keep(effect))
+        elif self._keeping.trouble and isinstance(effect.message, _ACKNOWLEDGEMENTS):
+            effect.origin.reply(Failure(_CODE, self._keeping.trouble))
+        elif effect.must_last:
+            self._keeping.flushed(functools.partial(self._answer_lasting, effect, self._role.followers))
         else:
-            log.info(effect.event, **effect.fields)
+            self._answer(effect)
 
     def _answer(self, reply: Reply) -> None:
-        if self._followers is None:
-            reply.origin.reply(reply.message)
-        else:
-            self._say(reply, self._followers)
+        self._guarded(lambda: _send(self._role.carry_out(reply, clock.monotonic())))
+        if self._role.followers is not None and self._role.followers.num_held:
+            self._all_said.clear()
+            if self._timer is None:
+                self._arm()
 
     def _answer_lasting(self, reply: Reply, followers: Followers | None, trouble: str) -> None:
         """What it says survives a loss of power, or ``trouble`` says why nobody knows."""
         if trouble:
             reply.origin.reply(Failure(_CODE, trouble))
-        elif followers is self._followers:
+        elif followers is self._role.followers and self._role.is_leading:
             self._answer(reply)
         else:
-            reply.origin.reply(Failure("not_leader", ""))  # it was asked in another term
+            _send([not_leader(reply)])  # it was asked in another term
 
-    def _keep(self, records: list[Record]) -> None:
+    def _keep(self, effect: Keep) -> None:
         """Where standbys have everything, one of them can do what this master can't; else it waits for space
-        and serves who reads."""
-        self._keeping.keep(records, self.master.catalog)
+        and serves who reads. Raises Unavailable."""
+        _send(self._role.carry_out(effect, clock.monotonic()))
         if self._keeping.trouble and self.num_standbys:
-            error = Unavailable(self._keeping.trouble)
-            self._fail(error)
-            raise error
-        if self._followers is not None:
-            _send(self._followers.keep(records, clock.monotonic()))
+            raise Unavailable(self._keeping.trouble)
 
     def _fail(self, error: MooncakeError) -> None:
         if not self.failed.done():
@@ -282,37 +297,26 @@ class MasterServer:
 
     # What standbys say
 
-    def _say(self, reply: Reply, followers: Followers) -> None:
-        """At once, if this master leads and nobody's word is wanting."""
-        assert self._succession is not None
-        now = clock.monotonic()
-        leads = self._succession.election.leads(now)
-        _send(followers.say(reply, now, may_go=leads))
-        if followers.num_held:
-            self._all_said.clear()
-            if self._timer is None:
-                self._arm()
-
     def _follow(self, message: Follow, call: Call) -> None:
-        succession, followers = self._succession, self._followers
-        if succession is None or followers is None or message.term != succession.election.term:
-            call.reply(Failure("not_leader", succession.leader if succession is not None else ""))
+        replies = self._role.follow(message, call, call.connection, clock.monotonic())
+        if replies is None:
+            call.reply(Failure("not_leader", self._succession.leader if self._succession is not None else ""))
             return
-        _send(followers.follow(message, call, call.connection, clock.monotonic()))
+        _send(replies)
         self._look_around()
 
     def _who_leads(self, _: WhoLeads, call: Call) -> Leads:
         lead = self.leadership
-        return Leads(lead.leader, lead.term, lead.is_leader and self._is_leading)
+        return Leads(lead.leader, lead.term, lead.is_leader and self._role.is_leading)
 
     def _look_around(self) -> None:
         """Something has happened to standbys, or in the election: it may free replies, or change the list."""
-        succession, followers = self._succession, self._followers
+        succession, followers = self._succession, self._role.followers
         if succession is None or followers is None:
             return
         succession.list_as_in_sync(tuple(followers.listed.values()))
-        if succession.leads() and self._followers is followers:
-            _send(followers.let_go())
+        if self._role.followers is followers:
+            _send(self._role.let_go(clock.monotonic()))
         if not followers.num_held:
             self._all_said.set()
         self._arm()
@@ -321,44 +325,31 @@ class MasterServer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadline = self._followers.deadline() if self._followers is not None else None
+        followers = self._role.followers
+        deadline = followers.deadline() if followers is not None else None
         if deadline is not None:
             delay_s = max(0.0, deadline - clock.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
 
     def _expire(self) -> None:
         self._timer = None
-        if self._followers is not None:
-            _send(self._followers.expire(clock.monotonic()))
+        if self._role.followers is not None:
+            _send(self._role.followers.expire(clock.monotonic()))
             self._look_around()
 
     # What the election says (``succession.Office``)
 
     def lead(self, term: int, is_complete: bool) -> None:
         """Answer from now on, with what this master has, or with nothing."""
-        now = clock.monotonic()
-        self._copied = None
-        if not is_complete:
-            self.master = self._new_master()
-            self._guarded(self._keeping.begin_copy)
-            self._guarded(lambda: self._keeping.copied(self.master.snapshot(), is_complete=True))
-        elif self._needs_settling:
-            self.master.settle(now, self._doubt)
+        election = self._succession.election if self._succession is not None else None
+        session = secrets.randbits(40)
+        self._guarded(lambda: self._role.lead(is_complete, election, session, clock.monotonic()))
         if not self.master.catalog.is_doubted:
             self._keeping.heard(self.master.catalog)
-        self.master.objects.ids_from(_first_id())
-        self._needs_settling = False
-        if self._succession is not None:
-            election = self._succession.election
-            inherited = list(election.record.standbys) if election.record is not None else []
-            first_session = secrets.randbits(40)
-            self._followers = Followers(
-                self.master.catalog, inherited, election.eligible, self.settings.standby_ack_s, first_session
-            )
+        if election is not None:
             num_objects = len(self.master.objects.readable)
             log.info("leads", term=term, num_objects=num_objects, is_complete=is_complete)
         self._driver = Driver(self.master, self._perform)
-        self._is_leading = True
         gone, self._gone = self._gone, []
         self._driver.post(Wake())
         for connection in gone:
@@ -370,41 +361,26 @@ class MasterServer:
 
     def step_down(self, reason: str) -> None:
         log.warning("steps_down", reason=reason)
-        self._is_leading = False
         if self._driver is not None:
             self._driver.close()
-        followers, self._followers = self._followers, None
+        _send([not_leader(held) for held in self._role.step_down()])
         self._arm()
-        if followers is not None:
-            for reply in followers.take_back():
-                reply.origin.reply(Failure("not_leader", ""))
         # Whoever was answered nothing asks somebody else, or here again.
         for connection in self.connections:
             connection.close()
 
     def begin_to_follow(self) -> None:
-        self._copied = self._new_master()
-        self._guarded(self._keeping.begin_copy)
+        self._guarded(self._role.begin_to_follow)
 
     def take(self, answer: Followed) -> None:
-        master = self._copied or self.master
-        now = clock.monotonic()
-        master.apply(answer.records, now)
-        master.catalog.end_rests(now)
-        if self._copied is None:
-            self._guarded(lambda: self._keep_of_leader(answer.records, master))
-            return
-        self._guarded(lambda: self._keeping.copied(answer.records, answer.is_complete))
-        if answer.is_complete:
-            self.master, self._copied = master, None
-            self._needs_settling, self._doubt, self._gone = True, Doubt.NONE, []
-            log.info("in_step_with_leader", num_objects=len(master.objects.readable))
+        def enter() -> None:
+            if self._role.take(answer, clock.monotonic()):
+                self._gone = []
+                log.info("in_step_with_leader", num_objects=len(self.master.objects.readable))
+            if self._keeping.trouble:  # the leader must not hear that it is here
+                raise Unavailable(self._keeping.trouble)
 
-    def _keep_of_leader(self, records: list[Record], master: Master) -> None:
-        """Raises Unavailable: the leader must not hear that they are here."""
-        self._keeping.keep(records, master.catalog)
-        if self._keeping.trouble:
-            raise Unavailable(self._keeping.trouble)
+        self._guarded(enter)
 
     def _guarded(self, keep: Callable[[], None]) -> None:
         try:
@@ -415,15 +391,12 @@ class MasterServer:
 
     async def _hand_over(self, succession: Succession) -> None:
         """Let what was said reach everybody, and name a successor."""
-        self._is_leading = False  # nothing new is begun
+        self._role.is_leading = False  # nothing new is begun
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.standby_ack_s):
                 await self._all_said.wait()
         successor = await succession.resign(self.settings.election_lease_s)
         log.info("handed_over", successor=successor.address if successor else "")
-
-    def _new_master(self) -> Master:
-        return Master(self.settings, _first_id())
 
 
 _CODE = "storage_error"
@@ -480,7 +453,13 @@ class _OwnCall:
 
 
 async def serve(settings: MasterSettings) -> None:
-    """Run a master until cancelled; raises as ``running`` does."""
+    """Run a master until cancelled.
+
+    Raises:
+        InvalidArgument: others can reach it, and nobody has to prove who he is.
+        MooncakeError: as ``running`` does.
+    """
+    check_address(settings.host)
     async with running(settings) as server:
         await server.failed
 

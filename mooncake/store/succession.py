@@ -17,6 +17,7 @@ from mooncake.errors import MooncakeError
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.rpc import AsyncClient
+from mooncake.security import Identity, ours
 from mooncake.store.election import (
     Effect,
     Election,
@@ -36,16 +37,12 @@ from mooncake.store.election import (
     Swap,
     Swapped,
 )
-from mooncake.store.follow import IDLE_S, Follow, Followed
+from mooncake.store.follow import AGAIN_S, ANSWER_S, Followed, Following
 
 if TYPE_CHECKING:
     from mooncake.store.ballot import Ballot  # which brings transfer, and takes long to load
 
 log = get_logger(__name__)
-
-ANSWER_S = 4 * IDLE_S
-"""How long a leader may take to answer a Follow, which it does every ``IDLE_S``."""
-AGAIN_S = 0.1
 
 
 class Office(Protocol):
@@ -67,7 +64,10 @@ class Office(Protocol):
 class Succession:
     """Runs one ``Election``."""
 
-    def __init__(self, election: Election, ballot: Ballot, office: Office) -> None:
+    def __init__(
+        self, election: Election, ballot: Ballot, office: Office, identity: Identity | None = None
+    ) -> None:
+        self._identity = identity or ours()
         self.election = election
         self._ballot = ballot
         self._office = office
@@ -168,7 +168,7 @@ class Succession:
     async def _follow(self, record: Mandate) -> None:
         """Until somebody else leads."""
         while True:
-            link = AsyncClient(record.address, (Followed,), "the leader")
+            link = AsyncClient(record.address, (Followed,), "the leader", identity=self._identity)
             try:
                 await link.connect(ANSWER_S)
                 await self._take_all(link, record)
@@ -181,14 +181,11 @@ class Succession:
             await asyncio.sleep(AGAIN_S)
 
     async def _take_all(self, link: AsyncClient, record: Mandate) -> None:
-        me = self.election.me
-        session = have = 0
+        following = Following(self.election.me, record.term)
         while True:
-            question = Follow(me.id, me.address, record.term, session, have)
-            answer: Followed = await link.call(question, ANSWER_S)
-            if answer.session != session:
-                session = answer.session
+            answer: Followed = await link.call(following.question(), ANSWER_S)
+            if following.begins_anew(answer):
                 self._office.begin_to_follow()
             self._office.take(answer)
-            have = answer.number
-            self.is_in_sync = self.is_in_sync or answer.is_complete
+            following.entered(answer)
+            self.is_in_sync = following.is_in_sync

@@ -8,6 +8,7 @@ says (``objects.py``). What follows from a full account, ``space.py`` decides.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Generator, Iterable
 
 from mooncake.errors import Refusal
@@ -27,7 +28,7 @@ def check_tenant(tenant: str) -> Refusal | None:
 class Account:
     """One tenant's."""
 
-    __slots__ = ("_heap", "num_objects", "quota_bytes", "tenant", "used_bytes")
+    __slots__ = ("_heap", "_order", "num_objects", "quota_bytes", "tenant", "used_bytes")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -37,8 +38,10 @@ class Account:
         self.used_bytes = 0
         self.num_objects = 0
         """That can be read."""
-        self._heap: list[tuple[float, int, StoredObject]] | None = None
-        """(lease end, object id, object): its objects by age, while there is a quota."""
+        self._heap: list[tuple[float, int, int, StoredObject]] | None = None
+        """(lease end, object id, tie-breaker, object): its objects by age, while there is a quota. An object
+        that was set aside and is back has the id of one that is still among them (``Catalog.show``)."""
+        self._order = itertools.count()
 
     @property
     def name(self) -> str:
@@ -54,27 +57,30 @@ class Account:
         self.quota_bytes = quota_bytes
         self._heap = None
         if quota_bytes is not None:
-            self._heap = [(0.0, stored.object_id, stored) for stored in readable if stored.account is self]
+            self._heap = [self._entry(stored, 0.0) for stored in readable if stored.account is self]
             heapq.heapify(self._heap)
 
     def shown(self, stored: StoredObject) -> None:
         self.num_objects += 1
         if self._heap is not None:
             if len(self._heap) > 1024 + 2 * self.num_objects:
-                self._heap = [entry for entry in self._heap if entry[2].is_readable]
+                self._heap = [entry for entry in self._heap if entry[3].is_readable]
                 heapq.heapify(self._heap)
-            heapq.heappush(self._heap, (0.0, stored.object_id, stored))
+            heapq.heappush(self._heap, self._entry(stored, 0.0))
+
+    def _entry(self, stored: StoredObject, rank: float) -> tuple[float, int, int, StoredObject]:
+        return rank, stored.object_id, next(self._order), stored
 
     def victims(self, now: float) -> Generator[tuple[StoredObject, Extent], None, None]:
         """Its own objects with a replica in memory, the least recently used first; pinned ones never."""
-        heap, spared = self._heap or [], list[tuple[float, int, StoredObject]]()
+        heap, spared = self._heap or [], list[tuple[float, int, int, StoredObject]]()
         try:
             while heap:
-                rank, object_id, stored = heap[0]
+                rank, _, _, stored = heap[0]
                 if not stored.is_readable:
                     heapq.heappop(heap)
                 elif stored.leased_until > rank:
-                    heapq.heapreplace(heap, (stored.leased_until, object_id, stored))
+                    heapq.heapreplace(heap, self._entry(stored, stored.leased_until))
                 elif rank > now:
                     return
                 else:
@@ -85,7 +91,7 @@ class Account:
                         yield stored, extents[0]
         finally:
             for entry in spared:
-                if entry[2].is_readable:
+                if entry[3].is_readable:
                     heapq.heappush(heap, entry)
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from bench.cluster import wait_for
 from mooncake import clock
 from mooncake.connectors.blocks import LinkSettings, Load, Lookup, Save, StoreLink
 from mooncake.connectors.memory import HostMemory, Identity, SlabMemory
@@ -29,6 +28,7 @@ from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.web import listen
+from tests.cluster import wait_for
 from tests.transfer.mute import PATIENCE_S, Mute
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
@@ -261,7 +261,7 @@ async def test_a_node_that_dies_half_way_through_a_save_leaves_nothing_to_find(
             worker.link.save_layer(save, layer)
 
     def is_half_written() -> bool:
-        return save.num_layers_submitted == half and not save.num_in_flight
+        return save.num_layers_submitted == half and not save.claim.num_inside
 
     save = worker.link.start_save([(first, 4, 1), (second, 4, 2)])
     await asyncio.to_thread(give, save, range(half))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from mooncake.sim.checkers import Violation
 from mooncake.sim.election_run import ElectionRun
+from mooncake.sim.rules import Violation
 from mooncake.store.election import Election
 
 

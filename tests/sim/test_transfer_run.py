@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from mooncake.sim import transfer_world
-from mooncake.sim.checkers import Violation
+from mooncake.sim import transfer_run, transfer_world
+from mooncake.sim.rules import Violation
 from mooncake.sim.transfer_run import TransferRun
 from mooncake.sim.transfer_world import LinkFaults
 from mooncake.transfer import batch, rails
@@ -33,6 +33,32 @@ def test_everything_fails_at_once(seed: int) -> None:
     run = TransferRun(seed, 60, ROUGH)
     run.run()
     assert run.counts["done"] < run.counts["batches"]
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        5038,  # the directory came back 6e-13 s before a batch's deadline: a link that was well was blamed
+        5387,  # the same, 3e-14 s before
+    ],
+)
+def test_seeds_that_once_failed(seed: int) -> None:
+    TransferRun(seed).run()
+
+
+@pytest.mark.parametrize(("left_s", "is_blamed"), [(1e-13, False), (transfer_run.PLENTY_S, True)])
+def test_links_answer_for_the_time_since_the_peer_was_found(left_s: float, is_blamed: bool) -> None:
+    """A batch that times out breaks a promise only if it had plenty of time left for its move."""
+    run = TransferRun(1, 0, CALM)
+    run.run()
+    run.kernel.run(run.kernel.now + 1.0)
+    area = run._areas[0]
+    target, now = run.targets[area.target_name], run.kernel.now
+    if is_blamed:
+        with pytest.raises(AssertionError, match="was well all the time"):
+            run._check_need(area, target, transfer_world.TIMED_OUT, now, now + left_s)
+    else:
+        run._check_need(area, target, transfer_world.TIMED_OUT, now, now + left_s)
 
 
 def test_without_faults_every_batch_arrives() -> None:

@@ -34,7 +34,10 @@ def follower(records: list[Record]) -> Master:
 
 
 def contents(master: Master) -> dict[str, tuple[int, list[tuple[str, int]]]]:
-    return {key: (stored.object_id, places_of(stored)) for key, stored in master.objects.readable.items()}
+    """What was acknowledged: while a durable object waits for its copy, that is the one which it replaces
+    (``Catalog.show``)."""
+    told = {key: stored.before or stored for key, stored in master.objects.readable.items()}
+    return {key: (stored.object_id, places_of(stored)) for key, stored in told.items() if stored.extents}
 
 
 def places_of(stored: StoredObject) -> list[tuple[str, int]]:

@@ -86,7 +86,7 @@ async def test_a_leader_that_says_nothing_is_left_for_its_successor(masters: Mas
     await asyncio.sleep(0)
     assert first._succession is not None
     await first._succession.close()
-    first._is_leading = False
+    first._role.is_leading = False
     await until(lambda: second.leadership.is_leader)
     assert await asking == m.Keys([])
     await rpc.close()

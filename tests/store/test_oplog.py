@@ -173,7 +173,7 @@ def test_a_repair_keeps_the_file_and_takes_every_record_that_is_whole(
     assert (log.doubt, log.id != "") == (Doubt.ANY, True)
     assert (tmp_path / "log.damaged").read_bytes() == before
     (event,) = said(caplog, "oplog_damaged")
-    assert event["offset"] == at and event["num_bytes"] == 29
+    assert event["offset"] == at and event["num_bytes"] == 30
     log.append(records(200, 1))
     log.close()
     # It is as good as any other file now, but for what nodes have yet to say.
@@ -271,7 +271,8 @@ def test_a_file_of_the_version_before_is_read_and_written_anew(tmp_path: Path) -
 def test_a_copy_without_its_end_says_nothing_of_what_is_gone(tmp_path: Path) -> None:
     """A log begins with a copy of all that its master knew: it is no reason to give up what it lacks."""
     doubts: list[Doubt] = []
-    for number, begin in enumerate(([LineBegan(1), *records(0, 3)], [LineBegan(1), IdsGiven(7)])):
+    begins: list[list[Record]] = [[LineBegan(1), *records(0, 3)], [LineBegan(1), IdsGiven(7)]]
+    for number, begin in enumerate(begins):
         log, _ = opened(tmp_path / f"{number}")
         log.append(begin)
         log.close()
@@ -287,7 +288,7 @@ def test_damage_in_a_file_of_the_version_before_is_no_torn_tail(tmp_path: Path) 
     for at in range(34, 34 + len(encode(records(0, 4)))):
         path.write_bytes(content)
         damaged(path, at)
-        with pytest.raises(InvalidArgument, match="damage of 25 bytes at offset"):
+        with pytest.raises(InvalidArgument, match="damage of 26 bytes at offset"):
             Oplog(path).read()
     log = Oplog(path, repairs=True)
     assert log.read() == [*records(0, 3), *records(4, 1)] and log.doubt is Doubt.ANY

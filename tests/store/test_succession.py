@@ -65,12 +65,12 @@ class Masters:
         """As if its process had died: it says nothing more, to nobody."""
         self.running.remove(server)
         succession, driver = server._succession, server._driver
-        server._is_serving = server._is_leading = False
+        server._is_serving = server._role.is_leading = False
         if succession is not None:
             await succession.close()
         if driver is not None:
             driver.close()
-        server._followers = None
+        server._role.followers = None
         registry.unregister(server._metrics)
         await server._rpc.close()
         server._keeping.close()
@@ -269,7 +269,7 @@ async def test_a_leader_cut_off_from_the_ballot_stops_and_goes_on_when_it_is_bac
         raise Unavailable("the wire is cut")
 
     ballot.read, ballot.swap = refuse, refuse  # type: ignore[method-assign,assignment]
-    await until(lambda: not server._is_leading)
+    await until(lambda: not server._role.is_leading)
     with pytest.raises(Unavailable):
         await masters.client(server).call(m.Lookup(["k0"]), 5)
     ballot.read, ballot.swap = read, swap  # type: ignore[method-assign]

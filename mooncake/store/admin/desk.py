@@ -37,8 +37,10 @@ class Desk(Protocol):
     """A master's process: answers messages as if a client had sent them."""
 
     settings: MasterSettings
-    master: Master
     publisher: Publisher | None
+
+    @property
+    def master(self) -> Master: ...
 
     @property
     def leadership(self) -> Leadership: ...

@@ -83,7 +83,8 @@ def page(desk: Desk, status: m.MasterStatus, quotas: Iterable[m.QuotaStatus]) ->
 def status_here(desk: Desk) -> m.MasterStatus:
     """As this process knows it; a standby's is that of the leader a moment ago."""
     now = clock.monotonic()
-    return Asking(desk.master.catalog).status(m.Status(), Received(None, None, m.Status()), now)
+    asking = Asking(desk.master.catalog, desk.master.verification.reporters)
+    return asking.status(m.Status(), Received(None, None, m.Status()), now)
 
 
 def _gauges(desk: Desk, status: m.MasterStatus) -> dict[str, float]:

@@ -1,0 +1,209 @@
+"""What must hold of several masters at every step, besides what ``checkers.py`` and ``ledger.py`` say of any.
+
+* **One acts**: at no instant two masters would answer, and no answer leaves one after another began to lead.
+* **A prefix**: what a follower that is in step knows after number N is what the leader knew then, and all
+  space that the leader then held for somebody is held there too, for as long as the leader holds it.
+* **No acknowledged loss**: who leads with everything has the state of some instant not before the last on
+  which an answer was given; a process whose machine forgot the end of its log is excused only where nobody
+  else was listed, which the documents say.
+* **Ids grow**: no leader gives out an object id that is not larger than all that were given out before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from mooncake.sim.checkers import Checkers, Violation
+from mooncake.store.follow import Followed, Following
+from mooncake.store.master import Master
+from mooncake.store.objects import StoredObject
+from mooncake.store.records import Record
+from mooncake.types import Tier
+
+if TYPE_CHECKING:
+    from mooncake.sim.masters_host import MasterHost
+    from mooncake.sim.masters_world import MastersWorld
+
+State: TypeAlias = dict[str, Any]
+"""By a name for people: what a master knows that its successor must know."""
+
+MAX_STATES = 2000
+
+
+def state_of(master: Master) -> State:
+    """What was written down, whatever was not (leases, who is alive) left out."""
+    catalog = master.catalog
+    state: State = {"line": catalog.segments.line}
+    for segment in catalog.segments.mounted.values():
+        state[f"segment {segment.name}"] = segment.epoch, segment.address, segment.content_id
+    for key, stored in catalog.objects.readable.items():
+        state[f"object {key}"] = _facts(stored)
+    for tenant, before in catalog.cleared.items():
+        state[f"cleared {tenant}"] = before
+    for tenant, account in catalog.tenants.accounts.items():
+        if account.status().quota_bytes is not None:
+            state[f"quota {tenant}"] = account.status().quota_bytes
+    return state
+
+
+def _facts(stored: StoredObject) -> tuple[object, ...]:
+    """Of a durable object that is not durable yet: of what it replaced, which is what was acknowledged."""
+    before = stored.before
+    if before is not None and before.kept is not None:
+        kept = before.kept
+        places = sorted((extent.segment.name, extent.offset) for extent in before.extents)
+        shape = kept.size_bytes, kept.is_hard_pinned, kept.group, kept.parent
+        return before.object_id, tuple(places), *shape, kept.num_replicas, kept.is_durable
+    places = sorted((extent.segment.name, extent.offset) for extent in stored.complete())
+    shape = stored.size_bytes, stored.is_hard_pinned, stored.group, stored.parent
+    policy = stored.policy
+    return stored.object_id, tuple(places), *shape, policy.num_replicas, policy.is_durable
+
+
+def difference(one: State, other: State) -> str:
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    return "; ".join(f"{name}: {one.get(name)} and not {other.get(name)}" for name in names[:4])
+
+
+class MastersCheckers(Checkers):
+    """The checkers of one master, told that another leads now."""
+
+    def took_over(self, master: Master, is_complete: bool, before: Master | None) -> None:
+        """Objects and space are followed from what the new leader has."""
+        self._life += 1
+        self._mounted = {}
+        self._stepped_at = self._cluster.kernel.now
+        if is_complete:
+            for key, object_id in self._readable.items():
+                stored = master.objects.readable.get(key)
+                if stored is None or (stored.before or stored).object_id != object_id:
+                    self._went[object_id] = self._stepped_at
+            self._readable = {
+                key: (stored.before or stored).object_id for key, stored in master.objects.readable.items()
+            }
+            self._mounted = {
+                one.node: one for one in master.segments.mounted.values() if one.tier is Tier.MEMORY
+            }
+            return
+        if before is not None:
+            self._find_ghosts(before)
+        self._readable = {}
+        self.ledger.index_lost()
+
+    def _find_ghosts(self, before: Master) -> None:
+        """What is in the journals of nodes and went before they had heard so: the nodes bring it back."""
+        for node in self._cluster.nodes.values():
+            for segment in node.segments.values():
+                for entry in segment.entries():
+                    stored = before.objects.readable.get(entry.key)
+                    if stored is None or stored.object_id != entry.object_id:
+                        self._ghosts[entry.object_id] = entry.key
+
+
+class Replication:
+    """What the leader of each term wrote down and said, and whether its followers have it."""
+
+    def __init__(self, world: MastersWorld) -> None:
+        self._world = world
+        self._leader: MasterHost | None = None
+        self._states: dict[int, State] = {}
+        """Of the leader's term, by number; none before the last one on which an answer was given."""
+        self._spaces: dict[int, dict[tuple[str, int], int]] = {}
+        self._possible: list[State] = [{}]
+        """With any of these the next leader is complete."""
+        self._last_id = 0
+        self.has_begun = False
+
+    # What happens
+
+    def led(self, host: MasterHost, is_complete: bool) -> None:
+        state = state_of(host.master)
+        last_id = host.master.objects.last_id
+        if last_id < self._last_id:
+            raise Violation(f"{host.name} gives out ids from {last_id}, but {self._last_id} was given out")
+        self._last_id = last_id
+        if is_complete and self.has_begun and state not in self._possible:
+            shown = difference(state, self._possible[0])
+            raise Violation(f"{host.name} leads without what was acknowledged: {shown}")
+        self.has_begun = True
+        self._leader = host
+        self._possible = [state] if not is_complete else [*self._possible, state]
+        number = host.role.followers.number if host.role.followers is not None else 0
+        self._states, self._spaces = {number: state}, {number: _space(host)}
+
+    def forgot(self) -> None:
+        """What was said is nowhere; documents promise no more."""
+        self.has_begun = False
+
+    def kept(self, host: MasterHost, records: list[Record]) -> None:
+        self._last_id = max(self._last_id, host.master.objects.last_id)
+        if host is not self._leader or host.role.followers is None:
+            return
+        number = host.role.followers.number
+        self._states[number] = state_of(host.master)
+        self._spaces[number] = _space(host)
+        self._possible.append(self._states[number])
+        for states in (self._states, self._spaces):
+            if len(states) > MAX_STATES:
+                del states[next(iter(states))]
+
+    def said(self, host: MasterHost, number: int) -> None:
+        """An answer that rests on all records up to ``number`` leaves the leader."""
+        if host is not self._leader:
+            leader = self._leader.name if self._leader is not None else "nobody"
+            raise Violation(f"{host.name} answers although {leader} has begun to lead")
+        self._possible = [state for at, state in self._states.items() if at >= number]
+
+    def took(self, host: MasterHost, following: Following, answer: Followed) -> None:
+        leader = self._leader
+        if not following.is_in_sync or leader is None or leader.role.followers is None:
+            return
+        if leader.election.term != following.question().term or answer.number not in self._states:
+            return
+        has, should = state_of(host.master), self._states[answer.number]
+        if has != should:
+            shown = difference(has, should)
+            raise Violation(f"{host.name} has something else than {leader.name} at {answer.number}: {shown}")
+        free = _not_held(host.master, leader, self._spaces[answer.number])
+        if free is not None:
+            raise Violation(f"{host.name} holds no space at {free}, which {leader.name} holds for somebody")
+
+    def look(self) -> None:
+        acting = [host for host in self._world.hosts.values() if host.acts]
+        if len(acting) > 1:
+            raise Violation(f"two masters act: {[host.name for host in acting]}")
+
+
+def _space(host: MasterHost) -> dict[tuple[str, int], int]:
+    """What is taken, of all segments: (segment, offset) -> size."""
+    return {
+        (segment.name, offset): size
+        for segment in host.master.segments.mounted.values()
+        for offset, size in segment.allocator.allocations.items()
+    }
+
+
+def _not_held(master: Master, leader: MasterHost, then: dict[tuple[str, int], int]) -> str | None:
+    """A place that the leader held then and holds still, and this master does not."""
+    now = leader.process.now
+    for (name, offset), size in then.items():
+        segment = leader.master.segments.mounted.get(name)
+        own = master.segments.mounted.get(name)
+        if segment is None or own is None or segment.allocator.allocations.get(offset) != size:
+            continue
+        if offset in own.allocator.allocations:
+            continue
+        stored = segment.holders.get(offset)
+        if stored is None or _is_over(stored, name, offset, now):
+            continue
+        if not any(start <= offset < start + taken for start, taken in own.allocator.allocations.items()):
+            return f"{offset} of {name} ({stored})"
+    return None
+
+
+def _is_over(stored: StoredObject, name: str, offset: int, now: float) -> bool:
+    """It only rests, and no more."""
+    return any(
+        extent.offset == offset and extent.segment.name == name and extent.release_at <= now
+        for extent in stored.resting
+    )
