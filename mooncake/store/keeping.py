@@ -100,6 +100,11 @@ class Keeping:
         """Of what was read."""
         return self._log.doubt if self._log is not None else Doubt.NONE
 
+    @property
+    def is_whole(self) -> bool:
+        """What was read is all that was written: the machine has not gone down with the end of it."""
+        return self._log is None or self._log.doubt <= Doubt.END
+
     def read(self) -> list[Record]:
         """What was kept; raises InvalidArgument as ``Oplog.read``."""
         return [] if self._log is None else self._log.read()

@@ -1,173 +1,96 @@
-"""What was acknowledged as durable, in one process: master, node and SSD, and what happens to their files."""
+"""Put-ends that wait for a copy on SSD: when they are answered, and with what."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import errno
-import os
-import threading
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mooncake.errors import InvalidArgument, MooncakeError
-from mooncake.store import AsyncStore
+from mooncake.errors import Refusal
 from mooncake.store import messages as m
-from mooncake.store.node import Node, NodeSettings
-from mooncake.store.server import MasterServer
-from mooncake.store.settings import MasterSettings
+from tests.store.conftest import PUT_S, SETTINGS
+from tests.store.nodes import Nodes, Place, with_ssd
 
 DURABLE = m.PutPolicy(is_durable=True)
 
 
-@contextlib.asynccontextmanager
-async def running(folder: Path, **settings: Any) -> AsyncIterator[tuple[MasterServer, AsyncStore]]:
-    """All of it, over files that are there from one time to the next."""
-    short: dict[str, Any] = {"lease_s": 0.3, "put_s": 5.0, "grace_s": 0.1, "heartbeat_s": 0.2}
-    server = MasterServer(MasterSettings(port=0, oplog=str(folder / "oplog"), **short, **settings))
-    await server.start()
-    node = Node(
-        NodeSettings(
-            master=f"127.0.0.1:{server.port}",
-            name="n",
-            pool_size_bytes=4 << 20,
-            huge_pages=False,
-            ssd_path=str(folder / "ssd"),
-            ssd_size_bytes=8 << 20,
-        )
-    )
-    try:
-        await node.start()
-        async with asyncio.timeout(20):
-            await node.mounted.wait()
-        async with AsyncStore(f"127.0.0.1:{server.port}") as store:
-            yield server, store
-    finally:
-        await node.close()
-        await server.close()
+class Scene:
+    def __init__(self) -> None:
+        self.nodes = Nodes(SETTINGS)
+        self.memory, self.ssd = with_ssd(self.nodes)
+
+    def begin(self, *keys: str, policy: m.PutPolicy = DURABLE) -> list[int]:
+        reserved = self.nodes.start(*keys, host="a", policy=policy).reserved
+        return [place.object_id for place in reserved if place is not None]
+
+    def end(self, keys: list[str], ids: list[int], origin: str = "end") -> None:
+        self.nodes.post(m.PutEnd(keys, ids, [b"crc!"] * len(keys)), "client", origin)
+
+    def answer(self, origin: str = "end") -> list[Any] | None:
+        replies = self.nodes.late.pop(origin, [])
+        assert len(replies) <= 1
+        return replies[0].outcomes if replies else None
+
+    def live(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.nodes.wait(1.0)
+            self.memory.beat()
+            self.ssd.beat()
 
 
-async def put(store: AsyncStore, *keys: str) -> None:
-    """Durable objects, whose values are their keys."""
-    assert await store.put_batch(list(keys), [key.encode() for key in keys], DURABLE) == [None] * len(keys)
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
 
 
-async def until_found(store: AsyncStore, *keys: str) -> None:
-    """As soon as the node has mounted; a key that does not come is named."""
-    left = list(keys)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(5):
-            while left:
-                found = await store.get_batch(left)
-                left = [key for key, value in zip(left, found, strict=True) if value != key.encode()]
-                await asyncio.sleep(0.02)
-    assert not left
+def test_it_is_readable_at_once_and_answered_when_it_is_on_ssd(scene: Scene) -> None:
+    scene.end(["k"], scene.begin("k"))
+    assert scene.answer() is None and scene.nodes.where("k") == ["a"]
+    scene.ssd.work()
+    assert scene.answer() == [True]
 
 
-async def test_a_wrong_bit_in_the_log_is_refused_and_repaired_from_the_nodes(tmp_path: Path) -> None:
-    keys = [f"k{number}" for number in range(20)]
-    async with running(tmp_path) as (_, store):
-        await put(store, *keys)
-    log = tmp_path / "oplog"
-    content = bytearray(log.read_bytes())
-    content[content.index(b"object_readable") + 30] ^= 1
-    log.write_bytes(bytes(content))
-    with pytest.raises(InvalidArgument, match=r"bytes at offset \d+"):
-        async with running(tmp_path):
-            pass
-    assert log.read_bytes() == bytes(content)
-    async with running(tmp_path, oplog_repair=True) as (server, store):
-        await until_found(store, *keys)
-        server.master.check()
-    assert (tmp_path / "oplog.damaged").read_bytes() == bytes(content)
-    async with running(tmp_path) as (_, store):
-        await until_found(store, *keys)
+def test_of_several_all_are_waited_for(scene: Scene) -> None:
+    scene.end(["k", "l"], scene.begin("k", "l"))
+    first, second = scene.ssd.poll()
+    scene.ssd.poll(m.TaskDone(first.task_id, None))
+    assert scene.answer() is None
+    scene.ssd.poll(m.TaskDone(second.task_id, None))
+    assert scene.answer() == [True, True]
 
 
-async def test_the_end_of_the_log_may_be_lost_and_what_nodes_hold_is_not(tmp_path: Path) -> None:
-    log = tmp_path / "oplog"
-    async with running(tmp_path) as (_, store):
-        await put(store, "d0")
-        size_bytes = log.stat().st_size
-        await put(store, "d1", "d2")
-    os.truncate(log, size_bytes)
-    async with running(tmp_path) as (_, store):
-        await until_found(store, "d0", "d1", "d2")
-    async with running(tmp_path) as (_, store):
-        await until_found(store, "d0", "d1", "d2")
+def test_what_need_not_wait_is_answered_at_once(scene: Scene) -> None:
+    scene.end(["k"], scene.begin("k", policy=m.PutPolicy()))
+    assert scene.answer() == [True]
 
 
-async def test_what_was_removed_does_not_come_back_with_a_log_that_lost_its_end(tmp_path: Path) -> None:
-    log = tmp_path / "oplog"
-    async with running(tmp_path) as (_, store):
-        await put(store, "d0", "gone")
-        assert await store.remove(["gone"], force=True) == [True]
-        size_bytes = log.stat().st_size
-        await put(store, "d1")
-    os.truncate(log, size_bytes)
-    async with running(tmp_path) as (_, store):
-        await until_found(store, "d0", "d1")
-        assert await store.get("gone") is None
+def test_who_would_wait_too_long_is_refused_and_the_object_stays(scene: Scene) -> None:
+    scene.end(["k"], scene.begin("k"))
+    scene.live(PUT_S - 1)
+    assert scene.answer() is None
+    scene.live(1)
+    (outcome,) = scene.answer() or [None]
+    assert isinstance(outcome, Refusal) and outcome.code == "no_ssd"
+    assert scene.nodes.where("k") == ["a"]
 
 
-async def test_a_durable_put_is_answered_when_the_log_would_survive_a_loss_of_power(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The flush of the log is held; everything else goes on, and the answer comes after it."""
-    may_flush, sync = threading.Event(), os.fdatasync
-    held: list[int] = []
-    log = tmp_path / "oplog"
-
-    def fdatasync(file: int) -> None:
-        if os.path.realpath(f"/proc/self/fd/{file}") == str(log):
-            held.append(file)
-            may_flush.wait(20)
-        sync(file)
-
-    async with running(tmp_path) as (_, store):
-        await put(store, "before")
-        monkeypatch.setattr(os, "fdatasync", fdatasync)
-        putting = asyncio.create_task(put(store, "d"))
-        try:
-            await until_found(store, "d")
-            async with asyncio.timeout(10):
-                while not held:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            assert not putting.done(), "answered before its record was on the disk"
-        finally:
-            may_flush.set()
-        await putting
+def test_an_object_that_goes_before_is_refused(scene: Scene) -> None:
+    ids = scene.begin("k", "l")
+    scene.end(["k", "l"], ids)
+    scene.nodes.say(m.Remove(["k"], True))
+    assert scene.answer() is None, "the other is waited for"
+    scene.ssd.work()
+    outcomes = scene.answer()
+    assert outcomes is not None and outcomes[1] is True
+    assert isinstance(outcomes[0], Refusal) and "went" in outcomes[0].reason
 
 
-async def test_a_full_disk_under_the_log_refuses_puts_and_serves_reads_until_there_is_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, write = tmp_path / "oplog", os.write
-
-    def full(file: int, content: Any) -> int:
-        if os.path.realpath(f"/proc/self/fd/{file}") == str(log):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, content)
-
-    async with running(tmp_path) as (server, store):
-        await put(store, "before")
-        monkeypatch.setattr(os, "write", full)
-        for number in range(3):
-            with contextlib.suppress(MooncakeError):
-                (outcome,) = await store.put_batch([f"refused{number}"], [b"x"])
-                assert outcome is not None and "free some space" in outcome.reason
-            assert not server.failed.done(), "the master ended"
-            assert await store.get("before") == b"before"
-        monkeypatch.undo()
-        async with asyncio.timeout(20):
-            while True:
-                with contextlib.suppress(MooncakeError):
-                    if await store.put_batch(["after"], [b"after"], DURABLE) == [None]:
-                        break
-                await asyncio.sleep(0.05)
-        assert await store.get("before") == b"before"
-    async with running(tmp_path) as (_, store):
-        await until_found(store, "before", "after")
+def test_the_same_put_end_again_waits_too(scene: Scene) -> None:
+    """Its connection broke; both are answered, and the second says that it was done already."""
+    ids = scene.begin("k")
+    scene.end(["k"], ids)
+    scene.end(["k"], ids, "again")
+    assert scene.answer("again") is None
+    scene.ssd.work()
+    assert scene.answer() == [True] and scene.answer("again") == [False]
+    assert isinstance(scene.memory, Place)
