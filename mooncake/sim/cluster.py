@@ -20,7 +20,7 @@ from mooncake.sim.kernel import Clock, Kernel, Process, SimDriver
 from mooncake.sim.links import End, Network, over_the_wire
 from mooncake.sim.nodes import SimNode, SimSegment
 from mooncake.store import messages as m
-from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
+from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Note, Received, Reply
 from mooncake.store.master import Master
 from mooncake.store.objects import Extent, StoredObject
 from mooncake.store.records import Record, decode, encode
@@ -138,7 +138,7 @@ class SimMaster:
             self._cluster.oplog += content
             if self._cluster.standby is not None:
                 self._cluster.standby.follow(decode(content)[0])
-        else:
+        elif isinstance(effect, Note):
             fields = {name: value for name, value in effect.fields.items() if name != "host"}
             self._cluster.kernel.tell(f"master: {effect.event} {fields}")
 

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -33,6 +32,7 @@ from mooncake.store.index import Index
 from mooncake.transfer import Op, TransferEngine, TransferSettings
 from mooncake.types import Tier
 from tests.faults.proxy import Proxy
+from tests.integrity.outcome import Outcome
 from tests.kill.processes import PATIENCE_S, ROOT, Cluster
 
 SIZES = (1, 100, 4096, 60_000, 150_000)
@@ -46,18 +46,6 @@ DROPPED_IN_S = 20.0
 """Until the node has confirmed what a reader reported."""
 
 SETTINGS = StoreSettings(chunk_bytes=CHUNK_BYTES)
-
-
-@dataclasses.dataclass
-class Outcome:
-    num_flips: int = 0
-    counts: Counter[str] = dataclasses.field(default_factory=Counter)
-    """How the reads after a flip ended: ``miss``, ``right``, ``error``."""
-    wrong: list[str] = dataclasses.field(default_factory=list)
-
-    def __str__(self) -> str:
-        ended = ", ".join(f"{number} {what}" for what, number in sorted(self.counts.items()))
-        return f"{self.num_flips} flips; reads after them: {ended}; {len(self.wrong)} wrong"
 
 
 class Objects:
