@@ -356,7 +356,7 @@ BUGS = (
     Bug(says_replaced_and_keeps_the_old_one, Rule.STALE, Faults()),
     Bug(reuses_space_at_once, Rule.LEASE, begin=4),
     Bug(forgets_the_last_master, Rule.SPACE, dataclasses.replace(LATE, crash_master_every_s=4.0)),
-    Bug(renews_what_it_does_not_keep, Rule.LEASE, TAKEOVER, VIEWS, begin=6),
+    Bug(renews_what_it_does_not_keep, Rule.SPACE, TAKEOVER, VIEWS, begin=6),
     Bug(tells_no_successor_of_renewed_space, Rule.SPACE, QUICK_TAKEOVER, MOVES, begin=20),
     Bug(
         lets_nodes_write_late,
