@@ -103,7 +103,7 @@ GIVEN_UP_S = 3.0
 def impatient(daemon: StoreConnector, request: pytest.FixtureRequest) -> Iterator[Pages]:
     """It gives up soon; its loop can be held for longer."""
     pool = PoolSettings(daemon.address, tenant=str(request.node.name))
-    client = Pages(pool, LinkSettings(lookup_timeout_s=20.0, load_timeout_s=PATIENT_S))
+    client = Pages(pool, LinkSettings(lookup_timeout_s=0.15, load_timeout_s=PATIENT_S))
     client.find(["anything"])  # it is connected by now
     yield client
     client.close()
