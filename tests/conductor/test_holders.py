@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mooncake.conductor.holders import NOBODY, HolderSets, Masks, with_plane, without_slot
-from mooncake.types import Tier
 
 
 def test_a_set_is_kept_as_long_as_a_block_points_to_it() -> None:
