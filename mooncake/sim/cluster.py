@@ -159,8 +159,8 @@ class Cluster:
         self.clients: dict[str, SimClient] = {}
         self.on_master_lost: Callable[[], None] = lambda: None
         """Called when it ended by itself, so that somebody starts it again."""
-        self.job_ids: dict[int, None] = {}
-        """Of the jobs that somebody began; each master numbers its own."""
+        self.num_jobs = 0
+        """That somebody asked for; each master numbers those that it began, from 1 on."""
         self.checkers = Checkers(self)
         self.standby: SimStandby | None = None
         self.master = SimMaster(self)
