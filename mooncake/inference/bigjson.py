@@ -1,9 +1,9 @@
 """Decodes a large JSON object without holding up the other threads of the process for long.
 
 A decoder in C does not let go of the interpreter while it runs: a body of 8 MiB with a million token ids
-takes 0.1 s in one go, and the event loop stands still meanwhile, although the decoding runs in a thread of its
-own. So an object is first cut into its fields, which makes no objects, and large arrays are decoded in pieces,
-between which others run. The result is the same as of one call, whatever is in it.
+takes 0.1 s in one go, and the event loop stands still meanwhile, although the decoding runs in a thread of
+its own. So an object is first cut into its fields, which makes no objects, and large arrays are decoded in
+pieces, between which others run. The result is the same as of one call, whatever is in it.
 """
 
 from __future__ import annotations
@@ -50,15 +50,7 @@ def _array(value: bytes) -> Any:
     items: list[Any] = []
     start, end = 1, len(value) - 1
     while end - start > PIECE_BYTES:
-        cut = start + PIECE_BYTES
-        for _ in range(_TRIES):
-            cut = value.find(b",", cut, end)
-            piece = _piece(value[start:cut]) if cut >= 0 else None
-            if piece is not None:
-                break
-            cut += 1
-        else:
-            return _decode(value)
+        piece, cut = _next_piece(value, start, end)
         if piece is None:
             return _decode(value)
         items += piece
@@ -66,6 +58,20 @@ def _array(value: bytes) -> Any:
         time.sleep(0)  # let others run
     items += _decode(b"[" + value[start:end] + b"]")
     return items
+
+
+def _next_piece(value: bytes, start: int, end: int) -> tuple[list[Any] | None, int]:
+    """The items from ``start`` up to a comma, and where it is; None where none of a few commas ends one."""
+    cut = start + PIECE_BYTES
+    for _ in range(_TRIES):
+        cut = value.find(b",", cut, end)
+        if cut < 0:
+            break
+        piece = _piece(value[start:cut])
+        if piece is not None:
+            return piece, cut
+        cut += 1
+    return None, end
 
 
 def _piece(text: bytes) -> list[Any] | None:

@@ -187,7 +187,9 @@ def takes_its_clock_for_everybodys(patch: pytest.MonkeyPatch) -> None:
     def broken(self: writing.Writing, message: messages.PutStart, *rest: object) -> object:
         reply = put_start(self, message, *rest)  # type: ignore[arg-type]
         now: float = rest[-1]  # type: ignore[assignment]
-        return msgspec.structs.replace(reply, put_s=reply.put_s + now) if now > 500.0 else reply  # type: ignore[union-attr]
+        if now <= 500.0 or not isinstance(reply, messages.PutStarted):
+            return reply
+        return msgspec.structs.replace(reply, put_s=reply.put_s + now)
 
     patch.setattr(writing.Writing, "put_start", broken)
 
