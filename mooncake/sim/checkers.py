@@ -287,8 +287,10 @@ class Checkers:
         self._readable_before, self._readable = self._readable, readable
 
     def step_was_lost(self) -> None:
-        """The master ended before it had written down what it did last: nobody heard of it."""
-        self._readable = self._readable_before
+        """The master ended while it wrote down what it did last: some of that may be in the log, and nobody
+        heard of it."""
+        before, after = self._readable_before, self._readable
+        self._readable = {key: one for key, one in before.items() if after.get(key) == one}
 
     def _check_loss(self, master: Master, key: str, object_id: int) -> None:
         marker = f"#{object_id} unlinked: "
