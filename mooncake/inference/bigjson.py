@@ -1,9 +1,9 @@
 """Decodes a large JSON object without holding up the other threads of the process for long.
 
 A decoder in C does not let go of the interpreter while it runs: a body of 8 MiB with a million token ids
-takes 0.1 s in one go, and the event loop stands still meanwhile, although the decoding runs in a thread of its
-own. So an object is first cut into its fields, which makes no objects, and large arrays are decoded in pieces,
-between which others run. The result is the same as of one call, whatever is in it.
+takes 0.1 s in one go, and the event loop stands still meanwhile, although the decoding runs in a thread of
+its own. So an object is first cut into its fields, which makes no objects, and large arrays are decoded in
+pieces, between which others run. The result is the same as of one call, whatever is in it.
 """
 
 from __future__ import annotations

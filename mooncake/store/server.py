@@ -28,7 +28,7 @@ from mooncake.metrics import registry
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.rpc.client import split_address
 from mooncake.rpc.wire import Failure
-from mooncake.security import Access, Identity, Role, check_address, ours
+from mooncake.security import Access, HttpDoor, Identity, Role, check_address, ours
 from mooncake.store import follow, tenantfile
 from mooncake.store import messages as m
 from mooncake.store.admin.desk import Leadership, Publisher
@@ -446,9 +446,11 @@ def _listen(settings: MasterSettings) -> socket.socket:
 async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
     """Its HTTP side; yields the address. Loaded when clients are served already: that takes half a second."""
     await asyncio.to_thread(importlib.import_module, "mooncake.store.admin.app")
-    from mooncake.store.admin.app import make_app
+    from mooncake.store.admin.app import OPEN_PATHS, make_app
 
-    web = WebServer(make_app(server), sock)
+    # Without a signature or a certificate only what probes and scrapers need is told.
+    app = HttpDoor(make_app(server), open_paths=OPEN_PATHS)
+    web = WebServer(app, sock, tls=ours().server_tls)
     try:
         await web.start()
         yield f"{server.settings.metrics_host or server.settings.host}:{web.port}"

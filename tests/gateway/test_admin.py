@@ -58,7 +58,7 @@ async def test_without_a_key_set_it_says_how_to_set_one(tokenizer: Tokenizer) ->
             status, answer, _ = await house.post("/instances/add", body, headers)
             assert status == 403
             assert "ADMIN_API_KEY" in answer["error"]["message"]
-        assert len(await instances(house)) == 3
+        assert len(await house.health()) == 3
 
 
 @pytest.mark.parametrize(

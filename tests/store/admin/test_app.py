@@ -109,12 +109,22 @@ CHANGES = [
 @pytest.mark.parametrize(("method", "path", "body"), CHANGES)
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}])
 async def test_changes_need_the_key(
-    locked: House, method: str, path: str, body: str, headers: dict[str, str]
+    house: House, method: str, path: str, body: str, headers: dict[str, str]
 ) -> None:
-    status, answer = await locked.ask(path, method, data=body, headers=headers)
+    status, answer = await house.ask(path, method, data=body, headers=headers)
     assert status == 401 and "X-API-Key" in answer["error"]
-    assert (await locked.ask(path, method, data=body, headers={"X-API-Key": KEY}))[0] != 401
-    assert (await locked.ask("/get_all_keys"))[0] == 200
+    assert (await house.ask(path, method, data=body, headers={"X-API-Key": KEY}))[0] != 401
+    assert (await house.ask("/get_all_keys", headers={}))[0] == 200
+
+
+@pytest.mark.parametrize(("method", "path", "body"), CHANGES)
+@pytest.mark.parametrize("headers", [{}, {"X-API-Key": ""}, {"X-API-Key": KEY}])
+async def test_without_a_key_set_nobody_changes_anything(
+    keyless: House, method: str, path: str, body: str, headers: dict[str, str]
+) -> None:
+    status, answer = await keyless.ask(path, method, data=body, headers=headers)
+    assert status == 403 and "ADMIN_API_KEY" in answer["error"]
+    assert (await keyless.ask("/get_all_keys", headers={}))[0] == 200
 
 
 async def test_kv_events_are_off_unless_asked_for(house: House) -> None:
