@@ -19,15 +19,6 @@ OPEN_PATHS = (
     *("/health", "/ready", "/version", "/role", "/ha_status", "/leader"),
     *("/metrics", "/metrics/summary"),
 )
-    "/health",
-    "/ready",
-    "/version",
-    "/role",
-    "/ha_status",
-    "/leader",
-    "/metrics",
-    "/metrics/summary",
-)
 """What is answered to everybody, also where the cluster has a credential."""
 
 
