@@ -126,7 +126,7 @@ async def read_body(http: Request, most_bytes: int) -> bytes:
             raise BodyTooLarge(most_bytes)
         if bodies is not None:
             bodies.take(len(part))
-            http.scope[_HELD] += len(part)
+            http.scope[_HELD].append(len(part))
         body += part
     return bytes(body)
 
@@ -504,11 +504,12 @@ class WebServer:
 
     def _with_bodies(self, app: Asgi) -> Asgi:
         async def edge(scope: Any, receive: Any, send: Any) -> None:
-            scope[_BODIES], scope[_HELD] = self.bodies, 0
+            held: list[int] = []  # a list: applications copy scopes
+            scope[_BODIES], scope[_HELD] = self.bodies, held
             try:
                 await app(scope, receive, send)
             finally:
-                self.bodies.give_back(scope[_HELD])
+                self.bodies.give_back(sum(held))
 
         return edge
 

@@ -234,6 +234,7 @@ async def test_who_reads_nothing_is_cut_and_its_answer_ends() -> None:
         try:
             while True:
                 yield b"x" * 65536
+                await asyncio.sleep(0)
         finally:
             ended.set()
 
@@ -261,7 +262,7 @@ def test_connections_stay_below_the_limit_of_files(monkeypatch: pytest.MonkeyPat
 
 
 async def test_tls_handshakes_have_a_deadline_too(tmp_path: Path) -> None:
-    make(CertsSettings(folder=str(tmp_path), name="n"))
+    make(CertsSettings(folder=tmp_path, name="n"))
     identity = Identity(SecuritySettings(*(str(tmp_path / name) for name in ("n.pem", "n.key", "ca.pem"))))
     async with edge(tls=identity.server_tls, deadlines=QUICK) as server:
         reader, writer = await opened(server)
