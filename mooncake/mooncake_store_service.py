@@ -178,7 +178,8 @@ class MooncakeStoreService:
     @web.middleware
     async def _check(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Who may ask what, before anything of the body is read; then the body, within its deadline."""
-        door, watched = self._door, request.transport
+        watched: Any = request.transport
+        door = self._door
         if door is None or not isinstance(watched, Watched):
             return await self._checked(request, handler)  # it came by another way than this service's port
         connections, one = door.connections, watched.one

@@ -24,7 +24,7 @@ from typing import Any
 
 import uvicorn
 from prometheus_client import Counter, Gauge
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -508,6 +508,8 @@ class WebServer:
             scope[_BODIES], scope[_HELD] = self.bodies, held
             try:
                 await app(scope, receive, send)
+            except ClientDisconnect:
+                pass  # it left, or was cut, before its body was complete: nobody is there to be answered
             finally:
                 self.bodies.give_back(sum(held))
 

@@ -263,7 +263,8 @@ def test_connections_stay_below_the_limit_of_files(monkeypatch: pytest.MonkeyPat
 
 async def test_tls_handshakes_have_a_deadline_too(tmp_path: Path) -> None:
     make(CertsSettings(folder=tmp_path, name="n"))
-    identity = Identity(SecuritySettings(*(str(tmp_path / name) for name in ("n.pem", "n.key", "ca.pem"))))
+    cert, key, ca = (str(tmp_path / name) for name in ("n.pem", "n.key", "ca.pem"))
+    identity = Identity(SecuritySettings(cert, key, ca))
     async with edge(tls=identity.server_tls, deadlines=QUICK) as server:
         reader, writer = await opened(server)
         assert await to_the_end(reader) == b""

@@ -51,14 +51,15 @@ def _array(value: bytes) -> Any:
     start, end = 1, len(value) - 1
     while end - start > PIECE_BYTES:
         cut = start + PIECE_BYTES
+        piece: list[Any] | None = None
         for _ in range(_TRIES):
             cut = value.find(b",", cut, end)
-            piece = _piece(value[start:cut]) if cut >= 0 else None
+            if cut < 0:
+                break
+            piece = _piece(value[start:cut])
             if piece is not None:
                 break
             cut += 1
-        else:
-            return _decode(value)
         if piece is None:
             return _decode(value)
         items += piece

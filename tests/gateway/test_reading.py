@@ -161,8 +161,8 @@ async def test_a_slot_comes_back_at_the_deadline_of_a_reader_that_reads_nothing(
             most = sum(one.num_written for one in house.decode)  # type: ignore[attr-defined]
             assert most < 2000, f"workers went on: {most} pieces of 64 KiB"
         finally:
-            for one in strangers:
-                one.close()
+            for opened in strangers:
+                opened.close()
 
 
 async def test_a_reader_that_reads_slowly_gets_all_of_it(house: House) -> None:
