@@ -184,9 +184,7 @@ async def main(seconds: float) -> None:
             ids = json.dumps({"prompt": [12345] * 4_000_000}).encode()
             below = json.dumps({"prompt": [12345] * 1_100_000}).encode()
             text = json.dumps({"prompt": "w20 w21 " * 1_000_000}).encode()
-            print(
-                f"load average {os.getloadavg()[0]:.1f}, ulimit -n {FILES}, requests end after {TIMEOUT_S:g} s"
-            )
+            print(f"load {os.getloadavg()[0]:.1f}, ulimit -n {FILES}, requests end after {TIMEOUT_S:g} s")
             heads = ("p50 ms", "p99 ms", "max ms", "answers", "none", "MiB", "slots")
             print(
                 f"{'':<44} {heads[0]:>8} {heads[1]:>8} {heads[2]:>8} {heads[3]:>7} {heads[4]:>6} "
