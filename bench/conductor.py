@@ -77,7 +77,8 @@ def measure(table: Table, num_instances: int, num_blocks: int, policy: str) -> C
     for kind, prompts in kinds.items():
         table.add(
             *(num_instances, conductor.index.num_blocks, block_bytes, longest_s * 1e3, forget_s * 1e3),
-            *(policy, kind, *_decisions(conductor, prompts)),
+            *(policy, kind),
+            *_decisions(conductor, prompts),
         )
     return conductor
 

@@ -129,7 +129,7 @@ def main() -> None:
         table = result.table(
             *("log", "objects", "records", ("read s", 2), ("enter s", 2), ("settle s", 2), ("all s", 2)),
             *(("us/record", 1), ("answers s", 2)),
-            note="CPU seconds of read, enter, settle and all; answers: from the start of a process to its first reply",
+            note="answers: from the start of a process to its first reply; the rest is CPU time",
         )
         report(table, "none", 0, 0, None, rounds)
         life = Life(num_objects)

@@ -24,7 +24,7 @@ from mooncake.conductor.events import EventReader, EventSource, follow
 from mooncake.conductor.registry import Query, QueryByHash, Register, Registry, Unregister
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
-from mooncake.security import HttpDoor, Identity, ours
+from mooncake.security import TRUSTED, HttpDoor, ours
 from mooncake.security.adminkey import AdminKey
 from mooncake.security.door import STANDING
 from mooncake.types import InstanceId
@@ -101,7 +101,10 @@ class QueryServer:
 
     def __init__(self, publishers: Publishers, host: str, port: int, api_key: str = "") -> None:
         self._publishers = publishers
-        self._web = WebServer(make_app(publishers, api_key), listen(host, port), tls=ours().server_tls)
+        door = HttpDoor(
+            make_app(publishers, api_key), None, TRUSTED, open_paths=("/health",), api_key=api_key
+        )
+        self._web = WebServer(door, listen(host, port), tls=ours().server_tls)
         self.port = self._web.port
 
     async def start(self) -> None:
@@ -118,11 +121,8 @@ class _Invalid(Exception):
         self.status = status
 
 
-def make_app(publishers: Publishers, api_key: str = "", identity: Identity | None = None) -> HttpDoor:
-    """Changing what is registered needs ``api_key`` in the header X-API-Key; without one it is refused.
-
-    ``identity``: what is asked for besides; by default as this process's.
-    """
+def make_app(publishers: Publishers, api_key: str = "") -> FastAPI:
+    """Changing what is registered needs ``api_key`` in the header X-API-Key; without one it is refused."""
     key = AdminKey(api_key)
     app = FastAPI(title="Mooncake conductor", version=mooncake.__version__, docs_url=None, redoc_url=None)
 
@@ -169,7 +169,7 @@ def make_app(publishers: Publishers, api_key: str = "", identity: Identity | Non
     async def page() -> Response:
         return Response(metrics.page(), media_type=metrics.CONTENT_TYPE)
 
-    return HttpDoor(app, identity, open_paths=("/health", "/metrics"))
+    return app
 
 
 def read_registrations(path: str) -> tuple[int | None, list[Register]]:

@@ -97,6 +97,8 @@ class _Wire(asyncio.Protocol):
         self.waiting: dict[int, asyncio.Future[Any]] = {}
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The greeting is over; else why it failed."""
+        self.loss: MooncakeError | None = None
+        """Why the connection is no more."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast: uvloop's transports don't inherit from asyncio's.
@@ -157,6 +159,7 @@ class _Wire(asyncio.Protocol):
             return
         self.transport.abort()
         self.transport = None
+        self.loss = kind(reason)
         waiting, self.waiting = self.waiting, {}
         if not self.ready.done():
             self.ready.set_exception(kind(reason))
@@ -193,6 +196,8 @@ class AsyncClient:
         self._wire: _Wire | None = None
         self._connecting: asyncio.Task[_Wire] | None = None
         self._is_closed = False
+        self._why = ""
+        """Why the last attempt to connect failed, where a peer was there."""
         self.lost = asyncio.Event()
         """Set while there is no connection, for whoever wants to know of a loss before the next call."""
         self.lost.set()
@@ -215,12 +220,14 @@ class AsyncClient:
                 request_id = _next_id(self._ids)
                 future = asyncio.get_running_loop().create_future()
                 wire.waiting[request_id] = future
-                assert wire.transport is not None
+                if wire.transport is None:  # it was refused as soon as it stood
+                    raise wire.loss or PeerLost("it closed the connection")
                 wire.transport.write(encode(request_id, message))
                 reply = await future
         except TimeoutError:
             stage = "can't be reached" if future is None else f"didn't answer {what}"
-            raise DeadlineExceeded(f"{self.peer} {stage} within {timeout_s:.3g} s") from None
+            why = self._why if future is None else ""
+            raise DeadlineExceeded(f"{self.peer} {stage} within {timeout_s:.3g} s{why}") from None
         except PeerLost as error:
             if future is None:
                 raise
@@ -285,11 +292,16 @@ class AsyncClient:
             try:
                 _, wire = await loop.create_connection(lambda: _Wire(self), self.host, self._port)
                 await wire.ready
+                if wire.loss is not None:
+                    raise wire.loss
+            except AccessDenied:
+                raise
             except (OSError, PeerLost) as error:
                 if not self._is_patient:
                     number = error.errno if isinstance(error, OSError) else None
                     reason = os.strerror(number) if number else str(error)
                     raise PeerLost(f"{self.peer} can't be reached: {reason}; is it running?") from error
+                self._why = f": {error}" if isinstance(error, PeerLost) else ""
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             except ProtocolError as error:

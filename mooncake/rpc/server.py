@@ -112,6 +112,8 @@ class Connection(asyncio.Protocol):
         self._looked_at: tuple[int, bool] | None = None
         self._accepted_at = self._overdue_at = math.inf
         self._pending_bytes = 0
+        self._free: frozenset[type] | None = frozenset()
+        """Messages that need no further look; None: all."""
         self.standing = OPEN
         """Who it has proven to be; means nothing before the greeting is over."""
         self.peer = "unknown"
@@ -205,6 +207,7 @@ class Connection(asyncio.Protocol):
         assert self._early is not None
         rest, self._early, self._greeting = self._early.rest, None, None
         self.standing = standing
+        self._free = self._server.access.free(standing)
         if not standing.is_open:
             self._known()
         return rest
@@ -330,9 +333,9 @@ class Connection(asyncio.Protocol):
             handler = self._handlers.get(type(message))
             if handler is None:
                 raise ProtocolError(f"{type(message).__name__} is no request")
-            if not self.standing.is_open:
+            if self._free is not None and type(message) not in self._free:
                 self._check(message)
-            elif self._is_stranger:
+            if self._is_stranger:
                 self._known()
             result = handler(message, call)
         except Exception as error:

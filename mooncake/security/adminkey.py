@@ -31,9 +31,15 @@ class AdminKey:
     def __repr__(self) -> str:
         return f"<AdminKey {'set' if self._key else 'not set'}>"
 
+    def matches(self, headers: Mapping[str, str]) -> bool:
+        """Whether the caller has it. Nobody has one that is not set."""
+        return bool(self._key) and hmac.compare_digest(_given(headers).encode(), self._key)
+
     def refusal(self, headers: Mapping[str, str], standing: Standing | None = None) -> KeyRefusal | None:
         """None for who may. ``standing``: what the caller has proven by the cluster's credential."""
         if standing is not None and not standing.is_open and standing.level in NODES_AND_ADMINS:
+            return None
+        if self.matches(headers):
             return None
         if not self._key:
             message = (
@@ -41,11 +47,11 @@ class AdminKey:
                 "(or --admin-api-key) set"
             )
             return KeyRefusal(403, "admin_key_not_set", message)
-        given = headers.get("x-api-key", "")
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        if not given and scheme.lower() == "bearer":
-            given = bearer.strip()
-        if hmac.compare_digest(given.encode(), self._key):
-            return None
-        what = "is wrong" if given else "is missing"
+        what = "is wrong" if _given(headers) else "is missing"
         return KeyRefusal(401, "invalid_api_key", f"the header X-API-Key {what}; nothing was done")
+
+
+def _given(headers: Mapping[str, str]) -> str:
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    is_bearer = scheme.lower() == "bearer"
+    return headers.get("x-api-key", "") or (bearer.strip() if is_bearer else "")

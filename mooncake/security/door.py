@@ -14,6 +14,7 @@ from typing import Any
 
 from mooncake.errors import AccessDenied
 from mooncake.log import get_logger
+from mooncake.security.adminkey import AdminKey
 from mooncake.security.certificates import standing_of
 from mooncake.security.identity import Identity, ours
 from mooncake.security.signed import HEADER
@@ -36,6 +37,7 @@ class HttpDoor:
     Args:
         identity: what is asked for; by default as this process's.
         open_paths: answered to everybody.
+        api_key: whoever brings it (``AdminKey``) counts as an administrator; empty: nobody does.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class HttpDoor:
         identity: Identity | None = None,
         levels: Collection[Level] = EVERYBODY,
         open_paths: Collection[str] = (),
+        api_key: str = "",
     ) -> None:
         self._app = app
         self._identity = identity or ours()
         self._verifier = self._identity.verifier()
         self._levels = levels
         self._open_paths = open_paths
+        self._admin_key = AdminKey(api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._open_paths:
@@ -71,6 +75,9 @@ class HttpDoor:
         """Who asks, and the digest that the body must have; raises AccessDenied."""
         if self._identity.is_open:
             return OPEN, None
+        said = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        if self._admin_key.matches(said):
+            return Standing(Role.ADMIN), None
         certified = standing_of(scope.get(CERTIFICATE)) if self._identity.has_tls else None
         if self._verifier is None:
             assert certified is not None

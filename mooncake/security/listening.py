@@ -45,9 +45,7 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(str(one[4][0]).partition("%")[0]).is_loopback for one in found)
 
 
-def check_address(
-    hosts: str | Iterable[str], identity: Identity | None = None, field: str = "--host"
-) -> None:
+def check_address(hosts: str | Iterable[str], identity: Identity | None = None) -> None:
     """For a role of ``mooncake`` that will listen at ``hosts`` (several: an iterable, or with commas).
 
     Raises:
@@ -62,7 +60,7 @@ def check_address(
                 warn_if_open(_keeps_defaults, host, identity)
                 return
             raise InvalidArgument(
-                field,
+                "--host",
                 host,
                 f"a loopback address without a credential; for others use {WAYS}: docs/security.md",
             )

@@ -75,6 +75,18 @@ class Access:
     table: Mapping[type, frozenset[Level]] = field(default_factory=dict)
     special: Mapping[type, Callable[[Any], frozenset[Level]]] = field(default_factory=dict)
 
+    def free(self, standing: Standing) -> frozenset[type] | None:
+        """Messages that ``standing`` may send whatever they say; None: all. ``refusal`` judges the others."""
+        if standing.is_open:
+            return None
+        return frozenset(
+            kind
+            for kind, levels in self.table.items()
+            if standing.level in levels
+            and kind not in self.special
+            and not (standing.tenant and "tenant" in getattr(kind, "__annotations__", ()))
+        )
+
     def refusal(self, message: object, standing: Standing) -> str:
         """Why ``standing`` may not send ``message``; "" when it may."""
         if standing.is_open:

@@ -54,6 +54,9 @@ LOSSES = (
     "unmounted",
 )
 
+ASKED_FOR = ("evicted: ", "removed", "replaced by a newer put", "unmounted: its grace is over")
+"""What takes objects when nothing fails: room for others, and clients and operators."""
+
 IN_VAIN = "unmounted: drained"
 """A segment that was unmounted because it was empty takes no object along."""
 
@@ -86,6 +89,8 @@ class Checkers:
         """When a master did something last."""
         self._readable: dict[str, int] = {}
         """Key -> object id, as the master had it after its last step."""
+        self._readable_before: dict[str, int] = {}
+        """And after the one before."""
         self._went: dict[int, float] = {}
         """Object id -> when the master had it no more."""
         self._ghosts: dict[int, str] = {}
@@ -279,7 +284,11 @@ class Checkers:
             if readable.get(key) != object_id:
                 self._went[object_id] = self._stepped_at
                 self._check_loss(master, key, object_id)
-        self._readable = readable
+        self._readable_before, self._readable = self._readable, readable
+
+    def step_was_lost(self) -> None:
+        """The master ended before it had written down what it did last: nobody heard of it."""
+        self._readable = self._readable_before
 
     def _check_loss(self, master: Master, key: str, object_id: int) -> None:
         marker = f"#{object_id} unlinked: "
@@ -290,7 +299,7 @@ class Checkers:
         allowed: tuple[str, ...] = LOSSES
         faults = self._faults
         if faults.is_calm:
-            allowed = ("evicted: ", "removed", "replaced by a newer put")
+            allowed = ASKED_FOR
         elif self.has_corruption or self.is_ghost(object_id):
             allowed = (*LOSSES, "a reader found wrong checksums", "its bytes are wrong")
         left = self.ledger.vanished(key, reasons[-1])

@@ -7,6 +7,8 @@ after their writer gave up. Every process has a clock of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from mooncake.rpc.wire import decoder_for
@@ -81,6 +83,21 @@ class SimMaster:
         self.master.catalog.on_complete.append(self._completed)
         cluster.network.listen(MASTER, self.process, self._accept)
 
+    def _is_torn(self, content: bytes) -> bool:
+        """Whether this process ends in the middle of the write; or it takes its time."""
+        faults, kernel = self._cluster.faults, self._cluster.kernel
+        if faults.torn_append_chance and kernel.chance(faults.torn_append_chance):
+            num_bytes = kernel.random.randrange(len(content))
+            self._cluster.oplog += content[:num_bytes]
+            kernel.tell(f"the log of the master is torn: {num_bytes} of {len(content)} bytes")
+            self.process.crash()
+            self._cluster.checkers.step_was_lost()
+            self._cluster.on_master_lost()
+            return True
+        if faults.slow_append_chance and kernel.chance(faults.slow_append_chance):
+            self.process.pause(kernel.random.uniform(0.0, faults.slow_disk_s))
+        return False
+
     def _left(self, stored: StoredObject, extent: Extent, _: float) -> None:
         ledger, catalog = self._cluster.checkers.ledger, self.master.catalog
         if extent.segment.tier is not Tier.MEMORY:
@@ -108,11 +125,16 @@ class SimMaster:
         end.on_closed = lambda reason: self._driver.post(ConnectionLost(end))
 
     def _perform(self, effect: Effect) -> None:
+        if not self.process.is_alive:
+            return  # it ended while it wrote what comes before this
         if isinstance(effect, Reply):
             end, request_id = effect.origin
-            end.send((request_id, over_the_wire(effect.message, _replies)))
+            frame = (request_id, over_the_wire(effect.message, _replies))
+            self.process.when_awake(lambda: end.send(frame))
         elif isinstance(effect, Keep):
             content = encode(effect.records)
+            if self._cluster.faults.has_oplog and self._is_torn(content):
+                return
             self._cluster.oplog += content
             if self._cluster.standby is not None:
                 self._cluster.standby.follow(decode(content)[0])
@@ -135,6 +157,8 @@ class Cluster:
         self.disks: dict[str, SimDisk] = {}
         """By node; they outlive it."""
         self.clients: dict[str, SimClient] = {}
+        self.on_master_lost: Callable[[], None] = lambda: None
+        """Called when it ended by itself, so that somebody starts it again."""
         self.job_ids: dict[int, None] = {}
         """Of the jobs that somebody began; each master numbers its own."""
         self.checkers = Checkers(self)

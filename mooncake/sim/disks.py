@@ -61,7 +61,14 @@ class SimDisk:
 
     def drop(self, object_ids: Iterable[int]) -> None:
         before = self.index.num_bytes
-        self._append(self.index.drop(object_ids), before)
+        known = [entry for one in object_ids if (entry := self.index.entries.get(one)) is not None]
+        try:
+            self._append(self.index.drop(entry.object_id for entry in known), before)
+        except OutOfSpace:
+            for entry in known:
+                self.index.hold(entry)
+            self.index.num_bytes = before
+            raise
 
     def write(self, offset: int, data: bytes) -> None:
         end = offset + len(data)

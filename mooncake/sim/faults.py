@@ -71,6 +71,10 @@ class Faults:
     outage_s: float = 4.0
     leave_node_every_s: float = 0.0
     """Mean time until a node says that it leaves, ends, and is started again."""
+    torn_append_chance: float = 0.0
+    """That the master ends in the middle of a write to its log: part of it is there, nobody was answered."""
+    slow_append_chance: float = 0.0
+    """That writing to its log takes the master up to ``slow_disk_s``, and everything with it."""
     has_checksums: bool = True
     """False: checksums always match, so that only leases and deadlines protect a reader."""
     has_standby: bool = False
@@ -108,7 +112,7 @@ class Faults:
     @property
     def is_slow_to_answer(self) -> bool:
         """The master may take long for a message that it has received."""
-        return bool(self.pause_master_every_s or self.overload_every_s)
+        return bool(self.pause_master_every_s or self.overload_every_s or self.slow_append_chance)
 
     @property
     def may_write_late(self) -> bool:
@@ -171,4 +175,6 @@ def further(faults: Faults, random: Random) -> Faults:
         leave_node_every_s=often((10.0, 30.0)),
         has_standby=has_standby,
         has_oplog=faults.has_oplog or has_standby,
+        torn_append_chance=often((0.001, 0.005)),
+        slow_append_chance=often((0.001, 0.01)),
     )

@@ -83,10 +83,13 @@ class FurtherWorker(Worker):
         self._ask(m.Drain(segments, targets, random.randint(1, 4), unmount_after_s), self._job_begun)
 
     def _copy(self) -> None:
-        random = self._kernel.random
-        source = random.choice(self._some_segments(1)) if random.random() < 0.4 else ""
-        key = random.choice(self._keys)
-        self._ask(m.CopyObject(key, self._some_segments(1), source, self._client.tenant), self._job_begun)
+        """To other segments, or from one where it is to another."""
+        random, key = self._kernel.random, self._kernel.random.choice(self._keys)
+        stored = self._client.cluster.master.master.objects.readable.get(self._known(key))
+        held = [] if stored is None else [extent.segment.name for extent in stored.complete()]
+        source = random.choice(held) if held and random.random() < 0.6 else ""
+        targets = [name for name in self._some_segments(1) if name != source]
+        self._ask(m.CopyObject(key, targets, source, self._client.tenant), self._job_begun)
 
     def _job_begun(self, reply: object) -> None:
         if not isinstance(reply, m.Job):

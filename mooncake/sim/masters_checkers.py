@@ -108,7 +108,7 @@ class Replication:
         self._leader: MasterHost | None = None
         self._states: dict[int, State] = {}
         """Of the leader's term, by number; none before the last one on which an answer was given."""
-        self._spaces: dict[int, dict[tuple[str, int], int]] = {}
+        self._spaces: dict[int, dict[tuple[str, int], StoredObject]] = {}
         self._possible: list[State] = [{}]
         """With any of these the next leader is complete."""
         self._last_id = 0
@@ -134,6 +134,10 @@ class Replication:
     def forgot(self) -> None:
         """What was said is nowhere; documents promise no more."""
         self.has_begun = False
+
+    def may_begin_with(self, successor: Master) -> None:
+        """Some records of the last event were written down, and others not: nothing was said upon any."""
+        self._possible.append(state_of(successor))
 
     def kept(self, host: MasterHost, records: list[Record]) -> None:
         self._last_id = max(self._last_id, host.master.objects.last_id)
@@ -174,27 +178,24 @@ class Replication:
             raise Violation(f"two masters act: {[host.name for host in acting]}")
 
 
-def _space(host: MasterHost) -> dict[tuple[str, int], int]:
-    """What is taken, of all segments: (segment, offset) -> size."""
+def _space(host: MasterHost) -> dict[tuple[str, int], StoredObject]:
+    """What is taken, of all segments: (segment, offset) -> who has it."""
     return {
-        (segment.name, offset): size
+        (segment.name, offset): stored
         for segment in host.master.segments.mounted.values()
-        for offset, size in segment.allocator.allocations.items()
+        for offset, stored in segment.holders.items()
     }
 
 
-def _not_held(master: Master, leader: MasterHost, then: dict[tuple[str, int], int]) -> str | None:
+def _not_held(master: Master, leader: MasterHost, then: dict[tuple[str, int], StoredObject]) -> str | None:
     """A place that the leader held then and holds still, and this master does not."""
     now = leader.process.now
-    for (name, offset), size in then.items():
+    for (name, offset), stored in then.items():
         segment = leader.master.segments.mounted.get(name)
         own = master.segments.mounted.get(name)
-        if segment is None or own is None or segment.allocator.allocations.get(offset) != size:
+        if segment is None or own is None or segment.holders.get(offset) is not stored:
             continue
-        if offset in own.allocator.allocations:
-            continue
-        stored = segment.holders.get(offset)
-        if stored is None or _is_over(stored, name, offset, now):
+        if offset in own.allocator.allocations or _is_over(stored, name, offset, now):
             continue
         if not any(start <= offset < start + taken for start, taken in own.allocator.allocations.items()):
             return f"{offset} of {name} ({stored})"

@@ -90,10 +90,12 @@ def draw(random: Random) -> MastersFaults:
         clock_offset_s=random.choice((0.0, 1000.0)),
         clock_drift=random.choice((0.0, 2e-5)),
     )
+    forbids_orphans = random.random() < 0.2
     return MastersFaults(
         cluster=cluster,
         crash_every_s=often((5.0, 15.0)),
-        power_loss_chance=often((0.3, 1.0)),
+        # Where nobody may begin with nothing, nobody leads when the only whole log is lost.
+        power_loss_chance=0.0 if forbids_orphans else often((0.3, 1.0)),
         restart_s=random.choice((0.1, 1.0, 4.0)),
         stop_every_s=often((10.0, 30.0)),
         pause_every_s=often((3.0, 10.0)),
@@ -111,7 +113,7 @@ def draw(random: Random) -> MastersFaults:
         slow_disk_s=random.choice((0.1, 3.0)),
         settings_every_s=often((10.0,)),
         old_chance=often((0.5,)),
-        forbids_orphans=random.random() < 0.2,
+        forbids_orphans=forbids_orphans,
     )
 
 

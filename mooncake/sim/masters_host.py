@@ -72,6 +72,7 @@ class MasterHost:
             has_log=directory is not None,
             has_state=bool(records),
             keeps_records=True,
+            is_whole=name not in world.has_forgotten,
         )
         self._election_driver: SimDriver[el.Event, el.Effect] = SimDriver(
             self.process, self.election, self._perform_election
@@ -199,6 +200,12 @@ class MasterHost:
         """It must not go on: a record could not be written down."""
         self.world.tell(f"{self.name} can't write its log")
         self.world.counts["failed logs"] += 1
+        for records in self.log.possible:
+            successor = Master(self.settings)
+            successor.restore(records, self.process.now)
+            self.world.replication.may_begin_with(successor)
+        self.send([not_leader(held) for held in self.role.step_down()])
+        self._arm()
         self.process.after(EXIT_S, self.resign)
 
     # Clients and nodes
@@ -340,7 +347,11 @@ class MasterHost:
         except Unavailable:
             self._exit()
             return False
+        was_in_sync = following.is_in_sync
         following.entered(answer)
+        if following.is_in_sync and not was_in_sync:
+            self.world.has_forgotten.pop(self.name, None)
+            self._post_election(el.CaughtUp())
         self.world.replication.took(self, following, answer)
         return True
 

@@ -14,7 +14,7 @@ from mooncake.sim.files import SimDirectory, SimFile
 from mooncake.sim.pauses import PausingProcess
 from mooncake.store.catalog import Catalog
 from mooncake.store.copying import Copy
-from mooncake.store.records import Record, decode, encode
+from mooncake.store.records import LineBegan, Record, decode, encode
 
 NAME, NEXT = "oplog", "oplog.new"
 HEADER_BYTES = 16
@@ -22,7 +22,7 @@ PIECE = 5
 """Objects copied at a time: few, so that much happens in between."""
 PAUSE_S = 0.01
 COMPACTION_BYTES = 8192
-NEWEST: dict[type, dict[str, object]] = {}
+NEWEST: dict[type, dict[str, object]] = {LineBegan: {"lease_s": 0.0, "rest_s": 0.0}}
 """Of each record the optional fields that came last, as who does not know them takes them."""
 
 
@@ -47,6 +47,8 @@ class SimLog:
         """Of this master's own state, while its log is compacted."""
         self._compacted_bytes = 0
         self.num_compactions = 0
+        self.possible: list[list[Record]] = []
+        """What the next life may read, after records could not be written: some of them may have been."""
         self.id = ""
 
     def read(self) -> list[Record]:
@@ -71,9 +73,12 @@ class SimLog:
 
     def keep(self, records: list[Record], catalog: Catalog) -> None:
         records = self._known(records)
+        before = self._file.size_bytes
         try:
             self._file.append(encode(records))
         except OSError as error:
+            written, _ = decode(self._file.read()[HEADER_BYTES:before])
+            self.possible = [written + records[:count] for count in range(len(records) + 1)]
             raise Unavailable(f"the log can't be written: {error}") from error
         if self._anew is not None and self._copy is not None:
             self._append_anew(self._copy.between(records))
@@ -104,8 +109,7 @@ class SimLog:
     def _compact(self, copy: Copy) -> None:
         if self._copy is not copy or self._anew is None:
             return
-        self._append_anew(copy.piece(PIECE))
-        if self._anew is None:
+        if not self._append_anew(copy.piece(PIECE)):
             return
         if copy.is_over:
             try:
@@ -122,12 +126,15 @@ class SimLog:
         if self._copy is not None:
             self._give_up()
 
-    def _append_anew(self, records: list[Record]) -> None:
+    def _append_anew(self, records: list[Record]) -> bool:
+        """False: the disk does not take it, and the log goes on growing."""
         assert self._anew is not None
         try:
             self._anew.append(encode(self._known(records)))
         except OSError:
             self._give_up()
+            return False
+        return True
 
     def _give_up(self) -> None:
         self._anew = self._copy = None
@@ -161,6 +168,7 @@ class NoLog:
     """Of a master that keeps nothing."""
 
     id = ""
+    possible: tuple[list[Record], ...] = ()
 
     def read(self) -> list[Record]:
         return []

@@ -133,7 +133,7 @@ class MastersWorld(Cluster):
         self.wall_s: dict[str, float] = dict.fromkeys(settings, 0.0)
         """How far each master's wall clock is off."""
         self.is_old: dict[str, bool] = dict.fromkeys(settings, False)
-        self.has_forgotten: dict[str, None] = {}
+        self.has_forgotten: dict[str, bool] = {}
         """Masters whose logs have lost their ends, and that have led or followed nobody since."""
         self._last: MasterHost | None = None
 
@@ -171,14 +171,20 @@ class MastersWorld(Cluster):
         self.counts["terms"] += 1
         self.counts["terms that began with nothing"] += not is_complete
         self.tell(f"{host.name} leads in term {host.election.term}, complete: {is_complete}")
+        record = host.election.record
+        has_forgotten = self.has_forgotten.pop(host.name, False) and is_complete
+        has_forgotten = has_forgotten and record is not None and not record.standbys
+        if has_forgotten:
+            self.tell(f"{host.name} may have forgotten the end of its log, and nobody else was listed")
+            self.replication.forgot()
         before = self._last.master if self._last is not None and self._last is not host else None
         self.replication.led(host, is_complete)
         self._last = host
-        self.checkers.took_over(host.master, is_complete, before)
+        self.checkers.took_over(host.master, is_complete and not has_forgotten, before)
 
     def lost_power(self, host: MasterHost) -> None:
         """The end of its log may be gone; nobody else has it when nobody else was listed."""
-        self.has_forgotten[host.name] = None
+        self.has_forgotten[host.name] = True
 
     def tell(self, line: str) -> None:
         self.kernel.tell(line)

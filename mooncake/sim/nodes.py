@@ -6,6 +6,7 @@ report, poll and copy, the same cores decide.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 NODE_ADDRESS = 1 << 30
 """Where a segment begins in its node's address space: far from zero, so that offsets are no addresses."""
 RETIRED = "it was drained and unmounted"
+RETRY_S = 1.0
+"""As in ``lent.py``."""
 CHANGES = 0
 """The number of the frames of a segment's membership; polls and reports count on from it."""
 
@@ -140,6 +143,8 @@ class SimSegment:
         self._errand_driver: SimDriver[e.Event, e.Effect] = SimDriver(
             self.process, self._errands, self._perform_errand
         )
+        self._owed: deque[tuple[Callable[[Any], None], Any]] = deque()
+        """Changes that the index of the SSD has not taken yet."""
         self._left: Callable[[], None] | None = None
         self._driver.post(Wake())
 
@@ -333,10 +338,27 @@ class SimSegment:
             self._note_down(self.disk.drop, object_ids)
 
     def _note_down(self, write: Callable[[Any], None], what: Any) -> None:
-        try:
-            write(what)
-        except OutOfSpace as error:
-            self._cluster.kernel.tell(f"{self.name}: index_not_written {error}")
+        """While the disk refuses, it is tried again, in order."""
+        self._owed.append((write, what))
+        if len(self._owed) == 1:
+            self._pay()
+
+    def has_noted_all(self) -> bool:
+        """What went before a task came is noted before what comes with it."""
+        self._pay(is_again=False)
+        return not self._owed
+
+    def _pay(self, is_again: bool = True) -> None:
+        while self._owed:
+            write, what = self._owed[0]
+            try:
+                write(what)
+            except OutOfSpace as error:
+                self._cluster.kernel.tell(f"{self.name}: index_not_written {error}")
+                if is_again:
+                    self.process.after(RETRY_S, self._pay)
+                return
+            self._owed.popleft()
 
     def __repr__(self) -> str:
         return f"<SimSegment {self.name} {self._membership!r} {self._errands!r}>"
@@ -366,6 +388,8 @@ class Carriage:
         ends_at = target.process.clock.instant(run.deadline)
         self._promise = cluster.checkers.task_promised(target, run.task, ends_at)
         try:
+            if not target.has_noted_all():
+                raise OutOfSpace("the index can't be written")
             if target.disk is not None:
                 target.disk.vacate(entry.offset, entry.size_bytes)
         except OutOfSpace as error:
@@ -393,7 +417,7 @@ class Carriage:
             at_s = kernel.random.uniform(0.0, took_s)
             if at_s < left_s and not (fails and kernel.chance(0.5)):
                 # Threads that carry bytes go on while the loop is held, and late when they were stopped.
-                copy = lambda number=number: process.when_running(lambda: self._copy(number))  # type: ignore[misc]  # noqa: E731
+                copy = lambda number=number: process.when_running(lambda: self._copy(number))  # noqa: E731
                 kernel.after(process.clock.true_s(at_s), copy)
         if took_s >= left_s:
             process.after(max(0.0, left_s), lambda: self._end(Refusal("expired", "it took too long")))

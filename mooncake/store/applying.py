@@ -69,11 +69,10 @@ class Applying:
         self._catalog.notes = []
 
     def settle(self, now: float) -> None:
-        settings = self._catalog.settings
         self._catalog.segments.settle(now)
-        lease_until = now + settings.lease_s
+        lease_until = now + self._catalog.lasting.lease_s
         for stored in self._catalog.objects.readable.values():
-            stored.lease_until = lease_until
+            stored.lease_until = max(stored.lease_until, lease_until)
 
     def _segment_mounted(self, record: SegmentMounted, now: float) -> None:
         fields = msgspec.structs.asdict(record)
@@ -132,7 +131,7 @@ class Applying:
         segment = self._catalog.segments.mounted.get(record.segment)
         extent = None if stored is None or segment is None else stored.on(segment)
         if stored is not None and extent is not None:
-            self._catalog.hold(extent, now + self._catalog.settings.rest_s)
+            self._catalog.hold(extent, now + self._catalog.lasting.rest_s)
             self._catalog.drop_extent(stored, extent, "gone", now)
             self._rests(extent)
 
@@ -146,7 +145,7 @@ class Applying:
         self._catalog.tenants.set_quota(record.tenant, record.size_bytes, readable)
 
     def _space_held(self, record: SpaceHeld, now: float) -> None:
-        until = now + self._catalog.settings.rest_s
+        until = now + self._catalog.lasting.rest_s
         for name, offset in record.places:
             extent = self._taken(name, offset, record.size_bytes)
             if extent is not None:
@@ -155,10 +154,11 @@ class Applying:
 
     def _line_began(self, record: LineBegan, _: float) -> None:
         self._catalog.segments.line = record.line
+        self._catalog.lasting.heard(record)
 
     def _unlink(self, stored: StoredObject, reason: str, now: float) -> None:
         extents = list(stored.extents)
-        stored.lease_until = now + self._catalog.settings.rest_s
+        stored.lease_until = now + self._catalog.lasting.rest_s
         self._catalog.unlink(stored, reason, now)
         for extent in extents:
             self._rests(extent)

@@ -23,6 +23,7 @@ import msgspec
 
 from mooncake.store.effects import Note, Reply
 from mooncake.store.eviction import Eviction
+from mooncake.store.lasting import Lasting
 from mooncake.store.messages import Mount
 from mooncake.store.objects import Extent, Objects, State, StoredObject, split_scoped
 from mooncake.store.records import (
@@ -114,7 +115,8 @@ class Catalog:
         self.eviction = Eviction(settings.eviction_policy)
         self.tenants = Tenants()
         self.counts = Counts()
-        self.clocks: list[Clock] = []
+        self.lasting = Lasting(settings, lambda record: self.records.append(record))
+        self.clocks: list[Clock] = [self.lasting]
         self.watchers: list[Watcher] = []
         self.on_complete: list[Callable[[StoredObject, Extent, float], None]] = []
         """Called when a further replica of a readable object has become complete."""
@@ -140,8 +142,10 @@ class Catalog:
         self._timers: list[tuple[float, int, StoredObject, Extent | None]] = []
         """(instant, tie-breaker, object, its extent): a deadline for writing, or the release of space."""
         self._order = itertools.count()
-        self._stories: deque[tuple[float, ObjectKey, str, tuple[object, ...]]] = deque(maxlen=STORY_LINES)
-        """(instant, key, format, its arguments): put together only when somebody asks."""
+        self._stories: deque[ObjectKey] = deque()
+        """Of each line its key, oldest first."""
+        self._told: dict[ObjectKey, list[tuple[float, str, tuple[object, ...]]]] = {}
+        """Its lines: (instant, format, its arguments), put together only when somebody asks."""
 
     # Space
 
@@ -466,12 +470,10 @@ class Catalog:
 
     def renew(self, stored: StoredObject, lease_until: float) -> None:
         """A reader keeps what it has, which may be a replica that is gone."""
-        stored.lease_until = lease_until
-        if stored.joint is not None:
-            stored.joint.lease_until = lease_until
+        stored.lease(lease_until)
         for extent in stored.resting:
             extent.release_at = max(extent.release_at, lease_until)
-        # A successor does not know that this space is in use: of an object whose record is withheld all of it.
+        # A successor does not know that this is in use; of an object whose record is withheld, all of it.
         unknown = stored.resting if stored.before is None else [*stored.resting, *stored.extents]
         if unknown:
             self.records.append(_held(unknown, stored.size_bytes))
@@ -642,10 +644,17 @@ class Catalog:
         self.notes.append(Note(event, {"segment": segment.name, "host": segment.host, **fields}))
 
     def tell(self, now: float, key: ObjectKey, what: str, *of: object) -> None:
-        self._stories.append((now, key, what, of))
+        self._stories.append(key)
+        self._told.setdefault(key, []).append((now, what, of))
+        if len(self._stories) > STORY_LINES:
+            oldest = self._stories.popleft()
+            lines = self._told[oldest]
+            del lines[0]
+            if not lines:
+                del self._told[oldest]
 
     def story(self, key: str) -> list[str]:
-        return [f"{at:.6f} {what.format(*of)}" for at, about, what, of in self._stories if about == key]
+        return [f"{at:.6f} {what.format(*of)}" for at, what, of in self._told.get(key, ())]
 
     def check(self) -> None:
         self.segments.check()

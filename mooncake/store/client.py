@@ -124,6 +124,7 @@ class _Faces:
             settings.tenant,
             settings.verify_local,
             socket.gethostname(),
+            settings.timeout_s / 2,
         )
         self._steering = Steering(self.operations)
         self._memory = LocalMemory(self.engine)

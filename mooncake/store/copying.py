@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from mooncake.store.catalog import Catalog, acknowledged, record_of_segment
-from mooncake.store.records import AllRemoved, LineBegan, ObjectGone, Record
+from mooncake.store.records import AllRemoved, ObjectGone, Record
 from mooncake.store.segments import Segment
 from mooncake.types import ObjectKey
 
@@ -35,7 +35,7 @@ class Copy:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         segments = catalog.segments
-        self._head: list[Record] = [LineBegan(segments.line)]
+        self._head: list[Record] = [catalog.lasting.record(segments.line)]
         self._head += [record_of_segment(one) for one in segments.mounted.values()]
         self._head += catalog.tenants.records()
         self._head += [AllRemoved(tenant, before) for tenant, before in catalog.cleared.items()]

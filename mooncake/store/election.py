@@ -9,9 +9,10 @@ keeps the record needs no notion of time::
     leader    renews──────renews──────renews ✝          |◀── lease_s·(1-MARGIN), then it acts no more
     standby        sees it      sees it      sees it────────── lease_s ──────────▶ replaces it, leads
 
-Who may replace it: its own leader, at once (a process with the same log is the same leader); a listed
-standby, after ``lease_s``; anybody when there is no record; and, because a cache that is gone for ever helps
-nobody, anybody after a further ``orphan_s``, but without believing what it has: nodes tell it what there is.
+Who may replace it: its own leader, at once (a process with the same log is the same leader, unless its
+machine went down and may have forgotten the log's end while a standby has it); a listed standby, after
+``lease_s``; anybody when there is no record; and, because a cache that is gone for ever helps nobody, anybody
+after a further ``orphan_s``, but without believing what it has: nodes tell it what there is.
 
 A compare-and-set that was not answered may still happen later. It then happens to the very record it was
 meant for, so it needs no special care, but for one thing: a leader counts the standbys that it may name.
@@ -101,6 +102,11 @@ class InSync:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """This master has a whole copy of what the leader knows, and has written it down."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Resign:
     """Lead no more, and name a listed standby as the leader. Resigned follows, after a while at most."""
 
@@ -151,7 +157,7 @@ class Resigned:
     successor: Standby | None
 
 
-Event = Seen | Swapped | Failed | LeaderLost | InSync | Resign
+Event = Seen | Swapped | Failed | LeaderLost | InSync | CaughtUp | Resign
 Effect = Look | Swap | Lead | StepDown | Heard | Resigned
 
 
@@ -163,6 +169,8 @@ class Election:
         has_log: it will be the same master when it comes back.
         has_state: it has read a log with something in it; where there is no record, such a one goes first.
         keeps_records: the service forgets nothing, so that no record means that there never was a leader.
+        is_whole: the log that was read has all that was written to it. False after the machine went down:
+            its end may be missing then, and a standby that is listed has what this master only had.
     """
 
     def __init__(
@@ -174,6 +182,7 @@ class Election:
         has_log: bool,
         has_state: bool,
         keeps_records: bool,
+        is_whole: bool = True,
     ) -> None:
         self.me = me
         self.record: Mandate | None = None
@@ -185,6 +194,7 @@ class Election:
         self._lease_s = lease_s
         self._orphan_s = orphan_s
         self._keeps_records = keeps_records
+        self._is_whole = is_whole
         self._content: bytes | None = None
         """The bytes of ``record``; None as well while the service has forgotten it."""
         self._seen_at = 0.0
@@ -237,6 +247,9 @@ class Election:
             self._must_look, self._next_at = not self._is_leading, now
         elif isinstance(event, InSync):
             self._wanted = list(event.standbys)
+            self._wait(now)
+        elif isinstance(event, CaughtUp):
+            self._is_whole = True
             self._wait(now)
         elif isinstance(event, Resign):
             self._resign(now)
@@ -295,9 +308,13 @@ class Election:
     def _is_complete(self) -> bool:
         """What this master has is everything that the last leader acknowledged."""
         record = self.record
-        if record is None or record.lists(self.me.id):
+        if record is None:
             return True
-        return record.leader == self.me.id and not record.begins_empty
+        if record.lists(self.me.id):
+            return self._is_whole
+        # Where nobody was listed, nobody has more than this log.
+        is_best = self._is_whole or not record.standbys
+        return record.leader == self.me.id and not record.begins_empty and is_best
 
     def _may_lead_at(self) -> float:
         """When this master may replace the record, if it stays as it is."""
@@ -309,12 +326,12 @@ class Election:
             is_first = self._has_state if record is None else self._is_complete
             return self._seen_at + wait_s + (0.0 if is_first else self._lease_s / 2)
         assert record is not None
-        if record.leader == self.me.id:
+        if record.leader == self.me.id and (self._is_complete or record.begins_empty):
             return self._seen_at
         if not record.leader:
             return self._seen_at + (0.0 if self._has_state else self._lease_s / 2)
         ends_at = self._seen_at + max(record.lease_s, self._lease_s)
-        if record.lists(self.me.id):
+        if self._is_complete:
             return ends_at
         return ends_at + self._orphan_s if self._orphan_s else math.inf
 
@@ -385,7 +402,7 @@ class Election:
             return []
         effects: list[Effect] = []
         if not self._is_leading:
-            self._is_leading = True
+            self._is_leading = self._is_whole = True
             self.term, self._wanted = self.record.term, self.record.standbys
             is_complete = not self.record.begins_empty
             self._tell(now, f"leads in term {self.term}{'' if is_complete else ', with nothing'}")

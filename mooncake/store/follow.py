@@ -146,8 +146,8 @@ class Followers:
         self.listed: dict[str, Standby] = {one.id: one for one in inherited}
         """Who should be in the mandate."""
         self.number = 1 if inherited else 0
-        """Of the last records. Where standbys are inherited the first one is for what this master had when the
-        term began: they need not have all of it, and nothing is said upon it before they have."""
+        """Of the last records. Where standbys are inherited the first one is for what this master had when
+        the term began: they need not have all of it, and nothing is said upon it before they have."""
         self.floor = 0
         """Everybody who counts has this."""
         self._reconsider()

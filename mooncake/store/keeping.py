@@ -15,7 +15,7 @@ from mooncake.log import get_logger
 from mooncake.store.catalog import Catalog
 from mooncake.store.copying import Copy
 from mooncake.store.oplog import Oplog, Rewriting
-from mooncake.store.records import Record
+from mooncake.store.records import Doubt, Record
 
 log = get_logger(__name__)
 
@@ -38,6 +38,11 @@ class Keeping:
     def id(self) -> str:
         """Of the log, once it has been read; "" when there is none."""
         return self._log.id if self._log is not None else ""
+
+    @property
+    def is_whole(self) -> bool:
+        """What was read is all that was written: the machine has not gone down with the end of it."""
+        return self._log is None or self._log.doubt <= Doubt.END
 
     def read(self) -> list[Record]:
         """What was kept; raises InvalidArgument as ``Oplog.read``."""

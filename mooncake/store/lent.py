@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from random import Random
@@ -50,6 +51,8 @@ CHECKED = Counter(
 
 TOGETHER_BYTES = 16 << 20
 """What is carried together, about."""
+RETRY_S = 1.0
+"""Until a change of the index that the disk refused is tried again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +111,9 @@ class Lent:
         self._target = Target(offer.region, offer.tier, offer.disk, flush)
         self._held: dict[int, m.Entry] = {}
         """The journal of memory."""
+        self._owed: deque[Callable[[], None]] = deque()
+        """Changes that the index of the SSD has not taken yet."""
+        self._retry: asyncio.TimerHandle | None = None
         self._left = asyncio.Event()
         self._link: AsyncLeader | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -154,6 +160,9 @@ class Lent:
             await self._hanging_up  # or the master would think that we are still there
         self._driver.close()
         self._errand_driver.close()
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -275,8 +284,13 @@ class Lent:
     async def _run(self, runs: list[e.Run]) -> None:
         refusals: list[Refusal | None] = [Refusal("cancelled", "the node stopped")] * len(runs)
         deadline = min(run.deadline for run in runs)
+        self._pay()  # what went before the task came must be noted before what comes with it
         try:
-            refusals = await self._porter.carry([run.task for run in runs], self._target, deadline)
+            if self._owed:
+                full = Refusal("no_space", f"the index of {self.offer.name} can't be written")
+                refusals = [full] * len(runs)
+            else:
+                refusals = await self._porter.carry([run.task for run in runs], self._target, deadline)
         finally:
             ends = [
                 e.Ended(r.task.task_id, r.life, refusal) for r, refusal in zip(runs, refusals, strict=True)
@@ -357,10 +371,24 @@ class Lent:
             self._note_down(partial(disk.log.drop, object_ids))
 
     def _note_down(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except MooncakeError as error:
-            log.error("index_not_written", segment=self.offer.name, reason=str(error))
+        """The master takes it for noted: while the disk refuses, it is tried again, in order."""
+        self._owed.append(write)
+        if self._retry is None:
+            self._pay()
+
+    def _pay(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        while self._owed:
+            try:
+                self._owed[0]()
+            except MooncakeError as error:
+                fields = {"num_changes": len(self._owed), "retry_in_s": RETRY_S}
+                log.error("index_not_written", segment=self.offer.name, reason=str(error), **fields)
+                self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._pay)
+                break
+            self._owed.popleft()
         self._compact_if_due()
 
     def _compact_if_due(self) -> None:

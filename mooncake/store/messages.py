@@ -108,6 +108,8 @@ class PutStart(msgspec.Struct, frozen=True, array_like=True, tag="put_start"):
     num_pieces: int = 0
     """So many pieces in advance, too, for ``PutWritten``."""
     piece_bytes: int = 0
+    wait_s: float = 0.0
+    """Where there is no room: wait so long for space that objects on their way to SSD are about to free."""
 
 
 class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"):
@@ -204,11 +206,18 @@ class Exists(msgspec.Struct, frozen=True, array_like=True, tag="exists"):
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """Extend leases on exactly these objects."""
+    """Extend leases on exactly these objects.
+
+    Of an object whose bytes a reader looks at where they lie, exactly that replica must still be kept for it:
+    another one of the object is no help. The master may have dropped it, and a master that has come since
+    does not know for whom its space rests.
+    """
 
     keys: list[str]
     object_ids: list[int]
     tenant: str = ""
+    replicas: list[Replica] = []
+    """Empty, or which one is looked at, per key."""
 
 
 class Flags(msgspec.Struct, frozen=True, array_like=True, tag="flags"):
@@ -229,7 +238,8 @@ class Remove(msgspec.Struct, frozen=True, array_like=True, tag="remove"):
 class RemoveMatching(msgspec.Struct, frozen=True, array_like=True, tag="remove_matching"):
     """Remove every object of the tenant whose key the regular expression is found in; "" is all of them.
 
-    Answered by Removed. Leased ones are left unless ``force``.
+    Answered by Removed. Leased ones are left unless ``force``, and what is put after the question always. The
+    expressions are RE2's (``patterns.py``).
     """
 
     pattern: str
@@ -266,8 +276,8 @@ class DropReplicas(msgspec.Struct, frozen=True, array_like=True, tag="drop_repli
 class Corrupt(msgspec.Struct, frozen=True, array_like=True, tag="corrupt"):
     """A reader found bytes twice that don't match the checksums: have the nodes of these replicas look.
 
-    Only what its own node confirms is dropped. Answered by Outcomes: True: the node is asked; False: there is no
-    such replica, or its node has just found it right; a Refusal (``limit``): too many reports.
+    Only what its own node confirms is dropped. Answered by Outcomes: True: the node is asked; False: there is
+    no such replica, or its node has just found it right; a Refusal (``limit``): too many reports.
     """
 
     keys: list[str]
@@ -329,6 +339,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     is_hard_pinned: bool = False
     group: str = ""
     parent: str = ""
+    is_durable: bool = False
+    """Its writer was promised that it is on SSD."""
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):

@@ -146,8 +146,11 @@ class Operations:
         tenant: str = "",
         verify_local: bool = True,
         reporter: str = "",
+        patience_s: float = 0.0,
     ) -> None:
-        """``reporter``: how people call this machine, told with reports of wrong bytes."""
+        """``reporter``: how people call this machine, told with reports of wrong bytes. ``patience_s``: how
+        long a durable put may wait for space, less than an operation has."""
+        self._patience_s = patience_s
         self._host = host
         self._reporter = reporter or host
         self._verify_local = verify_local
@@ -292,6 +295,7 @@ class Operations:
             tenant=self.tenant,
             num_pieces=wanted,
             piece_bytes=piece_bytes(size_bytes) if wanted else 0,
+            wait_s=self._patience_s if policy.is_durable else 0.0,
         )
         answer, first_asked_at = yield from self._ask(message, deadline)
         if wanted:
@@ -430,6 +434,7 @@ class Operations:
                 list(parents[part]),
                 replace,
                 self.tenant,
+                wait_s=self._patience_s if policy.is_durable else 0.0,
             )
             answer, first_asked_at = yield from self._ask(message, deadline)
             # Asked twice, the promise may stem from the first time.
@@ -606,9 +611,10 @@ class Operations:
         return are_good
 
     def renew(self, grants: Sequence[ReadGrant], deadline: float) -> Operation[list[bool]]:
-        """Extend leases; False: that object is gone, stop reading when the old lease ends."""
+        """Extend leases; False: that replica is gone, stop reading when the old lease ends."""
         ids = [grant.object_id for grant in grants]
-        message = m.Renew([grant.key for grant in grants], ids, self.tenant)
+        replicas = [grant.replica for grant in grants]
+        message = m.Renew([grant.key for grant in grants], ids, self.tenant, replicas)
         answer, _ = yield from self._ask(message, deadline)
         for grant, flag in zip(grants, answer.reply.flags, strict=True):
             if flag:

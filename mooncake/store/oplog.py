@@ -275,8 +275,15 @@ class Oplog:
             return Doubt.ANY
         if is_closed:
             return Doubt.NONE
-        boots = [mark.boot for mark in marks if isinstance(mark, Opened)]
-        is_same = self._framing is PLAIN or (boots and boots[-1] == self._boot != "")
+        boots: list[str] = []
+        """In which it was opened since nothing was in doubt: one that was opened again before it was whole
+        lacks what it lacked then."""
+        for mark in marks:
+            if isinstance(mark, Opened):
+                boots.append(mark.boot)
+            else:
+                boots = [] if isinstance(mark, Closed) else boots[-1:]
+        is_same = self._framing is PLAIN or (boots and set(boots) == {self._boot} and self._boot != "")
         return Doubt.END if is_same and not is_torn else Doubt.PROMISES
 
     def _wrong(self, allowed: str) -> InvalidArgument:

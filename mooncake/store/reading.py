@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
 from mooncake.store.effects import Received
-from mooncake.store.objects import StoredObject, scoped_all
+from mooncake.store.objects import StoredObject, replica_of, scoped_all
 from mooncake.types import Tier
 
 
@@ -33,7 +34,8 @@ class Reading:
                 found.append(self._found(stored, lease_until, now))
                 num_hits += found[-1] is not None
             elif stored.extents[0].segment.is_alive:
-                stored.lease_until = lease_until
+                if stored.lease_until < lease_until:  # a predecessor may have promised more
+                    stored.lease_until = lease_until
                 stored.num_uses += 1
                 num_hits += 1
                 found.append(stored.stored)
@@ -50,10 +52,8 @@ class Reading:
         alive = [extent.segment.is_alive for extent in extents]
         if True not in alive:
             return None
-        stored.lease_until = lease_until
+        stored.lease(lease_until)
         stored.num_uses += 1
-        if stored.joint is not None:
-            stored.joint.lease_until = lease_until
         found = stored.stored
         if not all(alive):
             replicas = [r for r, is_alive in zip(found.replicas, alive, strict=True) if is_alive]
@@ -72,19 +72,27 @@ class Reading:
         for index, key in enumerate(scoped_all(message.tenant, message.keys)):
             stored = readable.get(key)
             if stored is not None and (stored.extents[0].segment.is_alive or stored.is_visible):
-                stored.lease_until = lease_until
-                if stored.joint is not None:
-                    stored.joint.lease_until = lease_until
+                stored.lease(lease_until)
                 flags[index] = 1
         return m.Flags(self._catalog.settings.lease_s, bytes(flags))
 
-    def renew(self, message: m.Renew, _: Received, now: float) -> m.Flags:
+    def renew(self, message: m.Renew, _: Received, now: float) -> m.Flags | Failure:
+        if len(message.replicas) not in (0, len(message.keys)):
+            return Failure("invalid_argument", "renew: replicas, but not one for each key")
         lease_until = now + self._catalog.settings.lease_s
         keys = scoped_all(message.tenant, message.keys)
         flags = bytearray(len(keys))
         for index, (key, object_id) in enumerate(zip(keys, message.object_ids, strict=False)):
             stored = self._catalog.objects.readable.get(key)
-            if stored is not None and stored.object_id == object_id and stored.is_visible:
+            if stored is None or stored.object_id != object_id or not stored.is_visible:
+                continue
+            if not message.replicas or _keeps(stored, message.replicas[index]):
                 self._catalog.renew(stored, lease_until)
                 flags[index] = 1
         return m.Flags(self._catalog.settings.lease_s, bytes(flags))
+
+
+def _keeps(stored: StoredObject, replica: m.Replica) -> bool:
+    """Whether that one is the object's still, or rests for the sake of its readers."""
+    held = (*stored.complete(), *stored.resting)
+    return any(extent.segment.is_mounted and replica_of(extent) == replica for extent in held)

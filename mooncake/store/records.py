@@ -98,9 +98,14 @@ class SpaceHeld(msgspec.Struct, frozen=True, array_like=True, tag="space_held"):
 
 
 class LineBegan(msgspec.Struct, frozen=True, array_like=True, tag="line_began"):
-    """The first record: which line of masters these are. All of them know each other's promises."""
+    """The first record, and one whenever the rest changes: which line of masters these are. All of them know
+    each other's promises."""
 
     line: int
+    lease_s: float = 0.0
+    """How long the longest lease lasts that any of them gave; 0 was written by a version that did not say."""
+    rest_s: float = 0.0
+    """The same of any promise."""
 
 
 class AllRemoved(msgspec.Struct, frozen=True, array_like=True, tag="all_removed"):

@@ -22,6 +22,11 @@ from mooncake.store.master import Master
 from mooncake.store.records import Record
 from mooncake.store.settings import MasterSettings
 
+FIRST_ID_OF_TERMS = 1 << 62
+"""Larger than ids that come from a wall clock (milliseconds, shifted by 20 bits) in this century."""
+TERM_BITS = 36
+"""Of object ids: so many in a term. A wall clock may have been set back, a term is larger than all before."""
+
 
 class Log(Protocol):
     """Where records are written down. Raises Unavailable when the master must not go on."""
@@ -72,7 +77,7 @@ class MasterRole:
     # Leading
 
     def lead(self, is_complete: bool, election: Election | None, first_session: int, now: float) -> None:
-        """Answer from now on, with what this master has, or with nothing.
+        """Answer from now on, with what this master has, or with nothing. Have it handle an event next.
 
         Args:
             first_session: different for each term of each master.
@@ -84,8 +89,12 @@ class MasterRole:
             self._kept(lambda: self._log.copied(self.master.snapshot(), is_complete=True))
         elif self._needs_settling:
             self.master.settle(now)
-        self.master.objects.ids_from(self._first_id())
+        first_id = self._first_id()
+        if election is not None:
+            first_id = max(first_id, FIRST_ID_OF_TERMS + (election.term << TERM_BITS))
+        self.master.objects.ids_from(first_id)
         self._needs_settling = False
+        self.master.begin_term(now)
         self.election = election
         if election is not None:
             inherited = list(election.record.standbys) if election.record is not None else []

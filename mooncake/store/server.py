@@ -28,7 +28,7 @@ from mooncake.metrics import registry
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.rpc.client import split_address
 from mooncake.rpc.wire import Failure
-from mooncake.security import Access, HttpDoor, Identity, Role, check_address, ours
+from mooncake.security import TRUSTED, Access, HttpDoor, Identity, Role, check_address, ours
 from mooncake.store import follow, tenantfile
 from mooncake.store import messages as m
 from mooncake.store.admin.desk import Leadership, Publisher
@@ -56,7 +56,7 @@ class MasterServer:
             other: Unix socket of the server for clients that open with another protocol.
             identity: who this master is to others, instead of who this process is.
         """
-        self._identity = identity or ours()
+        self.identity = identity or ours()
         self.settings = settings
         self.publisher: Publisher | None = None
         self._keeping = Keeping(settings.oplog)
@@ -68,7 +68,7 @@ class MasterServer:
             {**handlers, Follow: self._follow, WhoLeads: self._who_leads},
             self._connection_lost,
             access=Access({**m.ACCESS, **follow.ACCESS}, m.SPECIAL),
-            identity=self._identity,
+            identity=self.identity,
             other=other,
             name="master",
         )
@@ -80,6 +80,8 @@ class MasterServer:
         self._all_said.set()
         self._gone: list[Connection] = []
         """Lost while this master did not lead; it will be told when it does."""
+        self.web_address = ""
+        """Of its HTTP side, once that serves."""
         self.at_first: list[msgspec.Struct] = []
         """What this master is told by its own settings once it leads."""
         self._metrics = MasterMetrics(self)
@@ -145,8 +147,9 @@ class MasterServer:
                 has_log=bool(settings.oplog),
                 has_state=bool(records),
                 keeps_records=ballot.keeps_records,
+                is_whole=self._keeping.is_whole,
             )
-            self._succession = Succession(election, ballot, self, self._identity)
+            self._succession = Succession(election, ballot, self, self.identity)
             self._succession.on_change = self._look_around
             self._succession.start()
         return port
@@ -260,6 +263,10 @@ class MasterServer:
                 self._arm()
 
     def _fail(self, error: MooncakeError) -> None:
+        """Nobody is answered any more, and no standby may copy what was not written down."""
+        _send([not_leader(held) for held in self._role.step_down()])
+        self._all_said.set()
+        self._arm()
         if not self.failed.done():
             self.failed.set_exception(error)
 
@@ -424,7 +431,7 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
         finally:
             gc.enable()
         gc.freeze()
-        metrics_address = await stack.enter_async_context(_web(server, sock))
+        server.web_address = metrics_address = await stack.enter_async_context(_web(server, sock))
         log.info("ready", role="master", address=f"{settings.host}:{port}", metrics=metrics_address)
         log.info(f"Master service started on port {port}")  # the words that existing launchers wait for
         if settings.report_s:
@@ -448,9 +455,9 @@ async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
     await asyncio.to_thread(importlib.import_module, "mooncake.store.admin.app")
     from mooncake.store.admin.app import OPEN_PATHS, make_app
 
-    # Without a signature or a certificate only what probes and scrapers need is told.
-    app = HttpDoor(make_app(server), open_paths=OPEN_PATHS)
-    web = WebServer(app, sock, tls=ours().server_tls)
+    key, identity = server.settings.admin_api_key, server.identity
+    door = HttpDoor(make_app(server), identity, TRUSTED, open_paths=OPEN_PATHS, api_key=key)
+    web = WebServer(door, sock, tls=identity.server_tls)
     try:
         await web.start()
         yield f"{server.settings.metrics_host or server.settings.host}:{web.port}"

@@ -19,6 +19,7 @@ from mooncake.machine import Wake
 from mooncake.rpc import AsyncClient
 from mooncake.security import Identity, ours
 from mooncake.store.election import (
+    CaughtUp,
     Effect,
     Election,
     Event,
@@ -188,4 +189,6 @@ class Succession:
                 self._office.begin_to_follow()
             self._office.take(answer)
             following.entered(answer)
+            if following.is_in_sync and not self.is_in_sync:
+                self._post(CaughtUp())
             self.is_in_sync = following.is_in_sync

@@ -542,6 +542,7 @@ def entry_of(stored: StoredObject, offset: int) -> m.Entry:
         stored.is_hard_pinned,
         stored.group,
         stored.parent,
+        stored.policy.is_durable,
     )
 
 

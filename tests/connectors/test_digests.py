@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_a_link_in_the_cache_is_not_followed(path: Path, tmp_path: Path, reads: 
     first = file_digest(path, cache)
     elsewhere = kept(cache).rename(tmp_path / "elsewhere")
     (cache / "digests" / elsewhere.name).unlink(missing_ok=True)
-    name = module.hashlib.sha256(repr((module.FORM, module._state(path, path.stat()))).encode()).hexdigest()
+    name = hashlib.sha256(repr((module.FORM, module._state(path, path.stat()))).encode()).hexdigest()
     (cache / "digests" / name).symlink_to(elsewhere)
     assert file_digest(path, cache) == first and len(reads) == 2
 
@@ -133,7 +134,7 @@ def test_a_folder_of_another_user_is_not_used(
 ) -> None:
     folder, me = tmp_path / "cache" / "digests", os.geteuid()
     folder.mkdir(parents=True)
-    monkeypatch.setattr(module.os, "geteuid", lambda: me + 1)
+    monkeypatch.setattr("mooncake.connectors.digests.os.geteuid", lambda: me + 1)
     assert file_digest(path, tmp_path / "cache") == file_digest(path, tmp_path / "cache")
     assert len(reads) == 2 and not list(folder.iterdir())
 

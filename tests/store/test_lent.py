@@ -427,3 +427,36 @@ async def test_what_a_node_is_told_must_fit(master: ScriptedMaster, tmp_path: Pa
     with pytest.raises(InvalidArgument, match="a directory"):
         await node.start()
     await node.close()
+
+
+async def test_a_change_that_the_disk_refuses_is_tried_again_and_comes_before_the_next_task(
+    master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master takes it for noted."""
+    monkeypatch.setattr("mooncake.store.lent.RETRY_S", 0.01)
+    data = content(1000)
+    async with node_of(await master.start(), tmp_path) as node:
+        mount = await master.until_polled("n")
+        await master.until_polled("n/ssd")
+        memory_of(node).view()[: len(data)] = data
+        disk = node.lent["n/ssd"].offer.disk
+        assert disk is not None
+        source, entry = place(mount, 0), entry_of(data, 0, 1)
+        assert (await master.run("n/ssd", entry, source)).refusal is None
+        drop, is_full, is_noted = disk.log.drop, True, asyncio.Event()
+
+        def refuse(object_ids: list[int]) -> None:
+            if is_full:
+                raise OutOfSpace("the disk is full")
+            drop(object_ids)
+            is_noted.set()
+
+        monkeypatch.setattr(disk.log, "drop", refuse)
+        await master.change("n/ssd", [1])
+        done = await master.run("n/ssd", entry_of(data, 8192, 2), source)
+        assert done.refusal is not None and done.refusal.code == "no_space"
+        assert list(disk.index.entries) == [1]
+        is_full = False
+        async with asyncio.timeout(20):
+            await is_noted.wait()
+        assert not disk.index.entries
