@@ -50,7 +50,16 @@ def _array(value: bytes) -> Any:
     items: list[Any] = []
     start, end = 1, len(value) - 1
     while end - start > PIECE_BYTES:
-        piece, cut = _next_piece(value, start, end)
+        cut = start + PIECE_BYTES
+        piece: list[Any] | None = None
+        for _ in range(_TRIES):
+            cut = value.find(b",", cut, end)
+            if cut < 0:
+                break
+            piece = _piece(value[start:cut])
+            if piece is not None:
+                break
+            cut += 1
         if piece is None:
             return _decode(value)
         items += piece
@@ -58,20 +67,6 @@ def _array(value: bytes) -> Any:
         time.sleep(0)  # let others run
     items += _decode(b"[" + value[start:end] + b"]")
     return items
-
-
-def _next_piece(value: bytes, start: int, end: int) -> tuple[list[Any] | None, int]:
-    """The items from ``start`` up to a comma, and where it is; None where none of a few commas ends one."""
-    cut = start + PIECE_BYTES
-    for _ in range(_TRIES):
-        cut = value.find(b",", cut, end)
-        if cut < 0:
-            break
-        piece = _piece(value[start:cut])
-        if piece is not None:
-            return piece, cut
-        cut += 1
-    return None, end
 
 
 def _piece(text: bytes) -> list[Any] | None:

@@ -90,7 +90,7 @@ class DaemonSettings:
     "Port of the master's `/metrics` and admin calls; 0 takes a free one."
 
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
-    "What admin calls that change something must send as X-API-Key; empty lets everybody."
+    "What admin calls that change something must send as X-API-Key; empty refuses them all."
 
     def __post_init__(self) -> None:
         if bool(self.nvme_path) != bool(self.capacity_nvme):

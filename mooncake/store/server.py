@@ -521,10 +521,10 @@ def _listen(settings: MasterSettings) -> socket.socket:
 async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
     """Its HTTP side; yields the address. Loaded when clients are served already: that takes half a second."""
     await asyncio.to_thread(importlib.import_module, "mooncake.store.admin.app")
-    from mooncake.store.admin.app import make_app
+    from mooncake.store.admin.app import OPEN_PATHS, make_app
 
     key, identity = server.settings.admin_api_key, server.identity
-    door = HttpDoor(make_app(server), identity, TRUSTED, open_paths=("/health",), api_key=key)
+    door = HttpDoor(make_app(server), identity, TRUSTED, open_paths=OPEN_PATHS, api_key=key)
     web = WebServer(door, sock, tls=identity.server_tls)
     try:
         await web.start()

@@ -33,7 +33,7 @@ class MasterSettings:
     "Address that these are served on; empty takes `host`."
 
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
-    "What admin calls that change something must send as X-API-Key; empty lets everybody."
+    "What admin calls that change something must send as X-API-Key; empty refuses them all."
 
     oplog: str = ""
     "File that keeps the metadata over a restart of the master; empty keeps it in memory only."

@@ -16,6 +16,9 @@ from mooncake.store.admin import changing, exported, looking
 from mooncake.store.admin.answers import Refused, check_key, json
 from mooncake.store.admin.desk import Desk
 
+OPEN_PATHS = ("/health", "/ready", "/version")
+"""What is answered to everybody, also where the cluster has a credential."""
+
 
 def make_app(desk: Desk) -> FastAPI:
     """The HTTP side of ``desk`` as an ASGI application."""
