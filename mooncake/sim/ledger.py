@@ -200,6 +200,13 @@ class Ledger:
             known.nodes.pop(node, None)
             known.is_present &= known.is_durable or bool(known.nodes)
 
+    def moved(self, key: str, node: str, others: Iterable[str]) -> None:
+        """Out of a node's memory into that of others, because somebody asked for it."""
+        known = self.of(key)
+        if node in known.nodes:
+            known.nodes = dict.fromkeys(others)
+            known.is_present &= known.is_durable or bool(known.nodes)
+
     def master_crashed(self) -> None:
         """Without a log, what the nodes say counts; and they hear of changes a moment later."""
         if not self._cluster.checkers.has_oplog:

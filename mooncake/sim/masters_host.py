@@ -152,8 +152,14 @@ class MasterHost:
             self._post(ConnectionLost(end))
 
     def _left(self, stored: Any, extent: Any, _: float) -> None:
-        if self.role.is_leading and self.master.catalog.is_evicting and extent.segment.tier is Tier.MEMORY:
-            self.world.checkers.ledger.evicted(stored.key, extent.segment.node)
+        if not self.role.is_leading or extent.segment.tier is not Tier.MEMORY:
+            return
+        ledger = self.world.checkers.ledger
+        if self.master.catalog.is_evicting:
+            ledger.evicted(stored.key, extent.segment.node)
+        elif self.master.catalog.why_left == "moved away":
+            alive = (one.segment for one in stored.complete(Tier.MEMORY) if one.segment.is_alive)
+            ledger.moved(stored.key, extent.segment.node, [segment.node for segment in alive])
 
     def _stepped(self) -> None:
         if self.world.master is self:  # else another leads, and this one has not noticed yet

@@ -469,9 +469,11 @@ class Catalog:
         for extent in stored.resting:
             extent.release_at = max(extent.release_at, lease_until)
         # A successor does not know that this space is in use: of an object whose record is withheld all of it.
-        unknown = stored.resting if stored.before is None else [*stored.resting, *stored.extents]
-        if unknown:
-            self.records.append(_held(unknown, stored.size_bytes))
+        if stored.before is not None:
+            self.records.append(_held([*stored.resting, *stored.extents], stored.size_bytes))
+        elif stored.resting:
+            places = [(extent.segment.name, extent.offset) for extent in stored.resting]
+            self.records.append(SpaceHeld(places, stored.size_bytes, stored.key, stored.object_id))
 
     def _left(self, stored: StoredObject, extents: list[Extent], reason: str, now: float) -> None:
         self.why_left = reason
@@ -507,15 +509,18 @@ class Catalog:
         self._wake(extent.release_at, stored, extent)
         return 0
 
-    def rest(self, extents: list[Extent], size_bytes: int, until: float) -> None:
-        """Space, each of ``size_bytes``, that was promised without being an object's."""
-        ghost = StoredObject("", 0, 0, size_bytes, size_bytes, [], 0.0)
-        ghost.state = State.UNLINKED
-        ghost.resting = extents
+    def rest(
+        self, extents: list[Extent], size_bytes: int, until: float, of: StoredObject | None = None
+    ) -> None:
+        """Space, each of ``size_bytes``, that was promised without being an object's, or was that of ``of``."""
+        if of is None:
+            of = StoredObject("", 0, 0, size_bytes, size_bytes, [], 0.0)
+            of.state = State.UNLINKED
+        of.resting += extents
         for extent in extents:
             extent.is_resting, extent.is_complete, extent.release_at = True, False, until
-            extent.segment.holders[extent.offset] = ghost
-            self._wake(until, ghost, extent)
+            extent.segment.holders[extent.offset] = of
+            self._wake(until, of, extent)
 
     def give_in_advance(self, extents: list[Extent], size_bytes: int, until: float) -> None:
         """Allocated space that a writer may write until then, for objects yet to be named."""
@@ -540,7 +545,15 @@ class Catalog:
             return None
         extent = stored.on(segment)
         is_told = extent is not None and extent.offset == offset and extent.is_complete
-        return None if is_told and stored.before is None else _held_at(segment, offset, stored.size_bytes)
+        if stored.before is not None:
+            return _held_at(segment, offset, stored.size_bytes)
+        if is_told:
+            return None
+        is_of = stored.is_readable and any(
+            e.segment is segment and e.offset == offset for e in stored.resting
+        )
+        whose = (stored.key, stored.object_id) if is_of else ("", 0)
+        return SpaceHeld([(segment.name, offset)], stored.size_bytes, *whose)
 
     def release(self, segment: Segment, offset: int) -> None:
         """Space that rests is free at once: another master has given it out again."""
