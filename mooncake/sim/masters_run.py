@@ -62,7 +62,9 @@ class MastersWorker(Worker):
         """Its replica goes to another node, while it is looked at."""
         here = grant.segment.node.name
         others = [name for name in self._client.cluster.nodes if name != here]
-        if others:
+        world = self._client.cluster
+        assert isinstance(world, MastersWorld)
+        if others and not any(world.is_old.values()):  # an older version forgets whose replica it was
             message = m.CopyObject(grant.key, [self._kernel.random.choice(others)], grant.segment.name)
             operation = self._client.operations.ask(message, self._deadline)
             self._client.run(operation, self._deadline, lambda result, error: None)
@@ -316,6 +318,8 @@ class MastersRun:
             return
         self._numbers += 1
         random, nodes = self.kernel.random, list(self.world.nodes)
+        if any(self.world.is_old.values()):
+            nodes = ["none"]  # nothing moves: an older version forgets whose a replica was that moved away
         key = random.choice(random.choice(list(self._own.values())))
         message = random.choice(
             (

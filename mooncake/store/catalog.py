@@ -468,7 +468,7 @@ class Catalog:
         stored.lease(lease_until)
         for extent in stored.resting:
             extent.release_at = max(extent.release_at, lease_until)
-        # A successor does not know that this space is in use: of an object whose record is withheld all of it.
+        # A successor does not know that this space is in use: all of it, if the object's record is withheld.
         if stored.before is not None:
             self.records.append(_held([*stored.resting, *stored.extents], stored.size_bytes))
         elif stored.resting:
@@ -512,7 +512,7 @@ class Catalog:
     def rest(
         self, extents: list[Extent], size_bytes: int, until: float, of: StoredObject | None = None
     ) -> None:
-        """Space, each of ``size_bytes``, that was promised without being an object's, or was that of ``of``."""
+        """Space, each of ``size_bytes``, that was promised and is no replica, or was one of ``of``."""
         if of is None:
             of = StoredObject("", 0, 0, size_bytes, size_bytes, [], 0.0)
             of.state = State.UNLINKED
@@ -549,10 +549,8 @@ class Catalog:
             return _held_at(segment, offset, stored.size_bytes)
         if is_told:
             return None
-        is_of = stored.is_readable and any(
-            e.segment is segment and e.offset == offset for e in stored.resting
-        )
-        whose = (stored.key, stored.object_id) if is_of else ("", 0)
+        rests = any(one.segment is segment and one.offset == offset for one in stored.resting)
+        whose = (stored.key, stored.object_id) if rests and stored.is_readable else ("", 0)
         return SpaceHeld([(segment.name, offset)], stored.size_bytes, *whose)
 
     def release(self, segment: Segment, offset: int) -> None:
