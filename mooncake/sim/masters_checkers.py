@@ -112,8 +112,8 @@ class Replication:
         self._possible: list[State] = [{}]
         """With any of these the next leader is complete."""
         self._rested: dict[tuple[str, int], float] = {}
-        """Space that rested as the term began -> until when. How long promises of predecessors last is a guess,
-        and that of a follower may be better."""
+        """Space that rested as the term began -> until when. How long promises of predecessors last is a
+        guess, and that of a follower may be better."""
         self._last_id = 0
         self.has_begun = False
 
