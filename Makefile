@@ -2,6 +2,7 @@
 #
 #   make serve    install, build, start a cluster on this host and print how to ask it something
 #   make test     install with the tools, run all tests       make test ARGS="tests/store -k lease"
+#   make quick    lint and the tests of the cores, in less than a minute
 #   make check    lint, format, types                         make bench   the benchmarks
 #   make clean    remove .venv and everything that was built
 #
@@ -14,7 +15,7 @@ export PYTHON VENV
 
 BUILT_FROM := pyproject.toml CMakeLists.txt scripts/install $(wildcard native/*.cpp native/*.h)
 
-.PHONY: serve test check bench clean
+.PHONY: serve test quick check bench clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed-serve
@@ -22,6 +23,9 @@ serve: $(VENV)/.installed-serve
 
 test: $(VENV)/.installed-dev
 	@scripts/test $(ARGS)
+
+quick: $(VENV)/.installed-dev
+	@scripts/quick $(ARGS)
 
 check: $(VENV)/.installed-dev
 	@scripts/check

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,8 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import Cluster, running_cluster, wait_for
+from bench.paper_table import traces_folder
+from bench.report import Cell, measured, not_run, options
 from mooncake.inference.gguf import resolve_model
+from tests.cluster import Cluster, running_cluster, wait_for
 
 TRACE_BLOCK = 512
 """Tokens that one of the trace's hash ids stands for."""
@@ -127,7 +130,7 @@ def counted(cluster: Cluster, name: str) -> float:
     return total
 
 
-def run(policy: str, asked: argparse.Namespace, rows: Path, folder: Path) -> list[str]:
+def run(policy: str, asked: argparse.Namespace, rows: Path, folder: Path) -> list[Cell]:
     """The row of one policy."""
     memory = ("--pool-size", "1GiB", "--kv-cache-size", asked.kv_cache_size)
     with running_cluster("--prefill", "2", "--decode", "2", *memory) as cluster:
@@ -139,52 +142,52 @@ def run(policy: str, asked: argparse.Namespace, rows: Path, folder: Path) -> lis
     (folder / "exported.json").write_text(json.dumps(exported, indent=1))
     ttft = exported["time_to_first_token"]
     failed = (exported.get("error_request_count") or {}).get("avg", 0)
-    cached = next(
-        (f"{value['avg']:.0f}" for name, value in exported.items() if "cache" in name and value), "-"
-    )
-    return [
-        policy,
-        f"{exported['request_count']['avg']:.0f}",
-        f"{failed:.0f}",
-        cached,
-        f"{(local + pool) / queries:.1%}",
-        f"{local / queries:.1%}",
-        f"{pool / queries:.1%}",
-        *(f"{ttft[name]:.0f}" for name in ("avg", "p50", "p90")),
-    ]
+    cached = next((value["avg"] for name, value in exported.items() if "cache" in name and value), None)
+    shares = ((local + pool) / queries, local / queries, pool / queries)
+    times = (ttft[name] for name in ("avg", "p50", "p90"))
+    answered = exported["request_count"]["avg"]
+    return [policy, answered, failed, cached, *(100 * share for share in shares), *times]
 
 
-HEADER = ["policy", "answered", "failed", "cached/request", "hit rate", "own memory", "from the pool"]
-HEADER += ["TTFT mean ms", "p50", "p90"]
+COLUMNS: list[str | tuple[str, int]] = [
+    *("policy", "answered", "failed", "cached/request", ("hit rate %", 1), ("own memory %", 1)),
+    *(("from the pool %", 1), "TTFT mean ms", "p50", "p90"),
+]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--aiperf", default="aiperf", help="the program")
-    parser.add_argument("--rows", type=int, default=200)
+    parser = options(__doc__, "bench.aiperf")
+    parser.add_argument("trace", type=Path, nargs="?", help="data/traces/conversation_trace.jsonl, if found")
+    parser.add_argument("--aiperf", default="", help="the program; that of scripts/try-aiperf unless told")
+    parser.add_argument("--rows", type=int, help="200 unless told")
     parser.add_argument("--divisor", type=int, default=32, help="of lengths")
     parser.add_argument("--stretch", type=float, default=3.0, help="of the time between requests")
     parser.add_argument("--max-output", type=int, default=8)
     parser.add_argument("--kv-cache-size", default="256MiB")
     parser.add_argument("--keep", type=Path, help="folder in which aiperf's results and the logs stay")
-    parser.add_argument("--policies", nargs="+", default=["round_robin", "cache_aware"])
+    parser.add_argument("--policies", nargs="+")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="mooncake-aiperf-") as temporary:
-        name = asked.keep or Path(temporary)
-        name.mkdir(parents=True, exist_ok=True)
-        rows = name / "trace.jsonl"
-        scaled = scaled_rows(asked.trace, asked.rows, asked.divisor, asked.stretch, asked.max_output)
+    own = Path(os.environ.get("MOONCAKE_AIPERF_ENV") or Path.home() / ".cache/mooncake/aiperf") / "bin/aiperf"
+    asked.aiperf = asked.aiperf or (str(own) if own.exists() else shutil.which("aiperf") or "")
+    if not asked.aiperf:
+        not_run("aiperf is not installed: scripts/try-aiperf TRACE.jsonl makes an environment that has it")
+    if asked.trace is None:
+        if (folder := traces_folder(None)) is None or not (folder / "conversation_trace.jsonl").exists():
+            not_run("no trace beside or above this project: name one, scripts/try-aiperf TRACE.jsonl")
+        asked.trace = folder / "conversation_trace.jsonl"
+    num_rows = asked.rows or (20 if asked.quick else 200)
+    policies = asked.policies or (["cache_aware"] if asked.quick else ["round_robin", "cache_aware"])
+    command = f"scripts/try-aiperf {asked.trace.name} --rows {num_rows} --policies {' '.join(policies)}"
+    with measured("aiperf", asked, command) as result, tempfile.TemporaryDirectory() as temporary:
+        table = result.table(*COLUMNS, note="one run a policy, one after the other: differences may be noise")
+        folder = asked.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = folder / "trace.jsonl"
+        scaled = scaled_rows(asked.trace, num_rows, asked.divisor, asked.stretch, asked.max_output)
         rows.write_text("\n".join(scaled) + "\n")
-        table = [HEADER]
-        for policy in asked.policies:
-            folder = name / policy
-            folder.mkdir()
-            table.append(run(policy, asked, rows, folder))
-            print(*table[-1], flush=True)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+        for policy in policies:
+            (folder / policy).mkdir()
+            table.add(*run(policy, asked, rows, folder / policy))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ each to another length, so that all of them drop out of the walk one by one.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import resource
 import time
@@ -18,6 +17,7 @@ from random import Random
 
 import numpy as np
 
+from bench.report import Table, measured, options
 from mooncake.conductor.conductor import Conductor
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.index import PrefixIndex
@@ -34,29 +34,32 @@ TIERS = list(Tier)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--instances", type=int, nargs="+", default=[1000])
-    parser.add_argument("--blocks", type=int, default=10_000_000, help="different cached blocks in all")
+    parser = options(__doc__, "bench.conductor")
+    parser.add_argument("--instances", type=int, nargs="+", default=None, help="1,000 unless told")
+    parser.add_argument("--blocks", type=int, default=None, help="different cached blocks in all; 10 million")
     parser.add_argument("--policies", nargs="+", default=["cache_aware", "overlap"])
     given = parser.parse_args()
-    print("CPU time, as decisions wait for nothing and neighbours on the machine are not their cost.\n")
-    print(
-        "| instances | blocks | bytes/block | longest pause, ms | forget one, ms | policy | prompts", end=""
-    )
-    print(
-        " | decision p50, µs | p99, µs | of it the index p50, µs | p99, µs | decision p99 by the clock, µs |"
-    )
-    print("|---:|---:|---:|---:|---:|---|---|---:|---:|---:|---:|---:|")
-    for num_instances in given.instances:
-        for policy in given.policies:
-            conductor = measure(num_instances, given.blocks, policy)
-    print("\n| blocks an event | stored, events/s | blocks/s | removed, events/s | blocks/s |")
-    print("|---:|---:|---:|---:|---:|")
-    for num_blocks in EVENT_BLOCKS:
-        print(_events(conductor, num_blocks), flush=True)
+    num_blocks = given.blocks or (100_000 if given.quick else 10_000_000)
+    with measured("conductor", given) as result:
+        decisions = result.table(
+            *("instances", "blocks", ("bytes/block", 0), ("longest pause, ms", 0), ("forget one, ms", 1)),
+            *("policy", "prompts", "decision p50, µs", "p99, µs", "of it the index p50, µs", "index p99, µs"),
+            "decision p99 by the clock, µs",
+            title="Decisions",
+            note="CPU time, as decisions wait for nothing and neighbours on the machine are not their cost.",
+        )
+        for num_instances in given.instances or [100 if given.quick else 1000]:
+            for policy in given.policies:
+                conductor = measure(decisions, num_instances, num_blocks, policy)
+        events = result.table(
+            *("blocks an event", "stored, events/s", "blocks/s", "removed, events/s", "removed, blocks/s"),
+            title="Events",
+        )
+        for event_blocks in EVENT_BLOCKS:
+            events.add(*_events(conductor, event_blocks))
 
 
-def measure(num_instances: int, num_blocks: int, policy: str) -> Conductor:
+def measure(table: Table, num_instances: int, num_blocks: int, policy: str) -> Conductor:
     random = Random(0)
     conductor = Conductor(SchedulingSettings(scheduling=policy), random)  # type: ignore[arg-type]
     names = [f"10.0.{number // 256}.{number % 256}:8000" for number in range(num_instances)]
@@ -72,10 +75,10 @@ def measure(num_instances: int, num_blocks: int, policy: str) -> Conductor:
     conductor.index.clear(names[-1])
     forget_s = time.thread_time() - began
     for kind, prompts in kinds.items():
-        print(
-            f"| {num_instances} | {conductor.index.num_blocks} | {block_bytes:.0f} | {longest_s * 1e3:.0f}"
-            f" | {forget_s * 1e3:.1f} | {policy} | {kind} | {_decisions(conductor, prompts)} |",
-            flush=True,
+        table.add(
+            *(num_instances, conductor.index.num_blocks, block_bytes, longest_s * 1e3, forget_s * 1e3),
+            *(policy, kind),
+            *_decisions(conductor, prompts),
         )
     return conductor
 
@@ -116,7 +119,7 @@ def _worst(conductor: Conductor, names: list[str], random: Random) -> list[list[
     return [prompt]
 
 
-def _decisions(conductor: Conductor, prompts: list[list[int]]) -> str:
+def _decisions(conductor: Conductor, prompts: list[list[int]]) -> list[float]:
     index = conductor.index
     cpu_s, wall_s, index_s = [], [], []
     for number in range(NUM_DECISIONS):
@@ -130,7 +133,7 @@ def _decisions(conductor: Conductor, prompts: list[list[int]]) -> str:
             conductor.handle(Finished(f"r{number - 100}"), 100.0 + number)
         index_s.append(_timed(index, prompts[(number + len(prompts) // 2) % len(prompts)]))
     parts = [(cpu_s, 0.5), (cpu_s, 0.99), (index_s, 0.5), (index_s, 0.99), (wall_s, 0.99)]
-    return " | ".join(f"{sorted(column)[int(len(column) * part)] * 1e6:.0f}" for column, part in parts)
+    return [sorted(column)[int(len(column) * part)] * 1e6 for column, part in parts]
 
 
 def _timed(index: PrefixIndex, prompt: list[int]) -> float:
@@ -139,7 +142,7 @@ def _timed(index: PrefixIndex, prompt: list[int]) -> float:
     return time.thread_time() - began
 
 
-def _events(conductor: Conductor, num_blocks: int) -> str:
+def _events(conductor: Conductor, num_blocks: int) -> list[float]:
     random = Random(1)
     name = next(iter(conductor.instances))
     events = [[random.getrandbits(63) for _ in range(num_blocks)] for _ in range(2_000)]
@@ -152,8 +155,7 @@ def _events(conductor: Conductor, num_blocks: int) -> str:
 
     stored = rate(lambda keys: conductor.handle(BlocksStored(name, keys), 0.0))
     removed = rate(lambda keys: conductor.handle(BlocksRemoved(name, keys), 0.0))
-    columns = [num_blocks, stored, stored * num_blocks, removed, removed * num_blocks]
-    return "| " + " | ".join(f"{column:.0f}" for column in columns) + " |"
+    return [num_blocks, stored, stored * num_blocks, removed, removed * num_blocks]
 
 
 def _resident_bytes() -> int:

@@ -10,19 +10,18 @@ What it cannot show: real NVMe, several jobs, mixed loads.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
+import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
+from bench.report import Result, measured, not_run, options
 from mooncake.transfer import Op, Region, Status, TransferEngine, TransferSettings
 
 DEPTH = 32
@@ -69,10 +68,11 @@ class Ours:
         return moved / (time.perf_counter() - begin) / 1e9
 
 
-def measure(path: Path, size_bytes: int, rounds: int) -> None:
+def measure(result: Result, path: Path, size_bytes: int, rounds: int) -> None:
     ours = Ours(path, size_bytes)
-    print(f"machine: {os.cpu_count()} cores, Linux {platform.release()}\n{ours.region!r}")
-    print(f"{'op':6} {'block':8} {'depth':>5} {'fio GB/s':>9} {'ours GB/s':>10} {'ratio':>6}")
+    table = result.table(
+        *("op", "block", "depth", ("fio GB/s", 3), ("ours GB/s", 3), ("ratio", 2)), title=repr(ours.region)
+    )
     for op in (Op.WRITE, Op.READ):
         for name, block in BLOCKS:
             pairs = []
@@ -80,32 +80,28 @@ def measure(path: Path, size_bytes: int, rounds: int) -> None:
                 theirs, mine = fio_gb_s(path, size_bytes, op, block, 0.5), ours.gb_s(op, block, 0.5)
                 if round_number:  # the first one warms up
                     pairs.append((theirs, mine))
-            reference, mine = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
-            ratio = mine / reference
-            print(
-                f"{op.name.lower():6} {name:8} {DEPTH:5} {reference:9.3f} {mine:10.3f} {ratio:6.2f}",
-                flush=True,
-            )
+            samples = {"fio_gb_s": [pair[0] for pair in pairs], "ours_gb_s": [pair[1] for pair in pairs]}
+            reference, mine = map(statistics.median, samples.values())
+            table.add(op.name.lower(), name, DEPTH, reference, mine, mine / reference, samples=samples)
     ours.engine.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, "bench.file")
     parser.add_argument("--device", type=Path, help="a block device, which is overwritten, instead of a file")
-    parser.add_argument("--quick", action="store_true", help="three rounds instead of nine, a smaller file")
     asked = parser.parse_args()
+    if shutil.which("fio") is None:
+        not_run("fio is not installed (apt-get install fio), and it is what the path is compared with")
     size, rounds = (128 << 20, 3) if asked.quick else (512 << 20, 9)
-    print("command: python -m bench.file", *sys.argv[1:])
-    if asked.device:
-        measure(asked.device, size, rounds)
-        return
-    with tempfile.NamedTemporaryFile(prefix="mooncake-bench-", dir=os.environ.get("TMPDIR")) as file:
-        file.write(os.urandom(1 << 20) * (size >> 20))
-        file.flush()
-        os.fsync(file.fileno())
-        measure(Path(file.name), size, rounds)
+    with measured("file", asked) as result:
+        if asked.device:
+            measure(result, asked.device, size, rounds)
+            return
+        with tempfile.NamedTemporaryFile(prefix="mooncake-bench-", dir=os.environ.get("TMPDIR")) as file:
+            file.write(os.urandom(1 << 20) * (size >> 20))
+            file.flush()
+            os.fsync(file.fileno())
+            measure(result, Path(file.name), size, rounds)
 
 
 if __name__ == "__main__":

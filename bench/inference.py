@@ -7,10 +7,7 @@ give the same greedy tokens (float32). What it can't show: a GPU, and models tha
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import time
 from typing import Any
 
@@ -18,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as workers have it; read 
 
 import torch
 
+from bench.report import measured, options
 from mooncake.inference.engine import Engine, EngineSettings
 from mooncake.inference.gguf import resolve_model
 from mooncake.inference.request import Request, SamplingParams
@@ -107,38 +105,37 @@ class Transformers:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = options(__doc__, "bench.inference")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--rounds", type=int, default=3, help="the best of these is printed")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--rounds", type=int, help="3 unless told; the best is printed")
     arguments = parser.parse_args()
-    folder = resolve_model("smollm2")
-    ours, reference = Ours(folder, arguments.dtype), Transformers(folder, arguments.dtype)
-    engines: list[Ours | Transformers] = [ours, reference]
-    if arguments.dtype == "float32":
-        prompt = prompt_of(CONTEXT_TOKENS, 0)
-        assert ours.greedy(prompt, 16) == reference.greedy(prompt, 16), "the two disagree"
-    best: dict[str, list[float]] = {}
-    for index in range(arguments.rounds):
-        for column, engine in enumerate(engines):
-            found = {
-                f"prefill, {PROMPT_TOKENS} tokens": engine.prefill(prompt_of(PROMPT_TOKENS, 100 + index))
-            }
-            for batch in BATCHES:
-                prompts = [prompt_of(CONTEXT_TOKENS, 1000 * index + 10 * batch + n) for n in range(batch)]
-                found[f"decode, {batch} at once"] = engine.decode(prompts)
-            for name, speed in found.items():
-                row = best.setdefault(name, [0.0, 0.0])
-                row[column] = max(row[column], speed)
-    if arguments.json:
-        print(json.dumps({"dtype": arguments.dtype, "tokens_per_s": best}))
-        return
-    print(
-        f"SmolLM2-135M-Instruct, {arguments.dtype}, {torch.get_num_threads()} threads, {platform.machine()}"
-    )
-    print(f"{'tokens per second':<24}{'mooncake':>12}{'transformers':>14}{'ratio':>8}")
-    for name, (mine, theirs) in best.items():
-        print(f"{name:<24}{mine:>12,.0f}{theirs:>14,.0f}{mine / theirs:>8.2f}")
+    rounds = arguments.rounds or (1 if arguments.quick else 3)
+    prompt_tokens = CONTEXT_TOKENS if arguments.quick else PROMPT_TOKENS
+    with measured("inference", arguments) as result:
+        folder = resolve_model("smollm2")
+        ours, reference = Ours(folder, arguments.dtype), Transformers(folder, arguments.dtype)
+        engines: list[Ours | Transformers] = [ours, reference]
+        if arguments.dtype == "float32":
+            prompt = prompt_of(CONTEXT_TOKENS, 0)
+            assert ours.greedy(prompt, 16) == reference.greedy(prompt, 16), "the two disagree"
+        samples: dict[str, tuple[list[float], list[float]]] = {}
+        for index in range(rounds):
+            for column, engine in enumerate(engines):
+                found = {
+                    f"prefill, {prompt_tokens} tokens": engine.prefill(prompt_of(prompt_tokens, 100 + index))
+                }
+                for batch in BATCHES:
+                    prompts = [prompt_of(CONTEXT_TOKENS, 1000 * index + 10 * batch + n) for n in range(batch)]
+                    found[f"decode, {batch} at once"] = engine.decode(prompts)
+                for name, speed in found.items():
+                    samples.setdefault(name, ([], []))[column].append(speed)
+        table = result.table(
+            *("tokens per second, the best", "mooncake", "transformers", ("ratio", 2)),
+            title=f"SmolLM2-135M-Instruct, {arguments.dtype}, {torch.get_num_threads()} threads",
+        )
+        for name, (mine, theirs) in samples.items():
+            best = max(mine), max(theirs)
+            table.add(name, *best, best[0] / best[1], samples={"mooncake": mine, "transformers": theirs})
 
 
 if __name__ == "__main__":

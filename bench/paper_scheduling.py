@@ -50,7 +50,7 @@ def policies(folder: Path) -> Table:
     mean_s = {name: summary.ttft_s.mean for name, summary in runs.items()}
     base = mean_s["kvcache_centric"]
     checks = [
-        Check(what=f"mean TTFT s, {name}", paper=published.get(name, ""), ours=value, digits=2)
+        Check(what=f"mean TTFT s, {name}", paper=published.get(name), ours=value, digits=2)
         for name, value in mean_s.items()
     ]
     orders = [("random", "load"), ("load", "cache_aware"), ("cache_aware", "kvcache_centric")]
@@ -98,27 +98,25 @@ def one_pool(folder: Path) -> Table:
     }
     checks: list[Check] = []
     slow = msgspec.structs.replace(COSTS, decode=msgspec.structs.replace(COSTS.decode, base_s=SLOW_STEP_S))
-    for title, costs in (("", COSTS), (f", step {SLOW_STEP_S * 1000:.0f} ms", slow)):
-        shares: dict[Mode, list[float]] = {}
+    shares: dict[tuple[Mode, bool], list[float]] = {}
+    for is_slow in (False, True):
         for mode, values in published.items():
             is_apart = mode == "disaggregated"
             cluster = dataclasses.replace(
-                APART,
-                mode=mode,
-                costs=COSTS if is_apart else costs,
-                step_tokens=2048 if costs is slow else 512,
+                APART, mode=mode, costs=slow if is_slow else COSTS, step_tokens=2048 if is_slow else 512
             )
             outcome = run(folder / CONVERSATION, cluster, "kvcache_centric" if is_apart else "load")
-            shares[mode] = [100 * float(outcome.is_good(SLO_TTFT_S, limit).mean()) for limit in limits_s]
-            if is_apart and costs is slow:
-                continue
-            for limit, paper, ours in zip(limits_s, values, shares[mode], strict=True):
-                what = f"% effective, {mode}{title}, TBT <= {limit * 1000:.0f} ms"
+            good = [100 * float(outcome.is_good(SLO_TTFT_S, limit).mean()) for limit in limits_s]
+            shares[mode, is_slow] = good
+            for limit, paper, ours in zip(limits_s, values, good, strict=True):
+                what = f"% effective, {mode}{STEP[is_slow]}, TBT <= {limit * 1000:.0f} ms"
                 checks.append(Check(what=what, paper=paper, ours=ours, digits=1))
+    for is_slow in (False, True):
+        title = f", all with a{STEP[True][1:]}" if is_slow else ""
         for name, modes in (("plain and prefix", POOLS[:2]), ("all three", POOLS)):
             for number, (limit, paper) in enumerate(zip(limits_s, (498.0, 157.0, 59.0), strict=True)):
-                best = max(shares[mode][number] for mode in modes)
-                gain = 100 * (shares["disaggregated"][number] / best - 1)
+                best = max(shares[mode, is_slow][number] for mode in modes)
+                gain = 100 * (shares["disaggregated", is_slow][number] / best - 1)
                 what = f"% more than the best of {name}{title}, TBT <= {limit * 1000:.0f} ms"
                 checks.append(Check(what=what, paper=paper, ours=gain, digits=0))
     return Table(
@@ -128,16 +126,18 @@ def one_pool(folder: Path) -> Table:
 
 POOLS: tuple[Mode, ...] = ("vllm", "prefix", "chunked")
 SLOW_STEP_S = 0.060
+STEP = {False: "", True: f", step {SLOW_STEP_S * 1000:.0f} ms"}
 POOL_NOTE = """\
 At equal costs the gain is smaller than printed, because our one-pool servers pay only for what the
 devices compute: a step of 27 ms and, for chunks, 512 tokens a step with no overhead of their own. vLLM
-0.5.1 did not reach that. One number explains most of what was printed: with 60 ms a step (host-side
-scheduling, sampling and broadcasts between steps; the 2024 paper's own decode ran at 60-70 ms) plain and
-prefix-caching serving come out within ten points of the printed shares at all three limits, and the gain
-over them follows. Chunked prefill stays better here than printed, even with 2,048 tokens a step: the
-paper's took 22 % more GPU time than plain prefill (Fig 8), ours takes none more. Well done, with small
-chunks and no overhead, it keeps TBT within 100 ms for nearly all of this trace on 16 nodes; what is left
-of the gain at equal costs is the lower TBT."""
+0.5.1 did not reach that. One number explains most of what was printed: with 60 ms a step, for everybody
+(host-side scheduling, sampling and broadcasts between steps; the 2024 paper's own decode ran at 60-70 ms),
+plain and prefix-caching serving come out within ten points of the printed shares at all three limits, and the
+gain over them follows; the disaggregated system loses 2 points at 100 ms and nothing at the others. Chunked
+prefill stays better here than printed, even with 2,048 tokens a step: the paper's took 22 % more GPU time
+than plain prefill (Fig 8), ours takes none more. Well done, with small chunks and no overhead, it keeps TBT
+within 100 ms for nearly all of this trace on 16 nodes; what is left of the gain at equal costs is the lower
+TBT."""
 
 
 SHORT_OF_BOTH = ClusterSpec(costs=COSTS, num_prefill=8, num_decode=2)
@@ -180,7 +180,7 @@ def overload(folder: Path) -> Table:
             summary = run(folder / name, SHORT_OF_BOTH, "kvcache_centric", rule, speedup=2.0).summary()
             rejected[rule] = summary.num_rejected + summary.num_rejected_after_prefill
             good[rule] = summary.num_good
-            paper: float | str = published.get(rule, "") if name == CONVERSATION else ""
+            paper = published.get(rule) if name == CONVERSATION else None
             what = f"rejected, {workload}, {rule}"
             checks.append(Check(what=what, paper=paper, ours=rejected[rule], digits=0))
         for rule in good:
@@ -189,8 +189,11 @@ def overload(folder: Path) -> Table:
             ratio = rejected[more] / max(1, rejected[less])
             low = 1.0 if less == "predicted" else 1.000001
             what = f"rejected {more} / {less}, {workload}"
-            paper = published[more] / published[less] if name == CONVERSATION else ""
-            checks.append(Check(what=what, paper=paper, ours=ratio, low=low, digits=3))
+            printed = published[more] / published[less] if name == CONVERSATION else None
+            is_explained = (workload, more) != ("arxiv_surrogate", "baseline")
+            checks.append(
+                Check(what=what, paper=printed, ours=ratio, low=low, digits=3, is_explained=is_explained)
+            )
         best = max(good[rule] for rule in published)
         what = f"good, goodput / best of the three, {workload}"
         checks.append(Check(what=what, ours=good["goodput"] / max(1, best), low=1.000001, digits=3))

@@ -1,4 +1,4 @@
-"""What `python -m bench.paper` prints: tables of the papers' values beside ours, each with its verdict.
+"""What `python -m bench.paper` prints: tables of reference values beside ours, each with its verdict.
 
 It owns the form and where the traces are looked for; the tables themselves are made in ``paper.py`` (caches)
 and ``paper_scheduling.py`` (clusters).
@@ -7,44 +7,55 @@ and ``paper_scheduling.py`` (clusters).
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
+
+from bench.report import Cell, Result
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One published value and ours. ``low`` and ``high`` bound what passes; without them it is only shown."""
+    """One value to compare with, and ours. ``low`` and ``high`` bound what passes, else it is only shown.
+
+    ``paper`` is what the paper printed, or, in a table that says so, what an independent simulation of ours
+    found.
+    """
 
     what: str
-    ours: float | str
-    paper: float | str = ""
+    ours: float
+    paper: float | None = None
     low: float | None = None
     high: float | None = None
     digits: int = 3
+    is_explained: bool = False
+    "That it is short is known, and the table's note says why: it fails no run."
 
     @property
     def is_short(self) -> bool:
         if self.low is None and self.high is None:
             return False
-        assert not isinstance(self.ours, str), self.what
         return (
             not (self.low if self.low is not None else self.ours)
             <= self.ours
             <= (self.high if self.high is not None else self.ours)
         )
 
-    def cells(self) -> list[str]:
+    def cells(self) -> list[Cell]:
         deviation = ""
-        if not isinstance(self.ours, str) and not isinstance(self.paper, str) and self.paper:
+        if self.paper:
             deviation = f"{self.ours - self.paper:+.{self.digits}f} ({self.ours / self.paper - 1:+.1%})"
-        verdict = "shown" if self.low is None and self.high is None else "short" if self.is_short else "PASS"
+        short = "short, explained" if self.is_explained else "SHORT"
+        verdict = "shown" if self.low is None and self.high is None else short if self.is_short else "PASS"
         return [
             self.what,
-            *(_number(value, self.digits) for value in (self.paper, self.ours)),
+            *("" if value is None else _number(value, self.digits) for value in (self.paper, self.ours)),
             deviation,
             self._allowed(),
             verdict,
         ]
+
+    def samples(self) -> dict[str, list[float]]:
+        """The numbers, with all their digits."""
+        return {"ours": [self.ours]} | ({} if self.paper is None else {"reference": [self.paper]})
 
     def _allowed(self) -> str:
         low, high = (None if end is None else _number(end, self.digits) for end in (self.low, self.high))
@@ -72,48 +83,38 @@ class Table:
     title: str
     checks: list[Check]
     note: str = ""
+    reference: str = "paper"
+    """Whose values stand beside ours: the paper's, or ``reference``: our own independent simulation's."""
 
     @property
     def num_short(self) -> int:
-        return sum(check.is_short for check in self.checks)
+        """Those that nobody explained."""
+        return sum(check.is_short and not check.is_explained for check in self.checks)
 
-    def show(self) -> None:
-        rows = [["", "paper", "ours", "deviation", "allowed", ""], *(check.cells() for check in self.checks)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        print(f"\n## {self.title}")
-        for number, row in enumerate(rows):
-            cells = (
-                cell.ljust(width) if not at else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            print("| " + " | ".join(cells) + " |")
-            if not number:
-                print(
-                    "|"
-                    + "|".join(
-                        ("-" if not at else "") + "-" * (width + 1) + ("" if not at else ":")
-                        for at, width in enumerate(widths)
-                    )
-                    + "|"
-                )
-        if self.note:
-            print(self.note)
-        sys.stdout.flush()
+    def show(self, result: Result) -> None:
+        columns = ("", self.reference, "ours", "deviation", "allowed", "verdict")
+        table = result.table(*columns, title=self.title, note=self.note)
+        for check in self.checks:
+            table.add(*check.cells(), samples=check.samples())
 
 
-def _number(value: float | str, digits: int) -> str:
-    return value if isinstance(value, str) else f"{value:.{digits}f}"
+def _number(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}"
 
 
-def traces_folder(given: str | None) -> Path:
-    """The folder that was named, or the first ``data/traces`` beside this project or above it."""
+def traces_folder(given: str | None) -> Path | None:
+    """The folder that was named, or the first ``data/traces`` beside this project or above it.
+
+    Raises:
+        SystemExit: the one that was named does not exist.
+    """
     if given is not None:
         folder = Path(given)
         if not folder.is_dir():
-            sys.exit(f"--traces {given}: no such folder")
+            raise SystemExit(f"--traces {given}: no such folder")
         return folder
     for parent in Path(__file__).resolve().parents:
         for name in ("data/traces", "shared/data/traces"):
             if (parent / name).is_dir():
                 return parent / name
-    sys.exit("no data/traces beside or above this project: name the folder with --traces DIR")
+    return None

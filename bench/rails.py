@@ -13,17 +13,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
 
 import numpy as np
 
+from bench.report import Result, Table, decoded, encoded, measured, not_run, options
 from mooncake.transfer import Op, Region, Segment, SegmentDescriptor, Status, TransferEngine, TransferSettings
 from mooncake.transfer.segment import decode_descriptor
 
@@ -40,16 +44,21 @@ with TransferEngine(TransferSettings(transports=("tcp",), listen_host=sys.argv[1
 """
 
 
+def ended(number: int, frame: FrameType | None) -> None:
+    """SIGTERM is an end like others: what was made is taken away."""
+    raise SystemExit(128 + number)
+
+
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
 
 
 @contextlib.contextmanager
 def links(speeds_mbit: list[int]) -> Iterator[None]:
-    """Two namespaces with a link of each speed between them."""
-    ip("netns", "add", NEAR)
-    ip("netns", "add", FAR)
+    """Two namespaces with a link of each speed between them, which are gone at the end."""
     try:
+        ip("netns", "add", NEAR)
+        ip("netns", "add", FAR)
         for i, speed in enumerate(speeds_mbit):
             pair = (f"mcn{i}", f"mcf{i}")
             ip("link", "add", pair[0], "netns", NEAR, "type", "veth", "peer", "name", pair[1], "netns", FAR)
@@ -60,8 +69,9 @@ def links(speeds_mbit: list[int]) -> Iterator[None]:
                 ip("netns", "exec", namespace, *limit.split())
         yield
     finally:
-        ip("netns", "del", NEAR)
-        ip("netns", "del", FAR)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not leave the other namespace
+        for name in (NEAR, FAR):
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
 
 
 @contextlib.contextmanager
@@ -90,83 +100,90 @@ class Bench:
         assert done.status == Status.OK, done
         return time.perf_counter() - begin
 
-    def speed(self, op: Op) -> float:
-        """MB/s, the median of some rounds after one to warm up."""
+    def speeds(self, op: Op) -> list[float]:
+        """MB/s of some rounds after one to warm up."""
         self.seconds(op)
-        return SIZE / statistics.median(self.seconds(op) for _ in range(ROUNDS)) / 1e6
+        return [SIZE / self.seconds(op) / 1e6 for _ in range(ROUNDS)]
 
 
-def measure(rails: list[int], speeds_mbit: list[int]) -> None:
+def measure(table: Table, rails: list[int], speeds_mbit: list[int]) -> None:
     ours, theirs = (",".join(f"10.77.{i}.{end}" for i in rails) for end in (1, 2))
     settings = TransferSettings(transports=("tcp",), listen_host=ours)
     with target(theirs) as descriptor, TransferEngine(settings) as engine:
         bench = Bench(engine, descriptor)
         reference = sum(speeds_mbit[i] for i in rails) / 8
         for op in (Op.WRITE, Op.READ):
-            speed = bench.speed(op)
-            name = "+".join(str(speeds_mbit[i]) for i in rails)
-            print(
-                f"{name:>9} Mbit/s {op.name.lower():5} {reference:9.0f} {speed:9.0f} {speed / reference:6.2f}"
-            )
+            speeds = bench.speeds(op)
+            speed, name = statistics.median(speeds), "+".join(str(speeds_mbit[i]) for i in rails)
+            cells = f"{name} Mbit/s", op.name.lower(), reference, speed, speed / reference
+            table.add(*cells, samples={"mb_s": speeds})
 
 
-def take_down() -> None:
+def take_down(result: Result) -> None:
     settings = TransferSettings(transports=("tcp",), listen_host="10.77.0.1,10.77.1.1", rail_patience_s=1.0)
     with target("10.77.0.2,10.77.1.2") as descriptor, TransferEngine(settings) as engine:
         bench = Bench(engine, descriptor)
         view = np.frombuffer(bench.here.view(), dtype=np.uint8)
         view[:] = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
         wanted = view.copy()
-        print(f"both up: {bench.seconds(Op.WRITE):.2f} s")
+        times = result.table("the second of two links goes down in the middle of a batch", ("s", 2))
+        times.add("both up", bench.seconds(Op.WRITE))
         down = threading.Timer(0.1, ip, ["-n", FAR, "link", "set", "mcf1", "down"])
         down.start()
-        print(f"the second goes down in the middle: {bench.seconds(Op.WRITE):.2f} s")
+        times.add("it goes down", bench.seconds(Op.WRITE))
         down.join()
         view[:] = 0
-        print(f"read back: {bench.seconds(Op.READ):.2f} s, {'right' if (view == wanted).all() else 'WRONG'}")
+        took_s = bench.seconds(Op.READ)
+        times.add("read back: " + ("right" if (view == wanted).all() else "WRONG"), took_s)
         ip("-n", FAR, "link", "set", "mcf1", "up")
         for _ in range(4):
             time.sleep(1.0)  # not a wait for anything: masks end by the clock
-            print(f"up again: {bench.seconds(Op.WRITE):.2f} s")
+            times.add("up again", bench.seconds(Op.WRITE))
         assert bench.segment.rails is not None
-        print("\n".join(bench.segment.rails.story()))
+        times.note = "\n".join(bench.segment.rails.story())
 
 
-def inside(speeds: list[int]) -> None:
-    print(f"{'rails':>16} {'':5} {'link MB/s':>9} {'ours MB/s':>9} {'ratio':>6}")
-    measure([0], speeds)
-    measure([1], speeds)
-    measure([0, 1], speeds)
-    take_down()
+def inside(result: Result, speeds: list[int]) -> None:
+    table = result.table("rails", "op", ("links MB/s", 0), ("ours MB/s", 0), ("ratio", 2))
+    measure(table, [0], speeds)
+    measure(table, [1], speeds)
+    measure(table, [0, 1], speeds)
+    take_down(result)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, "bench.rails")
     parser.add_argument("--mbit", type=int, nargs=2, default=[800, 800], help="speed of the two links")
-    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    parser.add_argument("--inside", nargs=3, help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    global NEAR, FAR, ROUNDS
+    if asked.quick:
+        ROUNDS = 1
     if asked.inside:
-        global NEAR, FAR
-        NEAR, FAR = asked.inside.split(",")
-        inside(asked.mbit)
+        NEAR, FAR, file = asked.inside
+        result = decoded(Path(file).read_bytes())
+        inside(result, asked.mbit)
+        Path(file).write_bytes(encoded(result))
         return
     if os.geteuid() != 0 or shutil.which("tc") is None:
-        sys.exit("bench.rails needs root and the programs ip and tc (Debian: iproute2)")
-    print(f"machine: {os.cpu_count()} cores, Linux {platform.release()}, load {os.getloadavg()[0]:.1f}")
-    print(f"command: python -m bench.rails --mbit {asked.mbit[0]} {asked.mbit[1]}", flush=True)
-    with links(asked.mbit):
-        words = [
-            sys.executable,
-            "-m",
-            "bench.rails",
-            "--inside",
-            f"{NEAR},{FAR}",
-            "--mbit",
-            *map(str, asked.mbit),
-        ]
-        subprocess.run(["ip", "netns", "exec", NEAR, *words], check=True)
+        not_run(
+            "it makes network namespaces, for which it must be root and have ip and tc (Debian: iproute2)"
+        )
+    signal.signal(signal.SIGTERM, ended)
+    with measured("rails", asked) as result, links(asked.mbit), tempfile.NamedTemporaryFile() as kept:
+        kept.write(encoded(result))
+        kept.flush()
+        words = [sys.executable, "-m", "bench.rails", "--inside", NEAR, FAR, kept.name]
+        words += ["--mbit", *map(str, asked.mbit), *(["--quick"] if asked.quick else [])]
+        with subprocess.Popen(["ip", "netns", "exec", NEAR, *words]) as process:
+            try:
+                status = process.wait()
+            except BaseException:
+                process.terminate()
+                raise
+        if status:
+            raise SystemExit(f"the moving side ended with {status}")
+        result.tables = decoded(Path(kept.name).read_bytes()).tables
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ operations under way as a batch here has slices, on one queue pair.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -17,6 +16,7 @@ from statistics import median
 
 import numpy as np
 
+from bench.report import measured, not_run, options
 from mooncake.errors import Unavailable
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
 from mooncake.transfer.segment import decode_descriptor
@@ -95,32 +95,37 @@ class Ours:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, "bench.rdma")
     parser.add_argument("--device", default=os.environ.get("RDMA_DEV", ""))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, help="3 unless told")
     parser.add_argument("--least", type=float, default=0.0, help="fail below this share of perftest")
     args = parser.parse_args()
+    rounds = args.rounds or (1 if args.quick else 3)
     try:
         device = args.device or usable_devices((), 1)[0]
     except Unavailable as error:
-        print(f"skipped: {error} (scripts/test-rdma bench runs it in a VM that has one)")
-        return
+        not_run(f"{error} (scripts/test-rdma bench runs it in a VM that has one)")
     ours = Ours(device, max(size * count for size, count in SIZES.items()))
     least = float("inf")
-    print(f"{device}: {os.cpu_count()} cores, median of {args.rounds}, MB/s")
-    print(f"{'op':6}{'size':>10}{'batch':>7}{'mooncake':>11}{'perftest':>11}{'share':>8}")
     try:
-        for op in Op:
-            for size, count in SIZES.items():
-                ours.move(op, size, count)  # connects and registers
-                pairs = [
-                    (ours.move(op, size, count), perftest(op, device, size, count))
-                    for _ in range(args.rounds)
-                ]
-                mine, theirs = (median(column) for column in zip(*pairs, strict=True))
-                least = min(least, mine / theirs)
-                row = f"{op.name.lower():6}{size:>10}{count:>7}{mine:>11.1f}{theirs:>11.1f}"
-                print(f"{row}{mine / theirs:>8.2f}", flush=True)
+        with measured("rdma", args) as result:
+            table = result.table(
+                *("op", "size", "batch", ("mooncake MB/s", 1), ("perftest MB/s", 1), ("share", 2)),
+                title=f"{device}: median of {rounds}",
+            )
+            for op in Op:
+                for size, count in SIZES.items():
+                    ours.move(op, size, count)  # connects and registers
+                    pairs = [
+                        (ours.move(op, size, count), perftest(op, device, size, count)) for _ in range(rounds)
+                    ]
+                    samples = {
+                        "mooncake": [pair[0] for pair in pairs],
+                        "perftest": [pair[1] for pair in pairs],
+                    }
+                    mine, theirs = map(median, samples.values())
+                    least = min(least, mine / theirs)
+                    table.add(op.name.lower(), size, count, mine, theirs, mine / theirs, samples=samples)
     finally:
         ours.close()
     if least < args.least:

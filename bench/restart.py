@@ -11,10 +11,7 @@ What it cannot show: nodes that mount again, which takes as long as their connec
 
 from __future__ import annotations
 
-import argparse
 import gc
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +22,7 @@ from random import Random
 
 import msgspec
 
+from bench.report import Table, measured, options
 from mooncake.cli.ports import free_ports
 from mooncake.rpc import BlockingClient
 from mooncake.store import messages as m
@@ -104,39 +102,45 @@ def start(flags: list[str]) -> float:
     return took_s
 
 
-def report(what: str, num_objects: int, num_records: int, path: Path | None) -> str:
-    starts = statistics.median(start(["--oplog", str(path)] if path else []) for _ in range(ROUNDS))
+def report(
+    table: Table, what: str, num_objects: int, num_records: int, path: Path | None, rounds: int
+) -> None:
+    starts = [start(["--oplog", str(path)] if path else []) for _ in range(rounds)]
     if path is None:
-        return f"{what:20}  {num_objects:8}  {0:8}  {'':6}  {'':6}  {'':6}  {'':6}  {'':8}  {starts:8.2f}"
-    parts = [enter(path) for _ in range(ROUNDS)]
-    read, entered, settled = (statistics.median(column) for column in zip(*parts, strict=True))
-    whole = statistics.median(map(sum, parts))
-    each_us = whole / num_records * 1e6
-    times = f"{read:6.2f}  {entered:6.2f}  {settled:6.2f}  {whole:6.2f}  {each_us:8.1f}  {starts:8.2f}"
-    return f"{what:20}  {num_objects:8}  {num_records:8}  {times}"
+        cells: list[float | None] = [None] * 5
+        samples = {}
+    else:
+        parts = [enter(path) for _ in range(rounds)]
+        columns = [[*column] for column in zip(*parts, strict=True)]
+        samples = dict(zip(("read_s", "enter_s", "settle_s"), columns, strict=True))
+        whole = statistics.median(map(sum, parts))
+        cells = [*map(statistics.median, columns), whole, whole / num_records * 1e6]
+    samples["answers_s"] = starts
+    table.add(what, num_objects, num_records, *cells, statistics.median(starts), samples=samples)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--objects", type=int, default=100_000)
+    parser = options(__doc__, "bench.restart")
+    parser.add_argument("--objects", type=int, help="100,000 unless told")
     given = parser.parse_args()
-    loads = ", ".join(f"{load:.1f}" for load in os.getloadavg())
-    print(f"machine: {platform.machine()}, {os.cpu_count()} cores, load {loads}")
-    print(f"command: python -m bench.restart --objects {given.objects}")
-    print(
-        "CPU seconds of read, enter, settle and all; answers: from the start of a process to its first reply"
-    )
-    print("log                    objects   records    read   enter  settle     all  us/record   answers")
-    print(report("none", 0, 0, None), flush=True)
-    life = Life(given.objects)
-    with tempfile.TemporaryDirectory() as folder:
-        for what, records in (("as it grew", life.records), ("written anew", life.master.snapshot())):
-            path = Path(folder) / what.replace(" ", "-")
-            log = Oplog(path)
-            log.read()
-            log.append(records)
-            log.close()
-            print(report(what, given.objects, len(records), path), flush=True)
+    num_objects = given.objects or (1000 if given.quick else 100_000)
+    rounds = 1 if given.quick else ROUNDS
+    with measured("restart", given) as result:
+        table = result.table(
+            *("log", "objects", "records", ("read s", 2), ("enter s", 2), ("settle s", 2), ("all s", 2)),
+            *(("us/record", 1), ("answers s", 2)),
+            note="answers: from the start of a process to its first reply; the rest is CPU time",
+        )
+        report(table, "none", 0, 0, None, rounds)
+        life = Life(num_objects)
+        with tempfile.TemporaryDirectory() as folder:
+            for what, records in (("as it grew", life.records), ("written anew", life.master.snapshot())):
+                path = Path(folder) / what.replace(" ", "-")
+                log = Oplog(path)
+                log.read()
+                log.append(records)
+                log.close()
+                report(table, what, num_objects, len(records), path, rounds)
 
 
 if __name__ == "__main__":

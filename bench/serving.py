@@ -9,15 +9,11 @@ host, blocks move through shared memory) and a GPU (prefill on a CPU is slow, wh
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
 from random import Random
-from typing import Any
 
-from bench.cluster import Cluster, running_cluster
+from bench.report import measured, options
+from tests.cluster import Cluster, running_cluster
 
 LENGTHS = (512, 1024, 2048, 4096)
 DECODE_TOKENS = 64
@@ -47,37 +43,28 @@ def decode_speed(cluster: Cluster, random: Random) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=3, help="prompts per length; medians are printed")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser = options(__doc__, "bench.serving")
+    parser.add_argument("--rounds", type=int, help="prompts per length, 3 unless told; medians are printed")
     arguments = parser.parse_args()
+    rounds = arguments.rounds or (1 if arguments.quick else 3)
     random = Random(7)
-    rows: list[dict[str, Any]] = []
-    with running_cluster("--scheduling", "round_robin") as cluster:
+    with measured("serving", arguments) as result, running_cluster("--scheduling", "round_robin") as cluster:
+        table = result.table(
+            *("prompt tokens", ("TTFT cold, ms", 0), ("TTFT warm, other worker, ms", 0), ("cold/warm", 1)),
+            "cached tokens",
+            title="SmolLM2-135M on CPU, one host",
+        )
         measure(cluster, 64, random)
         measure(cluster, 64, random)
-        for num_tokens in LENGTHS:
-            rounds = [measure(cluster, num_tokens, random) for _ in range(arguments.rounds)]
-            cold = statistics.median(entry["cold_s"] for entry in rounds)
-            warm = statistics.median(entry["warm_s"] for entry in rounds)
-            cached = rounds[0]["cached"]
-            rows.append({"tokens": num_tokens, "cold_s": cold, "warm_s": warm, "cached_tokens": cached})
-        speed = statistics.median(decode_speed(cluster, random) for _ in range(arguments.rounds))
-    if arguments.json:
-        print(json.dumps({"ttft": rows, "decode_tokens_per_s": speed}))
-        return
-    print(f"machine: {platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}")
-    print(f"command: python -m bench.serving --rounds {arguments.rounds}   (SmolLM2-135M, CPU, one host)")
-    print()
-    print("prompt tokens   TTFT cold   TTFT warm, other worker   cold/warm   cached tokens")
-    for row in rows:
-        ratio = row["cold_s"] / row["warm_s"]
-        cold_ms, warm_ms = row["cold_s"] * 1e3, row["warm_s"] * 1e3
-        ttfts = f"{cold_ms:6.0f} ms   {warm_ms:20.0f} ms   {ratio:8.1f}x"
-        print(f"{row['tokens']:13}   {ttfts}   {row['cached_tokens']:13}")
-    print()
-    print(f"decode, one request: {speed:.1f} tokens/s")
-    print("can't show: a network between hosts, a GPU")
+        for num_tokens in LENGTHS[:1] if arguments.quick else LENGTHS:
+            found = [measure(cluster, num_tokens, random) for _ in range(rounds)]
+            samples = {name: [entry[name] for entry in found] for name in ("cold_s", "warm_s")}
+            cold, warm = (statistics.median(samples[name]) for name in ("cold_s", "warm_s"))
+            table.add(num_tokens, cold * 1e3, warm * 1e3, cold / warm, found[0]["cached"], samples=samples)
+        decode = result.table("decode", ("tokens/s", 1), title="Decode")
+        speeds = [decode_speed(cluster, random) for _ in range(rounds)]
+        decode.add("one request", statistics.median(speeds), samples={"tokens_per_s": speeds})
+        result.note("can't show: a network between hosts, a GPU")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ What is done once (making the nodes, checking their caches at the end) is no par
 
 from __future__ import annotations
 
-import argparse
 import gc
 import resource
 import time
 from collections.abc import Iterable, Iterator
 
+from bench.report import Table, measured, options
 from mooncake.sim.costs import load_costs
 from mooncake.sim.generators import Agentic
 from mooncake.sim.rows import TraceRow
@@ -26,39 +26,49 @@ TRACE_ROWS = 23_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, "bench.simulate")
     parser.add_argument("--trace", help="a trace file; without, the day of agents")
-    parser.add_argument("--requests", type=int, default=300_000)
-    parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--requests", type=int, help="of the day; 300,000 unless told")
+    parser.add_argument("--nodes", type=int, help="1,000 unless told")
     parser.add_argument("--block-tokens", type=int, default=512, help="of the day's prompts")
     parser.add_argument("--costs", default="llama3-70b-8xA800")
     parser.add_argument("--scheduling", nargs="+", default=["cache_aware"])
     given = parser.parse_args()
+    num_requests = given.requests or (1000 if given.quick else 300_000)
+    num_nodes = given.nodes or (20 if given.quick else 1000)
     # Nothing here has cycles worth looking for, and looking through millions of objects takes its time.
     gc.disable()
     costs = load_costs(given.costs)
-    print(
-        "| scheduling | requests | tokens | virtual | took | of it once | us/request | memory | hit rate"
-        " | all of it |"
-    )
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---|")
-    for scheduling in given.scheduling:
-        rows: Iterable[TraceRow]
-        if given.trace:
-            rows = read_trace(given.trace, TraceOptions())
-            cluster = ClusterSpec(costs=costs)
-        else:
-            rows = day(given.requests, given.block_tokens)
-            half = given.nodes // 2
-            cluster = ClusterSpec(
-                costs=costs,
-                num_prefill=half,
-                num_decode=half,
-                block_tokens=given.block_tokens,
-                measure_s=60.0,
-                sample_s=60.0,
-            )
-        print(measure(rows, cluster, scheduling, TRACE_ROWS if given.trace else DAY_REQUESTS), flush=True)
+    with measured("simulate", given) as result:
+        table = result.table(
+            *(
+                "scheduling",
+                "requests",
+                ("10^9 tokens", 2),
+                ("virtual h", 2),
+                ("took s", 1),
+                ("of it once s", 1),
+            ),
+            *("us/request", ("memory GiB", 2), ("hit rate", 3), "of", ("all of it, min", 1)),
+            note="all of it: what is done once, and so much for each of so many requests; not measured.",
+        )
+        for scheduling in given.scheduling:
+            rows: Iterable[TraceRow]
+            if given.trace:
+                rows = read_trace(given.trace, TraceOptions())
+                cluster = ClusterSpec(costs=costs)
+            else:
+                rows = day(num_requests, given.block_tokens)
+                half = num_nodes // 2
+                cluster = ClusterSpec(
+                    costs=costs,
+                    num_prefill=half,
+                    num_decode=half,
+                    block_tokens=given.block_tokens,
+                    measure_s=60.0,
+                    sample_s=60.0,
+                )
+            measure(table, rows, cluster, scheduling, TRACE_ROWS if given.trace else DAY_REQUESTS)
 
 
 def day(num_requests: int, block_tokens: int) -> Agentic:
@@ -74,7 +84,9 @@ def day(num_requests: int, block_tokens: int) -> Agentic:
     )
 
 
-def measure(rows: Iterable[TraceRow], cluster: ClusterSpec, scheduling: str, whole: int) -> str:
+def measure(
+    table: Table, rows: Iterable[TraceRow], cluster: ClusterSpec, scheduling: str, whole: int
+) -> None:
     began = first = last = time.process_time()
 
     def drawn() -> Iterator[TraceRow]:
@@ -93,19 +105,10 @@ def measure(rows: Iterable[TraceRow], cluster: ClusterSpec, scheduling: str, who
     virtual_s = float(outcome.arrival_s[-1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     once_s, each_s = took_s - served_s, served_s / num_requests
-    cells = [
-        scheduling,
-        f"{num_requests:,}",
-        f"{tokens / 1e9:.2f} G",
-        f"{virtual_s / 3600:.2f} h",
-        f"{took_s:.1f} s",
-        f"{once_s:.1f} s",
-        f"{each_s * 1e6:.0f}",
-        f"{peak:.2f} GiB",
-        f"{outcome.summary().hit_rate:.3f}",
-        f"{whole:,}: {(once_s + each_s * whole) / 60:.1f} min",
-    ]
-    return f"| {' | '.join(cells)} |"
+    table.add(
+        *(scheduling, num_requests, tokens / 1e9, virtual_s / 3600, took_s, once_s, each_s * 1e6, peak),
+        *(outcome.summary().hit_rate, whole, (once_s + each_s * whole) / 60),
+    )
 
 
 if __name__ == "__main__":

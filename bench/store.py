@@ -4,10 +4,14 @@ Run ``python -m bench.store`` (``--json`` for programs, ``--quick`` for a look).
 three processes on this host; the client has one thread. Checksums are on, as always: a put computes them, a
 get verifies them. The ceiling is one thread copying the same bytes between the same kinds of memory; on path
 ``ssd``, where durable puts are answered when a copy is on disk and gets find none in memory, it is fio on the
-same disk with as many requests under way (neither flushes the disk's own cache). With ``--reference PYTHON``,
-an interpreter that has the existing package (and ``redis``, if a redis-server is to be compared), its master,
-node and client run as well. All take turns, because on a shared machine only neighbours in time can be
-compared. Every source is walked through and every key is new, so nothing comes from the processor's cache.
+same disk with as many requests under way, which does not flush the disk's own cache. Durable puts are shown
+both ways: flushed, as nodes do unless told otherwise, and not flushed (``--no-ssd-flush``), which does not
+survive a loss of power and is what fio does. With ``--reference PYTHON``, an interpreter that has the
+existing package (and ``redis``, if a redis-server is to be compared), its master, node and client run as
+well, over tcp on both paths: it has no shared memory between processes. Redis is asked through its Python
+client, whose parser is a large part of a big get. All take turns, because on a shared machine only neighbours
+in time can be compared. Every source is walked through and every key is new, so nothing comes from the
+processor's cache.
 
 What it cannot show: a real network, many clients at once, NUMA, latency under load, and first touches: the
 pool is written once before the clock starts, because a long-running node's memory has all been used.
@@ -15,12 +19,9 @@ pool is written once before the clock starts, because a long-running node's memo
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import itertools
-import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -29,12 +30,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 import numpy as np
 
+from bench.report import Cell, Table, measured, options, p99
 from mooncake.cli.bench.ceilings import READ, WRITE, Fio
 from mooncake.cli.ports import free_ports
 from mooncake.store import Store, StoreSettings
@@ -58,12 +60,15 @@ class Row:
     path: str
     what: str
     p50_us: float
-    p99_us: float
+    p99_us: float | None
+    "None: too few samples to have one."
     keys_per_s: float
     gb_s: float | None = None
     ceiling_gb_s: float | None = None
     package_us: float | None = None
     redis_us: float | None = None
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    "In seconds."
 
     def faster_than(self, reference_us: float | None) -> float | None:
         """How many times; None when the reference did not run."""
@@ -231,10 +236,7 @@ class Bench:
         for what, times in (("put", puts), ("get", gets)):
             gb_s = size * count / statistics.median(times) / 1e9
             row = self.row(f"{what} {name}", times, count, gb_s, reference)
-            row.package_us, row.redis_us = (
-                statistics.median(others[system, what]) * 1e6 if (system, what) in others else None
-                for system in ("package", "redis")
-            )
+            compare(row, others, what)
             rows.append(row)
         if views and self.path == "shm":
             rows.append(self.row(f"view {name}, unverified", views, 1))
@@ -269,10 +271,7 @@ class Bench:
         rows = []
         for what, samples in ours.items():
             row = self.row(f"{what} {name}, {IN_A_ROW} in a row", samples, 1)
-            row.package_us, row.redis_us = (
-                statistics.median(others[system, what]) * 1e6 if (system, what) in others else None
-                for system in ("package", "redis")
-            )
+            compare(row, others, what)
             rows.append(row)
         return rows
 
@@ -287,7 +286,7 @@ class Bench:
         with self.store.view(key, verify=False) as view:
             assert view is not None
 
-    def ssd(self, fio: Fio, count: int) -> list[Row]:
+    def ssd(self, fio: Fio, count: int, is_flushed: bool) -> list[Row]:
         puts, gets, ceilings = [], [], {WRITE: list[float](), READ: list[float]()}
         for _ in range(max(5, self.num_rounds // 10)):
             keys = self.new_keys(count)
@@ -304,7 +303,10 @@ class Bench:
             self.store.remove(keys, force=True)
             time.sleep(0.02 * count)  # until enough leases have ended for the next
         rows = []
-        for what, times, ceiling in (("durable put", puts, WRITE), ("get", gets, READ)):
+        put = "durable put, flushed" if is_flushed else "durable put, not flushed"
+        for what, times, ceiling in ((put, puts, WRITE), ("get", gets, READ)):
+            if what == "get" and not is_flushed:
+                continue  # the same as with flushes
             gb_s = MIB * count / statistics.median(times) / 1e9
             rows.append(
                 self.row(f"{what} {count} x 1 MiB", times, count, gb_s, statistics.median(ceilings[ceiling]))
@@ -338,12 +340,23 @@ class Bench:
         memcpy: float | None = None,
     ) -> Row:
         median = statistics.median(times)
-        p99 = sorted(times)[int(len(times) * 0.99)]
-        return Row(self.path, what, median * 1e6, p99 * 1e6, count / median, gb_s, memcpy)
+        rare = p99(times)
+        p99_us = None if rare is None else rare * 1e6
+        samples = {"ours_s": times}
+        return Row(self.path, what, median * 1e6, p99_us, count / median, gb_s, memcpy, samples=samples)
 
     def close(self) -> None:
         self.store.close()
         self.engine.close()
+
+
+def compare(row: Row, others: dict[tuple[str, str], list[float]], what: str) -> None:
+    """The references' times of the same rounds."""
+    row.samples |= {f"{system}_s": times for (system, asked), times in others.items() if asked == what}
+    row.package_us, row.redis_us = (
+        statistics.median(others[system, what]) * 1e6 if (system, what) in others else None
+        for system in ("package", "redis")
+    )
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -352,20 +365,25 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def measure_ssd(num_rounds: int) -> list[Row]:
-    """Batches to and from the SSD tier, and fio on the same disk in turn."""
+def measure_ssd(num_rounds: int, is_quick: bool) -> list[Row]:
+    """Batches to and from the SSD tier, and fio on the same disk in turn; with flushes, and without."""
     size_bytes = 1 << 30
-    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
-        flags = ("--ssd-path", f"{folder}/ssd", "--ssd-size", str(size_bytes), "--no-ssd-flush")
-        fio = Fio(Path(folder) / "fio", WINDOW_BYTES, TransferSettings().file_depth)
-        with running_store(POOL_BYTES, *flags, lease_s=2.0) as address:
-            bench = Bench(address, "shm", num_rounds, None)
-            try:
-                bench.wait_until_mounted(2)
-                bench.touch_pool()
-                return [row for count in (1, 16, BATCH) for row in bench.ssd(fio, count)]
-            finally:
-                bench.close()
+    rows: list[Row] = []
+    for is_flushed in (True, False):
+        with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
+            flags = ["--ssd-path", f"{folder}/ssd", "--ssd-size", str(size_bytes)]
+            flags += [] if is_flushed else ["--no-ssd-flush"]
+            fio = Fio(Path(folder) / "fio", WINDOW_BYTES, TransferSettings().file_depth)
+            with running_store(POOL_BYTES, *flags, lease_s=2.0) as address:
+                bench = Bench(address, "shm", num_rounds, None)
+                try:
+                    bench.wait_until_mounted(2)
+                    bench.touch_pool()
+                    for count in (1, 16) if is_quick else (1, 16, BATCH):
+                        rows += bench.ssd(fio, count, is_flushed)
+                finally:
+                    bench.close()
+    return rows
 
 
 def measure(path: str, num_rounds: int, reference: Reference | None) -> list[Row]:
@@ -384,52 +402,54 @@ def measure(path: str, num_rounds: int, reference: Reference | None) -> list[Row
             bench.close()
 
 
+def show(table: Table, row: Row, has_reference: bool) -> None:
+    cells: list[Cell] = [row.path, row.what, row.p50_us, row.p99_us, row.keys_per_s]
+    cells += [row.gb_s, row.ceiling_gb_s, row.ratio]
+    if has_reference:
+        for reference_us in (row.package_us, row.redis_us):
+            cells += [reference_us, row.faster_than(reference_us)]
+    table.add(*cells, samples=row.samples)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
+    parser = options(__doc__, "bench.store")
     parser.add_argument(
         "--path", choices=("shm", "tcp", "ssd", "all"), default="all", help="how bytes travel"
     )
     parser.add_argument("--reference", metavar="PYTHON", help="an interpreter that has the existing package")
     given = parser.parse_args()
     paths = [path for path in ("shm", "tcp") if given.path in (path, "all")]
-    num_rounds = 40 if given.quick else 200
+    num_rounds = 20 if given.quick else 200
     reference = Reference(given.reference) if given.reference else None
+    command = f"python -m bench.store{' --reference PYTHON' * (reference is not None)}"
+    command += f"{' --quick' * given.quick}{f' --path {given.path}' * (given.path != 'all')}"
+    columns: list[str | tuple[str, int]] = ["path", "what", ("p50 us", 1), ("p99 us", 1), "keys/s"]
+    columns += [("GB/s", 2), ("ceiling", 2), ("ratio", 2)]
+    if reference is not None:
+        columns += [("package us", 1), ("faster", 2), ("redis us", 1), ("faster than it", 2)]
     try:
-        rows = [row for path in paths for row in measure(path, num_rounds, reference)]
-        if given.path in ("ssd", "all"):
-            rows += measure_ssd(num_rounds)
+        with measured("store", given, command) as result:
+            table = result.table(*columns)
+            for path in paths:
+                for row in measure(path, num_rounds, reference):
+                    show(table, row, reference is not None)
+            if given.path in ("ssd", "all"):
+                if shutil.which("fio") is None:
+                    result.note("NOT RUN: path ssd, for fio is not installed (apt-get install fio)")
+                else:
+                    for row in measure_ssd(num_rounds, given.quick):
+                        show(table, row, reference is not None)
+            result.note("p99: only of 100 samples or more")
+            if reference is not None:
+                result.note("faster: how many times the reference's time is ours")
+                result.note("package: over tcp, beside our shared memory too, which it does not have")
+                result.note("redis: through its client for Python, whose parser takes most of a large get")
+            result.note(
+                "not shown: a real network, many clients, NUMA, latency under load, first touches of memory"
+            )
     finally:
         if reference is not None:
             reference.close()
-    if given.json:
-        for row in rows:
-            print(json.dumps({**asdict(row), "ratio": row.ratio}))
-        return
-    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
-    print(f"machine: {platform.machine()}, {os.cpu_count()} cores, load {load}")
-    print(f"command: python -m bench.store {' '.join(sys.argv[1:])}")
-    heads = f"{'p50 us':>10}{'p99 us':>10}{'keys/s':>12}{'GB/s':>8}{'ceiling':>9}{'ratio':>7}"
-    if reference is not None:
-        heads += f"{'package us':>12}{'faster':>8}{'redis us':>12}{'faster':>8}"
-    print(f"{'path':<5}{'what':<28}{heads}")
-    for row in rows:
-        print(f"{row.path:<5}{row.what:<28}{line_of(row, reference is not None)}".rstrip())
-    print("faster: how many times the reference's time is ours")
-    print("not shown: a real network, many clients, NUMA, latency under load, first touches of memory")
-
-
-def line_of(row: Row, has_reference: bool) -> str:
-    def cell(value: float | None, width: int, digits: int) -> str:
-        return " " * width if value is None else f"{value:>{width}.{digits}f}"
-
-    line = f"{row.p50_us:>10.1f}{row.p99_us:>10.1f}{row.keys_per_s:>12.0f}"
-    line += cell(row.gb_s, 8, 2) + cell(row.ceiling_gb_s, 9, 2) + cell(row.ratio, 7, 2)
-    if has_reference:
-        for reference_us in (row.package_us, row.redis_us):
-            line += cell(reference_us, 12, 1) + cell(row.faster_than(reference_us), 8, 2)
-    return line
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ can't show: a network (everything is on one host), a GPU (prefill on a CPU is sl
 
 from __future__ import annotations
 
-import argparse
 import operator
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -32,8 +30,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from bench.cluster import Streamed
-from bench.vllm_server import (
+from bench.report import Cell, measured, not_run, options
+from tests.cluster import Streamed
+from tests.vllm_server import (
     HOST,
     VllmServer,
     direct_connector,
@@ -80,16 +79,25 @@ class Row:
         self.num_same += computed.token_ids[:num_tokens] == loaded.token_ids[:num_tokens]
         self.num_cached = loaded.usage["prompt_tokens_details"]["cached_tokens"]
 
-    def __str__(self) -> str:
+    def cells(self) -> list[Cell]:
         computed, loaded = statistics.median(self.computed_s), statistics.median(self.loaded_s)
-        spread = f"{min(self.loaded_s) * 1e3:.0f}..{max(self.loaded_s) * 1e3:.0f}"
         again = statistics.median(self.again_s)
         added = statistics.median(map(operator.sub, self.loaded_s, self.again_s))
-        return (
-            f"{self.name:46} {computed * 1e3:8.0f} ms {loaded * 1e3:7.0f} ms {spread:>12}"
-            f" {computed / loaded:6.1f}x {again * 1e3:7.0f} ms {added * 1e3:5.0f} ms"
-            f"   {self.num_cached:5}  {self.num_same}/{len(self.loaded_s)}"
-        )
+        times = computed, loaded, min(self.loaded_s), max(self.loaded_s)
+        same = f"{self.num_same}/{len(self.loaded_s)}"
+        return [
+            *(self.name, *(one * 1e3 for one in times), computed / loaded, again * 1e3, added * 1e3),
+            *(self.num_cached, same),
+        ]
+
+    def samples(self) -> dict[str, list[float]]:
+        return {"computed_s": self.computed_s, "loaded_s": self.loaded_s, "again_s": self.again_s}
+
+
+COLUMNS: list[str | tuple[str, int]] = [
+    *("TTFT, medians", "computed ms", "spared it ms", "min", "max", ("ratio", 1), "own cache ms", "added ms"),
+    *("cached", "same answer"),
+]
 
 
 def in_tree(names: tuple[str, str]) -> list[dict[str, Any] | None]:
@@ -246,37 +254,42 @@ def a_prompt(random: Random) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=5, help="prompts per row; medians are printed")
+    parser = options(__doc__, "bench.vllm")
+    parser.add_argument("--rounds", type=int, help="prompts per row, 5 unless told; medians are printed")
     parser.add_argument("--row", action="append", choices=CASES, help="only this one; can be repeated")
     arguments = parser.parse_args()
-    if "MOONCAKE_VLLM_ENV" not in os.environ:  # `make bench` runs every bench, in an environment without vLLM
-        print("NOT RUN here: scripts/test-vllm --python -m bench.vllm")
-        return
+    if "MOONCAKE_VLLM_ENV" not in os.environ:
+        not_run("vLLM is not in this environment: scripts/test-vllm --python -m bench.vllm")
     model = Path(os.environ["MOONCAKE_VLLM_ENV"]) / "model"
-    flags = "".join(f" --row {row}" for row in arguments.row or ())
-    print(f"machine: {platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}")
-    print(f"command: scripts/test-vllm --python -m bench.vllm --rounds {arguments.rounds}{flags}")
-    print(f"vLLM 0.32.0 on CPU, SmolLM2-135M, bfloat16, one core a server, prompts of {NUM_TOKENS} tokens\n")
-    print(
-        f"{'TTFT, medians':46}    computed   spared it     min..max   ratio  own cache    added  cached"
-        "  same answer"
-    )
+    rounds = arguments.rounds or (1 if arguments.quick else 5)
+    asked = arguments.row or (["none", "ours"] if arguments.quick else [*CASES])
+    flags = "".join(f" --row {row}" for row in arguments.row or ()) + " --quick" * arguments.quick
+    command = f"scripts/test-vllm --python -m bench.vllm --rounds {rounds}{flags}"
     num_failed = 0
-    for key in arguments.row or CASES:
-        case = CASES[key]
-        try:
-            with tempfile.TemporaryDirectory(prefix="mooncake-vllm-") as name, ExitStack() as stack:
-                folder = Path(name)
-                setting = stack.enter_context(case.running(folder))
-                rows = measure(case, setting, model, folder, arguments.rounds)
-            print(*rows, sep="\n", flush=True)
-        except Exception:  # the other rows are worth having
-            num_failed += 1
-            traceback.print_exc()
-            print(*(f"{name:46} FAILED, see above" for name in case.names), sep="\n", flush=True)
-    print(f"\nwanted: a ratio of {WANTED} or more, but at once, where A's computing is in the wait")
-    print("can't show: a network between hosts; a GPU (prefill on a CPU is slow, which flatters any cache)")
+    with measured("vllm", arguments, command) as result:
+        title = (
+            f"vLLM 0.32.0 on CPU, SmolLM2-135M, bfloat16, one core a server, prompts of {NUM_TOKENS} tokens"
+        )
+        table = result.table(*COLUMNS, title=title)
+        for key in asked:
+            case = CASES[key]
+            try:
+                with tempfile.TemporaryDirectory(prefix="mooncake-vllm-") as name, ExitStack() as stack:
+                    folder = Path(name)
+                    setting = stack.enter_context(case.running(folder))
+                    rows = measure(case, setting, model, folder, rounds)
+                for row in rows:
+                    table.add(*row.cells(), samples=row.samples())
+            except Exception as error:  # the other rows are worth having
+                num_failed += 1
+                traceback.print_exc()
+                for name in case.names:
+                    result.note(f"{name}: FAILED: {error!r}"[:300])
+        result.note(f"wanted: a ratio of {WANTED} or more, but at once, where A's computing is in the wait")
+        result.note("ours reads over shared memory, the existing package over tcp")
+        result.note(
+            "can't show: a network between hosts; a GPU (prefill on a CPU is slow: it flatters any cache)"
+        )
     sys.exit(num_failed)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from mooncake.errors import AddressInUse, MooncakeError
 from mooncake.log import get_logger, setup_logging
+from mooncake.security import ours, warn_if_open
 from mooncake.transfer.metadata.server import make_app
 from mooncake.web import WebServer, listen
 
@@ -51,7 +52,7 @@ class KVBootstrapServer:
             return
         listening = listen(self.host, self.port)
         self.port = listening.getsockname()[1]
-        web = WebServer(make_app(), listening)
+        web = WebServer(make_app(), listening, tls=ours().server_tls)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(web)), daemon=True)
         self._thread.start()
         self._is_ready.wait()
@@ -97,6 +98,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if not 0 <= arguments.port < 65536:
         parser.error(f"--port {arguments.port}: 0 to 65535 is expected")
     setup_logging(arguments.log_level.lower(), role="metadata")
+    warn_if_open("mooncake_http_metadata_server", arguments.host)
     server = KVBootstrapServer(arguments.port, arguments.host)
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

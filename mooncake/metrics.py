@@ -26,16 +26,23 @@ def page() -> bytes:
     return generate_latest(registry)
 
 
-def serve_metrics(host: str, port: int) -> tuple[WSGIServer, int]:
+def serve_metrics(host: str, port: int, tls: tuple[str, str, str] | None = None) -> tuple[WSGIServer, int]:
     """Serve ``/metrics`` from a thread, for roles that have no HTTP server of their own.
 
-    Returns the server (call ``shutdown()`` on it) and its port; ``port`` 0 takes a free one.
+    Returns the server (call ``shutdown()`` on it) and its port; ``port`` 0 takes a free one. ``tls``: the
+    files of a certificate, its key and the authority of which those who ask must show one.
 
     Raises:
         AddressInUse: the port is taken.
     """
     try:
-        server, _ = start_http_server(port, addr=host, registry=registry)
+        if tls is None:
+            server, _ = start_http_server(port, addr=host, registry=registry)
+        else:
+            cert, key, authority = tls
+            server, _ = start_http_server(
+                port, host, registry, cert, key, client_cafile=authority, client_auth_required=True
+            )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise AddressInUse(f"metrics port {host}:{port} is in use; free it or choose another") from error

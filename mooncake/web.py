@@ -1,7 +1,12 @@
-"""Serves an ASGI application on the loop that is already running.
+"""Serves an ASGI application on the loop that is already running, to peers of whom nothing good is expected.
 
-Owns the socket and the two things uvicorn would do differently: a taken port raises ``AddressInUse``
-before anything starts, and signals are left to whoever runs the role.
+Owns the socket and the edge that all our HTTP servers share: how many connections there may be (below the
+process's limit of files), how long each may take for what (``connections.py``), how large a body may be and
+how many bytes of bodies are held at a time, and that a taken port raises ``AddressInUse`` before anything
+starts. Signals are left to whoever runs the role.
+
+uvicorn has no deadline for a header, a body or a reader, and accepts whatever comes; so connections are
+accepted here, and its protocol tells us how far each is.
 """
 
 from __future__ import annotations
@@ -9,18 +14,121 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import resource
 import socket
 import ssl
-from collections.abc import Iterator
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
+from prometheus_client import Counter, Gauge
+from starlette.requests import Request
+from uvicorn.config import STARTUP_FAILURE
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from mooncake.errors import AddressInUse
+from mooncake import clock, metrics
+from mooncake.connections import Connection, Connections, Deadlines
+from mooncake.errors import AddressInUse, MooncakeError
+from mooncake.log import get_logger
 
-KEEP_ALIVE_S = 75
-"""How long an idle connection stays: longer than clients keep theirs, or now and then one writes its next
-request just as the connection is closed."""
+log = get_logger(__name__)
+
+FILES_FOR_OTHERS = 64
+"""Files that a process opens beside its connections: listeners, logs, the store, the model."""
+
+MOST_FILES = 1 << 16
+"""The soft limit of files is raised up to this, where the hard limit allows it."""
+
+LOOKS_EVERY_S = 0.25
+"""How often deadlines are looked at."""
+
+LAST_WORDS_S = 0.5
+"""How long a server that ends waits for what it has written to be taken."""
+
+HELD_BYTES = 64 << 20
+"""Bytes of bodies that a server holds at a time, beside the largest that it takes."""
+
+CUT = "mooncake.cut"
+"""The extension of the ASGI scope by which an application closes a connection whose peer reads nothing."""
+
+_connections = Gauge(
+    "mooncake_http_connections", "Open connections of this process's HTTP servers.", registry=metrics.registry
+)
+_cut = Counter(
+    "mooncake_http_cut",
+    "Connections closed before their peers did, by what they did not do in time (header, body, idle, unread, "
+    "refused), full for those that made room for others or found none, or large for a header without end.",
+    ["reason"],
+    registry=metrics.registry,
+)
+
+Asgi = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class BodyTooLarge(MooncakeError):
+    """A body beyond ``most_bytes``; it was not read."""
+
+    code = "body_too_large"
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(f"the body is larger than {most_bytes} bytes")
+        self.most_bytes = most_bytes
+
+
+class BodiesTooMany(MooncakeError):
+    """Other requests' bodies take all the memory that there is for them; come back in a moment."""
+
+    code = "overloaded"
+
+    def __init__(self) -> None:
+        super().__init__("other requests' bodies take all the memory for them; try again in a moment")
+
+
+class Bodies:
+    """The memory for bodies of requests whose answers have not ended."""
+
+    def __init__(self, most_bytes: int = HELD_BYTES) -> None:
+        self.most_bytes = most_bytes
+        self.num_held = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises BodiesTooMany."""
+        if self.num_held + num_bytes > self.most_bytes:
+            raise BodiesTooMany
+        self.num_held += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_held -= num_bytes
+        assert self.num_held >= 0
+
+
+_BODIES, _HELD = "mooncake.bodies", "mooncake.held"
+
+
+async def read_body(http: Request, most_bytes: int) -> bytes:
+    """The body of a request; a larger one than allowed is refused before it is read.
+
+    Raises:
+        BodyTooLarge: it is larger than ``most_bytes``.
+        BodiesTooMany: there are too many bytes of others'.
+    """
+    announced = http.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > most_bytes:
+        raise BodyTooLarge(most_bytes)
+    bodies: Bodies | None = http.scope.get(_BODIES)
+    if bodies is not None:
+        bodies.most_bytes = max(bodies.most_bytes, 2 * most_bytes)
+    body = bytearray()
+    async for part in http.stream():
+        if len(body) + len(part) > most_bytes:
+            raise BodyTooLarge(most_bytes)
+        if bodies is not None:
+            bodies.take(len(part))
+            http.scope[_HELD] += len(part)
+        body += part
+    return bytes(body)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -46,24 +154,311 @@ def listen(host: str, port: int) -> socket.socket:
     return opened
 
 
+def most_connections(wanted: int = 0) -> int:
+    """How many connections a server may have: ``wanted`` (0: any number), below the process's limit of files.
+
+    The soft limit is raised first. Half of the files are left to what answering needs: a gateway has a
+    connection to a worker for each of its clients.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    goal = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < goal:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (goal, hard))
+            soft = goal
+    files = MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    room = max(8, (files - FILES_FOR_OTHERS) // 2)
+    return min(wanted, room) if wanted else room
+
+
+class Door:
+    """Accepts connections for one listening socket, counts them, and closes those that are overdue."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        deadlines: Deadlines,
+        max_connections: int = 0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.connections = Connections(deadlines, most_connections(max_connections))
+        self._socket = listening
+        self._tls = tls
+        self._watched: dict[Connection, Watched | None] = {}
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._lifts: list[asyncio.Task[None]] = []
+
+    def open(self, factory: Callable[[Connection], asyncio.Protocol]) -> None:
+        """From now on accept; ``factory`` makes the protocol of a connection."""
+        loop = asyncio.get_running_loop()
+        self._lifts = [loop.create_task(self._accept(factory)), loop.create_task(self._look())]
+
+    def close(self) -> None:
+        """Accept nothing more. Connections that are open go on."""
+        for task in self._lifts[:1]:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """The rest of ``close``: what uvicorn calls when all connections are gone."""
+
+    async def end(self) -> None:
+        """Close all that is left; what was written still goes out, to whoever reads it now."""
+        for watched in list(self._watched.values()):
+            if watched is not None:
+                watched.close()
+        give_up_at = clock.monotonic() + LAST_WORDS_S
+        while self._watched and clock.monotonic() < give_up_at:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        for one in list(self._watched):
+            self._end(one)
+        for task in (*self._lifts, *self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._lifts, *self._tasks, return_exceptions=True)
+        for one in list(self._watched):
+            self.closed(one)
+
+    def made(self, one: Connection, transport: asyncio.Transport) -> Watched:
+        """A connection's protocol has got its transport, and uses what is returned in its place."""
+        watched = Watched(transport)
+        if one in self._watched:
+            self._watched[one] = watched
+        else:
+            transport.abort()  # it was given up during its handshake
+        return watched
+
+    def closed(self, one: Connection) -> None:
+        """Harmless when repeated."""
+        if self._watched.pop(one, self) is not self:
+            self.connections.closed(one)
+            _connections.dec()
+
+    def cut(self, one: Connection, reason: str) -> None:
+        """Close a connection without waiting for its peer."""
+        _cut.labels(reason).inc()
+        self._end(one)
+
+    def _end(self, one: Connection) -> None:
+        watched = self._watched.get(one)
+        if watched is not None:
+            watched.abort()
+
+    async def _accept(self, factory: Callable[[Connection], asyncio.Protocol]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._socket)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    if self._socket.fileno() < 0:
+                        return
+                    continue  # the peer was gone before it was accepted
+                log.warning("no_file_for_a_connection", reason=str(error), connections=len(self.connections))
+                self._make_room()
+                await asyncio.sleep(LOOKS_EVERY_S)
+                continue
+            if self.connections.is_full and not self._make_room():
+                self._turn_away(sock)
+                continue
+            one = self.connections.opened(clock.monotonic())
+            self._watched[one] = None
+            _connections.inc()
+            task = loop.create_task(self._begin(sock, one, factory))
+            self._tasks[task] = None
+            task.add_done_callback(self._tasks.pop)
+
+    async def _begin(
+        self, sock: socket.socket, one: Connection, factory: Callable[[Connection], asyncio.Protocol]
+    ) -> None:
+        handshake_s = self.connections.deadlines.header_s if self._tls is not None else None
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                partial(factory, one), sock, ssl=self._tls, ssl_handshake_timeout=handshake_s
+            )
+        except (OSError, TimeoutError) as error:  # ssl.SSLError is one
+            log.debug("connection_not_begun", reason=str(error))
+            sock.close()
+            self.closed(one)
+        except BaseException:
+            sock.close()
+            self.closed(one)
+            raise
+
+    def _make_room(self) -> bool:
+        victim = self.connections.victim(clock.monotonic())
+        if victim is None or self._watched.get(victim) is None:
+            return False
+        self.cut(victim, "full")
+        self.closed(victim)
+        return True
+
+    def _turn_away(self, sock: socket.socket) -> None:
+        """All connections are busy with somebody."""
+        _cut.labels("full").inc()
+        if self._tls is None:
+            with contextlib.suppress(OSError):
+                sock.setblocking(False)
+                sock.send(
+                    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
+                    b"Connection: close\r\n\r\n"
+                )
+        sock.close()
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOKS_EVERY_S)
+            now = clock.monotonic()
+            for one, watched in self._watched.items():
+                if watched is not None:
+                    num_unread = watched.get_write_buffer_size()
+                    self.connections.read(one, watched.num_written - num_unread, num_unread, now)
+            for one, reason in self.connections.overdue(now):
+                self.cut(one, reason)
+
+
+class Watched:
+    """A transport that counts what is written to it, so that a peer which reads nothing can be told."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.num_written = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: Any) -> None:
+        self.num_written += len(data)
+        self._transport.write(data)
+
+    def writelines(self, parts: Any) -> None:
+        self.write(b"".join(parts))
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def get_write_buffer_size(self) -> int:
+        try:
+            return self._transport.get_write_buffer_size()
+        except (AttributeError, RuntimeError, NotImplementedError):
+            return 0  # it is closed
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, which tells ``Door`` how far a connection is."""
+
+    def __init__(self, door: Door, one: Connection, **words: Any) -> None:
+        super().__init__(**words)
+        self._door, self._one = door, one
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(self._door.made(self._one, transport))  # type: ignore[arg-type]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._door.closed(self._one)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        connections, now = self._door.connections, clock.monotonic()
+        connections.received(self._one, len(data), now)
+        super().data_received(data)
+        if not connections.received(self._one, 0, now):
+            _cut.labels("large").inc()
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\n"
+                b"Connection: close\r\n\r\n"
+            )
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {CUT: {"now": self._cut}}
+        # Who asks, for whoever judges that (``mooncake.security.door``).
+        self.scope["mooncake.certificate"] = self.transport.get_extra_info("peercert")  # type: ignore[typeddict-unknown-key]
+
+    def on_headers_complete(self) -> None:
+        self._door.connections.asked(self._one, clock.monotonic())
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._door.connections.told(self._one, clock.monotonic())
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._door.connections.answered(self._one, clock.monotonic())
+        super().on_response_complete()
+
+    def _cut(self) -> None:
+        """The answer ends here, and so does the connection."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+        self._door.cut(self._one, "unread")
+
+
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, door: Door) -> None:
+        super().__init__(config)
+        self._door = door
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+
+        def protocol(one: Connection) -> asyncio.Protocol:
+            return _Protocol(
+                self._door,
+                one,
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+                _loop=asyncio.get_running_loop(),
+            )
+
+        self._door.open(protocol)
+        self.servers = [self._door]  # type: ignore[list-item]
+        self.started = True
+
+
+class _Certified(HttpToolsProtocol):
+    """Puts the certificate of who asks into the scope of each request."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["mooncake.certificate"] = self.transport.get_extra_info("peercert")  # type: ignore[typeddict-unknown-key]
+
 
 class WebServer:
-    """``app`` behind ``listening``; ``close`` lets answers under way end for ``grace_s`` seconds."""
+    """``app`` behind ``listening``; ``close`` lets answers under way end for ``grace_s`` seconds.
+
+    Args:
+        deadlines: of its connections.
+        max_connections: at most so many, and at most what the limit of files allows; 0: only that.
+    """
 
     def __init__(
-        self, app: Any, listening: socket.socket, grace_s: float = 2.0, tls: ssl.SSLContext | None = None
+        self,
+        app: Any,
+        listening: socket.socket,
+        grace_s: float = 2.0,
+        tls: ssl.SSLContext | None = None,
+        *,
+        deadlines: Deadlines | None = None,
+        max_connections: int = 0,
     ) -> None:
         self._socket = listening
         self.port: int = listening.getsockname()[1]
+        deadlines = deadlines or Deadlines()
+        self.bodies = Bodies()
+        self.door = Door(listening, deadlines, max_connections, tls)
         config = uvicorn.Config(
-            app,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            http="httptools",
+            self._with_bodies(app),
+            timeout_keep_alive=max(1, round(deadlines.idle_s)),
+            http=_Protocol,
+            ws="none",
             lifespan="on",
             log_config=None,
             log_level="warning",
@@ -72,8 +467,18 @@ class WebServer:
         )
         config.load()
         config.ssl = tls
-        self._server = _Server(config)
+        self._server = _Server(config, self.door)
         self._task: asyncio.Task[None] | None = None
+
+    def _with_bodies(self, app: Asgi) -> Asgi:
+        async def edge(scope: Any, receive: Any, send: Any) -> None:
+            scope[_BODIES], scope[_HELD] = self.bodies, 0
+            try:
+                await app(scope, receive, send)
+            finally:
+                self.bodies.give_back(scope[_HELD])
+
+        return edge
 
     async def start(self) -> None:
         """Return once requests are taken.
@@ -101,4 +506,7 @@ class WebServer:
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+        if self._server.server_state.tasks:  # cancelled: they say so to their peers
+            await asyncio.wait([*self._server.server_state.tasks], timeout=LAST_WORDS_S)
+        await self.door.end()
         self._socket.close()

@@ -1,13 +1,35 @@
-"""Options of the whole suite."""
+"""Options and plugins of the whole suite: which skips are accepted, and that random examples stay the same.
+
+Tests with random examples draw the same ones in every run, so that a failure is caused by a change. New
+examples are drawn by ``scripts/nightly``, which passes ``--hypothesis-profile random`` and prints the seed.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
+
+from tests import skips
+
+if importlib.util.find_spec("hypothesis") is not None:  # the environment of vLLM lacks it
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes, or is drawn, depends on what else the machine does; no test asserts a speed.
+    UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("same", UNTIMED, derandomize=True)
+    settings.register_profile("random", UNTIMED, derandomize=False, print_blob=True)
+    settings.load_profile("same")  # --hypothesis-profile is looked at later and wins
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    skips.add_option(parser)
     parser.addoption(
         "--rewrite",
         action="store_true",
         help="write what the cores decided into tests/scenarios/*.txt, for reading in the diff",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    skips.register(config)

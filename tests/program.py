@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
-from bench.cluster import OpenAiServer, wait_for
 from mooncake.cli.ports import free_ports
+from tests.cluster import OpenAiServer, wait_for
 
 READY_WITHIN_S = 120.0
 

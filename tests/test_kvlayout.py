@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument
-from mooncake.kvlayout import KvIdentity, KvLayout
+from mooncake.kvlayout import KvIdentity, KvLayout, SlabLayout
 
 SMOLLM2 = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16", block_tokens=32)
 CHANGES: list[tuple[str, Any]] = [
@@ -65,3 +65,18 @@ def test_the_key_changes_with_anything_that_makes_bytes_invalid() -> None:
 def test_a_senseless_layout_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=field):
         dataclasses.replace(TINY, **{field: value})
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(SlabLayout)])
+def test_a_slab_layout_has_at_least_one_of_each(field: str) -> None:
+    sizes = {"num_layers": 2, "num_slabs": 2, "slab_bytes": 2, "block_tokens": 2}
+    assert SlabLayout(**{**sizes, field: 1}).object_bytes(1 if field == "block_tokens" else 2) > 0
+    for wrong in (0, -1):
+        with pytest.raises(InvalidArgument, match=field):
+            SlabLayout(**{**sizes, field: wrong})
+
+
+def test_slabs_lie_one_behind_the_other() -> None:
+    layout = SlabLayout(num_layers=3, num_slabs=2, slab_bytes=100, block_tokens=16)
+    assert [layout.object_offsets(layer, 16) for layer in range(3)] == [(0, 100), (200, 300), (400, 500)]
+    assert layout.object_bytes(16) == 600

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from mooncake.errors import AddressInUse, MooncakeError, Unavailable
+from mooncake.security import keep_defaults_of
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -55,6 +56,7 @@ def run_program(run: Callable[[], None]) -> NoReturn:
 def daemon_main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The console script ``mooncaked``: a whole store, or (as it was called before there were) its node."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    keep_defaults_of("mooncaked")
     main([daemon_role(words, os.environ), *words])
 
 

@@ -1,4 +1,4 @@
-"""Makes the certificates of a cluster: an authority once, then one certificate for each host.
+"""Makes the credentials of a cluster: an authority and its certificates, or a cluster key and what derives.
 
 For who has no authority already; nothing else depends on this module, and certificates from elsewhere
 serve as well. The authority's key is all that it takes to join the cluster: it stays where this
@@ -10,9 +10,11 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
+from urllib.parse import quote
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -22,6 +24,16 @@ from msgspec import Meta
 
 from mooncake.cli.roles import Given
 from mooncake.errors import InvalidArgument
+from mooncake.security import Role
+from mooncake.security.certificates import name_of
+from mooncake.security.identity import read_key_file
+from mooncake.security.keys import (
+    SECRET_BYTES,
+    derive,
+    tenant_trouble,
+    written_credential,
+    written_secret,
+)
 
 AUTHORITY_DAYS = 3650
 _SKEW = datetime.timedelta(hours=1)  # clocks of a cluster are not all right
@@ -29,7 +41,7 @@ _SKEW = datetime.timedelta(hours=1)  # clocks of a cluster are not all right
 
 @dataclass(frozen=True)
 class CertsSettings:
-    """Make the certificates that TLS between engines needs."""
+    """Make what a cluster's processes prove who they are with: certificates, or a cluster key."""
 
     folder: Path = Path("certs")
     "Where the files are; an authority (`ca.pem`, `ca.key`) that is there is used, else made."
@@ -43,15 +55,81 @@ class CertsSettings:
     days: Annotated[int, Meta(ge=1, le=3650)] = 365
     "Days for which the certificate is good."
 
+    role: Literal["node", "client", "admin"] = "node"
+    "What the owner of the certificate, or of the derived key, is to the cluster."
+
+    tenant: str = ""
+    "The only tenant whose objects a client may name; empty: every one."
+
+    cluster_key: Path | None = None
+    "Make a cluster key in this file instead of a certificate."
+
+    derive_from: Path | None = None
+    "Derive the key of `role` and `tenant` from the cluster key in this file, instead of a certificate."
+
+    out: Path | None = None
+    "File for the derived key; without it, `<role>[-<tenant>].key` beside the cluster key."
+
+    def __post_init__(self) -> None:
+        trouble = tenant_trouble(Role(self.role), self.tenant)
+        if trouble:
+            raise InvalidArgument("tenant", self.tenant, trouble)
+        if self.cluster_key is not None and self.derive_from is not None:
+            raise InvalidArgument("derive_from", str(self.derive_from), "nothing beside cluster_key")
+
 
 def certs(given: Given) -> None:
     """The entry point of ``mooncake certs``."""
     settings: CertsSettings = given.settings
+    if settings.cluster_key is not None:
+        make_cluster_key(settings.cluster_key)
+        print(f"made {settings.cluster_key}: whoever has it can join in every role")
+        print(f"cluster_key_file = {settings.cluster_key}")
+        return
+    if settings.derive_from is not None:
+        path = derive_key(settings)
+        whose = f"{settings.role} of tenant {settings.tenant}" if settings.tenant else settings.role
+        print(f"made {path}: the key of a {whose}\ncluster_key_file = {path}")
+        return
     made = make(settings)
     print(f"made {', '.join(str(path) for path in made)}")
     folder = settings.folder
     print(f"tls_cert = {folder / settings.name}.pem\ntls_key = {folder / settings.name}.key")
     print(f"tls_ca = {folder / 'ca.pem'}\nkeep {folder / 'ca.key'} here: whoever has it can join")
+
+
+def make_cluster_key(path: Path) -> None:
+    """A fresh secret in a new file.
+
+    Raises:
+        InvalidArgument: the file is there already, or can't be written.
+    """
+    _write_secret("cluster_key", path, written_secret(secrets.token_bytes(SECRET_BYTES)))
+
+
+def derive_key(settings: CertsSettings) -> Path:
+    """The file with the key of the settings' role and tenant; raises as ``make_cluster_key``."""
+    assert settings.derive_from is not None
+    ring = read_key_file(str(settings.derive_from))
+    if not ring.secrets:
+        raise InvalidArgument("derive_from", str(settings.derive_from), "a file with the cluster's own key")
+    role = Role(settings.role)
+    name = f"{role}-{quote(settings.tenant, safe='')}.key" if settings.tenant else f"{role}.key"
+    path = settings.out or settings.derive_from.with_name(name)
+    lines = [written_credential(derive(secret, role, settings.tenant)) for secret in ring.secrets]
+    _write_secret("out", path, "".join(lines))
+    return path
+
+
+def _write_secret(field: str, path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
+            opened.write(text)
+    except FileExistsError:
+        raise InvalidArgument(field, str(path), "a file that is not there yet") from None
+    except OSError as error:
+        raise InvalidArgument(field, str(path), f"a file that can be written ({error.strerror})") from error
 
 
 def make(settings: CertsSettings) -> list[Path]:
@@ -73,7 +151,15 @@ def make(settings: CertsSettings) -> list[Path]:
     issued = (
         _builder(_name(settings.host[0] if settings.host else settings.name), key, settings.days)
         .issuer_name(authority.subject)
-        .add_extension(x509.SubjectAlternativeName([_alternative(host) for host in settings.host]), False)
+        .add_extension(
+            x509.SubjectAlternativeName(
+                [
+                    *(_alternative(host) for host in settings.host),
+                    x509.UniformResourceIdentifier(name_of(Role(settings.role), settings.tenant)),
+                ]
+            ),
+            False,
+        )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
         .add_extension(
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), False

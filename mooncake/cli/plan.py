@@ -16,12 +16,14 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from mooncake import config
 from mooncake.cli.ports import free_ports
 from mooncake.cli.processes import HttpCheck, Plan
 from mooncake.cli.roles import Given
 from mooncake.cli.supervise import RoleSpec
 from mooncake.conductor.settings import Scheduling
 from mooncake.config import AlsoFrom, Port, Secret, Size, format_size
+from mooncake.security import SecuritySettings, ours
 
 LARGEST_DEFAULT_POOL_BYTES = 2 << 30
 INSIDE = "127.0.0.1"
@@ -175,7 +177,19 @@ def role_command(role: str, given: Given, *flags: str) -> tuple[str, ...]:
     general = ["--log-level", given.logs.level, "--log-format", given.logs.format]
     if given.file is not None:
         general += ["--config", str(given.file)]
+    general += security_flags(ours().settings)
     return (sys.executable, "-m", "mooncake", role, *flags, *general, "--parent", str(os.getpid()))
+
+
+def security_flags(settings: SecuritySettings) -> list[str]:
+    """Our own identity, for a process that this one starts."""
+    flags: list[str] = []
+    for option in config.options(SecuritySettings):
+        value = getattr(settings, option.field)
+        if value == option.default:
+            continue
+        flags += [option.flag] if value is True else [option.flag, str(value)]
+    return flags
 
 
 def quiet_threads(num_threads: int) -> dict[str, str]:

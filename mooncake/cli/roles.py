@@ -25,6 +25,8 @@ from typer.core import TyperCommand
 
 from mooncake import config
 from mooncake.config import LogSettings, Option
+from mooncake.rpc.limits import raise_file_limit
+from mooncake.security import Identity, SecuritySettings, install
 
 CONFIG_VARIABLE = "MOONCAKE_CONFIG"
 """Names the configuration file when ``--config`` does not."""
@@ -77,14 +79,17 @@ def add_command(
             field: given.pop(field) for field in (option.field for option in config.options(settings_class))
         }
         file, logs, log_origins = _general(given, known_roles)
+        security, security_origins = _security(given, file, known_roles)
         settings: Any
         settings, origins = config.load(settings_class, own, os.environ, file, known_roles)
         if given["print_config"]:
             print(config.describe(settings, origins))
             print(config.describe(logs, log_origins))
+            print(config.describe(security, security_origins))
             return
         if given["parent"]:
             die_with(given["parent"])
+        install(Identity(security))
         run(Given(settings, logs, file))
 
     parameters = [_parameter(option) for option in config.options(settings_class)]
@@ -116,7 +121,15 @@ def _general(
     return file, logs, origins
 
 
-def _parameter(option: Option) -> inspect.Parameter:
+def _security(
+    given: dict[str, Any], file: Path | None, known_roles: Sequence[str]
+) -> tuple[SecuritySettings, dict[str, str]]:
+    """Who this process is to others, which every command has."""
+    flags = {option.field: given[option.field] for option in config.options(SecuritySettings)}
+    return config.load(SecuritySettings, flags, os.environ, file, known_roles)
+
+
+def _parameter(option: Option, panel: str | None = None) -> inspect.Parameter:
     """A field as a parameter that typer understands. All flags are optional: None means not given."""
     flags = option.flag
     kind: Any = str | None
@@ -129,6 +142,7 @@ def _parameter(option: Option) -> inspect.Parameter:
         help=_help(option),
         metavar=None if option.base is bool else _metavar(option),
         show_default=False,
+        rich_help_panel=panel,
     )
     return _keyword(option.field, Annotated[kind, details])
 
@@ -199,6 +213,7 @@ def _general_parameters() -> list[inspect.Parameter]:
             )
             for option in (level, log_format)
         ),
+        *(_parameter(option, "Security") for option in config.options(SecuritySettings)),
         _keyword("parent", Annotated[int | None, typer.Option("--parent", hidden=True)]),
     ]
 
@@ -214,6 +229,8 @@ STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def run_until_stopped(serve: Callable[[Any], Coroutine[Any, Any, None] | None], settings: Any) -> None:
     """Run a role's ``serve``, plain or async. SIGTERM and SIGINT end it cleanly and are no error."""
+
+    raise_file_limit()
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -19,6 +19,7 @@ from mooncake import config
 from mooncake.cli.roles import Given, ManyValues, add_command, config_file, run_until_stopped
 from mooncake.config import LogSettings
 from mooncake.log import setup_logging
+from mooncake.security import SecuritySettings
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ COMMANDS = (
     Command(
         "certs",
         "mooncake.cli.certs",
-        "Make the certificates that TLS between engines needs.",
+        "Make what processes prove who they are with: certificates, or a cluster key.",
         "mooncake certs --folder certs --name node-1 --host 10.0.0.1 node-1.example",
         entry="certs",
     ),
@@ -141,7 +142,7 @@ FAKE_ENGINE = Command(
     "mooncake dev fake-engine --master 127.0.0.1:50051 --port 8101 --fail-load-every 3",
 )
 
-KNOWN_ROLES = ["log", *(command.name for command in COMMANDS), "fakeengine"]
+KNOWN_ROLES = ["log", "security", *(command.name for command in COMMANDS), "fakeengine"]
 """Tables that a configuration file may have."""
 
 DOCS_OPENING = """\
@@ -164,6 +165,9 @@ The flat `mooncake.json` of the existing package is read, too: `master_server_ad
 Sizes take suffixes: `64MiB` counts in powers of 1024, `256GB` in powers of 1000. Durations (`_s`) are
 seconds. Port 0 takes a free port. Lists are repeated flags, or separated by commas in the environment.
 `--print-config` shows every value and where it came from.
+
+The tables `[log]` and `[security]` are those of every role. The flags of `[security]` are as shown, those of
+`[log]` begin with `--log-`.
 """
 
 
@@ -325,7 +329,11 @@ def _config(
     docs: Annotated[bool, typer.Option("--docs", help="Print docs/configuration.md instead.")] = False,
 ) -> None:
     """Show every setting of every role and where its value came from; a wrong one is named."""
-    classes = [LogSettings, *(command.settings_class() for command in (*COMMANDS, FAKE_ENGINE))]
+    classes = [
+        LogSettings,
+        SecuritySettings,
+        *(command.settings_class() for command in (*COMMANDS, FAKE_ENGINE)),
+    ]
     if docs:
         print(config.render_docs(classes, DOCS_OPENING), end="")
         return

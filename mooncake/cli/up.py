@@ -21,6 +21,7 @@ from mooncake.cli.ports import check_free
 from mooncake.cli.processes import Processes
 from mooncake.cli.roles import Given
 from mooncake.errors import InvalidArgument
+from mooncake.security import check_address, ours
 
 __all__ = ["UpSettings", "up"]
 
@@ -29,6 +30,10 @@ def up(given: Given) -> None:
     """Run until Ctrl-C; exits with the status of the supervisor."""
     settings = given.settings
     assert isinstance(settings, UpSettings)
+    check_address(settings.host)
+    if ours().has_tls:
+        given_cert = ours().settings.tls_cert
+        raise InvalidArgument("--tls-cert", given_cert, "nothing here: one host needs no TLS within itself")
     check_free(settings.host, settings.port)
     log_folder = prepare_log_folder(settings.log_dir)
     model_folder = prepare_model(settings.model)

@@ -93,12 +93,15 @@ class Admission:
         self.population.expect(request.request_id, now + request.ttft_s, request.num_tokens, now)
         return verdict
 
-    def prefilled(self, request_id: str, pools: Pools, now: float) -> Verdict:
-        """Its prompt is computed. Under the paper's rules decode looks again, and may still reject."""
+    def prefilled(self, request_id: str, pools: Pools, now: float, has_begun: bool = False) -> Verdict:
+        """Its prompt is computed. Under the paper's rules decode looks again, and may still reject.
+
+        ``has_begun``: its answer is under way, so that nobody can reject it any more.
+        """
         promise = self._promises.get(request_id)
         if promise is None or promise.is_prefilled:
             return Verdict(True)
-        if self.rule in LOOKS_AGAIN and not promise.verdict.is_audited:
+        if self.rule in LOOKS_AGAIN and not promise.verdict.is_audited and not has_begun:
             verdict = self._present_decode(promise.request, pools)
             if verdict is not None:
                 self._count(verdict)

@@ -80,6 +80,8 @@ class Placement(msgspec.Struct):
     expires_at: float
     place: Place
     prediction: Prediction
+    is_refused: bool = False
+    "It was refused when its prompt was computed. Its account stays until its end is reported."
 
 
 class Conductor:
@@ -485,8 +487,10 @@ class Conductor:
         decode = self.instances.get(placement.decode, instance)
         refuse = self.judging.prefilled(event, lambda: self._pools_with(decode.slot), now)
         if refuse is not None:
+            # Whoever asked may not hear of it, and go on: the account is released by the end alone.
+            placement.is_refused = True
             self._tell(now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
-            return [refuse, *self._release(event.request_id, now)]
+            return [refuse]
         return self._leave_if_drained(instance, now)
 
     def _chunk_measured(self, event: ChunkMeasured, now: float) -> list[Effect]:
@@ -513,6 +517,8 @@ class Conductor:
         placement = self.placements.get(event.request_id)
         if placement is None:
             return []
+        if placement.is_refused and not event.is_complete:
+            return self._release(event.request_id, now)
         accuracy = self.predict.accuracy
         accuracy["tbt_s"].add(placement.prediction.tbt_s, event.tbt_s)
         if event.is_complete and event.num_output_tokens:

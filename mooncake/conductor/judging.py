@@ -98,7 +98,7 @@ class Judging:
         self.explainer.prefilled(event, now)
         if not self.admission.knows(event.request_id):
             return None
-        verdict = self.admission.prefilled(event.request_id, pools(), now)
+        verdict = self.admission.prefilled(event.request_id, pools(), now, event.has_begun)
         if verdict.is_admitted:
             return None
         refuse = refused(event.request_id, verdict, None)

@@ -11,6 +11,7 @@ import msgspec
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.errors import Refusal
 from mooncake.prefix import BlockKey
+from mooncake.security.standing import NODES, NODES_AND_ADMINS, TRUSTED, Level
 from mooncake.types import InstanceId, Role, Tier
 
 POOL: InstanceId = "pool"
@@ -61,6 +62,8 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     loaded_s: float = 0.0
     num_loaded_tokens: int = 0
     "Tokens whose KV came from elsewhere."
+    has_begun: bool = False
+    "Its answer has begun: it goes on, whatever a rule of admission says now."
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -324,5 +327,24 @@ class GetStory(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Story(msgspec.Struct, frozen=True, array_like=True, tag=True):
     lines: list[str]
 
+
+ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
+    Place: TRUSTED,
+    Prefilled: TRUSTED,
+    Finished: TRUSTED,
+    Failed: TRUSTED,
+    ChunkMeasured: NODES,
+    StepMeasured: NODES,
+    TransferMeasured: NODES,
+    BlocksStored: NODES,
+    BlocksRemoved: NODES,
+    BlocksCleared: NODES,
+    AddInstance: NODES_AND_ADMINS,
+    RemoveInstance: NODES_AND_ADMINS,
+    Drain: NODES_AND_ADMINS,
+    GetStatus: TRUSTED,
+    GetStory: TRUSTED,
+}
+"""Who may send what to a conductor, where peers have to prove who they are."""
 
 REPLIES = (Decision, Refuse, Noted, Status, Story)

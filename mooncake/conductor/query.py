@@ -25,6 +25,7 @@ from mooncake.conductor.events import EventReader, EventSource, follow
 from mooncake.conductor.registry import Query, QueryByHash, Register, Registry, Unregister
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
+from mooncake.security import TRUSTED, HttpDoor, ours
 from mooncake.types import InstanceId
 from mooncake.web import WebServer, listen
 
@@ -99,7 +100,10 @@ class QueryServer:
 
     def __init__(self, publishers: Publishers, host: str, port: int, api_key: str = "") -> None:
         self._publishers = publishers
-        self._web = WebServer(make_app(publishers, api_key), listen(host, port))
+        door = HttpDoor(
+            make_app(publishers, api_key), None, TRUSTED, open_paths=("/health",), api_key=api_key
+        )
+        self._web = WebServer(door, listen(host, port), tls=ours().server_tls)
         self.port = self._web.port
 
     async def start(self) -> None:

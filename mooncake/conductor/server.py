@@ -25,6 +25,7 @@ from mooncake.conductor.following import Followers
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.measured import Measured, read_measured
 from mooncake.conductor.messages import (
+    ACCESS,
     AddInstance,
     AdmissionStatus,
     BlocksCleared,
@@ -61,6 +62,7 @@ from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.driver import Driver
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Connection, RpcServer
+from mooncake.security import TRUSTED, Access, check_address
 from mooncake.types import InstanceId
 
 log = get_logger(__name__)
@@ -107,8 +109,10 @@ async def serve(settings: ConductorSettings) -> None:
 
     Raises:
         AddressInUse: a port is taken.
-        InvalidArgument: the file of registrations can't be used.
+        InvalidArgument: the file of registrations can't be used, or others can reach this process and nobody
+            has to prove who he is.
     """
+    check_address(settings.host)
     file_port, registrations = (
         read_registrations(settings.registrations) if settings.registrations else (None, [])
     )
@@ -185,6 +189,7 @@ class ConductorService:
 
     def post(self, event: Event) -> None:
         self._driver.post(event)
+        self._answer = None  # nobody waits for one, and the next who does must not take it for theirs
 
     async def change(self, event: AddInstance | RemoveInstance | Drain) -> None:
         self.post(event)
@@ -288,7 +293,8 @@ class ConductorServer:
         handlers: dict[type[msgspec.Struct], Any] = dict.fromkeys(_FACTS, self._note)
         handlers |= {Prefilled: self._prefilled, Explain: self._explain}
         handlers |= {Place: self._place, GetStatus: self._status, GetStory: self._story}
-        self.rpc = RpcServer(handlers, self._on_lost)
+        access = Access({**ACCESS, Explain: TRUSTED})
+        self.rpc = RpcServer(handlers, self._on_lost, access=access, name="conductor")
 
     async def start(self, host: str, port: int) -> int:
         """Listen; port 0 takes a free one. Returns the port. Raises as ``RpcServer.start``."""

@@ -12,7 +12,8 @@ native threads and never pass Python::
 
 Nothing here may make an answer wrong or late: a lookup that fails is a miss, a save that fails is
 forgotten, a load that fails (peer lost, checksum wrong, lease over, too slow) says so and the
-engine computes the blocks itself. While the master can't be reached it isn't asked again for a
+engine computes the blocks itself. A load or save is ``done`` when nothing touches the pool any more
+(``claim.py``), whatever stood still meanwhile. While the master can't be reached it isn't asked again for a
 moment, so that a dead store costs one short wait and not one per request.
 """
 
@@ -28,6 +29,7 @@ import numpy as np
 from prometheus_client import Counter
 
 from mooncake import clock
+from mooncake.connectors.claim import SAID_EVERY_S, Claim
 from mooncake.connectors.memory import Held, HostMemory, Identity
 from mooncake.errors import MooncakeError
 from mooncake.kvlayout import Column
@@ -79,21 +81,30 @@ class Lookup:
 
 
 class Load:
-    """Layers of some blocks on their way into the pool, in parts: one for each segment and layer."""
+    """Layers of some blocks on their way into the pool, in parts: one for each segment and layer.
+
+    ``is_bad``: it was refused, and none of it will come.
+    """
 
     def __init__(self, num_layers: int, num_parts: int, deadline: float, is_bad: bool = False) -> None:
-        self.deadline = deadline
+        self.claim = Claim("load", deadline)
         self.num_layers_loaded = 0
+        self.num_layers_entered = 0
+        """Layers that the engine took from host memory."""
         self.arrived = threading.Condition()
         self.held: Held | None = None
-        self._num_in_flight = num_layers * num_parts
-        self._is_bad = is_bad
+        self._is_bad = is_bad or not self.claim.enter(clock.monotonic(), num_layers * num_parts)
         self._num_missing = [num_parts] * num_layers
+        self.claim.close()
+
+    @property
+    def deadline(self) -> float:
+        return self.claim.deadline
 
     @property
     def done(self) -> bool:
         """Nothing writes into the pool any more."""
-        return self._num_in_flight == 0
+        return self.claim.is_free
 
     @property
     def failed(self) -> bool:
@@ -105,15 +116,21 @@ class Load:
         with self.arrived:
             first_failure = not good and not self._is_bad
             self._is_bad = self._is_bad or not good
-            self._num_in_flight -= 1
             self._num_missing[layer] -= 1
             while (
                 self.num_layers_loaded < len(self._num_missing)
                 and not self._num_missing[self.num_layers_loaded]
             ):
                 self.num_layers_loaded += 1
+            self.claim.leave()
             self.arrived.notify_all()
         return first_failure
+
+    def lapse(self) -> None:
+        """The host memory that it arrived in goes to others: what the engine has not taken is lost."""
+        with self.arrived:
+            self._is_bad = self._is_bad or self.num_layers_entered < len(self._num_missing)
+            self.arrived.notify_all()
 
 
 class Save:
@@ -121,8 +138,10 @@ class Save:
 
     def __init__(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> None:
         self.blocks = list(blocks)
-        self.done = False
-        """Nothing reads the pool any more, and nothing more will be stored."""
+        self.claim = Claim("save", float("inf"))
+        """Its deadline is that of the reserved space, once there is some."""
+        self.is_ended = False
+        """The master was told, or will not be."""
         self.is_stored = [False] * len(self.blocks)
         """Per block: the store holds it, whoever wrote it."""
         self.is_wanted = True
@@ -134,10 +153,14 @@ class Save:
         """The engine gives no more layers."""
         self.num_layers_computed = 0
         self.num_layers_submitted = 0
-        self.num_in_flight = 0
         self.is_settled = False
         """Every layer was written, or none will be: what remains is to tell the master."""
         self.lock = threading.Lock()
+
+    @property
+    def done(self) -> bool:
+        """Nothing reads the pool any more, and nothing more will be stored."""
+        return self.is_ended and self.claim.is_free
 
     @property
     def num_stored_blocks(self) -> int:
@@ -195,7 +218,14 @@ class StoreLink:
 
     def attach(self, wake: Callable[[], None]) -> None:
         """``wake`` is called, from the loop, whenever a lookup, load or save got further."""
-        self._wake = wake
+
+        def guarded() -> None:
+            try:
+                wake()
+            except Exception:  # the engine's own; what was under way is to end all the same
+                log.exception("callback_failed")
+
+        self._wake = guarded
 
     async def close(self) -> None:
         """Stop; nothing touches the pool afterwards."""
@@ -205,6 +235,10 @@ class StoreLink:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for region in self._regions:
             self._transfer.unregister(region)
+        for token in list(self._in_flight):  # it is over, and nobody will hear of it any more
+            self._complete(Completion(token, Status.CANCELLED))
+        await asyncio.sleep(0)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # -- lookups -------------------------------------------------------------------------------
 
@@ -230,7 +264,8 @@ class StoreLink:
                 if grant is None or grant.size_bytes != self._layout.object_bytes(num_tokens):
                     break
                 lookup.grants.append(grant)
-        except (MooncakeError, TimeoutError) as error:
+        except Exception as error:
+            lookup.grants = []
             self._store_failed("lookup", error)
         finally:
             lookup.done = True
@@ -251,6 +286,10 @@ class StoreLink:
             return Load(0, 0, deadline, is_bad=True)
         parts = _by_segment(grants)
         load = Load(self._layout.num_layers, len(parts), deadline)
+        if load.done:
+            log.warning("load_refused", reason="its lease is over", num_blocks=len(block_ids))
+            self._memory.release(held)
+            return load
         load.held = held
         lengths = [tokens for _, tokens in lookup.blocks[: len(block_ids)]]
         for layer in range(self._layout.num_layers):
@@ -267,7 +306,11 @@ class StoreLink:
             for segment in segments:
                 self._transfer.cancel(segment)
         assert load.held is not None
-        self._memory.release(load.held)
+        held = load.held
+        if held.slots:
+            load.lapse()
+            self._wake()
+        load.claim.when_free(lambda: self._memory.release(held))
 
     def _submit_load(
         self,
@@ -307,16 +350,21 @@ class StoreLink:
     def wait_layer(self, loads: Sequence[Load], layer: int) -> None:
         """Block the engine thread until ``layer`` of every load is there, or the load has failed.
 
-        It ends: at its deadline a load is cancelled, which completes everything in flight.
+        It ends: at its deadline a load is cancelled, which completes everything in flight. Where the loop
+        that does this is held, the engine waits on, for its memory is in use; the log says so.
         """
         for load in loads:
             with load.arrived:
                 while load.num_layers_loaded <= layer and not load.failed:
-                    load.arrived.wait()
-            if load.held is not None and not load.failed:
-                self._memory.enter(load.held, layer)
-                if layer == self._layout.num_layers - 1:
-                    self._memory.release(load.held)
+                    is_overdue = clock.monotonic() >= load.deadline
+                    if not load.arrived.wait(SAID_EVERY_S) and is_overdue:
+                        load.claim.say_overdue()
+                if load.held is None or load.failed:
+                    continue
+                self._memory.enter(load.held, layer)  # under the lock: what has lapsed is not entered
+                load.num_layers_entered = layer + 1
+            if layer == self._layout.num_layers - 1:
+                self._memory.release(load.held)
 
     # -- saves ---------------------------------------------------------------------------------
 
@@ -326,7 +374,8 @@ class StoreLink:
         if blocks and clock.monotonic() >= self._silent_until:
             save.held = self._memory.hold([block_id for _, _, block_id in blocks])
         if save.held is None:
-            save.done = True
+            save.claim.close()
+            save.is_ended = True
         else:
             self._spawn(self._open_save(save))
         return save
@@ -361,9 +410,11 @@ class StoreLink:
         try:
             async with asyncio.timeout(self._settings.lookup_timeout_s):
                 answers = await self._store.start_puts(keys, sizes, chunks)
-        except (MooncakeError, TimeoutError) as error:
+        except BaseException as error:  # also when it is cancelled: nothing of it will be stored
             self._store_failed("save", error)
             self._end_save(save)
+            if not isinstance(error, Exception):
+                raise
             return
         grants: list[PutGrant] = []
         for position, answer in enumerate(answers):
@@ -381,7 +432,8 @@ class StoreLink:
         if not grants:
             self._end_save(save)
             return
-        patience_s = min(grant.expires_at for grant in grants) - clock.monotonic()
+        save.claim.deadline = min(grant.expires_at for grant in grants)
+        patience_s = save.claim.deadline - clock.monotonic()
         self._loop.call_later(max(0.0, patience_s), self._expire_save, save)
         with save.lock:
             save.grants = grants
@@ -404,15 +456,14 @@ class StoreLink:
         """Submit every computed layer that has not been; the caller holds the save's lock."""
         if save.grants is None or not save.is_wanted:
             return
-        if clock.monotonic() >= min(grant.expires_at for grant in save.grants):
-            # The timer says so too, but it may be late: no write may begin in space that is not ours.
-            save.is_wanted = False
-            self._settle(save)
-            return
         parts = _by_segment(save.grants)
         for layer in range(save.num_layers_submitted, save.num_layers_computed):
             for members in parts:
-                save.num_in_flight += 1
+                if not save.claim.enter(clock.monotonic()):
+                    # The timer says so too, but it may be late: no write may begin in space that is not ours.
+                    save.is_wanted = False
+                    self._settle(save)
+                    return
                 self._submit_save(save, layer, members)
         save.num_layers_submitted = max(save.num_layers_submitted, save.num_layers_computed)
 
@@ -427,7 +478,7 @@ class StoreLink:
 
         def written(completion: Completion) -> None:
             with save.lock:
-                save.num_in_flight -= 1
+                save.claim.leave()
                 if completion.status == Status.OK:
                     assert completion.checksums is not None
                     checksums = completion.checksums.reshape(len(grants), -1)
@@ -441,13 +492,16 @@ class StoreLink:
                 self._settle(save)
 
         deadline = clock.monotonic() + self._settings.load_timeout_s
-        deadline = min(deadline, *(grant.expires_at for grant in grants))
+        deadline = min(deadline, save.claim.deadline)
         self._submit(Op.WRITE, grants[0].segment, (local, remote, sizes), deadline, written)
 
     def _settle(self, save: Save) -> None:
         """When nothing is in flight any more, tell the master; the caller holds the save's lock."""
         complete = save.num_layers_submitted == self._layout.num_layers or not save.is_wanted
-        if save.grants is None or save.num_in_flight or not complete or save.is_settled:
+        if save.grants is None or not complete or save.is_settled:
+            return
+        save.claim.close()
+        if not save.claim.is_free:
             return
         save.is_settled = True
         self._spawn(self._close_save(save))
@@ -464,13 +518,15 @@ class StoreLink:
                         if answer is None:
                             save.is_stored[position] = True
                             saved_bytes.inc(grant.size_bytes)
-        except (MooncakeError, TimeoutError) as error:
+        except Exception as error:
             self._store_failed("save", error)
-        self._end_save(save)
+        finally:
+            self._end_save(save)
 
     def _end_save(self, save: Save) -> None:
         with save.lock:
-            save.done = True
+            save.claim.close()
+            save.is_ended = True
             self._release_held(save)
         self._wake()
 
@@ -520,16 +576,25 @@ class StoreLink:
             self._send(ask)
 
     def _send(self, ask: _Ask) -> None:
-        timeout_s = max(0.0, ask.deadline - clock.monotonic())
-        self._transfer.submit(
-            self._queue,
-            ask.token,
-            ask.op,
-            ask.segment,
-            *ask.columns,
-            checksum=True,
-            timeout_s=timeout_s,
-        )
+        timeout_s = ask.deadline - clock.monotonic()
+        status = Status.TIMED_OUT
+        if timeout_s > 0:
+            try:
+                self._transfer.submit(
+                    self._queue,
+                    ask.token,
+                    ask.op,
+                    ask.segment,
+                    *ask.columns,
+                    checksum=True,
+                    timeout_s=timeout_s,
+                )
+                return
+            except MooncakeError as error:  # nothing was begun
+                log.error("transfer_refused", reason=str(error))
+                status = Status.UNREGISTERED
+        # Not from here: whoever asks holds the lock that is taken when it ends.
+        self._loop.call_soon_threadsafe(self._complete, Completion(ask.token, status))
 
     async def _greet(self, segment: Segment) -> None:
         """Send what waits for ``segment`` once it has answered; what ran out of time by then has failed."""
@@ -546,7 +611,7 @@ class StoreLink:
                     self._waiting[segment] = in_time
             for ask in asks:
                 if ask.deadline <= now:
-                    self._in_flight.pop(ask.token)(Completion(ask.token, Status.TIMED_OUT))
+                    self._complete(Completion(ask.token, Status.TIMED_OUT))
                 elif has_answered:
                     self._send(ask)
             if has_answered or not in_time:
@@ -554,7 +619,10 @@ class StoreLink:
 
     def _drain(self) -> None:
         for completion in self._queue.drain():
-            self._in_flight.pop(completion.token)(completion)
+            self._complete(completion)
+
+    def _complete(self, completion: Completion) -> None:
+        self._in_flight.pop(completion.token)(completion)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` on the loop, from whichever thread."""
@@ -566,8 +634,11 @@ class StoreLink:
 
         self._loop.call_soon_threadsafe(begin)
 
-    def _store_failed(self, operation: str, error: Exception) -> None:
+    def _store_failed(self, operation: str, error: BaseException) -> None:
         failures.labels(operation).inc()
+        if not isinstance(error, MooncakeError | TimeoutError | asyncio.CancelledError):
+            log.exception("operation_failed", operation=operation)  # a mistake of ours
+            return
         self._silent_until = clock.monotonic() + self._settings.retry_after_s
         log.warning("store_unreachable", operation=operation, error=str(error) or type(error).__name__)
 

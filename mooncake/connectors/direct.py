@@ -7,7 +7,9 @@ after, the sender writes them there and answers ``Taken``; or it answers why not
 
 Whoever gets no answer, or hears that a write was broken off, can't know what is still on its way. So the
 receiver then takes its memory back from everybody (registers it anew: nothing that addresses the old
-registration touches it any more) before it says that the blocks are free to be computed.
+registration touches it any more) before it says that the blocks are free to be computed. At both ends a
+``Claim`` says when blocks are free: the sender's when its write has ended, the receiver's when it was told
+that all is written, or has taken its memory back. Where that fails it is tried until it succeeds.
 
 Which requests these are, the engine's shell knows; nothing here knows an engine or a tensor.
 """
@@ -16,17 +18,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from mooncake import clock
+from mooncake.connectors.claim import SAID_EVERY_S, Claim
 from mooncake.connectors.memory import Held, SlabMemory
 from mooncake.errors import MooncakeError
 from mooncake.kvlayout import SlabLayout
 from mooncake.log import get_logger
 from mooncake.rpc import AsyncClient, Call, RpcServer
+from mooncake.security import EVERYBODY, TRUSTED, Access
 from mooncake.transfer import TransferEngine
 from mooncake.transfer.segment import SegmentDescriptor, decode_descriptor
 
@@ -34,6 +40,9 @@ log = get_logger(__name__)
 
 GREETING_S = 5.0
 """Who does not answer in time is not there."""
+
+MAX_TIMEOUT_S = 3600.0
+"""The longest that a receiver may ask a sender to take."""
 
 GRACE_S = 2.0
 """What an answer may take beyond the sender's own deadline."""
@@ -69,6 +78,10 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, tag="kv_taken"):
     """Why the blocks are not there; empty: they are."""
     has_begun: bool = False
     """Something was written."""
+
+
+ACCESS = Access({Take: TRUSTED, Greet: EVERYBODY})
+"""Who may ask a prefill engine, where peers have to prove who they are: engines, of no tenant."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +128,9 @@ class Sender:
         self._hold_s, self._ended, self._tell = hold_s, ended, tell
         self._offers: dict[str, asyncio.Future[Offer | str]] = {}
         """What is offered, or why it won't be; a future that is not done is waited for by somebody."""
-        self._server = RpcServer({Take: self._take, Greet: lambda greet, call: Taken()})
+        self._server = RpcServer(
+            {Take: self._take, Greet: lambda greet, call: Taken()}, access=ACCESS, name="direct"
+        )
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
@@ -162,7 +177,10 @@ class Sender:
                 self._ended(transfer_id)
 
     async def _take(self, take: Take, call: Call) -> Taken:
-        deadline = asyncio.get_running_loop().time() + take.timeout_s
+        if not (math.isfinite(take.timeout_s) and 0 < take.timeout_s <= MAX_TIMEOUT_S):
+            allowed = f"more than 0, at most {MAX_TIMEOUT_S:g}"
+            return self._refused(take, f"timeout_s is {take.timeout_s:g}; allowed: {allowed}")
+        deadline = clock.monotonic() + take.timeout_s
         if take.layout != self._digest:
             return self._refused(take, f"blocks of layout {self._digest} are none of layout {take.layout}")
         awaited = self._awaited(take.transfer_id)
@@ -182,12 +200,14 @@ class Sender:
         self._offers[take.transfer_id] = gone = asyncio.get_running_loop().create_future()
         gone.set_result("it was taken before")
         asyncio.get_running_loop().call_later(self._hold_s, self._expire, take.transfer_id, gone)
+        claim = Claim("push", deadline)
+        claim.when_free(lambda: self._ended(take.transfer_id))
         try:
-            return await self._write(take, found, deadline)
+            return await self._write(take, found, claim)
         finally:
-            self._ended(take.transfer_id)
+            claim.close()
 
-    async def _write(self, take: Take, offer: Offer, deadline: float) -> Taken:
+    async def _write(self, take: Take, offer: Offer, claim: Claim) -> Taken:
         if take.prompt != offer.prompt:
             return self._refused(take, "the prompts differ")
         source = offer.block_ids[take.first_block :]
@@ -205,16 +225,19 @@ class Sender:
         lengths = np.full(len(local), self._layout.slab_bytes, dtype=np.uint64)
         try:
             segment = self._transfer.open(decode_descriptor(take.descriptor))
-            left_s = deadline - asyncio.get_running_loop().time()
-            if left_s <= 0:
+            began = clock.monotonic()
+            if not claim.enter(began):
                 return self._refused(take, "no time is left")
-            began = asyncio.get_running_loop().time()
-            await self._transfer.write(segment, local, remote, lengths, timeout_s=left_s)
+            try:
+                left_s = claim.deadline - began
+                await self._transfer.write(segment, local, remote, lengths, timeout_s=left_s)
+            finally:
+                claim.leave()  # also when it is cancelled, it has ended by now
         except MooncakeError as error:
             self._tell(Told("refused", len(take.block_ids)))
             log.warning("transfer_failed", transfer=take.transfer_id, reason=str(error))
             return Taken(str(error), has_begun=True)
-        seconds = asyncio.get_running_loop().time() - began
+        seconds = clock.monotonic() - began
         self._tell(Told("pushed", len(source), int(lengths.sum()), seconds))
         return Taken()
 
@@ -267,6 +290,8 @@ class Receiver:
     async def receive(self, wanted: Wanted) -> str:
         """Empty when the blocks are there; else why not, and then nothing writes to them any more."""
         async with self._lock:
+            if not self._regions:
+                self._register()
             generation, descriptor = self._generation, self._describe()
         first, strides = self._memory.description()
         take = Take(
@@ -280,25 +305,40 @@ class Receiver:
             wanted.block_ids,
             self._timeout_s,
         )
-        has_begun = False
-        began = asyncio.get_running_loop().time()
+        began = clock.monotonic()
+        claim = Claim("receive", began + GREETING_S + GRACE_S)
+        taken = Taken("given up", has_begun=True)
         try:
-            client = self._client(wanted.address)
-            await client.call(Greet(), GREETING_S)
-            has_begun = True
-            taken = await client.call(take, self._timeout_s + GRACE_S)
-        except MooncakeError as error:
-            taken = Taken(str(error), has_begun)
+            taken = await self._asked(wanted.address, take, claim)
+        finally:  # also when it is cancelled
+            if claim.num_inside:
+                if taken.reason and taken.has_begun:
+                    await self._take_back(generation)
+                claim.leave()
+            claim.close()
         if taken.reason:
             log.warning("transfer_missed", transfer=wanted.transfer_id, reason=taken.reason)
-            if taken.has_begun:
-                await self._take_back(generation)
             self._tell(Told("recomputed", len(wanted.block_ids)))
         else:
-            seconds = asyncio.get_running_loop().time() - began
+            seconds = clock.monotonic() - began
             num_bytes = len(wanted.block_ids) * self._layout.object_bytes(self._layout.block_tokens)
             self._tell(Told("received", len(wanted.block_ids), num_bytes, seconds))
         return str(taken.reason)
+
+    async def _asked(self, address: str, take: Take, claim: Claim) -> Taken:
+        """How it ended, as far as that is known. From ``claim.enter`` on, somebody knows of the memory."""
+        try:
+            client = self._client(address)
+            await client.call(Greet(), GREETING_S)
+            if not claim.enter(clock.monotonic()):
+                return Taken("no time is left")
+            taken: Taken = await client.call(take, self._timeout_s + GRACE_S)
+            return taken
+        except MooncakeError as error:
+            return Taken(str(error), has_begun=bool(claim.num_inside))
+        except Exception as error:  # a mistake of ours is no reason to fail the engine's request
+            log.exception("transfer_failed", transfer=take.transfer_id)
+            return Taken(type(error).__name__, has_begun=bool(claim.num_inside))
 
     def _describe(self) -> bytes:
         """Without the place to ask for a newer one: a sender that was shut out stays out."""
@@ -310,12 +350,25 @@ class Receiver:
         async with self._lock:
             if generation != self._generation:
                 return  # somebody did it since
-            for region in self._regions:
-                await asyncio.to_thread(self._transfer.unregister, region)
-            self._regions = self._transfer.register_all(self._memory.buffers)
+            while self._regions:
+                try:
+                    await asyncio.to_thread(self._transfer.unregister, self._regions[-1])
+                    self._regions.pop()
+                except Exception as error:  # until then the blocks are nobody's
+                    log.error("memory_kept", operation="receive", reason=str(error))
+                    await asyncio.sleep(SAID_EVERY_S)
             self._generation += 1
+            self._register()
+
+    def _register(self) -> None:
+        try:
+            self._regions = self._transfer.register_all(self._memory.buffers)
+        except MooncakeError as error:  # who receives next tries again
+            log.error("memory_not_registered", reason=str(error))
 
     def _client(self, address: str) -> AsyncClient:
         if address not in self._clients:
-            self._clients[address] = AsyncClient(address, (Taken,), "prefill", is_patient=False)
+            self._clients[address] = AsyncClient(
+                address, (Taken,), "prefill", is_patient=False, servers=TRUSTED
+            )
         return self._clients[address]

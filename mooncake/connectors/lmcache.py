@@ -135,7 +135,12 @@ class MooncakeBackend(Base):  # type: ignore[misc]
         """The chunks in memory of LMCache's own, None for each miss."""
         found = self._pages.open(self._chunks.keys(keys)).wait()
         objs, grants, spans = self._allocate(found)
-        return _kept(objs, self._pages.read(grants, spans).wait())
+        try:
+            good = self._pages.read(grants, spans).wait()
+        except BaseException:  # an interrupt, after nothing writes to the memory any more
+            _kept(objs, [False] * len(grants))
+            raise
+        return _kept(objs, good)
 
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: list[Any], transfer_spec: Any = None
@@ -143,7 +148,12 @@ class MooncakeBackend(Base):  # type: ignore[misc]
         """The leading chunks of these."""
         found = await self._pages.open(self._chunks.keys(keys)).on_this_loop()
         objs, grants, spans = self._allocate(found[: leading([grant is not None for grant in found])])
-        kept = _kept(objs, await self._pages.read(grants, spans).on_this_loop())
+        try:
+            good = await self._pages.read(grants, spans).on_this_loop()
+        except BaseException:  # cancelled, after nothing writes to the memory any more
+            _kept(objs, [False] * len(grants))
+            raise
+        kept = _kept(objs, good)
         num_good = leading([obj is not None for obj in kept])
         for obj in kept[num_good:]:
             if obj is not None:

@@ -1,8 +1,9 @@
 """LMCache's chunks: what they are called in the store, how large they are, and whose numbers are in them.
 
 A chunk is all layers of some tokens in LMCache's own order, one run of memory; a key of LMCache's says which
-tokens. The digest beside it says the rest; when in doubt a fact is here. Nothing here is imported from
-LMCache but its version and the name of an order; it reads the objects it is given.
+tokens. The digest beside it says the rest; when in doubt a fact is here. LMCache tells little of the engine
+around it (no rope scaling, quantization or kind of an 8-bit cache), so the engine in this process is asked
+itself. Nothing here is imported but versions, configurations and the name of an order.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from mooncake.connectors.weights import weights_of
+from mooncake.connectors.sglang_facts import ARGUMENTS, server_arguments
+from mooncake.connectors.vllm_facts import model_facts
+from mooncake.connectors.weights import is_sampled, weights_of
 from mooncake.kvlayout import ForeignIdentity, SlabLayout, foreign_key
 from mooncake.log import get_logger
 from mooncake.types import ObjectKey
@@ -34,7 +38,9 @@ class Chunks:
         self._facts: dict[str, object] = {
             "engine": "lmcache",
             "version": _version(),
-            "weights": extra.get("weights_digest") or weights_of(metadata.model_name, owner),
+            "weights": extra.get("weights_digest")
+            or weights_of(metadata.model_name, owner, is_sampled=is_sampled(extra)),
+            "around": extra.get("engine_facts") or engine_facts(owner),
             "tag": extra.get("extra_backend_tag", ""),
             "worker": "all" if is_shared else f"{metadata.worker_id} of {metadata.world_size}",
             "kv_dtype": metadata.kv_dtype,
@@ -97,6 +103,39 @@ class Chunks:
 def _name_of(key: Any) -> bytes:
     """Which tokens, and what else LMCache tells apart by tags; whose they are the digest says."""
     return hashlib.sha256(repr((key.chunk_hash, str(key.dtype), key.tags)).encode()).digest()
+
+
+def engine_facts(owner: str) -> str:
+    """What the engine in this process says of itself; empty where there is none.
+
+    One that is there and says nothing shares with nobody but ``owner``.
+    """
+    for name, ask in (("vllm", _vllm_facts), ("sglang", _sglang_facts)):
+        engine = sys.modules.get(name)
+        if engine is None:
+            continue
+        version = f"{name} {getattr(engine, '__version__', '')}"
+        facts = ask()
+        if facts is None:
+            consequence = "chunks are not shared; say engine_facts"
+            log.warning("engine_unknown", engine=version, consequence=consequence)
+            return f"{version} of {owner}"
+        return repr([version, *sorted((fact, str(value)) for fact, value in facts.items())])
+    return ""
+
+
+def _vllm_facts() -> dict[str, object] | None:
+    try:
+        from vllm.config import get_current_vllm_config_or_none
+    except ImportError:
+        return None
+    config = get_current_vllm_config_or_none()
+    return None if config is None else model_facts(config)
+
+
+def _sglang_facts() -> dict[str, object] | None:
+    arguments = server_arguments()
+    return None if arguments is None else {name: getattr(arguments, name, None) for name in ARGUMENTS}
 
 
 def _version() -> str:

@@ -4,7 +4,8 @@ An engine has one scheduler and one process per rank, and each rank has its part
 the heads, some of the layers. A part that two engines would cut in the same way is a *shard*, and has a
 key of its own. The scheduler counts a block as found when all shards of all ranks are.
 
-Nothing here waits longer than a moment, and what fails is a miss: see ``blocks.py``.
+What fails is a miss, and what does not begin in time never begins; only for what touches the blocks is
+waited until it has ended: see ``blocks.py``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ log = get_logger(__name__)
 
 SILENCE_S = 1.0
 """How long a store that could not be reached is not asked."""
+
+LATENESS_S = 0.5
+"""What a lookup may take beyond its own time to say so, before its load is given up."""
 
 MARGIN_S = 2.0
 """What is left of a lease when the ranks begin to load; less, and it is asked for again."""
@@ -94,6 +98,9 @@ class Finder:
             self._silent_until = clock.monotonic() + SILENCE_S
             finding.has_failed = True
             log.warning("store_unreachable", operation="find", error=str(error))
+        except Exception:  # a mistake of ours is no reason to fail the request
+            finding.has_failed = True
+            log.exception("operation_failed", operation="find")
         finally:
             finding.seconds = time.perf_counter() - began
             finding.settle()
@@ -192,6 +199,7 @@ class Mover:
         self._changed = threading.Condition()
         self._loadings: list[_Loading] = []
         self._layerwise: list[_Loading] = []
+        self._patience_s = settings.lookup_timeout_s + LATENESS_S
         self._savings: list[_Saving] = []
         self._open: list[_Saving] = []
         """Saves of this step, which are still given layers."""
@@ -218,7 +226,8 @@ class Mover:
         """Block until ``layer`` of this step's layer-wise loads is there, or won't come."""
         for loading in self._layerwise:
             with self._changed:
-                self._changed.wait_for(loading.has_begun)
+                if not self._changed.wait_for(loading.has_begun, self._patience_s):
+                    self._give_up(loading)
             if loading.load is not None:
                 self._link.wait_layer([loading.load], layer)
 
@@ -237,6 +246,14 @@ class Mover:
             if loading.load.failed:
                 self._miss(loading, plan.block_ids[: loading.num_found])
             self._end(loading)
+
+    def _give_up(self, loading: _Loading) -> None:
+        """It has not begun in time, and now never will; the caller holds the lock."""
+        log.warning("load_given_up", request=loading.plan.request_id, reason="its lookup has not ended")
+        self._link.release(loading.lookup)
+        self._miss(loading, loading.plan.block_ids)
+        self._end(loading)
+        self._loadings.remove(loading)
 
     def _miss(self, loading: _Loading, block_ids: Sequence[int]) -> None:
         loading.num_bad += len(block_ids)

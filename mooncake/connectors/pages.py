@@ -6,8 +6,10 @@ themselves, and call a storage backend from threads that may wait. What they nee
 layout has them, and one object of the store; its bytes go straight from one to the other, on the
 daemon's host from memory to memory. Knows no engine; a shell says what a page is called and where it lies.
 
-Nothing raises here and nothing waits beyond a deadline. A page counts as loaded only if every byte is as
-it was saved; a store that is slow, full or gone is a miss, and is left alone for a moment.
+Nothing raises here. A page counts as loaded only if every byte is as it was saved; a store that is slow,
+full or gone is a miss, and is left alone for a moment. ``load`` and ``save`` begin nothing after their
+deadline and return when nothing touches the pages' memory any more (``claim.py``), which a process that
+was stopped, or a loop that is held, delays for as long as that takes: then the log says so each second.
 """
 
 from __future__ import annotations
@@ -77,7 +79,6 @@ class Pages:
         self._session = Session(pool, settings.lookup_timeout_s)
         self._settings = settings
         self._asking = Asking(self._session, settings)
-        self._begin = self._asking.begin
         self._memory = LocalMemory(self._session.transfer)
 
     def register(self, spans: Sequence[Span]) -> None:
@@ -95,19 +96,21 @@ class Pages:
 
     def begin_find(self, keys: Sequence[ObjectKey]) -> Work[list[bool]]:
         """The same, for who does something else meanwhile."""
-        return self._begin("lookup", lambda: self._session.store.exists(keys), [False] * len(keys))
+        store = self._session.store
+        return self._asking.look_up("lookup", lambda end: store.exists(keys, end), [False] * len(keys))
 
     def load(self, pages: Sequence[Page]) -> list[bool]:
         """Fill the memory of these pages. False: what is in it now is nothing."""
-        return self._begin("load", lambda: self._load(pages), [False] * len(pages)).wait()
+        return self._asking.move("load", lambda end: self._load(pages, end), [False] * len(pages)).wait()
 
     def open(self, keys: Sequence[ObjectKey]) -> Work[list[ReadGrant | None]]:
         """Pages that can be loaded, for who has memory for them only when he knows how large they are."""
-        return self._begin("load", lambda: self._session.store.open_reads(keys), [None] * len(keys))
+        store = self._session.store
+        return self._asking.look_up("load", lambda end: store.open_reads(keys, end), [None] * len(keys))
 
     def read(self, grants: Sequence[ReadGrant], spans: Sequence[Sequence[Span]]) -> Work[list[bool]]:
         """Fill memory, of the pages' sizes, with what was opened. False: what is in it now is nothing."""
-        return self._begin("load", lambda: self._read(grants, spans), [False] * len(grants))
+        return self._asking.move("load", lambda end: self._read(grants, spans, end), [False] * len(grants))
 
     def save(self, pages: Sequence[Page]) -> list[bool]:
         """Store these pages. True: the store has it, whoever wrote it, or somebody is writing it."""
@@ -115,17 +118,18 @@ class Pages:
 
     def begin_save(self, pages: Sequence[Page]) -> Work[list[bool]]:
         """The same; the memory of the pages is read until this is done."""
-        return self._begin("save", lambda: self._save(pages), [False] * len(pages))
+        return self._asking.move("save", lambda end: self._save(pages, end), [False] * len(pages))
 
     def remove(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Remove these pages; which there were."""
-        return self._begin("remove", lambda: self._remove(keys), [False] * len(keys)).wait()
+        ask = self._asking.look_up("remove", lambda end: self._remove(keys, end), [False] * len(keys))
+        return ask.wait()
 
     def forget(self, prefix: str) -> int:
         """Remove all objects whose key begins with ``prefix``; how many."""
         pattern = "^" + re.escape(prefix)
-        work = self._begin("forget", lambda: self._session.store.remove_matching(pattern, force=True), 0)
-        return work.wait()
+        store = self._session.store
+        return self._asking.look_up("forget", lambda _: store.remove_matching(pattern, force=True), 0).wait()
 
     def close(self) -> None:
         """Stop; nothing touches the engine's memory afterwards. May be said more than once."""
@@ -134,29 +138,33 @@ class Pages:
             self._session.close()
             self._memory.close()
 
-    async def _remove(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return [outcome is True for outcome in await self._session.store.remove(keys, force=True)]
+    async def _remove(self, keys: Sequence[ObjectKey], deadline: float) -> list[bool]:
+        outcomes = await self._session.store.remove(keys, True, deadline)
+        return [outcome is True for outcome in outcomes]
 
-    async def _load(self, pages: Sequence[Page]) -> list[bool]:
+    async def _load(self, pages: Sequence[Page], deadline: float) -> list[bool]:
         loaded = [False] * len(pages)
-        found = await self._session.store.open_reads([page.key for page in pages])
+        found = await self._session.store.open_reads([page.key for page in pages], deadline)
         held = [
             (at, grant)
             for at, grant in enumerate(found)
             if grant is not None and grant.size_bytes == pages[at].size_bytes
         ]
-        good = await self._read([grant for _, grant in held], [pages[at].spans for at, _ in held])
+        grants, spans = [grant for _, grant in held], [pages[at].spans for at, _ in held]
+        good = await self._read(grants, spans, deadline)
         for (at, _), is_good in zip(held, good, strict=True):
             loaded[at] = is_good
         return loaded
 
-    async def _read(self, grants: Sequence[ReadGrant], spans: Sequence[Sequence[Span]]) -> list[bool]:
+    async def _read(
+        self, grants: Sequence[ReadGrant], spans: Sequence[Sequence[Span]], deadline: float
+    ) -> list[bool]:
         if not grants:
             return []
         with self._memory.target([span for page in spans for span in page]) as lent:
             columns = _columns(spans, lent)
             timeout_s = self._settings.load_timeout_s
-            good = await self._session.store.read_ranges(grants, *columns, timeout_s=timeout_s)
+            good = await self._session.store.read_ranges(grants, *columns, timeout_s, deadline)
         for grant, is_good in zip(grants, good, strict=True):
             if is_good:
                 loaded_bytes.inc(grant.size_bytes)
@@ -166,7 +174,7 @@ class Pages:
             log.warning("pages_not_loaded", num_pages=len(good) - sum(good), of=len(good))
         return good
 
-    async def _save(self, pages: Sequence[Page]) -> list[bool]:
+    async def _save(self, pages: Sequence[Page], deadline: float) -> list[bool]:
         store = self._session.store
         parents = [page.parent for page in pages]
         answers = await store.start_puts(
@@ -174,17 +182,15 @@ class Pages:
             [page.size_bytes for page in pages],
             [page.chunk_bytes for page in pages],
             parents=parents if any(parents) else (),
+            deadline=deadline,
         )
         saved = [answer is None for answer in answers]
         refused = [answer for answer in answers if isinstance(answer, Refusal)]
         held = [(at, answer) for at, answer in enumerate(answers) if isinstance(answer, PutGrant)]
         if held:
             grants = [grant for _, grant in held]
-            spans = [pages[at].spans for at, _ in held]
-            with self._memory.source([span for page in spans for span in page]) as lent:
-                columns = _columns(spans, lent)
-                await store.write_ranges(grants, *columns, timeout_s=self._settings.load_timeout_s)
-            for (at, grant), outcome in zip(held, await store.end_puts(grants), strict=True):
+            outcomes = await self._write(grants, [pages[at].spans for at, _ in held], deadline)
+            for (at, grant), outcome in zip(held, outcomes, strict=True):
                 saved[at] = outcome is None
                 if outcome is None:
                     saved_bytes.inc(grant.size_bytes)
@@ -196,6 +202,26 @@ class Pages:
                 "pages_not_saved", num_pages=len(refused), code=refused[0].code, reason=refused[0].reason
             )
         return saved
+
+    async def _write(
+        self, grants: Sequence[PutGrant], spans: Sequence[Sequence[Span]], deadline: float
+    ) -> list[Refusal | None]:
+        """Fill the space of these grants and make it visible, or give it up: also when this is cancelled."""
+        store = self._session.store
+        try:
+            with self._memory.source([span for page in spans for span in page]) as lent:
+                columns = _columns(spans, lent)
+                await store.write_ranges(grants, *columns, self._settings.load_timeout_s, deadline)
+            return await store.end_puts(grants, deadline)
+        except BaseException:
+            self._session.track(self._abort(grants))
+            raise
+
+    async def _abort(self, grants: Sequence[PutGrant]) -> None:
+        try:
+            await self._session.store.abort_puts(grants)
+        except MooncakeError as error:  # the master gives the space up by itself, later
+            log.info("put_not_aborted", num_pages=len(grants), reason=str(error))
 
 
 def patience(extra: Mapping[str, Any]) -> LinkSettings:

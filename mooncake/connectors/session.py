@@ -103,6 +103,8 @@ class TransferThread:
             transfer = dataclasses.replace(transfer, transports=transports)
         self.transfer = TransferEngine(transfer)
         self.loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_let_go = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mooncake-connector", daemon=True)
         self._thread.start()
 
@@ -111,8 +113,30 @@ class TransferThread:
         self.loop.run_forever()
 
     def start(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Begin ``work`` on the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Begin ``work`` on the loop; it ends when this is closed."""
+        return asyncio.run_coroutine_threadsafe(self._tracked(work), self.loop)
+
+    async def _tracked(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        return await self.track(work)
+
+    def track(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
+        """Begin ``work``, from the loop itself; it ends when this is closed."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def has_let_go(self) -> bool:
+        """Nothing that was begun here can touch memory any more, also if it has not ended.
+
+        So it is once all memory was taken back (``close``): a step that goes on later finds its deadline
+        passed and its memory unregistered. And so it is without the thread, in a process that forked, say.
+        """
+        if not self._thread.is_alive() and not self._is_let_go.is_set():
+            log.error("session_lost", reason="the thread of the connector's loop is gone")
+            self.transfer.close()
+            self._is_let_go.set()
+        return self._is_let_go.is_set()
 
     def wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """``work``'s result; not from the loop's own thread."""
@@ -123,7 +147,7 @@ class TransferThread:
         if self.loop.is_closed():
             return
         try:
-            self.start(self._close()).result(CLOSING_S)
+            asyncio.run_coroutine_threadsafe(self._end(), self.loop).result(CLOSING_S)
         except (RuntimeError, TimeoutError) as error:  # an interpreter that ends starts no more threads
             log.debug("session_cut_off", reason=str(error))
         finally:
@@ -132,6 +156,16 @@ class TransferThread:
             if not self._thread.is_alive():
                 self.loop.close()
             self.transfer.close()
+            self._is_let_go.set()
+
+    async def _end(self) -> None:
+        begun = list(self._tasks)
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+        # What those began when they were cancelled, to give back what they had reserved.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._close()
 
     async def _close(self) -> None:
         """What is to be closed on the loop."""

@@ -39,8 +39,8 @@ log = get_logger(__name__)
 
 KNOWN = {
     *("mooncake_store_addr", "master_server_address", "protocol", "tenant_id", "local_hostname"),
-    *("weights_digest", "extra_backend_tag", "lookup_timeout_s", "load_timeout_s", "interface_v1"),
-    *("backend_name", "module_path", "class_name"),
+    *("weights_digest", "sampled_weights", "extra_backend_tag", "lookup_timeout_s", "load_timeout_s"),
+    *("interface_v1", "backend_name", "module_path", "class_name"),
 }
 """Words of the extra configuration that mean something here."""
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from mooncake.connectors.weights import weights_of
+from mooncake.connectors.weights import is_sampled, weights_of
 
 ARGUMENTS = (
     *("dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args"),
@@ -51,6 +51,7 @@ def facts_of(config: Any, extra: Mapping[str, Any], arguments: Any) -> dict[str,
         revision=getattr(arguments, "revision", None),
         cache_dir=getattr(arguments, "download_dir", None),
         is_made_up=getattr(arguments, "load_format", None) == "dummy",
+        is_sampled=is_sampled(extra),
     )
     return {
         "engine": "sglang",

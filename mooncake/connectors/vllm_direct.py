@@ -47,7 +47,7 @@ SECONDS = {"pushed": "push_seconds", "received": "receive_seconds"}
 
 KNOWN = {
     *("listen_addr", "prefill_addr", "decode_addr", "timeout_s"),
-    *("protocol", "local_hostname", "weights_digest"),
+    *("protocol", "local_hostname", "weights_digest", "sampled_weights"),
 }
 """Words of ``kv_connector_extra_config``."""
 
@@ -339,6 +339,10 @@ class WorkerSide:
             reason = str(error)
             self._tell(Told("recomputed", len(wanted.block_ids)))
             log.warning("transfer_missed", transfer=wanted.transfer_id, reason=reason)
+        except Exception as error:  # a mistake of ours, before anything was begun
+            reason = type(error).__name__
+            self._tell(Told("recomputed", len(wanted.block_ids)))
+            log.exception("transfer_failed", transfer=wanted.transfer_id)
         with self._changed:
             self._received.add(request_id)
             if reason:

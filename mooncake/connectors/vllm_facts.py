@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mooncake.connectors.weights import sampled_digest, weights_of
+from mooncake.connectors.weights import folder_digest, is_sampled, weights_of
 from mooncake.errors import InvalidArgument, ModelError
 
 _VOLATILE = {"_name_or_path", "name_or_path", "transformers_version", "_attn_implementation"}
@@ -54,15 +54,16 @@ def num_shards(store_tp_size: int | None, tp_size: int) -> int:
     return store_tp_size // tp_size
 
 
-def model_weights(config: Any, given: str | None) -> str:
-    """A digest of the model's weights; ``given`` is one that the user vouches for."""
+def model_weights(config: Any, extra: Mapping[str, Any]) -> str:
+    """A digest of the model's weights; ``extra`` may have one that the user vouches for."""
     model, load = config.model_config, config.load_config
-    return given or weights_of(
+    return extra.get("weights_digest") or weights_of(
         model.model,
         f"engine {config.kv_transfer_config.engine_id}",
         revision=model.revision,
         cache_dir=load.download_dir,
         is_made_up=load.load_format == "dummy",
+        is_sampled=is_sampled(extra),
     )
 
 
@@ -79,10 +80,10 @@ class Adapters:
             return b""
         folder = Path(adapter.lora_path)
         files = sorted(folder.iterdir()) if folder.is_dir() else []
-        state = (str(folder), *((path.name, path.stat().st_mtime_ns) for path in files))
+        state = (str(folder), *((path.name, *_state(path)) for path in files))
         if state not in self._known:
             try:
-                found = sampled_digest(folder)
+                found = folder_digest(folder)
             except (ModelError, OSError):
                 found = f"{adapter.lora_path} of engine {self._engine_id}"
             self._known[state] = hashlib.sha256(found.encode()).digest()
@@ -98,21 +99,33 @@ def facts_of(
         layers: names of the layers whose tensors the rank has, in order.
         backends: of each, how it packs keys and values.
     """
-    model, cache = config.model_config, config.cache_config
-    words = json.dumps(_stable(model.hf_config.to_dict()), sort_keys=True, default=str)
     return {
         "engine": "vllm",
         "version": version,
         "weights": weights,
+        **model_facts(config),
+        "hash": config.cache_config.prefix_caching_hash_algo,
+        "layers": ",".join(layers),
+        "backends": ",".join(sorted(set(backends))),
+    }
+
+
+def model_facts(config: Any) -> dict[str, object]:
+    """What of vLLM's configuration changes what is computed of a prompt, or how it is kept."""
+    model, cache = config.model_config, config.cache_config
+    words = json.dumps(_stable(model.hf_config.to_dict()), sort_keys=True, default=str)
+    return {
         "config": hashlib.sha256(words.encode()).hexdigest(),
         "dtype": model.dtype,
         "kv_dtype": cache.cache_dtype,
         "quantization": model.quantization,
         "disable_sliding_window": model.disable_sliding_window,
-        "hash": cache.prefix_caching_hash_algo,
-        "layers": ",".join(layers),
-        "backends": ",".join(sorted(set(backends))),
     }
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _stable(value: Any) -> Any:

@@ -76,7 +76,7 @@ def registered(
     backends = _backends(config, spec, kv_caches)
     heads_dim = HEADS_DIM if all(name.startswith(CPU_ATTN) for name in backends) else None
     layout, memory = memory_of(tensors, kv_cache_config.num_blocks, spec.block_size, count, heads_dim)
-    weights = model_weights(config, extra.get("weights_digest"))
+    weights = model_weights(config, extra)
     facts = facts_of(config, vllm_version, weights, list(kv_caches), backends)
     total = 1 if config.model_config.use_mla else config.model_config.get_total_num_kv_heads()
     heads = Rank(get_tensor_model_parallel_rank(), tp_size).heads(total, count)

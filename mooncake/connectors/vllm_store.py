@@ -43,7 +43,7 @@ A_MOMENT_S = 0.002
 
 KNOWN = {
     *("mooncake_store_addr", "load_async", "enable_lookup", "save_decode_cache", "store_tp_size"),
-    *("weights_digest", "protocol", "tenant_id", "local_hostname"),
+    *("weights_digest", "sampled_weights", "protocol", "tenant_id", "local_hostname"),
 }
 """Words of ``kv_connector_extra_config``; others are vLLM's own connector's, or a mistake."""
 

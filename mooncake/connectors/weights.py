@@ -1,9 +1,12 @@
-"""Whose numbers a KV cache holds: a digest of a model's folder that is cheap for 140 GB.
+"""Whose numbers a KV cache holds: a digest of a model's folder.
 
-Every tensor counts with its name, shape and some of its bytes, so that a fine-tuned model, which changes
-a little of everything, and one with some layers exchanged are both told apart; what is read is a few MB.
-Our own worker hashes all bytes once and remembers it (``inference.weights``); engines that others start
-again and again on other hosts should not wait for that.
+All bytes of all weights count, and with them whatever of the folder changes what is computed: configurations,
+and the code of models that bring their own. Models that differ in a few rows (a vocabulary that was extended,
+an adapter merged into some heads, pruned or edited weights) must not read each other's blocks, and no choice
+of samples finds every such difference. Each host reads a model once for this (``digests.py``).
+
+``is_sampled`` is the quick way for those who know that they serve no two models alike but for some rows: it
+reads a few MB. With it, such models share blocks, and answers are wrong without an error.
 """
 
 from __future__ import annotations
@@ -11,15 +14,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from mooncake.errors import ModelError
+from mooncake import clock
+from mooncake.connectors.digests import file_digest
+from mooncake.errors import InvalidArgument, ModelError
 from mooncake.log import get_logger
 
 log = get_logger(__name__)
 
 SAMPLES = 3
-"""Places in a tensor that are looked at: its beginning, its middle and its end."""
+"""Places in a tensor that the quick way looks at: its beginning, its middle and its end."""
 
 SAMPLE_BYTES = 4096
 
@@ -28,7 +35,12 @@ FILE_SAMPLES = 256
 
 _TENSORS = ("*.safetensors",)
 _OTHER_FORMATS = ("*.gguf", "*.bin", "*.pt", "*.pth")
-_CONFIGURATION = ("config.json", "*quant*.json", "adapter_config.json")
+_CONFIGURATION = ("config.json", "params.json", "*quant*.json", "adapter_config.json", "*.index.json")
+_SMALL = (".json", ".py")
+"""Read whole, also by the quick way."""
+
+SAMPLED = "sampled_weights"
+"""The word of an engine's extra configuration that asks for the quick way."""
 
 
 def weights_of(
@@ -38,6 +50,7 @@ def weights_of(
     revision: str | None = None,
     cache_dir: str | None = None,
     is_made_up: bool = False,
+    is_sampled: bool = False,
 ) -> str:
     """A digest of the weights of ``model``, a folder or the name of one that the hub's client has here.
 
@@ -47,11 +60,25 @@ def weights_of(
     reason = "random weights"
     if not is_made_up:
         try:
-            return sampled_digest(_folder_of(model, revision, cache_dir))
+            began = clock.monotonic()
+            digest = folder_digest(_folder_of(model, revision, cache_dir), is_sampled, cache_dir)
+            seconds = round(clock.monotonic() - began, 2)
+            log.info("weights_hashed", model=model, digest=digest[:16], sampled=is_sampled, seconds=seconds)
+            return digest
         except (ModelError, OSError, ValueError, ImportError) as error:
             reason = str(error)
     log.warning("weights_unknown", model=model, reason=reason, consequence="blocks are not shared")
     return owner
+
+
+def is_sampled(extra: Mapping[str, Any]) -> bool:
+    """Whether an engine's extra configuration asks for the quick way. Raises InvalidArgument."""
+    asked = extra.get(SAMPLED, False)
+    if not isinstance(asked, bool):
+        raise InvalidArgument(SAMPLED, asked, "true or false")
+    if asked:
+        log.warning(SAMPLED, risk="models that differ in some rows of a tensor share blocks: wrong answers")
+    return asked
 
 
 def _folder_of(model: str, revision: str | None, cache_dir: str | None) -> Path:
@@ -63,35 +90,68 @@ def _folder_of(model: str, revision: str | None, cache_dir: str | None) -> Path:
     return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
 
 
-def sampled_digest(folder: Path) -> str:
-    """SHA-256 over samples of all weights of ``folder`` (or of the one file it is) and their configuration.
+def folder_digest(folder: Path, is_sampled: bool = False, cache_dir: str | None = None) -> str:
+    """SHA-256 over all weights of ``folder`` (or of the one file it is), their configuration and their code.
+
+    ``cache_dir``: of the hub's client, where code lies that the configuration names in another repository.
 
     Raises:
-        ModelError: there are no weights, or a file is damaged.
+        ModelError: there are no weights, or a file is damaged or changes.
+        OSError: a file can't be read.
     """
+    kind = "sampled" if is_sampled else "all"
+    total = hashlib.sha256(f"mooncake-weights-2 {kind}\n".encode())
+    for name, path in _files_of(folder, cache_dir):
+        digest = _sampled(path) if is_sampled else file_digest(path)
+        total.update(f"{name}\0{digest}\n".encode())
+    return total.hexdigest()
+
+
+def _files_of(folder: Path, cache_dir: str | None) -> list[tuple[str, Path]]:
+    """(name, path) of what counts, in a fixed order. Raises ModelError."""
     if folder.is_file():
-        return _digest([folder])
+        return [(folder.name, folder)]
     files = [path for pattern in _TENSORS for path in sorted(folder.glob(pattern))]
     if not files:
         files = [path for pattern in _OTHER_FORMATS for path in sorted(folder.glob(pattern))]
     if not files:
         raise ModelError(f"{folder} has no weights ({', '.join(_TENSORS + _OTHER_FORMATS)})")
-    return _digest(files + [path for pattern in _CONFIGURATION for path in sorted(folder.glob(pattern))])
+    files += [path for pattern in _CONFIGURATION for path in sorted(folder.glob(pattern))]
+    named = {path.name: path for path in files}
+    named |= {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    for repository in _code_of_others(folder):
+        elsewhere = _folder_of(repository, None, cache_dir)
+        named |= {f"{repository}/{path.name}": path for path in sorted(elsewhere.rglob("*.py"))}
+    return list(named.items())
 
 
-def _digest(files: list[Path]) -> str:
-    total = hashlib.sha256(b"mooncake-weights-1")
-    for path in files:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            total.update(f"{path.name} {size}\n".encode())
-            if path.suffix == ".json":
-                total.update(file.read())
-                continue
-            spans = _tensors(path, size) if path.suffix == ".safetensors" else [(0, size, FILE_SAMPLES)]
-            for start, length, samples in spans:
-                for offset in _places(length, samples):
-                    total.update(os.pread(file.fileno(), SAMPLE_BYTES, start + offset))
+def _code_of_others(folder: Path) -> list[str]:
+    """Repositories whose code ``config.json`` names (``auto_map: {AutoModel: owner/name--file.Class}``)."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return []
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not readable JSON ({error}); fetch the model again") from error
+    named = config.get("auto_map") if isinstance(config, dict) else None
+    values = list(named.values()) if isinstance(named, dict) else []
+    flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return sorted({one.partition("--")[0] for one in flat if isinstance(one, str) and "--" in one})
+
+
+def _sampled(path: Path) -> str:
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        total.update(f"{size}\n".encode())
+        if path.suffix in _SMALL:
+            total.update(file.read())
+            return total.hexdigest()
+        spans = _tensors(path, size) if path.suffix == ".safetensors" else [(0, size, FILE_SAMPLES)]
+        for start, length, samples in spans:
+            for offset in _places(length, samples):
+                total.update(os.pread(file.fileno(), SAMPLE_BYTES, start + offset))
     return total.hexdigest()
 
 

@@ -30,6 +30,9 @@ from mooncake.log import get_logger
 
 log = get_logger(__name__)
 
+MAX_UNREAD_PIECES = 256
+"""Pieces of an answer that wait for a client which does not read them."""
+
 AnyRequest = CompletionRequest | ChatCompletionRequest
 
 _PASSED_ON = (
@@ -72,7 +75,7 @@ class Answer:
         self._walks = walks
         self._choices = [Choice(index) for index in range(len(walks) * asked.n)]
         self._max_model_len = max_model_len
-        self._deadline = deadline
+        self.deadline = deadline
         self._slo = slo
         self._began = clock.monotonic()
         self._num_output_tokens = 0
@@ -125,7 +128,8 @@ class Answer:
 
     async def _merged(self) -> AsyncGenerator[Piece, None]:
         """Pieces of all choices as they come. Raises ApiError, 504 after the deadline."""
-        news: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue()
+        # Bounded: while a client reads nothing, nothing more is read from its workers either.
+        news: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue(MAX_UNREAD_PIECES)
         tasks = [
             asyncio.get_running_loop().create_task(self._walk(number, walk, news))
             for number, walk in enumerate(self._walks)
@@ -149,7 +153,7 @@ class Answer:
 
     async def _before_deadline(self, news: asyncio.Queue[Piece | ApiError | None]) -> Piece | ApiError | None:
         try:
-            async with asyncio.timeout(max(0.0, self._deadline - clock.monotonic())):
+            async with asyncio.timeout(max(0.0, self.deadline - clock.monotonic())):
                 return await news.get()
         except TimeoutError:
             waited_s = clock.monotonic() - self._began
@@ -167,13 +171,13 @@ class Answer:
                 for choice in self._choices[first : first + asked.n]:
                     group.create_task(self._decode(number, walk, choice, choice.index - first, news))
             is_complete = True
-            news.put_nowait(None)
+            await news.put(None)
         except* ApiError as errors:
-            news.put_nowait(self._as_asked(_first(errors)))
+            await news.put(self._as_asked(_first(errors)))
         except* Exception as errors:
             log.exception("answer_failed", error=repr(errors.exceptions[0]))
             message = "the gateway failed while answering; its log has the traceback"
-            news.put_nowait(ApiError(500, message, code="internal_error"))
+            await news.put(ApiError(500, message, code="internal_error"))
         finally:
             num_tokens = max(len(choice.token_ids) for choice in self._choices[first : first + asked.n])
             tbt_s = mean_of_longest(self._gaps_s[number])
@@ -201,7 +205,7 @@ class Answer:
                     itl_seconds.observe(now - last)
                     self._longest_gap_s = max(self._longest_gap_s, now - last)
                 last = now
-                news.put_nowait(piece)
+                await news.put(piece)
 
     def _as_asked(self, error: ApiError) -> ApiError:
         """A worker sees only token ids; its complaint about them is one about what the client sent."""

@@ -25,7 +25,7 @@ from mooncake.errors import ModelError
 from mooncake.gateway import admin, explaining
 from mooncake.gateway.answer import AnyRequest
 from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer
-from mooncake.gateway.reading import names_of, read_body, request_id_of
+from mooncake.gateway.reading import decoded, names_of, read_body, request_id_of
 from mooncake.gateway.relaying import relay
 from mooncake.gateway.routing import route
 from mooncake.inference.openai import (
@@ -39,6 +39,7 @@ from mooncake.inference.openai import (
     to_json,
 )
 from mooncake.log import get_logger
+from mooncake.security import check_address
 from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
@@ -58,10 +59,11 @@ async def serve(settings: GatewaySettings) -> None:
         ModelError: the model has no usable tokenizer.
         AddressInUse: the port is taken.
     """
+    check_address(settings.host)
     listening = listen(settings.host, settings.port)
     tokenizer = await asyncio.to_thread(_load_tokenizer, settings)
     gateway = Gateway(settings, tokenizer)
-    server = WebServer(create_app(gateway), listening)
+    server = WebServer(create_app(gateway), listening, max_connections=settings.max_connections)
     try:
         await server.start()
         address = f"http://{settings.host}:{server.port}"
@@ -186,11 +188,11 @@ async def _either(
     gateway: Gateway, http: Request, parse: Callable[[bytes], CompletionRequest | ChatCompletionRequest]
 ) -> Response:
     """One answer, by our workers or by other engines."""
-    content = await read_body(http)
+    content = await read_body(http, gateway.settings.max_body_bytes)
     if await gateway.fronts_engines():
         response = await relay(gateway, http, _endpoint(http), content)
     else:
-        response = await route(gateway, http, parse(content))
+        response = await route(gateway, http, await decoded(content, parse))
     _requests.labels(_endpoint(http), 200).inc()
     return response
 

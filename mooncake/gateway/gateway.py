@@ -18,7 +18,7 @@ from mooncake.conductor.client import RemoteConductor, Scheduling
 from mooncake.conductor.messages import AddInstance
 from mooncake.conductor.server import ConductorService
 from mooncake.conductor.settings import SchedulingSettings, Seconds
-from mooncake.config import AlsoFrom, Port, Secret
+from mooncake.config import AlsoFrom, Port, Secret, Size
 from mooncake.errors import InvalidArgument
 from mooncake.gateway.engines import Engines
 from mooncake.gateway.gate import Gate
@@ -73,11 +73,20 @@ class GatewaySettings(SchedulingSettings):
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
     "What admin calls must send as X-API-Key; empty refuses them all."
 
+    trust_clients: bool = False
+    "Whether clients' `kv_transfer_params` reach engines of others; never what names a host or a transfer."
+
     request_timeout_s: Seconds = 600.0
     "How long one answer may take, prefill and decode together."
 
     stall_timeout_s: Seconds = 120.0
     "A worker that sends nothing for so long counts as failed, even if it answers health probes."
+
+    max_body_bytes: Annotated[int, Size, Meta(ge=1 << 10)] = 8 << 20
+    "The largest body of a request; a larger one is refused with 413 before it is read."
+
+    max_connections: Annotated[int, Meta(ge=0)] = 0
+    "Most connections of clients; 0, and more than fit: half of the files that the process may open."
 
     max_in_flight: Annotated[int, Meta(ge=1)] = 1024
     "Answers under way at a time; beyond that clients are told when to come back."
@@ -117,10 +126,18 @@ def read_instances(field: str, words: Sequence[str]) -> list[tuple[InstanceId, i
 class PromptTokenizer(typing.Protocol):
     """What a gateway needs of ``mooncake.inference.tokenizer.Tokenizer``."""
 
+    longest_token_chars: int
+    """No token stands for more characters."""
+
     def encode(self, text: str) -> list[int]: ...
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]: ...
 
 

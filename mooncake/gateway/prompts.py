@@ -123,10 +123,14 @@ class Prompts:
         def in_thread() -> list[int]:
             if not is_chat:
                 return list(tokenizer.encode(prompt))
-            options = dict(asked.get("chat_template_kwargs") or {})
-            if asked.get("continue_final_message"):
-                options["continue_final_message"] = True
-            return list(tokenizer.chat(prompt, asked.get("add_generation_prompt", True), **options))
+            return list(
+                tokenizer.chat(
+                    prompt,
+                    asked.get("add_generation_prompt", True),
+                    continue_final_message=bool(asked.get("continue_final_message")),
+                    variables=dict(asked.get("chat_template_kwargs") or {}),
+                )
+            )
 
         try:
             return in_thread() if len(str(prompt)) < INLINE_CHARS else await asyncio.to_thread(in_thread)

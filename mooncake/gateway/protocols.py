@@ -8,6 +8,10 @@ Owns the bodies of both requests, for each way in which connectors of engines ha
 ``bootstrap``   the same for vLLM's own MooncakeConnector, whose decode asks prefill's bootstrap server
 
 It sends nothing, and knows neither who was chosen nor why.
+
+What a client says of transfers never reaches an engine: its ``kv_transfer_params`` name hosts that an engine
+would connect to, and blocks of other requests. ``without_transfers`` takes such fields out; with clients that
+are trusted by a setting, the fields that name neither a host nor a transfer stay.
 """
 
 from __future__ import annotations
@@ -20,7 +24,34 @@ Protocol = Literal["auto", "workers", "pool", "sequential", "push", "bootstrap"]
 
 _ONLY_FOR_DECODE = ("stream_options", "n", "best_of", "min_tokens", "logprobs", "top_logprobs", "echo")
 
+_OF_TRANSFERS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+"""Fields of a body by which SGLang's engines are told of the other side."""
+
+_NEVER_OF_CLIENTS = ("transfer_id", "tp_size", "dp_rank", "data_parallel_rank")
+"""Keys of ``kv_transfer_params`` that only the gateway sets, beside those that begin as below."""
+
+_NEVER_BEGINNINGS = ("remote_", "do_remote_")
+
 Params = dict[str, Any]
+
+
+def without_transfers(asked: Mapping[str, Any], are_trusted: bool) -> dict[str, Any]:
+    """``asked`` without what a client says of transfers between engines."""
+    body = {name: value for name, value in asked.items() if name not in _OF_TRANSFERS}
+    given = body.pop("kv_transfer_params", None)
+    if are_trusted and isinstance(given, Mapping):
+        kept = {name: value for name, value in given.items() if not _is_ours(name)}
+        if kept:
+            body["kv_transfer_params"] = kept
+    more = body.get("vllm_xargs")
+    if isinstance(more, Mapping) and "kv_transfer_params" in more:
+        # vLLM hands these on to the same place.
+        body["vllm_xargs"] = {name: value for name, value in more.items() if name != "kv_transfer_params"}
+    return body
+
+
+def _is_ours(name: str) -> bool:
+    return name in _NEVER_OF_CLIENTS or name.startswith(_NEVER_BEGINNINGS)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,18 @@ import dataclasses
 import math
 import re
 import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from fastapi import Request
 
+from mooncake import web
 from mooncake.errors import InvalidArgument
 from mooncake.gateway.accounting import Slo
 from mooncake.gateway.answer import AnyRequest
 from mooncake.gateway.gateway import PromptTokenizer
+from mooncake.inference import bigjson
 from mooncake.inference.openai import (
     ApiError,
     ChatCompletionRequest,
@@ -24,30 +29,54 @@ from mooncake.inference.openai import (
     context_length_exceeded,
 )
 
-MAX_BODY_BYTES = 32 << 20
 INLINE_CHARS = 4096
 """Shorter texts are tokenized at once; a thread would cost more than it frees."""
+
+LARGE_CHARS = 256 << 10
+PIECE_CHARS = 64 << 10
+CUT_TOKENS = 8
+LONG_TOKEN_CHARS = 8
+"""Texts that would need longer tokens than this on average are counted before they are tokenized."""
+
+_large = ThreadPoolExecutor(1, "large-requests")
+"""Where large bodies are decoded and long texts tokenized, one at a time: others need the cores, too."""
+
+ResultT = TypeVar("ResultT")
 
 
 async def tokenize(tokenizer: PromptTokenizer, asked: AnyRequest, max_model_len: int) -> list[list[int]]:
     """Token ids of every prompt. Raises ApiError, 400."""
     param = "messages" if isinstance(asked, ChatCompletionRequest) else "prompt"
+    _check_length(tokenizer, asked, max_model_len, param)
 
     def in_thread() -> list[list[int]]:
+        for text in _texts(asked):
+            if len(text) > max(LARGE_CHARS, LONG_TOKEN_CHARS * max_model_len):
+                _count(tokenizer, text, max_model_len, param)
         if isinstance(asked, CompletionRequest):
             encode = tokenizer.encode
             return [encode(one) if isinstance(one, str) else one for one in asked.prompts]
         messages = [message.model_dump(exclude_none=True) for message in asked.messages]
-        options = dict(asked.chat_template_kwargs or {})
-        if asked.continue_final_message:
-            options["continue_final_message"] = True
-        return [tokenizer.chat(messages, asked.add_generation_prompt, **options)]
+        return [
+            tokenizer.chat(
+                messages,
+                asked.add_generation_prompt,
+                continue_final_message=asked.continue_final_message,
+                variables=asked.chat_template_kwargs,
+            )
+        ]
 
     try:
-        is_short = _num_chars(asked) < INLINE_CHARS
-        prompts = in_thread() if is_short else await asyncio.to_thread(in_thread)
+        num_chars = sum(_chars(asked))
+        if num_chars < INLINE_CHARS:
+            prompts = in_thread()
+        elif num_chars < LARGE_CHARS:
+            prompts = await asyncio.to_thread(in_thread)
+        else:
+            prompts = await asyncio.get_running_loop().run_in_executor(_large, in_thread)
     except InvalidArgument as error:
-        raise ApiError(400, str(error), param=param, code="invalid_value") from error
+        wrong = error.field if error.field == "chat_template_kwargs" else param
+        raise ApiError(400, str(error), param=wrong, code="invalid_value") from error
     for prompt in prompts:
         if not prompt:
             raise ApiError(400, f"{param} has no tokens", param=param, code="invalid_value")
@@ -56,10 +85,42 @@ async def tokenize(tokenizer: PromptTokenizer, asked: AnyRequest, max_model_len:
     return prompts
 
 
-def _num_chars(asked: AnyRequest) -> int:
+def _check_length(tokenizer: PromptTokenizer, asked: AnyRequest, max_model_len: int, param: str) -> None:
+    """Whether a prompt can fit at all, before work is done on it. Raises ApiError, 400."""
+    for num_chars in _chars(asked):
+        num_tokens = num_chars // tokenizer.longest_token_chars
+        if num_tokens >= max_model_len:
+            raise context_length_exceeded(num_tokens, max_model_len, param, is_at_least=True)
+    if isinstance(asked, CompletionRequest):
+        for one in asked.prompts:
+            if not isinstance(one, str) and len(one) >= max_model_len:
+                raise context_length_exceeded(len(one), max_model_len, param)
+
+
+def _count(tokenizer: PromptTokenizer, text: str, max_model_len: int, param: str) -> None:
+    """Count the tokens of a text that is likely too long piece by piece, and no further than needed.
+
+    Raises:
+        ApiError: 400, it is too long.
+    """
+    num_tokens = 0
+    for start in range(0, len(text), PIECE_CHARS):
+        # A cut, and special tokens around a piece, make some more of it than there are.
+        num_tokens += max(0, len(tokenizer.encode(text[start : start + PIECE_CHARS])) - CUT_TOKENS)
+        if num_tokens >= max_model_len:
+            raise context_length_exceeded(num_tokens, max_model_len, param, is_at_least=True)
+
+
+def _texts(asked: AnyRequest) -> list[str]:
     if isinstance(asked, ChatCompletionRequest):
-        return sum(len(message.content or "") for message in asked.messages)
-    return sum(len(one) for one in asked.prompts if isinstance(one, str))
+        return [message.content or "" for message in asked.messages]
+    return [one for one in asked.prompts if isinstance(one, str)]
+
+
+def _chars(asked: AnyRequest) -> list[int]:
+    """How long each prompt's text is."""
+    lengths = [len(text) for text in _texts(asked)]
+    return [sum(lengths)] if isinstance(asked, ChatCompletionRequest) else lengths
 
 
 def slo_of(http: Request) -> Slo:
@@ -97,11 +158,18 @@ def names_of(http: Request) -> dict[str, str]:
     return {"X-Request-ID": request_id_of(http)} | ({"X-Mooncake-ID": answer_id} if answer_id else {})
 
 
-async def read_body(http: Request) -> bytes:
-    """The body. Raises ApiError, 413 for one that is too large."""
-    body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
-    return bytes(body)
+async def read_body(http: Request, most_bytes: int) -> bytes:
+    """The body. Raises ApiError, 413 for one that is too large, 503 when others' take all the memory."""
+    try:
+        return await web.read_body(http, most_bytes)
+    except web.BodyTooLarge as error:
+        raise ApiError(413, str(error), code=error.code) from error
+    except web.BodiesTooMany as error:
+        raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
+
+
+async def decoded(content: bytes, decode: Callable[[bytes], ResultT]) -> ResultT:
+    """``decode(content)``, beside the event loop when ``content`` is large. Raises what it raises."""
+    if len(content) <= bigjson.LARGE_BYTES:
+        return decode(content)
+    return await asyncio.get_running_loop().run_in_executor(_large, decode, content)

@@ -22,7 +22,7 @@ from mooncake.conductor.client import Scheduling
 from mooncake.conductor.messages import Decision, Finished, Place, Prefilled
 from mooncake.gateway.accounting import Timing
 from mooncake.gateway.engines import Engines
-from mooncake.gateway.placing import Attempts, Placing, Route
+from mooncake.gateway.placing import Attempts, Placing, Route, as_error
 from mooncake.gateway.protocols import (
     Handover,
     Protocol,
@@ -189,9 +189,13 @@ class Relay(Placing):
         details = found.usage.prompt_tokens_details if found.usage else None
         num_tokens = found.usage.prompt_tokens if found.usage else self._asked.num_tokens
         num_cached = details.cached_tokens if details else decision.num_cached_tokens
-        self._scheduling.post(
-            self._seen_from_here(decision, num_tokens, num_cached, clock.monotonic() - began)
-        )
+        fact = self._seen_from_here(decision, num_tokens, num_cached, clock.monotonic() - began)
+        if self._num_events:  # decode was asked at the same time, and answers already
+            self._scheduling.post(msgspec.structs.replace(fact, has_begun=True))
+        else:
+            refused = await self._scheduling.prefilled(fact)
+            if refused is not None:
+                raise as_error(refused)
         return found.kv_transfer_params or {}
 
     async def _decode(self, decision: Decision, params: dict[str, Any]) -> AsyncGenerator[bytes, None]:
@@ -217,7 +221,7 @@ class Relay(Placing):
         if not self._is_computed:
             # Nobody was asked for the prompt alone: this engine has computed it.
             self._is_computed = True
-            self._scheduling.post(Prefilled(self._request_id))
+            self._scheduling.post(Prefilled(self._request_id, has_begun=True))
 
     def _read(self, decision: Decision, content: bytes) -> bytes:
         """An answer or event; in its usage, cached is what the engine that computed the prompt found.

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Awaitable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,10 +22,12 @@ from mooncake.conductor.messages import Place
 from mooncake.gateway.accounting import account
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.naming import Names
-from mooncake.gateway.reading import names_of, request_id_of, slo_of
+from mooncake.gateway.protocols import without_transfers
+from mooncake.gateway.reading import decoded, names_of, request_id_of, slo_of
 from mooncake.gateway.relay import Relay
 from mooncake.gateway.stream import EventStream, unless_left
-from mooncake.inference.openai import ApiError, model_not_found
+from mooncake.inference import bigjson
+from mooncake.inference.openai import MAX_PRIORITY, ApiError, model_not_found
 from mooncake.log import get_logger
 
 log = get_logger(__name__)
@@ -34,7 +37,8 @@ _HANDED_ON = ("traceparent", "tracestate", "authorization")
 
 async def relay(gateway: Gateway, http: Request, path: str, content: bytes) -> Response:
     """The answer to a request, whole or streamed. Raises ApiError."""
-    asked = _read(content, "messages" if "chat" in path else "prompt")
+    asked = await decoded(content, partial(_read, "messages" if "chat" in path else "prompt"))
+    asked = without_transfers(asked, gateway.settings.trust_clients)
     slo = slo_of(http)
     num_answers = _num_answers(asked)
     began = clock.monotonic()
@@ -58,7 +62,7 @@ async def relay(gateway: Gateway, http: Request, path: str, content: bytes) -> R
     except BaseException:
         leave()
         raise
-    return EventStream(first, pieces, headers, leave)
+    return EventStream(first, pieces, headers, leave, answer.deadline)
 
 
 async def _accounted(answer: Relay, http: Request, slo: Any) -> AsyncGenerator[bytes, None]:
@@ -136,10 +140,10 @@ async def _relay_of(gateway: Gateway, http: Request, path: str, asked: dict[str,
     )
 
 
-def _read(content: bytes, param: str) -> dict[str, Any]:
+def _read(param: str, content: bytes) -> dict[str, Any]:
     """The body. Raises ApiError, 400."""
     try:
-        asked: Any = msgspec.json.decode(content)
+        asked: Any = bigjson.decode(content)
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(asked, dict):
@@ -158,6 +162,10 @@ def _read(content: bytes, param: str) -> dict[str, Any]:
         if found is not None and not isinstance(found, kind):
             message = f"{name} is {str(found)[:100]!r}; allowed: {allowed}"
             raise ApiError(400, message, param=name, code="invalid_type")
+    priority = asked.get("priority")
+    if isinstance(priority, int) and abs(priority) > MAX_PRIORITY:
+        message = f"priority is {str(priority)[:100]}; allowed: {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        raise ApiError(400, message, param="priority", code="invalid_value")
     if not asked[param]:
         raise ApiError(400, f"{param} may not be empty", param=param, code="invalid_value")
     return asked

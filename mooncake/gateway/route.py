@@ -197,7 +197,7 @@ class Walk(Placing):
                 if chunk.choices and not self._is_computed:
                     # No prefill instance was there: this one has computed the prompt.
                     self._is_computed = True
-                    self._scheduling.post(Prefilled(self._request_id))
+                    self._scheduling.post(Prefilled(self._request_id, has_begun=True))
                 for part in chunk.choices:
                     if part.finish_reason == "abort":
                         raise WorkerFailed(instance, "it gave the answer up")

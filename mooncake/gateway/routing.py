@@ -52,7 +52,7 @@ async def route(gateway: Gateway, http: Request, asked: AnyRequest) -> Response:
     except BaseException:
         leave()
         raise
-    return EventStream(first, events, {**names_of(http), **answer.headers()}, leave)
+    return EventStream(first, events, {**names_of(http), **answer.headers()}, leave, answer.deadline)
 
 
 def _answer(

@@ -7,16 +7,22 @@ event means is not known here.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
+from mooncake import clock
 from mooncake.errors import ProtocolError
 from mooncake.inference.openai import ApiError
+from mooncake.web import CUT
 
 ResultT = TypeVar("ResultT")
+
+LAST_WORDS_S = 1.0
+"""How long beyond its deadline an answer may take to say that it is over."""
 
 MAX_EVENT_BYTES = 16 << 20
 """A worker's event beyond this size is not read on."""
@@ -49,7 +55,8 @@ class EventStream(Response):
     """A response that writes events as they are made and stops making them when the client leaves.
 
     ``first`` was taken from ``events`` already; ``on_end`` is called once, whatever the end. A server that
-    ends before its answers do cancels them: then the last event is an error.
+    ends before its answers do cancels them: then the last event is an error. At ``deadline`` the answer ends
+    even if its reader reads nothing: then nothing can be said any more, and the connection is closed.
     """
 
     media_type = "text/event-stream"
@@ -60,6 +67,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         headers: Mapping[str, str],
         on_end: Callable[[], None],
+        deadline: float = math.inf,
     ) -> None:
         # A proxy that buffers would turn a stream into one late answer.
         no_buffering = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -69,12 +77,15 @@ class EventStream(Response):
         self._events = events
         self._on_end = on_end
         self._is_in_the_middle = False
+        self._deadline = deadline
+        self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
         leaving = asyncio.ensure_future(_left(receive))
+        is_read = True
         try:
-            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            is_read = await self._until_over(writing, leaving)
             if writing.done():
                 writing.result()
         except asyncio.CancelledError:
@@ -88,15 +99,37 @@ class EventStream(Response):
             await _cancel(writing, leaving)
             await self._events.aclose()
             self._on_end()
+            if not is_read:
+                scope.get("extensions", {}).get(CUT, {"now": _nothing})["now"]()
+
+    async def _until_over(self, writing: asyncio.Future[None], leaving: asyncio.Future[None]) -> bool:
+        """Wait for either. False: the deadline has passed, and the client takes nothing."""
+        both = {writing, leaving}
+        left_s = max(0.0, self._deadline - clock.monotonic())
+        wait_s = None if left_s == math.inf else left_s
+        done, _ = await asyncio.wait(both, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done and not self._is_sending:
+            # Its events end at the same deadline, with one that says so.
+            done, _ = await asyncio.wait(both, timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
+        return bool(done)
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._is_in_the_middle = True
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        await self._send(send, self._first)
         async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await self._send(send, event)
         self._is_in_the_middle = False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, event: bytes) -> None:
+        self._is_sending = True
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+        self._is_sending = False
+
+
+def _nothing() -> None:
+    """A server without our edge: its connection ends when the application returns."""
 
 
 async def unless_left(http: Request, answer: Awaitable[ResultT]) -> ResultT:

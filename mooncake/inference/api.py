@@ -19,8 +19,9 @@ from fastapi.responses import StreamingResponse
 from prometheus_client import Counter, Gauge
 
 import mooncake
-from mooncake import clock, metrics
+from mooncake import clock, metrics, web
 from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.inference import bigjson
 from mooncake.inference.answers import ChatWriter, Piece, TextWriter
 from mooncake.inference.engine import EngineStats
 from mooncake.inference.generate import Counts, GenerationFailed, Generator, Refused
@@ -34,6 +35,7 @@ from mooncake.inference.openai import (
     KvEventSources,
     ModelCard,
     ModelList,
+    RequestT,
     Usage,
     context_length_exceeded,
     model_not_found,
@@ -50,6 +52,10 @@ log = get_logger(__name__)
 AnyRequest = CompletionRequest | ChatCompletionRequest
 
 MAX_BODY_BYTES = 32 << 20
+"""A prompt of a million tokens as numbers has 8 MiB, and several may come at once."""
+
+MAX_UNREAD_PIECES = 256
+"""Pieces of an answer that wait for a client which does not read them."""
 
 queries = Counter(
     "vllm:prefix_cache_queries",
@@ -111,11 +117,11 @@ def create_app(api: Api) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _answer(api, request, parse_request(CompletionRequest, await _body(request)))
+        return await _answer(api, request, await _parsed(CompletionRequest, request))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _answer(api, request, parse_request(ChatCompletionRequest, await _body(request)))
+        return await _answer(api, request, await _parsed(ChatCompletionRequest, request))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -202,15 +208,15 @@ class _Answer:
         return self._writer.whole(choices, self._usage(), self._hand_over())
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        merged: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        merged: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(MAX_UNREAD_PIECES)
 
         async def feed(index: int) -> None:
             try:
                 async for piece in self._pieces(index):
-                    merged.put_nowait(piece)
-                merged.put_nowait(None)
+                    await merged.put(piece)
+                await merged.put(None)
             except Exception as error:
-                merged.put_nowait(error)
+                await merged.put(error)
 
         feeds = [asyncio.create_task(feed(index)) for index in range(len(self._requests))]
         try:
@@ -293,8 +299,8 @@ def _prompts_of(api: Api, asked: AnyRequest) -> list[list[int]]:
     tokenizer = api.generator.tokenizer
     if isinstance(asked, ChatCompletionRequest):
         messages = [message.model_dump(exclude_none=True) for message in asked.messages]
-        options = asked.chat_template_kwargs or {}
-        prompts = [tokenizer.chat(messages, asked.add_generation_prompt, **options)]
+        variables = asked.chat_template_kwargs
+        prompts = [tokenizer.chat(messages, asked.add_generation_prompt, variables=variables)]
     else:
         prompts = [tokenizer.encode(one) if isinstance(one, str) else one for one in asked.prompts]
     param = "messages" if isinstance(asked, ChatCompletionRequest) else "prompt"
@@ -408,12 +414,20 @@ async def _disconnected(http: Request) -> None:
 
 
 async def _body(http: Request) -> bytes:
-    body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
-    return bytes(body)
+    try:
+        return await web.read_body(http, MAX_BODY_BYTES)
+    except web.BodyTooLarge as error:
+        raise ApiError(413, str(error), code=error.code) from error
+    except web.BodiesTooMany as error:
+        raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
+
+
+async def _parsed(shape: type[RequestT], http: Request) -> RequestT:
+    """The request; a large one is decoded beside the event loop."""
+    body = await _body(http)
+    if len(body) <= bigjson.LARGE_BYTES:
+        return parse_request(shape, body)
+    return await asyncio.to_thread(parse_request, shape, body)
 
 
 def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:

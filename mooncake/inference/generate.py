@@ -21,6 +21,9 @@ from mooncake.inference.request import FinishReason, Request
 from mooncake.inference.step import TokenLogprobs
 from mooncake.inference.tokenizer import AnyTokenizer, Detokenizer, StopMatcher
 
+MAX_UNREAD_OUTPUTS = 4096
+"""Steps' outputs of one request that wait for their reader; then its request is aborted."""
+
 
 class GenerationFailed(MooncakeError):
     """A step of the engine broke under the request."""
@@ -69,7 +72,7 @@ class Generator:
         self.tokenizer = tokenizer
         self._loop = loop
         self._on_blocks = on_blocks
-        self._waiting: dict[str, asyncio.Queue[Output]] = {}
+        self._waiting: dict[str, asyncio.Queue[Output | None]] = {}
         self._thread = EngineThread(engine, self._from_engine)
 
     def start(self) -> None:
@@ -91,7 +94,7 @@ class Generator:
             Refused: the engine can't take it now, or can never.
             GenerationFailed: computing it failed.
         """
-        outputs: asyncio.Queue[Output] = asyncio.Queue()
+        outputs: asyncio.Queue[Output | None] = asyncio.Queue()
         counts.num_prompt_tokens = request.num_prompt_tokens - request.num_prior_output_tokens
         counts.num_output_tokens = request.num_prior_output_tokens
         text = _Text(self.tokenizer, request, text_offset)
@@ -104,6 +107,8 @@ class Generator:
                 raise Refused(refusal)
             while not ended:
                 output = await outputs.get()
+                if output is None:
+                    raise GenerationFailed("the answer was given up: nobody has read it for a long time")
                 ended = output.finish_reason is not None
                 if output.error is not None:
                     raise GenerationFailed(output.error)
@@ -119,7 +124,7 @@ class Generator:
                 if text.is_stopped:
                     return
         finally:
-            del self._waiting[request.id]
+            self._waiting.pop(request.id, None)
             if not ended:
                 self.engine.abort(request.id)
 
@@ -130,8 +135,14 @@ class Generator:
     def _deliver(self, outputs: Sequence[Output], events: Sequence[BlockEvent]) -> None:
         for output in outputs:
             queue = self._waiting.get(output.request_id)
-            if queue is not None:
+            if queue is None:
+                continue
+            if queue.qsize() < MAX_UNREAD_OUTPUTS:
                 queue.put_nowait(output)
+            else:
+                del self._waiting[output.request_id]
+                self.engine.abort(output.request_id)
+                queue.put_nowait(None)
         if events:
             self._on_blocks(events)
 

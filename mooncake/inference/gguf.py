@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mooncake.connectors.digests import default_cache_dir
 from mooncake.errors import ModelError
 from mooncake.inference.tokenizer import stay_offline
-from mooncake.inference.weights import default_cache_dir
 from mooncake.log import get_logger
 
 log = get_logger(__name__)

@@ -32,12 +32,16 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validat
 from pydantic_core import PydanticCustomError
 
 from mooncake.errors import MooncakeError
+from mooncake.inference import bigjson
 
 MAX_LOGPROBS = 20
 """Alternatives per token that may be asked for, as in the public API."""
 
 MAX_CHOICES = 128
 """Largest ``n``."""
+
+MAX_PRIORITY = 1000
+"""How far a client's ``priority`` may be from 0, either way."""
 
 _MAX_INT = 2**63 - 1
 
@@ -105,10 +109,16 @@ def model_not_found(model: str, served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def context_length_exceeded(num_tokens: int, max_model_len: int, param: str = "messages") -> ApiError:
-    """``num_tokens`` of prompt leave no room for an answer within ``max_model_len``."""
+def context_length_exceeded(
+    num_tokens: int, max_model_len: int, param: str = "messages", is_at_least: bool = False
+) -> ApiError:
+    """``num_tokens`` of prompt leave no room for an answer within ``max_model_len``.
+
+    ``is_at_least``: they were not counted; there are so many at the least.
+    """
+    has = f"has at least {num_tokens}" if is_at_least else f"has {num_tokens}"
     message = (
-        f"this model's maximum context length is {max_model_len} tokens, but the prompt has {num_tokens} "
+        f"this model's maximum context length is {max_model_len} tokens, but the prompt {has} "
         "tokens and at least one more is needed for the answer; shorten the prompt"
     )
     return ApiError(400, message, param=param, code="context_length_exceeded")
@@ -192,7 +202,7 @@ class _GenerationRequest(_Shape):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    priority: int | None = Field(None, ge=-_MAX_INT - 1, le=_MAX_INT)
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     kv_transfer_params: dict[str, Any] | None = None
     return_token_ids: bool = False
@@ -305,14 +315,21 @@ _TEMPLATE_ARGUMENTS = (
     "chat_template",
     "continue_final_message",
     "conversation",
+    "conversations",
+    "documents",
     "max_length",
+    "messages",
     "padding",
+    "return_assistant_tokens_mask",
     "return_dict",
     "return_tensors",
     "tokenize",
+    "tokenizer_kwargs",
+    "tools",
     "truncation",
 )
-"""Names that mean something to whoever renders a template; a client may only set the template's own."""
+"""Names that mean something to whoever renders a template; a client may only set the template's own. The
+tokenizer refuses besides every name in the signature of what it calls."""
 
 _text_parts = pydantic.TypeAdapter(list[TextPart])
 
@@ -386,7 +403,11 @@ def parse_request(shape: type[RequestT], body: bytes) -> RequestT:
         ApiError: 400 for bytes that are no JSON object, or naming the first wrong field in ``param``.
     """
     try:
+        if len(body) > bigjson.LARGE_BYTES:
+            return shape.model_validate(bigjson.decode(body))
         return shape.model_validate_json(body)
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     except pydantic.ValidationError as error:
         raise _bad_request(error) from None
 

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from mooncake.connections import Deadlines
 from mooncake.connectors.blocks import StoreLink
 from mooncake.connectors.memory import HostMemory
 from mooncake.inference import kv_events
@@ -22,11 +23,15 @@ from mooncake.inference.generate import Generator
 from mooncake.inference.tokenizer import AnyTokenizer
 from mooncake.kvlayout import KvIdentity
 from mooncake.log import get_logger
+from mooncake.security import check_address
 from mooncake.store import AsyncStore, StoreSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
+
+DEADLINES = Deadlines(send_s=120.0)
+"""A gateway whose client reads slowly reads slowly, too; it is the one that loses patience first."""
 
 STORE_PATIENCE_S = 1.0
 """A store that does not answer in time has no blocks: computing them takes about as long."""
@@ -34,9 +39,10 @@ STORE_PATIENCE_S = 1.0
 
 async def serve(running: contextlib.AbstractAsyncContextManager[Api], host: str, port: int) -> None:
     """Serve an engine's API until cancelled. Raises AddressInUse when the port is taken."""
+    check_address(host)
     listening = listen(host, port)
     async with running as api:
-        server = WebServer(create_app(api), listening)
+        server = WebServer(create_app(api), listening, deadlines=DEADLINES)
         try:
             await server.start()
             log.info("ready", role=api.role, address=f"http://{host}:{server.port}", model=api.model)

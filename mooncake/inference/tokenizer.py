@@ -8,15 +8,23 @@ from worker to worker.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from mooncake.errors import InvalidArgument, ModelError
+from mooncake.log import get_logger
+
+log = get_logger(__name__)
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoding makes of bytes that are no character, or not one yet."""
+
+
+UNKNOWN_CHARS = 256
+"""What a token for an unknown word is taken to stand for at most."""
 
 
 def stay_offline() -> None:
@@ -28,10 +36,17 @@ def stay_offline() -> None:
 class AnyTokenizer(Protocol):
     """What answers are made with: ``Tokenizer``, and that of an engine without a model."""
 
+    longest_token_chars: int
+
     def encode(self, text: str) -> list[int]: ...
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -53,6 +68,11 @@ class Tokenizer:
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ModelError(f"{folder}: no usable tokenizer ({what}); fetch the model again") from error
         self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self.longest_token_chars = max(longest, UNKNOWN_CHARS)
+        """No token stands for more characters."""
+        signature = inspect.signature(self._tokenizer.apply_chat_template)
+        self._template_arguments = {*signature.parameters} | {"messages", "self"}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with the special tokens the model wants around it."""
@@ -60,23 +80,35 @@ class Tokenizer:
         return ids
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation by the model's own template, to which ``options`` go.
+        """Token ids of a conversation by the model's own template, which sees ``variables``.
 
-        Raises InvalidArgument when there is no template or it does not take these messages.
+        Raises InvalidArgument when there is no template or it does not take these messages; with the field
+        ``chat_template_kwargs`` when a variable has a name that means something to whoever renders it.
         """
+        variables = variables or {}
+        for name in variables:
+            if name in self._template_arguments:
+                raise InvalidArgument("chat_template_kwargs", name, "variables of the model's template")
+        more = {**variables, "continue_final_message": True} if continue_final_message else variables
         try:
             ids: list[int] = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                **options,
+                **more,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=True,
                 return_dict=False,
             )
         except Exception as error:  # templates are programs, which fail in any way they like
-            what = f"a conversation the model's chat template takes ({type(error).__name__}: {error})"
-            raise InvalidArgument("messages", list(messages), what) from error
+            log.info("template_failed", error=repr(error))
+            told = f"a conversation the model's chat template takes ({_shown(error)})"
+            raise InvalidArgument("messages", f"{len(messages)} messages", told) from error
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -89,6 +121,12 @@ class Tokenizer:
         """How one token is shown by itself, special tokens included."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
+
+
+def _shown(error: Exception) -> str:
+    """What a client may read of it: what the template says of the conversation, nothing of this server."""
+    is_of_template = type(error).__module__.partition(".")[0] == "jinja2"
+    return f"it says: {str(error)[:200]}" if is_of_template else f"it failed: {type(error).__name__}"
 
 
 class Detokenizer:

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mooncake.connectors.digests import file_digest
 from mooncake.errors import ModelError
 from mooncake.inference.model import Decoder, ModelConfig, Rope
 
@@ -223,10 +224,10 @@ def tensor_files(folder: Path) -> list[Path]:
 def weights_digest(folder: Path, cache_dir: Path | None = None) -> str:
     """SHA-256 over the weights and what of the configuration changes their meaning.
 
-    Hashing reads every byte once; the result is kept in ``cache_dir`` (default the user's cache) by
-    path, size and modification time.
+    Hashing reads every byte once per host (``connectors.digests``); what came of it is kept in ``cache_dir``
+    (default the user's cache).
     """
-    contents = [_file_digest(path, cache_dir) for path in tensor_files(folder)]
+    contents = [file_digest(path, cache_dir) for path in tensor_files(folder)]
     config = dataclasses.replace(read_config(folder), eos_token_ids=())
     return hashlib.sha256(repr((contents, config)).encode()).hexdigest()
 
@@ -239,30 +240,8 @@ def tokenizer_digest(folder: Path, cache_dir: Path | None = None) -> str:
     paths = [folder / name for name in names if (folder / name).is_file()]
     if not paths:
         raise ModelError(f"{folder} has no tokenizer.json; fetch the model again")
-    contents = [(path.name, _file_digest(path, cache_dir)) for path in paths]
+    contents = [(path.name, file_digest(path, cache_dir)) for path in paths]
     return hashlib.sha256(repr(contents).encode()).hexdigest()
-
-
-def default_cache_dir() -> Path:
-    return Path.home() / ".cache" / "mooncake"
-
-
-def _file_digest(path: Path, cache_dir: Path | None) -> str:
-    status = path.stat()
-    name = repr((str(path.resolve()), status.st_size, status.st_mtime_ns)).encode()
-    kept = (cache_dir or default_cache_dir()) / "digests" / hashlib.sha256(name).hexdigest()
-    if kept.is_file() and len(text := kept.read_text()) == 64:
-        return text
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        temporary = kept.with_suffix(f".{digest[:8]}")
-        temporary.write_text(digest)
-        temporary.replace(kept)
-    except OSError:
-        pass  # a read-only home costs a second per start, not an error
-    return digest
 
 
 def _names_in(opened: Any) -> list[str]:

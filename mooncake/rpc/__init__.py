@@ -6,7 +6,8 @@ through ``mooncake.transfer``.
 """
 
 from mooncake.rpc.client import AsyncClient, BlockingClient
-from mooncake.rpc.server import Call, Connection, Limits, RpcServer
+from mooncake.rpc.limits import Limits
+from mooncake.rpc.server import Call, Connection, RpcServer
 from mooncake.rpc.wire import Failure
 
 __all__ = ["AsyncClient", "BlockingClient", "Call", "Connection", "Failure", "Limits", "RpcServer"]

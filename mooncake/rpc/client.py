@@ -15,23 +15,43 @@ import itertools
 import os
 import select
 import socket
-import ssl
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import msgspec
 
-from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+from mooncake.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    InvalidArgument,
+    MooncakeError,
+    PeerLost,
+    ProtocolError,
+)
 from mooncake.rpc.looking import REPLY_LOOK_S, Looking
-from mooncake.rpc.tls import TlsSocket
-from mooncake.rpc.wire import PREFACE, Failure, FrameDecoder, Message, decoder_for, encode, error_of
+from mooncake.rpc.tls import TlsSocket, TlsTransport
+from mooncake.rpc.wire import (
+    GREETING_ID,
+    Failure,
+    FrameDecoder,
+    Message,
+    answer_of_client,
+    decoder_for,
+    encode,
+    error_of,
+    opening_of,
+)
+from mooncake.security import NODES_AND_ADMINS, Identity, ours
+from mooncake.security.certificates import standing_of
+from mooncake.security.greeting import Asking
+from mooncake.security.standing import Level
 
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 SILENT = (
-    "; it has answered nothing: if it wants TLS, use the same `tls` setting on both sides",
+    "; it has answered nothing: if it wants TLS, use the same `tls` settings on both sides",
     "; it has answered nothing: does it trust us? Both sides need certificates of the same `tls_ca`",
 )
 """What may be wrong with a peer that hung up before its first answer, without TLS and with."""
@@ -48,49 +68,112 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def check_server(
+    certificate: dict[str, Any] | None, servers: frozenset[Level], identity: Identity, peer: str
+) -> None:
+    """Whether the certificate is that of a server, where no key proves it.
+
+    Raises:
+        AccessDenied: it is that of somebody who only may connect to servers.
+    """
+    standing = standing_of(certificate)
+    if identity.keys is None and standing.level not in servers:
+        raise AccessDenied(
+            f"{peer} shows the certificate of a {standing}; a server needs one of the role node "
+            "(`mooncake certs --role node`)"
+        )
+
+
 class _Wire(asyncio.Protocol):
     """One connection of an ``AsyncClient``."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
-        self._frames = FrameDecoder(expects_preface=False)
-        self.transport: asyncio.Transport | None = None
+        self._frames = FrameDecoder()
+        self._asking = client.identity.asking()
+        self._tls: TlsTransport | None = None
+        self._has_greeted = False
+        self.transport: asyncio.Transport | TlsTransport | None = None
         self.waiting: dict[int, asyncio.Future[Any]] = {}
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """The greeting is over; else why it failed."""
+        self.loss: MooncakeError | None = None
+        """Why the connection is no more."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast: uvloop's transports don't inherit from asyncio's.
-        self.transport = cast(asyncio.Transport, transport)
-        self.transport.write(PREFACE)
+        raw = cast(asyncio.Transport, transport)
+        self.transport = raw
+        context = self._client.identity.client_tls
+        if context is None:
+            self._greet()
+        else:
+            self.transport = self._tls = TlsTransport(raw, context, self._client.host)
+
+    def _greet(self) -> None:
+        assert self.transport is not None
+        self._has_greeted = True
+        self.transport.write(opening_of(self._asking))
+        if self._asking.is_over:
+            self._begin()
+
+    def _begin(self) -> None:
+        if not self.ready.done():
+            self.ready.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         try:
-            for request_id, body in self._frames.feed(data):
+            if self._tls is not None:
+                data = self._tls.feed(data)
+                if self._tls.is_ready and not self._has_greeted:
+                    client = self._client
+                    check_server(self._tls.certificate, client.servers, client.identity, client.peer)
+                    self._greet()
+            for request_id, body in self._frames.feed(data) if data else ():
+                if request_id == GREETING_ID:
+                    self._hear(body)
+                    continue
                 future = self.waiting.pop(request_id, None)
                 if future is not None and not future.done():
                     future.set_result(self._client.decoder.decode(body))
+            if self._tls is not None and self._tls.has_ended:
+                self.lose("it closed the connection")
+        except AccessDenied as error:
+            self.lose(str(error), AccessDenied)
         except (ProtocolError, msgspec.MsgspecError) as error:
-            self.lose(f"it sent what can't be read: {error}")
+            kind = PeerLost if self.ready.done() else ProtocolError
+            self.lose(f"it sent what can't be read: {error}", kind)
+
+    def _hear(self, body: memoryview) -> None:
+        answer = answer_of_client(self._asking, body)
+        if self.transport is not None:
+            self.transport.write(answer)
+        self._begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lose(str(exc) if exc else "it closed the connection")
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, kind: type[MooncakeError] = PeerLost) -> None:
         """Fail everything that waits. Harmless when called again."""
         if self.transport is None:
             return
         self.transport.abort()
         self.transport = None
+        self.loss = kind(reason)
         waiting, self.waiting = self.waiting, {}
+        if not self.ready.done():
+            self.ready.set_exception(kind(reason))
+            self.ready.exception()  # whoever waits for it gets it; it is no news to asyncio
         for future in waiting.values():
             if not future.done():
-                future.set_exception(PeerLost(reason))
+                future.set_exception(kind(reason))
         self._client.wire_lost(self)
 
 
 class AsyncClient:
     """Calls ``address`` from an event loop. ``replies``: every message type a reply may have.
 
-    ``name`` says in errors who the peer is ("the master"); ``is_patient`` as in ``BlockingClient``.
+    ``name`` says in errors who the peer is ("the master"); the others as in ``BlockingClient``.
     """
 
     def __init__(
@@ -100,15 +183,21 @@ class AsyncClient:
         name: str = "peer",
         *,
         is_patient: bool = True,
+        identity: Identity | None = None,
+        servers: frozenset[Level] = NODES_AND_ADMINS,
     ) -> None:
-        self._host, self._port = split_address(address)
+        self.host, self._port = split_address(address)
         self._is_patient = is_patient
+        self.identity = identity or ours()
+        self.servers = servers
         self.peer = f"{name} at {address}"
         self.decoder = decoder_for(replies)
         self._ids = itertools.count(1)
         self._wire: _Wire | None = None
         self._connecting: asyncio.Task[_Wire] | None = None
         self._is_closed = False
+        self._why = ""
+        """Why the last attempt to connect failed, where a peer was there."""
         self.lost = asyncio.Event()
         """Set while there is no connection, for whoever wants to know of a loss before the next call."""
         self.lost.set()
@@ -128,19 +217,23 @@ class AsyncClient:
         try:
             async with asyncio.timeout(timeout_s):
                 wire = self._wire or await self._connected()
-                request_id = next(self._ids) & _ID_MASK
+                request_id = _next_id(self._ids)
                 future = asyncio.get_running_loop().create_future()
                 wire.waiting[request_id] = future
-                assert wire.transport is not None
+                if wire.transport is None:  # it was refused as soon as it stood
+                    raise wire.loss or PeerLost("it closed the connection")
                 wire.transport.write(encode(request_id, message))
                 reply = await future
         except TimeoutError:
             stage = "can't be reached" if future is None else f"didn't answer {what}"
-            raise DeadlineExceeded(f"{self.peer} {stage} within {timeout_s:.3g} s") from None
+            why = self._why if future is None else ""
+            raise DeadlineExceeded(f"{self.peer} {stage} within {timeout_s:.3g} s{why}") from None
         except PeerLost as error:
             if future is None:
                 raise
             raise PeerLost(f"lost {self.peer} during {what}: {error}") from None
+        except AccessDenied as error:
+            raise AccessDenied(f"{self.peer}: {error}") from None
         finally:
             if wire is not None:
                 wire.waiting.pop(request_id, None)
@@ -195,14 +288,28 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         backoff_s = FIRST_BACKOFF_S
         while True:
+            wire: _Wire | None = None
             try:
-                _, wire = await loop.create_connection(lambda: _Wire(self), self._host, self._port)
-            except OSError as error:
+                _, wire = await loop.create_connection(lambda: _Wire(self), self.host, self._port)
+                await wire.ready
+                if wire.loss is not None:
+                    raise wire.loss
+            except AccessDenied:
+                raise
+            except (OSError, PeerLost) as error:
                 if not self._is_patient:
-                    reason = os.strerror(error.errno) if error.errno else str(error)
+                    number = error.errno if isinstance(error, OSError) else None
+                    reason = os.strerror(number) if number else str(error)
                     raise PeerLost(f"{self.peer} can't be reached: {reason}; is it running?") from error
+                self._why = f": {error}" if isinstance(error, PeerLost) else ""
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            except ProtocolError as error:
+                raise ProtocolError(f"{self.peer}: {error}") from error
+            except asyncio.CancelledError:
+                if wire is not None:
+                    wire.lose("the client was closed")
+                raise
             else:
                 self._wire = wire
                 self.lost.clear()
@@ -211,6 +318,11 @@ class AsyncClient:
     def __repr__(self) -> str:
         state = "connected" if self._wire else "not connected"
         return f"<AsyncClient to {self.peer} [{state}]>"
+
+
+def _next_id(ids: Iterator[int]) -> int:
+    """An id for a request: any but that of greetings."""
+    return next(ids) & _ID_MASK or next(ids) & _ID_MASK
 
 
 class _Waiter:
@@ -229,11 +341,12 @@ class _Waiter:
 class _Socket:
     """One connection of a ``BlockingClient``. ``lock`` guards ``waiting`` and ``has_reader``."""
 
-    def __init__(self, sock: socket.socket | TlsSocket) -> None:
+    def __init__(self, sock: socket.socket | TlsSocket, asking: Asking, frames: FrameDecoder) -> None:
         self.sock = sock
+        self.asking = asking
         self.readable = select.poll()
         self.readable.register(sock.fileno(), select.POLLIN)
-        self.frames = FrameDecoder(expects_preface=False)
+        self.frames = frames
         self.lock = threading.Lock()
         self.send_lock = threading.Lock()
         self.waiting: dict[int, _Waiter] = {}
@@ -258,7 +371,9 @@ class BlockingClient:
 
     Args:
         is_patient: try to connect until the call's deadline; otherwise the first failure is PeerLost.
-        tls: speak TLS; a peer that does not, or is not trusted, is ProtocolError at once.
+        identity: who this client is, instead of who this process is. A peer that does not prove what it
+            asks for is AccessDenied at once, one that does not speak TLS as we do is ProtocolError.
+        servers: what the certificate of a server may say that it is, where no key proves it.
     """
 
     def __init__(
@@ -268,12 +383,14 @@ class BlockingClient:
         name: str = "peer",
         *,
         is_patient: bool = True,
-        tls: ssl.SSLContext | None = None,
+        identity: Identity | None = None,
+        servers: frozenset[Level] = NODES_AND_ADMINS,
     ) -> None:
         self._host, self._port = split_address(address)
         self.peer = f"{name} at {address}"
         self._is_patient = is_patient
-        self._tls = tls
+        self._identity = identity or ours()
+        self._servers = servers
         self._looking = Looking()
         self._decoder = decoder_for(replies)
         self._ids = itertools.count(1)
@@ -288,7 +405,7 @@ class BlockingClient:
         if connection is None or connection.lost is not None:
             connection = self._connected(deadline, timeout_s)
         what = type(message).__name__
-        request_id = next(self._ids) & _ID_MASK
+        request_id = _next_id(self._ids)
         frame = encode(request_id, message)
         waiter = _Waiter()
         with connection.lock:
@@ -298,11 +415,14 @@ class BlockingClient:
             reply = self._await_reply(connection, waiter, deadline)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.peer} didn't answer {what} within {timeout_s:.3g} s") from None
+        except AccessDenied as error:
+            self._lose(connection, str(error))
+            raise AccessDenied(f"{self.peer}: {error}") from None
         except (OSError, ProtocolError, msgspec.MsgspecError) as error:
             self._lose(connection, str(error))
             if isinstance(error, ProtocolError) and not connection.has_answered:  # nor will it next time
                 raise ProtocolError(f"{self.peer}: {error}") from None
-            hint = "" if connection.has_answered else SILENT[self._tls is not None]
+            hint = "" if connection.has_answered else SILENT[self._identity.has_tls]
             raise PeerLost(f"lost {self.peer} during {what}: {connection.lost}{hint}") from None
         except PeerLost as error:
             raise PeerLost(f"lost {self.peer} during {what}: {error}") from None
@@ -373,6 +493,8 @@ class BlockingClient:
             if not data:
                 raise ConnectionResetError("it closed the connection")
             for request_id, body in connection.frames.feed(data):
+                if request_id == GREETING_ID:  # its last word
+                    answer_of_client(connection.asking, body)
                 other = connection.waiting.get(request_id)
                 if other is None:
                     continue
@@ -408,8 +530,9 @@ class BlockingClient:
                 try:
                     if remaining_s <= 0:
                         raise TimeoutError
-                    sock = self._opened(deadline)
-                    sock.sendall(PREFACE)
+                    opened = self._opened(deadline)
+                except AccessDenied as error:
+                    raise AccessDenied(f"{self.peer}: {error}") from error
                 except ProtocolError as error:
                     raise ProtocolError(f"{self.peer}: {error}") from error
                 except OSError as error:
@@ -424,15 +547,34 @@ class BlockingClient:
                     time.sleep(min(backoff_s, remaining_s))
                     backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
                 else:
-                    self._socket = _Socket(sock)
+                    self._socket = opened
 
-    def _opened(self, deadline: float) -> socket.socket | TlsSocket:
+    def _opened(self, deadline: float) -> _Socket:
+        """A connection whose greeting is over."""
         remaining_s = max(0.001, deadline - time.monotonic())
-        sock = socket.create_connection((self._host, self._port), remaining_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._tls is None:
-            return sock
-        return TlsSocket(sock, self._tls, self._host, deadline - time.monotonic())
+        plain = socket.create_connection((self._host, self._port), remaining_s)
+        sock: socket.socket | TlsSocket = plain
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._identity.client_tls is not None:
+                sock = TlsSocket(plain, self._identity.client_tls, self._host, deadline - time.monotonic())
+                check_server(sock.certificate, self._servers, self._identity, "it")
+            asking, frames = self._identity.asking(), FrameDecoder()
+            sock.sendall(opening_of(asking))
+            while not asking.is_over:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    raise TimeoutError
+                sock.settimeout(remaining_s)
+                data = sock.recv(_READ_BYTES)
+                if not data:
+                    raise ConnectionResetError(f"it closed the connection{SILENT[self._identity.has_tls]}")
+                for _, body in frames.feed(data):
+                    sock.sendall(answer_of_client(asking, body))
+        except BaseException:
+            plain.close()
+            raise
+        return _Socket(sock, asking, frames)
 
     def _lose(self, connection: _Socket, reason: str) -> None:
         with connection.lock:

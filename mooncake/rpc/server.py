@@ -12,48 +12,54 @@ import asyncio
 import errno
 import math
 import socket
-import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import msgspec
 
-from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, ProtocolError
+from mooncake.errors import AccessDenied, AddressInUse, InvalidArgument, MooncakeError, ProtocolError
 from mooncake.log import get_logger
 from mooncake.rpc import looking
+from mooncake.rpc.limits import (
+    CONNECTIONS,
+    CROWDED_GREETING_S,
+    PENDING_BYTES,
+    Limits,
+    Refusals,
+    default_max_connections,
+)
 from mooncake.rpc.looking import Looking
 from mooncake.rpc.splice import Splices
+from mooncake.rpc.tls import TlsTransport
 from mooncake.rpc.wire import (
-    MAX_BODY_BYTES,
+    GREETING_ID,
     PREFACE,
     Failure,
     FrameDecoder,
+    GreetingDecoder,
     Message,
     decoder_for,
     encode,
 )
+from mooncake.security import OPEN, TRUSTED, Access, Identity, Standing, ours
+from mooncake.security.certificates import standing_of
+from mooncake.security.contexts import server_context
+from mooncake.security.greeting import Answering, Hello
 
 log = get_logger(__name__)
 
 MAX_OPEN_CALLS = 1024
 """Calls of one connection that may wait for an answer; beyond it the server stops reading from it."""
 
-LOOK_S = 1.0
+LOOK_S = 0.25
 """Between looks for connections that take too long."""
 
+LAST_WORD_S = 0.5
+"""For a peer that is refused to hear why, and to hang up."""
 
-@dataclass(frozen=True)
-class Limits:
-    """What strangers and sick clients can cost a server."""
-
-    greeting_s: float = 10.0
-    "From accepting a connection to the end of its greeting, with TLS of the handshake."
-    stall_s: float = 60.0
-    "For one request to arrive, or replies to be taken, and a second more per MiB."
-    max_connections: int = 16384
-    max_body_bytes: int = MAX_BODY_BYTES
+BACKLOG = 1024
+"""Connections that the kernel accepts for us meanwhile."""
 
 
 Handler: TypeAlias = Callable[[Any, "Call"], Message | Awaitable[Message | None] | None]
@@ -80,12 +86,20 @@ class Call:
 
 
 class Connection(asyncio.Protocol):
-    """One client, as the server sees it. Compared and hashed by identity."""
+    """One client, as the server sees it. Compared and hashed by identity.
+
+    It begins as a stranger: until its greeting is over nothing else is read of it, and where nothing has to
+    be proven, until its first request that can be understood. Strangers make room for others.
+    """
 
     def __init__(self, server: RpcServer) -> None:
         self._server = server
-        self._decoder = FrameDecoder(expects_preface=True, max_body_bytes=server.limits.max_body_bytes)
-        self._transport: asyncio.Transport | None = None
+        self._decoder = FrameDecoder(max_body_bytes=server.limits.max_body_bytes)
+        self._early: GreetingDecoder | None = GreetingDecoder()
+        self._greeting: Answering | None = None
+        self._handlers = server.handlers
+        self._transport: asyncio.Transport | TlsTransport | None = None
+        self._tls: TlsTransport | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._num_open = 0
         self._out: list[bytearray] | None = None
@@ -93,63 +107,163 @@ class Connection(asyncio.Protocol):
         self._is_read_paused = False
         self._num_taken = 0
         self._is_new = True
+        self._is_stranger = True
+        self._is_refused = False
         self._looked_at: tuple[int, bool] | None = None
-        self._overdue_at = math.inf
+        self._accepted_at = self._overdue_at = math.inf
+        self._pending_bytes = 0
+        self._free: frozenset[type] | None = frozenset()
+        """Messages that need no further look; None: all."""
+        self.standing = OPEN
+        """Who it has proven to be; means nothing before the greeting is over."""
         self.peer = "unknown"
 
     # asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast: uvloop's transports don't inherit from asyncio's.
-        transport = cast(asyncio.Transport, transport)
-        self._transport = transport
-        sock = transport.get_extra_info("socket")
+        raw = cast(asyncio.Transport, transport)
+        self._transport = raw
+        sock = raw.get_extra_info("socket")
         if sock is not None:
             # A client whose machine is gone says no goodbye; the kernel finds out.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        name = transport.get_extra_info("peername")
+        name = raw.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if name else "unknown"
-        if len(self._server.connections) >= self._server.limits.max_connections:
-            log.warning("connection_refused", peer=self.peer, reason="too many connections")
-            transport.abort()
+        if not self._server.admit(self):
+            raw.abort()
             return
-        self._server.connections[self] = None
-        self._overdue_at = asyncio.get_running_loop().time() + self._server.limits.greeting_s
+        self._accepted_at = asyncio.get_running_loop().time()
+        self._overdue_at = self._accepted_at + self._server.limits.greeting_s
+        if self._server.tls is not None:
+            self._transport = self._tls = TlsTransport(raw, self._server.tls, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._server.connections.pop(self, None)
+        self._keep_account(0)
+        self._server.dismiss(self)
         for task in self._tasks:
             task.cancel()
         if self._server.on_lost is not None:
             self._server.on_lost(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_new:
-            self._is_new = False
-            if self._server.other is not None and data[:1] != PREFACE[:1]:
-                self._hand_on(self._server.other, data)
-                return
+        if self._is_refused:
+            return
         # Answers given while this chunk is worked off leave in one write.
         self._out = []
         try:
-            for request_id, body in self._decoder.feed(data):
-                self._take(request_id, body)
-        except ProtocolError as error:
-            log.warning("connection_refused", peer=self.peer, reason=str(error))
-            self.close()
+            if self._tls is not None:
+                data = self._tls.feed(data)
+            if self._early is not None:
+                data = self._greet(data)
+            if data:
+                for request_id, body in self._decoder.feed(data):
+                    self._take(request_id, body)
+            if self._tls is not None and self._tls.has_ended:
+                self.close()
+        except (ProtocolError, AccessDenied) as error:
+            self._refuse(error)
         finally:
             out, self._out = self._out, None
             if out and self._transport is not None:
                 self._transport.write(out[0] if len(out) == 1 else b"".join(out))
-            self._server.stay_awake()
+            if self._early is None:  # a stranger does not keep us awake
+                self._server.stay_awake()
+        if self._pending_bytes != self._decoder.kept_bytes:
+            self._keep_account(self._decoder.kept_bytes)
+
+    def _greet(self, data: bytes) -> bytes:
+        """Hear the greeting; what is left of ``data`` when it is over."""
+        if not data:
+            return b""
+        if self._is_new:
+            self._is_new = False
+            if self._server.other is not None and data[:1] != PREFACE[:1]:
+                if self._tls is not None and standing_of(self._tls.certificate).level not in TRUSTED:
+                    raise AccessDenied("who are you? The certificate is of no member that may ask here")
+                self._hand_on(self._server.other, data)
+                return b""
+        assert self._early is not None
+        while (message := self._early.take(data)) is not None:
+            data = b""
+            if self._greeting is None:
+                certified = None
+                if self._tls is not None:
+                    certified = standing_of(self._tls.certificate)
+                self._greeting = self._server.identity.answering(certified)
+            if isinstance(message, Hello):
+                challenge = self._greeting.hello(message)
+                if challenge is not None:
+                    self._send(encode(GREETING_ID, challenge))
+            else:
+                self._greeting.prove(message)
+            if self._greeting.standing is not None:
+                return self._greeted(self._greeting.standing)
+        return b""
+
+    def _greeted(self, standing: Standing) -> bytes:
+        """The rest of what has come, for the next decoder."""
+        assert self._early is not None
+        rest, self._early, self._greeting = self._early.rest, None, None
+        self.standing = standing
+        self._free = self._server.access.free(standing)
+        if not standing.is_open:
+            self._known()
+        return rest
+
+    def _known(self) -> None:
+        self._is_stranger = False
+        self._server.knows(self)
+
+    def _refuse(self, error: MooncakeError) -> None:
+        """Say why, if it can be heard, and hang up."""
+        is_denied = isinstance(error, AccessDenied)
+        self._server.refusals.add(
+            "connection_refused", "denied" if is_denied else "protocol", peer=self.peer, detail=str(error)
+        )
+        if self._early is not None and not self._early.is_ours:
+            self.close()  # it speaks something else and would not understand
+            return
+        if self._transport is not None and (self._tls is None or self._tls.is_ready):
+            self._send(encode(GREETING_ID, Failure(error.code, str(error))))
+        # Closed at once it would be reset by what the client sends next, and our word lost on its way.
+        self._early = self._early or GreetingDecoder()
+        self._is_refused = True
+        self._overdue_at = asyncio.get_running_loop().time() + LAST_WORD_S
+
+    def _send(self, frame: bytearray) -> None:
+        if self._out is not None:
+            self._out.append(frame)
+        elif self._transport is not None:
+            self._transport.write(frame)
+
+    def _keep_account(self, kept_bytes: int) -> None:
+        """Of the bytes of its unfinished frame."""
+        self._server.pending_bytes += kept_bytes - self._pending_bytes
+        self._pending_bytes = kept_bytes
+        if self._server.pending_bytes > self._server.limits.max_pending_bytes:
+            self._server.relieve()
+
+    @property
+    def pending_bytes(self) -> int:
+        return self._pending_bytes
+
+    def cut(self, reason: str, detail: str) -> None:
+        """End it at once."""
+        self._server.refusals.add("connection_cut", reason, peer=self.peer, detail=detail)
+        self._keep_account(0)
+        self._decoder = FrameDecoder(0)
+        if self._transport is not None:
+            self._transport.abort()
 
     def _hand_on(self, other: Splices, first: bytes) -> None:
         """The client speaks another protocol; from now on its connection is none of ours."""
         assert self._transport is not None
         transport, self._transport = self._transport, None
-        self._server.connections.pop(self, None)
-        other.add(transport, first)
+        self._server.dismiss(self)
+        other.add(transport, first, self._tls)
+        self._early = self._tls = None
 
     def pause_writing(self) -> None:
         self._is_write_blocked = True
@@ -187,17 +301,23 @@ class Connection(asyncio.Protocol):
         """
         if self._transport is None:
             return
+        if self._early is not None:
+            allowed_s = self._server.greeting_s()
+            if self._is_refused:
+                if now > self._overdue_at:
+                    self._transport.abort()
+            elif now > min(self._overdue_at, self._accepted_at + allowed_s):
+                self.cut("greeting", f"not greeted within {allowed_s:g} s")
+            return
         missing_bytes = self._decoder.missing_bytes
         if self._is_write_blocked:
             missing_bytes += self._transport.get_write_buffer_size()
         state = (self._num_taken, self._is_write_blocked)
-        if self._decoder.is_greeted and (not missing_bytes or state != self._looked_at):
+        if not missing_bytes or state != self._looked_at:
             self._looked_at = state if missing_bytes else None
             self._overdue_at = now + self._server.limits.stall_s + missing_bytes / (1 << 20)
         elif now > self._overdue_at:
-            what = "a request or its replies" if self._decoder.is_greeted else "its greeting"
-            log.warning("connection_cut", peer=self.peer, reason=f"{what} took too long")
-            self._transport.abort()
+            self.cut("stall", "a request or the taking of its replies took too long")
 
     def fileno(self) -> int:
         """Of its socket; -1 when it is closed."""
@@ -210,9 +330,13 @@ class Connection(asyncio.Protocol):
         call = Call(self, request_id)
         try:
             message = self._server.decoder.decode(body)
-            handler = self._server.handlers.get(type(message))
+            handler = self._handlers.get(type(message))
             if handler is None:
                 raise ProtocolError(f"{type(message).__name__} is no request")
+            if self._free is not None and type(message) not in self._free:
+                self._check(message)
+            if self._is_stranger:
+                self._known()
             result = handler(message, call)
         except Exception as error:
             self._fail(call, error)
@@ -226,6 +350,13 @@ class Connection(asyncio.Protocol):
             self._tasks[task] = None
             task.add_done_callback(self._tasks.pop)
             self._regulate()
+
+    def _check(self, message: Message) -> None:
+        """Raises AccessDenied: this peer may not ask that."""
+        refusal = self._server.access.refusal(message, self.standing)
+        if refusal:
+            self._server.refusals.add("request_refused", "forbidden", peer=self.peer, detail=refusal)
+            raise AccessDenied(refusal)
 
     async def _finish(self, call: Call, result: Awaitable[Message | None]) -> None:
         try:
@@ -268,24 +399,91 @@ class RpcServer:
         handlers: Mapping[type[Message], Handler],
         on_lost: Callable[[Connection], None] | None = None,
         *,
+        access: Access | None = None,
+        identity: Identity | None = None,
         limits: Limits | None = None,
-        tls: ssl.SSLContext | None = None,
         other: str = "",
+        name: str = "rpc",
     ) -> None:
-        """``other``: Unix socket of the server for clients that open with another protocol."""
+        """
+        Args:
+            access: who may send what, where peers have to prove who they are; without it nobody anything.
+            identity: instead of that of this process.
+            other: Unix socket of the server for clients that open with another protocol.
+            name: of this server on the metrics page.
+        """
         self.handlers = dict(handlers)
         self.decoder = decoder_for(self.handlers)
         self.on_lost = on_lost
+        self.access = access or Access()
+        self.identity = identity or ours()
+        self.name = name
+        self.refusals = Refusals(name)
         self.connections: dict[Connection, None] = {}
+        self._strangers: dict[Connection, None] = {}
+        """Those of ``connections`` that have proven or asked nothing yet, the oldest first."""
         self.limits = limits or Limits()
-        self._tls = tls
-        self.other = Splices(other) if other else None
+        self._max_connections = self.limits.max_connections or default_max_connections()
+        self.pending_bytes = 0
+        self.other = Splices(other, self.limits, self.refusals) if other else None
+        self.tls = self.identity.server_tls
+        if self.tls is not None and other:
+            self.tls = server_context(self.identity.settings)
+            self.tls.set_alpn_protocols(["h2"])  # without which clients of gRPC hang up
         self._look: asyncio.TimerHandle | None = None
         self.port = 0
         self._server: asyncio.Server | None = None
         self._looking = Looking()
         self._awake_until = 0.0
         self._is_awake = False
+
+    def admit(self, connection: Connection) -> bool:
+        """Whether there is room for it. A stranger that has been there for longer makes room."""
+        if self._num_connections >= self._max_connections:
+            if not self._strangers:
+                self.refusals.add(
+                    "connection_refused", "full", peer=connection.peer, limit=self._max_connections
+                )
+                return False
+            oldest = next(iter(self._strangers))
+            oldest.cut("crowded", f"all {self._max_connections} connections were taken")
+            self.dismiss(oldest)
+        self.connections[connection] = None
+        self._strangers[connection] = None
+        CONNECTIONS.labels(self.name).inc()
+        return True
+
+    def dismiss(self, connection: Connection) -> None:
+        """It has ended, or is no longer this server's."""
+        if connection in self.connections:
+            del self.connections[connection]
+            CONNECTIONS.labels(self.name).dec()
+        self._strangers.pop(connection, None)
+
+    def knows(self, connection: Connection) -> None:
+        """It is no stranger any more."""
+        self._strangers.pop(connection, None)
+
+    def greeting_s(self) -> float:
+        """How long a greeting may take now."""
+        is_crowded = 4 * self._num_connections >= 3 * self._max_connections
+        return min(self.limits.greeting_s, CROWDED_GREETING_S) if is_crowded else self.limits.greeting_s
+
+    @property
+    def _num_connections(self) -> int:
+        return len(self.connections) + (self.other.num_open if self.other is not None else 0)
+
+    def relieve(self) -> None:
+        """Too many bytes of unfinished frames: cut off who has most of them, strangers before others."""
+        while self.pending_bytes > self.limits.max_pending_bytes:
+            worst = max(
+                (one for one in self.connections if one.pending_bytes),
+                key=lambda one: (one in self._strangers, one.pending_bytes),
+                default=None,
+            )
+            if worst is None:
+                return
+            worst.cut("bytes", f"unfinished requests of all peers have {self.pending_bytes} bytes")
 
     def stay_awake(self) -> None:
         """Keep the loop awake for a moment, if that pays: whoever asked just now often asks again."""
@@ -312,8 +510,7 @@ class RpcServer:
                 lambda: Connection(self),
                 host,
                 port,
-                ssl=self._tls,
-                ssl_handshake_timeout=self.limits.greeting_s if self._tls is not None else None,
+                backlog=BACKLOG,
             )
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -327,6 +524,9 @@ class RpcServer:
         loop = asyncio.get_running_loop()
         for connection in list(self.connections):
             connection.look(loop.time())
+        if self.other is not None:
+            self.other.look(loop.time())
+        PENDING_BYTES.labels(self.name).set(self.pending_bytes)
         self._look = loop.call_later(LOOK_S, self._look_around)
 
     def descriptors(self) -> list[int]:

@@ -7,26 +7,46 @@ notices; what one sends faster than the other takes is held back where it comes 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import cast
 
+from mooncake.errors import ProtocolError
 from mooncake.log import get_logger
+from mooncake.rpc.limits import Limits, Refusals
+from mooncake.rpc.tls import TlsTransport
 
 log = get_logger(__name__)
+
+OPENING_BYTES = 24
+"""Of what an HTTP/2 client sends before its first frame."""
 
 
 class _End(asyncio.Protocol):
     """One of two connections that are made one."""
 
     def __init__(self) -> None:
-        self.transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | TlsTransport | None = None
         self.other: _End | None = None
+        self.tls: TlsTransport | None = None
+        self.num_bytes = 0
+        """That came in from here."""
+        self.on_lost: Callable[[], object] = lambda: None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self.other is not None and self.other.transport is not None:
+        self.num_bytes += len(data)
+        if self.tls is not None:
+            try:
+                data = self.tls.feed(data)
+            except ProtocolError:
+                self.close()
+                return
+        if data and self.other is not None and self.other.transport is not None:
             self.other.transport.write(data)
+        if self.tls is not None and self.tls.has_ended:
+            self.eof_received()
 
     def eof_received(self) -> bool:
         if self.other is not None and self.other.transport is not None:
@@ -55,24 +75,40 @@ class _End(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
+        self.on_lost()
         if self.other is not None and self.other.transport is not None:
             self.other.transport.close()
 
 
 class Splices:
-    """Connections handed on to the server at the Unix socket ``path``."""
+    """Connections handed on to the server at the Unix socket ``path``: counted, and not for ever.
 
-    def __init__(self, path: str) -> None:
+    Whoever has not sent what HTTP/2 opens with by the deadline of a greeting, or has sent and been sent
+    nothing for ``Limits.splice_idle_s``, is cut off.
+    """
+
+    def __init__(self, path: str, limits: Limits, refusals: Refusals) -> None:
         self._path = path
+        self._limits = limits
+        self._refusals = refusals
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._ends: dict[_End, None] = {}
+        self._ends: dict[_End, _Watch] = {}
+        """Of those that are open, the client's side."""
 
-    def add(self, transport: asyncio.Transport, first: bytes) -> None:
+    @property
+    def num_open(self) -> int:
+        return len(self._ends)
+
+    def add(
+        self, transport: asyncio.Transport | TlsTransport, first: bytes, tls: TlsTransport | None = None
+    ) -> None:
         """Take ``transport`` over; ``first`` is what came already."""
         transport.pause_reading()
         end = _End()
-        end.connection_made(transport)
+        end.transport, end.tls, end.num_bytes = transport, tls, len(first)
+        end.on_lost = lambda: self._ends.pop(end, None)
         transport.set_protocol(end)
+        self._ends[end] = _Watch(asyncio.get_running_loop().time())
         task = asyncio.get_running_loop().create_task(self._join(end, first))
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
@@ -85,15 +121,41 @@ class Splices:
         except OSError as error:
             log.warning("splice_failed", path=self._path, reason=str(error))
             outer.close()
+            self._ends.pop(outer, None)
             return
-        self._ends = {end: None for end in self._ends if end.transport is not None}
-        self._ends[outer] = None
         there.write(first)
         outer.join(inner, there)
+
+    def look(self, now: float) -> None:
+        """Cut off those that have used up their time."""
+        for end, watch in list(self._ends.items()):
+            if end.transport is None:
+                del self._ends[end]
+                continue
+            num_bytes = end.num_bytes + (end.other.num_bytes if end.other is not None else 0)
+            if num_bytes != watch.num_bytes:
+                watch.num_bytes, watch.moved_at = num_bytes, now
+            if end.num_bytes < OPENING_BYTES and now > watch.since + self._limits.greeting_s:
+                self._cut(end, "greeting", "it opened with something else than a request")
+            elif now > watch.moved_at + self._limits.splice_idle_s:
+                self._cut(end, "idle", "nothing was said for long")
+
+    def _cut(self, end: _End, reason: str, detail: str) -> None:
+        self._refusals.add("splice_cut", reason, detail=detail)
+        self._ends.pop(end, None)
+        end.close()
 
     def close(self) -> None:
         """Cut all of them off."""
         for task in list(self._tasks):
             task.cancel()
-        for end in self._ends:
+        for end in list(self._ends):
             end.close()
+
+
+class _Watch:
+    """When something last went over a connection."""
+
+    def __init__(self, now: float) -> None:
+        self.since = self.moved_at = now
+        self.num_bytes = 0

@@ -1,16 +1,21 @@
-"""A blocking socket in TLS that one thread may read while another writes.
+"""TLS for both kinds of clients and for the server, as sessions that work on memory.
 
-Python's own ``SSLSocket`` must not be used by two threads at once: below, OpenSSL changes the same session
-in both directions. Here the session works on memory, under a lock, and the waiting is done outside
-of it on the plain socket. As much of a socket's face as ``client.py`` uses; contexts come from above.
+``TlsSocket`` is a blocking socket that one thread may read while another writes. Python's own ``SSLSocket``
+must not be used by two threads at once: below, OpenSSL changes the same session in both directions. Here the
+session is used under a lock, and the waiting is done outside of it on the plain socket. As much of a socket's
+face as ``client.py`` uses. ``TlsTransport`` stands between a protocol of asyncio and its transport: so a
+connection is counted and timed from the moment it is accepted, not from the end of its TLS handshake as with
+asyncio's own TLS. Contexts come from above.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 import threading
 import time
+from typing import Any
 
 from mooncake.errors import ProtocolError
 
@@ -29,12 +34,15 @@ class TlsSocket:
         self._sock = sock
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._session = context.wrap_bio(self._in, self._out, server_hostname=host)
+        self.certificate: dict[str, Any] | None = None
+        """The peer's, as Python's ``ssl`` shows it."""
         self._lock = threading.Lock()
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 self._session.do_handshake()
                 sock.sendall(self._out.read())
+                self.certificate = self._session.getpeercert()
                 return
             except ssl.SSLWantReadError:
                 sock.sendall(self._out.read())
@@ -89,10 +97,96 @@ class TlsSocket:
         self._sock.shutdown(how)
 
 
+class TlsTransport:
+    """TLS on ``transport``: the protocol above feeds it what arrives, and writes to it.
+
+    Not thread-safe. ``host`` is the name of the server where this is the client's side.
+    """
+
+    def __init__(self, transport: asyncio.Transport, context: ssl.SSLContext, host: str | None) -> None:
+        self._transport = transport
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._session = context.wrap_bio(self._in, self._out, server_side=host is None, server_hostname=host)
+        self.is_ready = False
+        """The handshake is over."""
+        self.has_ended = False
+        """The peer sends nothing more."""
+        if host is not None:
+            self.feed(b"")
+
+    @property
+    def certificate(self) -> dict[str, Any] | None:
+        return self._session.getpeercert() if self.is_ready else None
+
+    def feed(self, data: bytes) -> bytes:
+        """What ``data`` says in plain, once the handshake is over.
+
+        Raises:
+            ProtocolError: no TLS there, or a certificate that is not trusted.
+        """
+        plain: list[bytes] = []
+        try:
+            if data:
+                self._in.write(data)
+            if not self.is_ready:
+                self._session.do_handshake()
+                self.is_ready = True
+            while piece := self._session.read(_CHUNK_BYTES):
+                plain.append(piece)
+            self.has_ended = True
+        except ssl.SSLWantReadError:
+            pass
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            self.has_ended = True
+        except ssl.SSLError as error:
+            raise ProtocolError(_words(error)) from error
+        finally:
+            self._flush()
+        return b"".join(plain)
+
+    def write(self, data: bytes | bytearray) -> None:
+        if self._transport.is_closing():
+            return
+        self._session.write(data)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._out.pending:
+            self._transport.write(self._out.read())
+
+    def write_eof(self) -> None:
+        """TLS can't be half closed in a way that peers agree on."""
+        self.close()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    def get_extra_info(self, name: str) -> Any:
+        return self._transport.get_extra_info(name)
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._transport.set_protocol(protocol)
+
+
 def _words(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLEOFError):
-        return "it hung up during the TLS handshake; use the same `tls` setting on both sides"
+        return "it hung up during the TLS handshake; use the same `tls` settings on both sides"
     if error.reason == "WRONG_VERSION_NUMBER":
-        return "it does not speak TLS; use the same `tls` setting on both sides"
+        return "it does not speak TLS; use the same `tls` settings on both sides"
     why = getattr(error, "verify_message", "") or (error.reason or str(error)).lower().replace("_", " ")
     return f"no TLS with it: {why}; both sides need certificates of the same `tls_ca`"

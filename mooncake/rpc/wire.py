@@ -1,7 +1,8 @@
 """Framing: bytes in, frames out; and the one message that every peer understands, ``Failure``.
 
 A client opens with ``PREFACE``, so that a port scanner or an HTTP client is told apart from a peer
-of another version. Then both sides send frames::
+of another version, and a ``Hello`` (``mooncake.security.greeting``), to which a server that has a cluster key
+answers with a challenge; frames of the greeting have the request id 0. Then both sides send frames::
 
     u32 body bytes | u32 request id | u32 CRC-32 of these two | u32 CRC-32 of the body | body
 
@@ -24,9 +25,10 @@ from typing import Any, TypeAlias
 import msgspec
 
 from mooncake import errors
-from mooncake.errors import InvalidArgument, MooncakeError, NotLeader, ProtocolError
+from mooncake.errors import AccessDenied, InvalidArgument, MooncakeError, NotLeader, ProtocolError
+from mooncake.security.greeting import MAX_GREETING_BYTES, VERSION, Asking, Challenge, Hello, Proof
 
-PREFACE = b"mooncake-rpc-2\r\n"
+PREFACE = VERSION + b"\r\n"
 MAX_BODY_BYTES = 64 << 20
 _FIRST = struct.Struct("<II")
 _CHECKS = struct.Struct("<II")
@@ -75,13 +77,96 @@ def decoder_for(messages: Iterable[type[Message]]) -> msgspec.msgpack.Decoder[An
     return msgspec.msgpack.Decoder(union)
 
 
+GREETING_ID = 0
+"""Request id of the frames of a greeting, and of a server's last word before it hangs up."""
+
+_from_client = decoder_for([Hello, Proof])
+_from_server = decoder_for([Challenge])
+
+OPEN_GREETING = bytes(PREFACE + encode(GREETING_ID, Hello()))
+"""What a client without a key opens with."""
+
+
+def opening_of(asking: Asking) -> bytes:
+    """What a client opens with."""
+    return bytes(PREFACE + encode(GREETING_ID, asking.hello()))
+
+
+def answer_of_client(asking: Asking, body: memoryview) -> bytes:
+    """What a client answers to a frame of the greeting.
+
+    Raises:
+        AccessDenied: the server refused, or can't prove that it is of the cluster.
+        ProtocolError: it said something else.
+    """
+    try:
+        message = _from_server.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"its greeting can't be read: {error}") from error
+    if isinstance(message, Challenge):
+        return bytes(encode(GREETING_ID, asking.prove(message)))
+    if message.code == AccessDenied.code:
+        raise AccessDenied(message.message)
+    raise ProtocolError(message.message)
+
+
+class GreetingDecoder:
+    """Cuts the frames of a client's greeting off what it sends; whatever follows them is left in ``rest``.
+
+    What a stranger can have kept here is one frame of ``MAX_GREETING_BYTES``.
+    """
+
+    def __init__(self) -> None:
+        self.rest = b""
+        self._expects_preface = True
+
+    @property
+    def is_ours(self) -> bool:
+        """It has opened as our clients do."""
+        return not self._expects_preface
+
+    def take(self, data: bytes) -> Hello | Proof | None:
+        """The next message of the greeting, if ``data`` completes one; raises ProtocolError."""
+        self.rest += data
+        if self._expects_preface:
+            given = self.rest[: len(PREFACE)]
+            if given != PREFACE[: len(given)]:
+                raise ProtocolError(f"the peer opened with {given!r} instead of {PREFACE!r}")
+            if len(given) < len(PREFACE):
+                return None
+            self._expects_preface = False
+            self.rest = self.rest[len(PREFACE) :]
+        if len(self.rest) < HEADER_BYTES:
+            return None
+        body_bytes, request_id = _FIRST.unpack_from(self.rest)
+        header_checksum, checksum = _CHECKS.unpack_from(self.rest, _FIRST.size)
+        if zlib.crc32(self.rest[: _FIRST.size]) != header_checksum:
+            raise ProtocolError("the header of a frame was damaged on its way")
+        if body_bytes > MAX_GREETING_BYTES or request_id != GREETING_ID:
+            raise ProtocolError(f"a frame of {body_bytes} bytes where a greeting was expected")
+        end = HEADER_BYTES + body_bytes
+        if len(self.rest) < end:
+            return None
+        body, self.rest = self.rest[HEADER_BYTES:end], self.rest[end:]
+        if zlib.crc32(body) != checksum:
+            raise ProtocolError("the greeting was damaged on its way")
+        try:
+            message = _from_client.decode(body)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"the greeting can't be read: {error}") from error
+        if isinstance(message, Hello | Proof):
+            return message
+        raise ProtocolError("the greeting is none")
+
+
 class FrameDecoder:
     """Cuts a stream of bytes into frames. Feed it whatever arrives."""
 
-    def __init__(self, expects_preface: bool, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        self._expects_preface = expects_preface
+    def __init__(self, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._max_body_bytes = max_body_bytes
         self._pieces: list[bytes] = []
+        self.kept_bytes = 0
+        """Of an unfinished frame, that have come."""
         self._missing_bytes = 0
         """How much more must arrive before looking again is worth it: keeps large frames linear."""
 
@@ -95,17 +180,13 @@ class FrameDecoder:
         if self._pieces:
             self._pieces.append(data)
             self._missing_bytes -= len(data)
+            self.kept_bytes += len(data)
             if self._missing_bytes > 0:
                 return []
             data = b"".join(self._pieces)
             self._pieces.clear()
+            self.kept_bytes = 0
         start, end = 0, len(data)
-        if self._expects_preface:
-            self._check_preface(data)
-            if end < len(PREFACE):
-                return self._wait(data, len(PREFACE) - end)
-            self._expects_preface = False
-            start = len(PREFACE)
         frames: list[tuple[int, memoryview]] = []
         view, missing_bytes = memoryview(data), 0
         while start < end:
@@ -130,28 +211,15 @@ class FrameDecoder:
             frames.append((request_id, body))
             start = stop
         if start < end:
-            self._wait(data[start:], missing_bytes)
+            rest = data[start:]
+            self._pieces.append(rest)
+            self._missing_bytes, self.kept_bytes = missing_bytes, len(rest)
         return frames
-
-    @property
-    def is_greeted(self) -> bool:
-        """The preface, if one is expected, has come."""
-        return not self._expects_preface
 
     @property
     def missing_bytes(self) -> int:
         """Of the frame of which a part has come; 0 between frames."""
         return self._missing_bytes if self._pieces else 0
-
-    def _wait(self, rest: bytes, missing_bytes: int) -> list[tuple[int, memoryview]]:
-        self._pieces.append(rest)
-        self._missing_bytes = missing_bytes
-        return []
-
-    def _check_preface(self, data: bytes) -> None:
-        given = data[: len(PREFACE)]
-        if given != PREFACE[: len(given)]:
-            raise ProtocolError(f"the peer opened with {bytes(given)!r} instead of {PREFACE!r}")
 
 
 @functools.cache

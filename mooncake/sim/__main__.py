@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from mooncake.sim.checkers import Violation
 from mooncake.sim.election_run import ElectionRun
 from mooncake.sim.kernel import Kernel
+from mooncake.sim.load import PLAIN
 from mooncake.sim.masters_run import MastersRun
+from mooncake.sim.rules import Violation
 from mooncake.sim.store_run import ReplicasRun, StoreRun
 from mooncake.sim.transfer_run import TransferRun
 
@@ -43,17 +44,26 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=100, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--batches", type=int, default=100, help="transfers per seed, at least")
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="store and replicas: puts and gets only, and the faults that seeds of old reports had",
+    )
     parser.add_argument("--trace", action="store_true", help="print what happened in each run")
     given = parser.parse_args()
+    load = PLAIN if given.plain else None
     worlds: dict[str, Callable[[int], Run]] = {
-        "store": StoreRun,
-        "replicas": ReplicasRun,
+        "store": lambda seed: StoreRun(seed, load=load),
+        "replicas": lambda seed: ReplicasRun(seed, load=load),
         "transfer": lambda seed: TransferRun(seed, given.batches),
         "election": ElectionRun,
         "masters": MastersRun,
     }
     for name, world in worlds.items():
-        if given.world in (name, "all") and not sweep(name, world, given.first, given.seeds, given.trace):
+        more = " --plain" if given.plain else ""
+        if given.world in (name, "all") and not sweep(
+            f"{name}{more}", world, given.first, given.seeds, given.trace
+        ):
             return 1
     return 0
 
@@ -70,7 +80,7 @@ def sweep(name: str, world: Callable[[int], Run], first: int, num_seeds: int, is
             if is_traced:
                 print("\n".join(run.kernel.trace))
             print(
-                f"FAILED {violation}\nrepeat with: "
+                f"FAILED ({violation.rule}) {violation}\nrepeat with: "
                 f"python -m mooncake.sim --world {name} --first {seed} --seeds 1 --trace"
             )
             return False

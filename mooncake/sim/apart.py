@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from mooncake.conductor.messages import Decision, Fetch, Prefilled, Refuse, TransferMeasured
+from mooncake.conductor.messages import Decision, Fetch, Finished, Prefilled, Refuse, TransferMeasured
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.sim.arrivals import Arrivals
 from mooncake.sim.decoding import DecodeNode
@@ -213,6 +213,7 @@ class Apart(Arrivals):
         for effect in self.tell(fact):
             if isinstance(effect, Refuse) and effect.request_id == journey.request_id:
                 self.give_up(journey, REJECTED_AFTER_PREFILL)
+                self.tell(Finished(journey.request_id))
                 journey.decode = -1
                 return
         if journey.num_output == 1:

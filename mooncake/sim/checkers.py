@@ -5,7 +5,10 @@
 * No space is promised to two at once: not by one master, and not by one and its successor.
 * What was put stays until it is evicted, removed or replaced, or its node is lost; what that promises to
   clients is in ``ledger.py``.
+* A put that is granted leaves its tenant within its quota.
 * Every operation ends by its deadline.
+
+Each of these has a name in ``rules.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from mooncake.sim.ledger import Ledger, Look
 from mooncake.sim.nodes import NODE_ADDRESS
+from mooncake.sim.rules import Rule, Violation
 from mooncake.store import messages as m
 from mooncake.store.grants import PutGrant, ReadGrant
 from mooncake.store.master import Master
@@ -47,11 +51,11 @@ LOSSES = (
     "another process took its name",
     "its content came back as ",
     "is newer and on ",
+    "unmounted",
 )
 
-
-class Violation(AssertionError):
-    """An invariant does not hold."""
+IN_VAIN = "unmounted: drained"
+"""A segment that was unmounted because it was empty takes no object along."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,6 +86,8 @@ class Checkers:
         """When a master did something last."""
         self._readable: dict[str, int] = {}
         """Key -> object id, as the master had it after its last step."""
+        self._readable_before: dict[str, int] = {}
+        """And after the one before."""
         self._went: dict[int, float] = {}
         """Object id -> when the master had it no more."""
         self._ghosts: dict[int, str] = {}
@@ -105,13 +111,19 @@ class Checkers:
 
     @property
     def has_corruption(self) -> bool:
-        """Bytes may change by themselves, or be lost before a flush: only checksums protect then."""
-        return self._faults.corruption_every_s > 0 or self._faults.power_loss_chance > 0
+        """Bytes may change by themselves, be lost before a flush, or be written by a process that was stopped
+        beyond every deadline: only checksums protect then."""
+        faults = self._faults
+        return faults.corruption_every_s > 0 or faults.power_loss_chance > 0 or faults.may_write_late
 
     @property
     def has_liars(self) -> bool:
         """Disks acknowledge flushes that they did not do."""
         return self._faults.lying_disk_chance > 0
+
+    @property
+    def is_slow_to_answer(self) -> bool:
+        return self._faults.is_slow_to_answer
 
     @property
     def has_oplog(self) -> bool:
@@ -131,11 +143,12 @@ class Checkers:
         if not self._faults.has_checksums and key in self._ghosts.values():
             return
         if value not in self._values.get(key, ()):
-            raise Violation(f"{how} of {key!r} gave {value[:24]!r}..., which nobody put there")
+            raise Violation(f"{how} of {key!r} gave {value[:24]!r}..., which nobody put there", Rule.VALUE)
         wrong = None if look is None else self.ledger.wrong(look, key, value)
         if wrong is not None:
+            rule, what = wrong
             story = "\n    ".join(self._cluster.master.master.story(key))
-            raise Violation(f"{how}: {wrong}\n    {story}")
+            raise Violation(f"{how}: {what}\n    {story}", rule)
 
     # Space
 
@@ -161,6 +174,15 @@ class Checkers:
             )
             self._add(promises[-1])
         return promises
+
+    def renewed(self, client: SimClient, grant: ReadGrant, promises: list[Promise]) -> None:
+        """The lease ends later: what is looked at must not be anybody else's until then."""
+        for promise in promises:
+            if promise.segment is grant.segment and promise.start == grant.address:
+                self.kept([promise])
+                promise.ends_at = self._instant(client, grant.expires_at)
+                promise.life = self._life
+                self._add(promise)
 
     def piece_promised(self, client: SimClient, piece: Piece) -> Promise | None:
         """A client was given space in advance; None where that is gone."""
@@ -209,7 +231,8 @@ class Checkers:
             if other.is_write or promise.is_write:
                 raise Violation(
                     f"{promise.segment.name}: space promised to {promise.who} is promised to {other.who} "
-                    f"until {other.ends_at:.3f}"
+                    f"until {other.ends_at:.3f}",
+                    Rule.SPACE,
                 )
         self._promises.append(promise)
 
@@ -258,26 +281,44 @@ class Checkers:
             if readable.get(key) != object_id:
                 self._went[object_id] = self._stepped_at
                 self._check_loss(master, key, object_id)
-        self._readable = readable
+        self._readable_before, self._readable = self._readable, readable
+
+    def step_was_lost(self) -> None:
+        """The master ended before it had written down what it did last: nobody heard of it."""
+        self._readable = self._readable_before
 
     def _check_loss(self, master: Master, key: str, object_id: int) -> None:
         marker = f"#{object_id} unlinked: "
         reasons = [line.split(marker, 1)[1] for line in master.story(key) if marker in line]
         if not reasons:
-            raise Violation(f"{key!r} #{object_id} vanished without a reason: {master.story(key)}")
+            story = master.story(key)
+            raise Violation(f"{key!r} #{object_id} vanished without a reason: {story}", Rule.REASON)
         allowed: tuple[str, ...] = LOSSES
         faults = self._faults
         if faults.is_calm:
             allowed = ("evicted: ", "removed", "replaced by a newer put")
-        elif faults.corruption_every_s or faults.power_loss_chance or self.is_ghost(object_id):
+        elif self.has_corruption or self.is_ghost(object_id):
             allowed = (*LOSSES, "a reader found wrong checksums", "its bytes are wrong")
         left = self.ledger.vanished(key, reasons[-1])
-        if left and not faults.corruption_every_s:
-            raise Violation(
-                f"{key!r} #{object_id} was lost ({reasons[-1]}), but was in memory on {left}, too"
-            )
-        if not any(reason in reasons[-1] for reason in allowed):
-            raise Violation(f"{key!r} #{object_id} was lost: {reasons[-1]}")
+        if left and not faults.corruption_every_s and not faults.may_write_late:
+            what = f"{key!r} #{object_id} was lost ({reasons[-1]}), but was in memory on {left}, too"
+            raise Violation(what, Rule.REPLICA)
+        if IN_VAIN in reasons[-1] or not any(reason in reasons[-1] for reason in allowed):
+            raise Violation(f"{key!r} #{object_id} was lost: {reasons[-1]}", Rule.CAUSE)
+
+    # Tenants
+
+    def put_handled(self, master: Master, tenant: str, last_id: int) -> None:
+        """After a message about puts of a tenant; objects with larger ids than ``last_id`` were granted."""
+        name = "" if tenant == "default" else tenant
+        account = master.catalog.tenants.accounts.get(name)
+        if account is None or account.quota_bytes is None or account.used_bytes <= account.quota_bytes:
+            return
+        objects = [*master.objects.writing.values(), *master.objects.readable.values()]
+        granted = [one for one in objects if one.object_id > last_id and one.account is account]
+        if granted:
+            what = f"tenant {name!r} uses {account.used_bytes} of {account.quota_bytes} bytes"
+            raise Violation(f"{what}, and was granted {granted}", Rule.QUOTA)
 
     # Operations
 
@@ -298,5 +339,7 @@ class Checkers:
         """Call at any time: nobody alive waits beyond a deadline."""
         now = self._cluster.kernel.now
         for client, name, deadline in list(self._open.values()):
-            if client.process.is_alive and now > deadline + patience_s:
-                raise Violation(f"{client.name} still waits in {name}, which had to end at {deadline:.3f}")
+            due_at = max(deadline, client.process.paused_until) + patience_s
+            if client.process.is_alive and now > due_at:
+                what = f"{client.name} still waits in {name}, which had to end at {deadline:.3f}"
+                raise Violation(what, Rule.DEADLINE)

@@ -58,13 +58,15 @@ class WatchedStock(Stock):
 class SimClient:
     """A client process: runs operations on virtual time."""
 
-    def __init__(self, cluster: Cluster, name: str, host: str) -> None:
+    def __init__(self, cluster: Cluster, name: str, host: str, tenant: str = "") -> None:
         self.cluster = cluster
+        self.host = host
+        self.tenant = tenant
         self.kernel = cluster.kernel
         self.name = name
         self.process = Process(cluster.kernel, name, cluster.new_clock())
         joined = combine if cluster.faults.has_checksums else lambda a, b, length_b: 0
-        self.operations = Operations(host, joined, cluster.kernel.random.getrandbits(62))
+        self.operations = Operations(host, joined, cluster.kernel.random.getrandbits(62), tenant)
         self._stock = self.operations.stock = WatchedStock(self)
         self.memory = bytearray(1 << 20)
         self._allocated = 0
@@ -206,20 +208,30 @@ class SimClient:
         segment: SimSegment = slices.handle
         faults, kernel = self.cluster.faults, self.kernel
         took_s = 0.001 * kernel.random.uniform(0.1, 2.0)
-        if kernel.chance(faults.slow_transfer_chance):
+        if kernel.chance(faults.slow_transfer_chance) or segment.is_slow:
             took_s = kernel.random.uniform(0.0, faults.slow_transfer_s)
         if segment.disk is not None and kernel.chance(faults.slow_disk_chance):
             took_s += kernel.random.uniform(0.0, faults.slow_disk_s)
-        start_s = self._delay(segment.process.name)
+        peer = segment.process.name
+        start_s = self._delay(peer)
+        # Where only the way back is held, the answer waits.
+        took_s += max(0.0, self.cluster.network.held_s(peer, self.name) - start_s - took_s)
         fails = kernel.chance(faults.transfer_failure_chance)
+        reason = "peer_lost"
+        if segment.disk is not None and not effect.is_write and segment.disk.fails_to_read():
+            fails, reason = True, "io_error"
         end_s = start_s + took_s
         limit_s = max(0.0, effect.deadline - self.now)
         is_late = end_s > limit_s
         reported_s = min(end_s, limit_s)
         sums: list[int] = [0] * len(slices.lengths)
+        num_left = len(slices.lengths)
+        is_told = False
 
         def copy(index: int, local: int, remote: int, length: int) -> None:
-            if not segment.is_alive:
+            nonlocal num_left
+            num_left -= 1
+            if not segment.is_alive or (is_told and not effect.is_write):
                 return
             if effect.is_write:
                 data = bytes(self.memory[local : local + length])
@@ -230,6 +242,14 @@ class SimClient:
             else:
                 return
             sums[index] = checksum(data) if faults.has_checksums else 0
+
+        def copy_when_both_run(index: int, local: int, remote: int, length: int) -> None:
+            """A process that is stopped sends and serves nothing, and goes on with it afterwards."""
+            copying = lambda: copy(index, local, remote, length)  # noqa: E731
+            if segment.node.host == self.host:
+                self.process.when_running(copying)  # shared memory: the node has no part in it
+            else:
+                self.process.when_running(lambda: segment.process.when_running(copying))
 
         rows = zip(slices.local.tolist(), slices.remote.tolist(), slices.lengths.tolist(), strict=True)
         for index, (local, remote, length) in enumerate(rows):
@@ -244,14 +264,26 @@ class SimClient:
                     at_s = min(at_s, reported_s + kernel.random.uniform(0, faults.late_write_s))
             elif effect.is_write:
                 at_s = min(at_s, self.process.clock.true_s(reported_s))  # its clock may be fast
-            action = lambda i=index, a=local, b=remote, n=length: copy(i, a, b, n)  # noqa: E731
-            (kernel if effect.is_write else self.process).after(at_s, action)
+            action = lambda i=index, a=local, b=remote, n=length: copy_when_both_run(i, a, b, n)  # noqa: E731
+            kernel.after(at_s if effect.is_write else self.process.clock.true_s(at_s), action)
 
         def report() -> None:
-            if fails or is_late or not segment.is_alive:
-                ended(Moved(None, "timed_out" if is_late else "peer_lost", self.now))
+            has_time = self.now < effect.deadline
+            if not (fails or is_late) and num_left and segment.is_alive:
+                if has_time:  # the node is stopped: it may go on, until there is no more time for it
+                    wait_s = min(effect.deadline - self.now, segment.process.stopped_s + 1e-6)
+                    self.process.after(wait_s, report)
+                else:
+                    give_up("timed_out")
+            elif fails or is_late or not segment.is_alive:
+                give_up("timed_out" if is_late else reason)
             else:
                 ended(Moved(np.array(sums, dtype=np.uint32), "", self.now))
+
+        def give_up(reason: str) -> None:
+            nonlocal is_told
+            is_told = True
+            ended(Moved(None, reason, self.now))
 
         self.process.after(reported_s, report)
 

@@ -2,13 +2,15 @@
 
 What was written and not flushed is in the system's cache: the death of a process does no harm to it, a loss
 of power takes any part of it, half of a write and half of a record included. A disk may be slow, and it may
-lie: then a flush that it acknowledged has done nothing, until it happens to write by itself.
+lie: then a flush that it acknowledged has done nothing, until it happens to write by itself. It may be full:
+then it takes no record for its index, but what was set aside for data can be written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from mooncake.errors import OutOfSpace
 from mooncake.sim.faults import Faults
 from mooncake.sim.kernel import Kernel
 from mooncake.store.index import Index, compacted
@@ -32,6 +34,8 @@ class SimDisk:
         """Writes before the first of these."""
         self._flushed_log_bytes = 0
         self._num_compactions = 0
+        self.full_until = 0.0
+        """No record is taken before."""
         self.index = Index()
 
     def opened(self) -> None:
@@ -41,16 +45,30 @@ class SimDisk:
         del self._log[self.index.num_bytes :]
         self._flushed_log_bytes = min(self._flushed_log_bytes, len(self._log))
 
-    # As ``disk.py`` does it
+    # As ``disk.py`` and ``indexlog.py`` do it; all of these raise OutOfSpace
 
     def vacate(self, offset: int, size_bytes: int) -> None:
         self.drop(self.index.overlapping(offset, size_bytes))
 
     def hold(self, entry: Entry) -> None:
-        self._append(self.index.hold(entry))
+        before = self.index.num_bytes
+        try:
+            self._append(self.index.hold(entry), before)
+        except OutOfSpace:
+            self.index.drop([entry.object_id])
+            self.index.num_bytes = before
+            raise
 
     def drop(self, object_ids: Iterable[int]) -> None:
-        self._append(self.index.drop(object_ids))
+        before = self.index.num_bytes
+        known = [entry for one in object_ids if (entry := self.index.entries.get(one)) is not None]
+        try:
+            self._append(self.index.drop(entry.object_id for entry in known), before)
+        except OutOfSpace:
+            for entry in known:
+                self.index.hold(entry)
+            self.index.num_bytes = before
+            raise
 
     def write(self, offset: int, data: bytes) -> None:
         end = offset + len(data)
@@ -79,9 +97,12 @@ class SimDisk:
         if num_compactions == self._num_compactions:
             self._flushed_log_bytes = max(self._flushed_log_bytes, num_log_bytes)
 
-    def _append(self, content: bytes) -> None:
+    def _append(self, content: bytes, before: int) -> None:
         if not content:
             return
+        if self._kernel.now < self.full_until:
+            self.index.num_bytes = before
+            raise OutOfSpace("the disk is full")
         self._log += content
         if self._kernel.chance(COMPACTION_CHANCE):  # the new file is flushed before it takes its place
             self._log = bytearray(compacted(self.index.in_order()))
@@ -90,6 +111,15 @@ class SimDisk:
             self._num_compactions += 1
 
     # What goes wrong
+
+    def fill(self, seconds: float) -> None:
+        """Somebody else takes all its room for so long."""
+        self.full_until = self._kernel.now + seconds
+
+    def fails_to_read(self) -> bool:
+        """Whether the next read does (EIO)."""
+        chance = self.faults.read_error_chance
+        return bool(chance) and self._kernel.chance(chance)
 
     def lose_power(self) -> None:
         """Any of what was not flushed is as it was before, or half of it."""

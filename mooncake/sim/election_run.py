@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable
 
 from mooncake.machine import Wake
-from mooncake.sim.checkers import Violation
 from mooncake.sim.kernel import Clock, Kernel, Process
+from mooncake.sim.rules import Violation
 from mooncake.store.election import (
     MARGIN,
     Effect,

@@ -2,7 +2,9 @@
 
 Two events of the same instant happen in the order in which they were planned (a counter in the
 heap's key), so a seed is a whole history and a failure comes back with it. A process can crash:
-everything it had planned for itself is then void, and what others plan for it falls on the floor.
+everything it had planned for itself is then void, and what others plan for it is dropped. A process can
+pause, as one that is stopped, that collects garbage or whose machine is given no time: what was due
+meanwhile happens when the pause ends, all of it at that instant and in the order in which it was due.
 """
 
 from __future__ import annotations
@@ -54,6 +56,10 @@ class Kernel:
     def call_at(self, at: float, action: Callable[[Any], object], what: Any) -> None:
         """Plan ``action(what)``, for good: what millions of events cost no timer and no closure for."""
         heapq.heappush(self._heap, (at, next(self._order), action, what))
+
+    def put_off(self, timer: Timer, until: float) -> None:
+        """A planned action that may not happen yet happens then, unless it is cancelled."""
+        heapq.heappush(self._heap, (until, next(self._order), _fire, timer))
 
     def now_and_then(
         self, every_s: float, action: Callable[[], None], may_strike: Callable[[], bool]
@@ -135,6 +141,10 @@ class Process:
         self.name = name
         self.clock = clock if clock is not None else Clock()
         self.is_alive = True
+        self.paused_until = 0.0
+        """By the kernel's clock: it does nothing before."""
+        self.stopped_until = 0.0
+        """The same for its threads that carry bytes, which go on while only its event loop is held."""
         self._on_crash: list[Callable[[], None]] = []
 
     @property
@@ -143,13 +153,49 @@ class Process:
         return self.clock.shown(self.kernel.now)
 
     def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
-        """As ``Kernel.after``, by its own clock and unless the process has died by then."""
+        """As ``Kernel.after``, by its own clock, unless the process has died by then, and not in a pause."""
 
-        def unless_dead() -> None:
-            if self.is_alive:
+        def when_awake() -> None:
+            if self.is_alive and self.kernel.now < self.paused_until:
+                self.kernel.put_off(timer, self.paused_until)
+            elif self.is_alive:
                 action()
 
-        return self.kernel.after(self.clock.true_s(delay_s), unless_dead)
+        timer = self.kernel.after(self.clock.true_s(delay_s), when_awake)
+        return timer
+
+    def when_awake(self, action: Callable[[], None]) -> None:
+        """Now, or when the pause is over: what comes from others while the process is paused waits for it."""
+        if self.kernel.now < self.paused_until:
+            self.after(0.0, action)
+        else:
+            action()
+
+    def when_running(self, action: Callable[[], None]) -> None:
+        """The same for what its threads that carry bytes do."""
+
+        def again() -> None:
+            if self.kernel.now < self.stopped_until:
+                self.kernel.put_off(timer, self.stopped_until)
+            else:
+                action()
+
+        if self.kernel.now < self.stopped_until:
+            timer = self.kernel.after(self.stopped_until - self.kernel.now, again)
+        else:
+            action()
+
+    @property
+    def stopped_s(self) -> float:
+        """How long its threads that carry bytes stand still from now on."""
+        return max(0.0, self.stopped_until - self.kernel.now)
+
+    def pause(self, seconds: float, *, is_stopped: bool = False) -> None:
+        """Do nothing for so long. ``is_stopped``: no thread runs; else only its event loop is held."""
+        until = self.kernel.now + seconds
+        self.paused_until = max(self.paused_until, until)
+        if is_stopped:
+            self.stopped_until = max(self.stopped_until, until)
 
     def on_crash(self, action: Callable[[], None]) -> None:
         self._on_crash.append(action)

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mooncake.errors import Refusal
+from mooncake.sim.rules import Rule
 from mooncake.types import Tier
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 LATE_S = 15.0
 """A question whose answer was lost may be in the network for so long, and take effect then."""
+
+
+SLOW_S = 45.0
+"""The same where the master may be paused, or so busy that it takes long until it looks at it."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -123,7 +128,20 @@ class Ledger:
             self.failed(change)
 
     def _unclear(self, known: Known, held_s: float = 0.0) -> None:
-        known.unclear_until = max(known.unclear_until, self._cluster.kernel.now + held_s + LATE_S)
+        late_s = SLOW_S if self._cluster.checkers.is_slow_to_answer else LATE_S
+        known.unclear_until = max(known.unclear_until, self._cluster.kernel.now + held_s + late_s)
+
+    def ended(self, change: Change) -> None:
+        """It is over, and nobody can say what there is now."""
+        for key in change.generations:
+            self._ended(change, key)
+
+    def matching_removed(self, change: Change, is_all: bool) -> None:
+        """All that could be found under these keys is gone; ``is_all``: and what is away with a node."""
+        for key in change.generations:
+            known = self._ended(change, key)
+            if known is not None:
+                known.is_absent = is_all or change.was_absent[key]
 
     def _ended(self, change: Change, key: str) -> Known | None:
         """What is known of it, if this change was alone and its answer is clear."""
@@ -191,20 +209,30 @@ class Ledger:
                 known.doubt_ssds()
             known.is_present &= known.is_durable or bool(known.nodes)
 
-    def evicted(self, key: str, node: str) -> None:
+    def copied(self, key: str, node: str) -> None:
+        """The master has one more replica of it, in that node's memory."""
+        known = self.of(key)
+        if known.is_present and not known.num_open:
+            known.nodes[node] = None
+            known.spared.pop(node, None)
+
+    def moved(self, key: str, node: str) -> None:
+        """It left a node's memory: others have it, and the node was drained or it is not hot any more."""
+        known = self.of(key)
+        known.nodes.pop(node, None)
+        known.spared.pop(node, None)
+        known.is_present &= known.is_durable or bool(known.nodes)
+
+    def evicted(self, key: str, node: str, is_on_ssd: bool = True) -> None:
         """From a node's memory, and the master takes it to be readable elsewhere."""
         known = self.of(key)
+        if not is_on_ssd:
+            self.moved(key, node)
+            return
         if node in known.nodes:
             known.spared[node] = None
         if self._doubts_ssds:
             known.nodes.pop(node, None)
-            known.is_present &= known.is_durable or bool(known.nodes)
-
-    def moved(self, key: str, node: str, others: Iterable[str]) -> None:
-        """Out of a node's memory into that of others, because somebody asked for it."""
-        known = self.of(key)
-        if node in known.nodes:
-            known.nodes = dict.fromkeys(others)
             known.is_present &= known.is_durable or bool(known.nodes)
 
     def master_crashed(self) -> None:
@@ -228,15 +256,15 @@ class Ledger:
             {key: one.value for key, one in known.items() if one.value is not None},
         )
 
-    def wrong(self, look: Look, key: str, value: bytes) -> str | None:
+    def wrong(self, look: Look, key: str, value: bytes) -> tuple[Rule, str] | None:
         """Why ``value`` can't have been read, if nobody has changed the key since ``look``."""
         known = self.of(key)
         if known.generation != look.generations[key]:
             return None
         if key in look.absent and known.is_absent:
-            return f"a phantom: {key!r} was read, after it was removed"
+            return Rule.PHANTOM, f"a phantom: {key!r} was read, after it was removed"
         if key in look.values and known.value == look.values[key] != value:
-            return f"a stale value: {key!r} was read as it was before its last put"
+            return Rule.STALE, f"a stale value: {key!r} was read as it was before its last put"
         return None
 
     def promised(self) -> dict[str, bytes | None]:

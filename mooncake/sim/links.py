@@ -1,7 +1,8 @@
 """Connections between simulated processes: ordered, delayed, breakable, and silent in a partition.
 
 A partition loses nothing, it holds: that is what TCP makes of lost packets, until somebody's
-patience ends. A crash breaks the connections of a process; the other side hears of it a delay later.
+patience ends. It may hold one direction only, and it may part whole groups of processes. A crash breaks the
+connections of a process; the other side hears of it a delay later.
 """
 
 from __future__ import annotations
@@ -120,20 +121,38 @@ class Network:
                 else:
                     refused("closed while connecting")
 
-            process.kernel.after(self.delay_s(name, process.name), connected)
+            delay_s = self.delay_s(name, process.name)
+            process.kernel.after(delay_s, lambda: process.when_awake(connected))
 
         self.kernel.after(self.delay_s(process.name, name), arrive)
 
     def partition(self, one: str, other: str, seconds: float) -> None:
         self.kernel.tell(f"{one} and {other} don't hear each other for {seconds:.2f} s")
-        self._healed_at[min(one, other), max(one, other)] = self.kernel.now + seconds
+        self._hold([one], [other], seconds)
+        self._hold([other], [one], seconds)
+
+    def cut_off(self, senders: list[str], receivers: list[str], seconds: float) -> None:
+        """In this direction nothing gets through; in the other one everything does."""
+        self.kernel.tell(f"{', '.join(receivers)} don't hear {', '.join(senders)} for {seconds:.2f} s")
+        self._hold(senders, receivers, seconds)
+
+    def split(self, some: list[str], others: list[str], seconds: float) -> None:
+        """Two groups; whoever is in one hears nobody of the other."""
+        self.kernel.tell(f"{', '.join(some)} and the others don't hear each other for {seconds:.2f} s")
+        self._hold(some, others, seconds)
+        self._hold(others, some, seconds)
+
+    def _hold(self, senders: list[str], receivers: list[str], seconds: float) -> None:
+        for sender in senders:
+            for receiver in receivers:
+                self._healed_at[sender, receiver] = self.kernel.now + seconds
 
     def heal(self) -> None:
         self._healed_at.clear()
 
     def held_s(self, one: str, other: str) -> float:
         """How long until a message from one to the other gets through."""
-        healed_at = self._healed_at.get((min(one, other), max(one, other)), 0.0)
+        healed_at = self._healed_at.get((one, other), 0.0)
         return max(0.0, healed_at - self.kernel.now)
 
     def delay_s(self, sender: str, receiver: str) -> float:
@@ -148,7 +167,7 @@ class Network:
         now = self.kernel.now
         at = max(now + self.delay_s(sender.process.name, receiver.process.name), receiver.free_at)
         receiver.free_at = at
-        self.kernel.after(at - now, action)
+        self.kernel.after(at - now, lambda: receiver.process.when_awake(action))
 
 
 def over_the_wire(message: msgspec.Struct, decoder: msgspec.msgpack.Decoder[Any]) -> Any:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mooncake.sim.checkers import Checkers, Violation
+from mooncake.sim.checkers import Checkers
+from mooncake.sim.rules import Violation
 from mooncake.store.follow import Followed, Following
 from mooncake.store.master import Master
 from mooncake.store.objects import StoredObject

@@ -6,6 +6,7 @@ report, poll and copy, the same cores decide.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from mooncake.errors import Refusal
+from mooncake.errors import OutOfSpace, Refusal
 from mooncake.machine import Wake
 from mooncake.rpc.wire import Failure, decoder_for
 from mooncake.sim.disks import SimDisk
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 NODE_ADDRESS = 1 << 30
 """Where a segment begins in its node's address space: far from zero, so that offsets are no addresses."""
+RETIRED = "it was drained and unmounted"
+RETRY_S = 1.0
+"""As in ``lent.py``."""
 CHANGES = 0
 """The number of the frames of a segment's membership; polls and reports count on from it."""
 
@@ -63,6 +67,11 @@ class SimNode:
         self.epoch = kernel.random.getrandbits(32)
         self.process = Process(kernel, name, cluster.new_clock())
         self.disk = disk
+        self.slow_until = 0.0
+        """Every transfer with it takes long; otherwise it is well."""
+        self.is_retired = False
+        """A master will not have one of its segments again: it was drained and unmounted."""
+        self._num_leaving = 0
         self.memory = SimSegment(cluster, self, name, Tier.MEMORY, size_bytes, None)
         self.segments = {name: self.memory}
         if disk is not None:
@@ -73,6 +82,23 @@ class SimNode:
     @property
     def is_alive(self) -> bool:
         return self.process.is_alive
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._num_leaving > 0
+
+    def leave(self, ended: Callable[[], None]) -> None:
+        """Say so to the master, end when all segments have, and then call ``ended``."""
+        self._num_leaving = len(self.segments)
+
+        def left() -> None:
+            self._num_leaving -= 1
+            if not self._num_leaving:
+                self.process.crash()
+                ended()
+
+        for segment in self.segments.values():
+            segment.leave(left)
 
 
 class SimSegment:
@@ -117,11 +143,23 @@ class SimSegment:
         self._errand_driver: SimDriver[e.Event, e.Effect] = SimDriver(
             self.process, self._errands, self._perform_errand
         )
+        self._owed: deque[tuple[Callable[[Any], None], Any]] = deque()
+        """Changes that the index of the SSD has not taken yet."""
+        self._left: Callable[[], None] | None = None
         self._driver.post(Wake())
+
+    def leave(self, left: Callable[[], None]) -> None:
+        """Say to the master that the segment goes away; ``left``: it knows, or can't be told."""
+        self._left = left
+        self._post(ms.Leave())
 
     @property
     def is_alive(self) -> bool:
         return self.process.is_alive
+
+    @property
+    def is_slow(self) -> bool:
+        return self._cluster.kernel.now < self.node.slow_until
 
     def entries(self) -> Iterable[m.Entry]:
         """Its journal."""
@@ -172,6 +210,9 @@ class SimSegment:
             self._drop(effect.object_ids)
         elif isinstance(effect, ms.Note):
             self._cluster.kernel.tell(f"{self.name}: {effect.event} {effect.fields}")
+            self.node.is_retired |= RETIRED in str(effect.fields.get("reason"))
+        elif isinstance(effect, ms.Left) and self._left is not None:
+            self._left()
 
     def _answered(self, reply: Any) -> None:
         if reply is None or isinstance(reply, Failure):
@@ -235,10 +276,24 @@ class SimSegment:
             self._enter(effect.changes)
         elif isinstance(effect, e.Run):
             Carriage(self._cluster, self, effect, self._ended)
+        elif isinstance(effect, e.Look):
+            self.process.after(0.001, lambda: self._look(effect))
         elif isinstance(effect, e.Tell):
             self._tell_all(e.reports(self.name, self.epoch, self.entries()))
         else:
             self._post(ms.Answered(m.Beat(is_known=False)))
+
+    def _look(self, look: e.Look) -> None:
+        """What ``porter.verify`` does, in one instant."""
+        entry, refusal = look.check.entry, None
+        expected = np.frombuffer(entry.checksums, dtype="<u4").tolist()
+        for start, announced in zip(range(0, entry.size_bytes, entry.chunk_bytes), expected, strict=True):
+            length = min(entry.chunk_bytes, entry.size_bytes - start)
+            data = self.read(NODE_ADDRESS + entry.offset + start, length)
+            if (checksum(data) if self._cluster.faults.has_checksums else 0) != announced:
+                refusal = Refusal("corrupt", "not what its writer announced")
+        self._cluster.kernel.tell(f"{self.name}: check of {entry.key}: {refusal}")
+        self._errand_driver.post(e.Looked(look.check.check_id, look.life, refusal))
 
     def _ended(self, run: e.Run, refusal: Refusal | None) -> None:
         self._cluster.kernel.tell(f"{self.name}: task {run.task.task_id} for {run.task.entry.key}: {refusal}")
@@ -272,15 +327,38 @@ class SimSegment:
             return
         for change in changes:
             if isinstance(change, int):
-                self.disk.drop([change])
+                self._drop([change])
             else:
-                self.disk.hold(change)
+                self._note_down(self.disk.hold, change)
 
     def _drop(self, object_ids: list[int]) -> None:
         if self.disk is None:
             e.changed(self._held, object_ids)
         else:
-            self.disk.drop(object_ids)
+            self._note_down(self.disk.drop, object_ids)
+
+    def _note_down(self, write: Callable[[Any], None], what: Any) -> None:
+        """While the disk refuses, it is tried again, in order."""
+        self._owed.append((write, what))
+        if len(self._owed) == 1:
+            self._pay()
+
+    def has_noted_all(self) -> bool:
+        """What went before a task came is noted before what comes with it."""
+        self._pay(is_again=False)
+        return not self._owed
+
+    def _pay(self, is_again: bool = True) -> None:
+        while self._owed:
+            write, what = self._owed[0]
+            try:
+                write(what)
+            except OutOfSpace as error:
+                self._cluster.kernel.tell(f"{self.name}: index_not_written {error}")
+                if is_again:
+                    self.process.after(RETRY_S, self._pay)
+                return
+            self._owed.popleft()
 
     def __repr__(self) -> str:
         return f"<SimSegment {self.name} {self._membership!r} {self._errands!r}>"
@@ -309,14 +387,21 @@ class Carriage:
         ]
         ends_at = target.process.clock.instant(run.deadline)
         self._promise = cluster.checkers.task_promised(target, run.task, ends_at)
-        if target.disk is not None:
-            target.disk.vacate(entry.offset, entry.size_bytes)
+        try:
+            if not target.has_noted_all():
+                raise OutOfSpace("the index can't be written")
+            if target.disk is not None:
+                target.disk.vacate(entry.offset, entry.size_bytes)
+        except OutOfSpace as error:
+            self._end(Refusal("no_space", str(error)))
+            return
         self._begin()
 
     def _begin(self) -> None:
         kernel, faults, process = self._cluster.kernel, self._cluster.faults, self._target.process
         took_s = 0.001 * kernel.random.uniform(0.1, 2.0)
-        if kernel.chance(faults.slow_transfer_chance):
+        is_slow = any(one is not None and one.is_slow for one in (self._source, self._target))
+        if kernel.chance(faults.slow_transfer_chance) or is_slow:
             took_s = kernel.random.uniform(0.0, faults.slow_transfer_s)
         if self._target.disk is not None and kernel.chance(faults.slow_disk_chance):
             took_s += kernel.random.uniform(0.0, faults.slow_disk_s)
@@ -325,10 +410,15 @@ class Carriage:
             return
         left_s = self._run.deadline - process.now
         fails = kernel.chance(faults.transfer_failure_chance)
+        if self._source.disk is not None and self._source.disk.fails_to_read():
+            process.after(took_s, lambda: self._end(Refusal("io_error", "the disk can't be read")))
+            return
         for number in range(len(self._chunks)):
             at_s = kernel.random.uniform(0.0, took_s)
             if at_s < left_s and not (fails and kernel.chance(0.5)):
-                process.after(at_s, lambda number=number: self._copy(number))  # type: ignore[misc]
+                # Threads that carry bytes go on while the loop is held, and late when they were stopped.
+                copy = lambda number=number: process.when_running(lambda: self._copy(number))  # type: ignore[misc]  # noqa: E731
+                kernel.after(process.clock.true_s(at_s), copy)
         if took_s >= left_s:
             process.after(max(0.0, left_s), lambda: self._end(Refusal("expired", "it took too long")))
         elif fails:
@@ -338,7 +428,7 @@ class Carriage:
 
     def _copy(self, number: int) -> None:
         source, task = self._source, self._run.task
-        if source is None or not source.is_alive:
+        if source is None or not source.is_alive or not self._target.is_alive:
             return
         start, length = self._chunks[number]
         data = source.read(task.source.address + start, length)
@@ -359,7 +449,11 @@ class Carriage:
         else:
             # Every byte is in place. While they are flushed, another master may hear of them from the index.
             self._cluster.checkers.kept([self._promise])
-            disk.hold(entry)
+            try:
+                disk.hold(entry)
+            except OutOfSpace as error:
+                self._end(Refusal("no_space", str(error)))
+                return
             begun = disk.flush()
 
             def flushed() -> None:

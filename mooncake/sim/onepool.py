@@ -88,7 +88,14 @@ class OnePool(Arrivals):
         num_computed = journey.num_input - journey.cached_tokens
         queued_s = journey.prefill_began_at - journey.arrived_at
         self.tell(
-            Prefilled(journey.request_id, queued_s, journey.computed_s, num_computed, journey.cached_tokens)
+            Prefilled(
+                journey.request_id,
+                queued_s,
+                journey.computed_s,
+                num_computed,
+                journey.cached_tokens,
+                has_begun=True,
+            )
         )
         self.sampler.num_running += 1
 

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Callable
 from random import Random
 
-from mooncake.sim.checkers import Violation
 from mooncake.sim.kernel import Kernel
+from mooncake.sim.rules import Rule, Violation
 from mooncake.sim.transfer_world import (
     OK,
     STATUSES,
@@ -31,7 +31,7 @@ AREAS = 2
 """Per mover and target: batches on different areas are under way at the same time."""
 SLACK_S = 0.05
 PLENTY_S = 10.0
-"""A batch with so much time fails only if every path failed it."""
+"""A batch that has so much time when its peer is found fails only if every path failed it."""
 CALM_BATCHES = 6
 CALM_S = 150.0
 """More than the longest mask and every batch's time."""
@@ -89,9 +89,8 @@ class TransferRun:
             self._run()
         except AssertionError as error:
             last = "\n  ".join(self.kernel.trace[-12:])
-            raise Violation(
-                f"seed {self.kernel.seed} at {self.kernel.now:.6f}: {error}\n{self.faults}\n  {last}"
-            ) from error
+            message = f"seed {self.kernel.seed} at {self.kernel.now:.6f}: {error}\n{self.faults}\n  {last}"
+            raise Violation(message, getattr(error, "rule", None) or Rule.CORE) from error
 
     def _run(self) -> None:
         self._build()
@@ -189,12 +188,12 @@ class TransferRun:
     def _ask(self, area: Area, timeout_s: float, ended: Callable[[int], None] | None = None) -> None:
         """One batch: find the peer, move, look at what came of it."""
         self.counts["batches"] += 1
-        number, begin = self.counts["batches"], self.kernel.now
-        deadline = begin + timeout_s
+        number = self.counts["batches"]
+        deadline = self.kernel.now + timeout_s
         self._open[number] = deadline
 
         def over(reason: str) -> None:
-            assert self.kernel.now <= deadline + SLACK_S, f"batch {number} ended late: {reason}"
+            _hold(self.kernel.now <= deadline + SLACK_S, Rule.ENDS, f"batch {number} ended late: {reason}")
             self.kernel.tell(f"batch {number}: {reason}")
             self.counts[reason] = self.counts.get(reason, 0) + 1
             del self._open[number]
@@ -210,12 +209,13 @@ class TransferRun:
                 else:
                     self.kernel.after(0.1, look)
             else:
-                self._move(area, deadline, begin, over)
+                self._move(area, deadline, over)
 
         look()
 
-    def _move(self, area: Area, deadline: float, begin: float, over: Callable[[str], None]) -> None:
+    def _move(self, area: Area, deadline: float, over: Callable[[str], None]) -> None:
         target, random = self.targets[area.target_name], self.kernel.random
+        begin = self.kernel.now  # what passed before, while the directory was away, no path is to blame for
         if area.epoch != target.epoch:
             area.epoch, area.known = target.epoch, None
         self._check_area(area, target)
@@ -229,17 +229,18 @@ class TransferRun:
 
         def finished(end: Finish) -> None:
             if end.status == OK:
-                assert end.num_bytes == sum(lengths), "bytes are missing in the count"
+                _hold(end.num_bytes == sum(lengths), Rule.SLICES, "bytes are missing in the count")
                 for here, there, length in zip(local, remote, lengths, strict=True):
                     same = memory[here : here + length] == target.memory[there : there + length]
-                    assert same or not target.process.is_alive, f"slice at {there} is not what was moved"
+                    what = f"slice at {there} is not what was moved"
+                    _hold(same or not target.process.is_alive, Rule.SLICES, what)
                 if is_write and lengths:  # a batch of nothing moves nothing, and fences nothing off
                     area.known = bytes(target.memory[area.start : area.start + AREA_BYTES])
                 over("done")
                 return
             if is_write:
                 area.known = None
-            assert end.status in STATUSES, f"status {end.status} says nothing"
+            _hold(end.status in STATUSES, Rule.STATUS, f"status {end.status} says nothing")
             self._check_need(area, target, end.status, begin, deadline)
             over(STATUSES[end.status])
 
@@ -261,7 +262,7 @@ class TransferRun:
         """Nobody but this mover writes there, and what it wrote last was well done."""
         if area.known is not None and target.process.is_alive:
             now = bytes(target.memory[area.start : area.start + AREA_BYTES])
-            assert now == area.known, f"{target.name} changed after its write was done"
+            _hold(now == area.known, Rule.KEPT, f"{target.name} changed after its write was done")
 
     def _check_need(self, area: Area, target: Target, status: int, begin: float, deadline: float) -> None:
         """A batch that failed had a reason to."""
@@ -271,11 +272,13 @@ class TransferRun:
             return
         rails = area.mover.links[area.target_name].values()
         well = [rail.path for rail in rails if rail.state == "up" and rail.since < begin]
-        assert not well, f"failed ({STATUSES[status]}) although {', '.join(well)} was well all the time"
+        what = f"failed ({STATUSES[status]}) although {', '.join(well)} was well all the time"
+        _hold(not well, Rule.BLAME, what)
 
     def _check_ends(self) -> None:
         for number, deadline in self._open.items():
-            assert self.kernel.now <= deadline + SLACK_S + 0.25, f"batch {number} still waits"
+            in_time = self.kernel.now <= deadline + SLACK_S + 0.25
+            _hold(in_time, Rule.ENDS, f"batch {number} still waits")
 
     def _calm_down(self) -> None:
         """Everything heals; then all must arrive, and all rails be used again."""
@@ -292,13 +295,20 @@ class TransferRun:
                 results: list[int] = []
                 self._ask(area, PLENTY_S, results.append)
                 self.kernel.run(self.kernel.now + PLENTY_S + 1.0)
-                assert results == [OK], "a batch failed when all was well"
+                rule = Rule.BLAME if results else Rule.ENDS
+                _hold(results == [OK], rule, "a batch failed when all was well")
         for mover in self.movers:
             for name, target in self.targets.items():
                 rails = mover.rails_to(target)
                 masked = [path for path, rail in rails.rails.items() if rail.is_masked]
                 if masked and not set(masked) <= {"tcp"}:
-                    raise Violation(f"{mover.name} to {name}: {masked} not taken back; {rails.story()}")
+                    what = f"{mover.name} to {name}: {masked} not taken back; {rails.story()}"
+                    raise Violation(what, Rule.RETURN)
+
+
+def _hold(is_kept: bool, rule: Rule, what: str) -> None:
+    if not is_kept:
+        raise Violation(what, rule)
 
 
 def _packed(lengths: list[int], order: list[int], start: int) -> list[int]:

@@ -1,5 +1,7 @@
 """What simulated clients do all day: put, get, look, remove, in whole objects and in parts.
 
+What a ``Load`` adds, such as drains, copies and views that stay open, is in ``further_work.py``.
+
 Every value is unique, so that a reader who gets another object's bytes, or an older version's,
 can't be right by accident.
 """
@@ -13,11 +15,13 @@ from random import Random
 from typing import Any
 
 from mooncake.errors import Refusal
-from mooncake.sim.checkers import Promise, Violation
+from mooncake.sim.checkers import Promise
 from mooncake.sim.clients import SimClient
 from mooncake.sim.ledger import Change
+from mooncake.sim.rules import Rule, Violation
 from mooncake.store import messages as m
 from mooncake.store.grants import PutGrant, ReadGrant
+from mooncake.store.objects import scoped
 
 CHUNK_BYTES = 256
 TIMEOUT_S = 6.0
@@ -61,6 +65,8 @@ class Worker:
         max_bytes: int,
         own: list[str] | None = None,
         policy: Callable[[Random], m.PutPolicy] = any_policy,
+        *,
+        has_parents: bool = False,
     ) -> None:
         self._client = client
         self._kernel = client.kernel
@@ -69,6 +75,7 @@ class Worker:
         self._own = keys if own is None else own
         self._policy = policy
         self._max_bytes = max_bytes
+        self._has_parents = has_parents
         self._num_values = 0
         self.is_stopped = False
         self._next()
@@ -79,21 +86,29 @@ class Worker:
     def _next(self, *_: Any) -> None:
         if self.is_stopped:
             return
-        random = self._kernel.random
-        work = random.choices(
-            (
-                self._put,
-                self._put_small,
-                self._get,
-                self._put_parts,
-                self._look,
-                self._exists,
-                self._remove,
-                self._pin,
-            ),
-            (4, 3, 6, 3, 3, 1, 1, 0.5),
-        )[0]
+        random, choices = self._kernel.random, self._choices()
+        work = random.choices([one for one, _ in choices], [weight for _, weight in choices])[0]
         self._client.process.after(random.uniform(0, MAX_PAUSE_S), work)
+
+    def _choices(self) -> list[tuple[Callable[[], None], float]]:
+        """What it may do next, and how often it does."""
+        return [
+            (self._put, 4),
+            (self._put_small, 3),
+            (self._get, 6),
+            (self._put_parts, 3),
+            (self._look, 3),
+            (self._exists, 1),
+            (self._remove, 1),
+            (self._pin, 0.5),
+        ]
+
+    def _known(self, key: str) -> str:
+        """As the master and the checkers call it."""
+        return scoped(self._client.tenant, key)
+
+    def _begin(self, keys: list[str]) -> Change:
+        return self._checkers.ledger.begin(self._client, [self._known(key) for key in keys])
 
     def _some_keys(self) -> list[str]:
         return self._kernel.random.sample(self._keys, self._kernel.random.randint(1, 4))
@@ -107,7 +122,7 @@ class Worker:
         digest = hashlib.blake2b(name.encode()).digest()
         length = length or self._kernel.random.randint(1, self._max_bytes)
         value = (digest * (length // len(digest) + 1))[:length]
-        self._checkers.value_put(key, value)
+        self._checkers.value_put(self._known(key), value)
         return value
 
     def _place(self, value: bytes) -> int:
@@ -124,7 +139,7 @@ class Worker:
     def _put(self) -> None:
         keys, policy = self._some_own_keys(), self._policy(self._kernel.random)
         replace = self._kernel.chance(0.3)
-        change = self._checkers.ledger.begin(self._client, keys)
+        change = self._begin(keys)
         values = [self._new_value(key) for key in keys]
         addresses = [self._place(value) for value in values]
         deadline = self._deadline
@@ -136,6 +151,7 @@ class Worker:
             deadline,
             policy,
             [self._kernel.random.choice(("", "a", "b")) for _ in keys] if self._kernel.chance(0.2) else (),
+            self._parents(keys),
             replace=replace,
         )
 
@@ -143,10 +159,19 @@ class Worker:
             if outcomes is None:
                 self._checkers.ledger.failed(change)
             for key, value, outcome in zip(keys, values, outcomes or (), strict=False):
-                self._checkers.ledger.put(change, key, value, outcome, policy.is_durable, replace)
+                self._checkers.ledger.put(
+                    change, self._known(key), value, outcome, policy.is_durable, replace
+                )
             self._count_puts(outcomes, error)
 
         self._client.run(operation, deadline, done)
+
+    def _parents(self, keys: list[str]) -> list[str]:
+        """The key before it, of most keys; nothing where eviction does not look at chains."""
+        if not self._has_parents:
+            return []
+        before = {key: self._own[number - 1] for number, key in enumerate(self._own) if number}
+        return [before.get(key, "") if self._kernel.chance(0.7) else "" for key in keys]
 
     def _put_small(self) -> None:
         """A few puts in a row, of objects of one size: what space is given in advance for."""
@@ -157,7 +182,7 @@ class Worker:
     def _put_next(self, length: int, num_left: int) -> None:
         random = self._kernel.random
         key, deadline = random.choice(self._own), self._deadline
-        change = self._checkers.ledger.begin(self._client, [key])
+        change = self._begin([key])
         value = self._new_value(key, length)
         group = random.choice(("a", "b")) if random.random() < 0.1 else ""
         policy = m.PutPolicy(soft_pin_ttl_s=1.0) if random.random() < 0.1 else m.PutPolicy()
@@ -169,7 +194,7 @@ class Worker:
             if outcomes is None:
                 self._checkers.ledger.failed(change)
             else:
-                self._checkers.ledger.put(change, key, value, outcomes[0], False, False)
+                self._checkers.ledger.put(change, self._known(key), value, outcomes[0], False, False)
             if num_left > 1 and error is None:
                 self._checkers.counts["puts" if outcomes and outcomes[0] is None else "refusals"] += 1
                 pause_s = random.choice((0.0, 0.0, 0.05, 3.0))
@@ -190,7 +215,7 @@ class Worker:
         keys, deadline = self._some_keys(), self._deadline
         addresses = [self._client.allocate(self._max_bytes) for _ in keys]
         operation = self._client.operations.get_into(keys, addresses, [self._max_bytes] * len(keys), deadline)
-        look = self._checkers.ledger.look(keys)
+        look = self._checkers.ledger.look([self._known(key) for key in keys])
 
         def done(sizes: list[int | None] | None, error: Exception | None) -> None:
             if error is not None:
@@ -199,7 +224,7 @@ class Worker:
                 self._checkers.counts["misses" if size is None else "hits"] += 1
                 if size is not None:
                     value = bytes(self._client.memory[address : address + size])
-                    self._checkers.value_read(key, value, f"{self._client.name}'s get", look)
+                    self._checkers.value_read(self._known(key), value, f"{self._client.name}'s get", look)
             self._next()
 
         self._client.run(operation, deadline, done)
@@ -210,7 +235,7 @@ class Worker:
         """Start, write in pieces with pauses, then end, abort, or forget about it."""
         keys, deadline = self._some_own_keys()[:2], self._deadline
         values = {key: self._new_value(key) for key in keys}
-        change = self._checkers.ledger.begin(self._client, keys)
+        change = self._begin(keys)
         policy, replace = self._policy(self._kernel.random), self._kernel.chance(0.3)
         operation = self._client.operations.start_puts(
             keys,
@@ -287,32 +312,40 @@ class Worker:
             if grant is None or not grant.segment.is_alive:
                 self._next()
                 return
-            self._checkers.promised(self._client, grant)
+            promises = self._checkers.promised(self._client, grant)
             if self._checkers.is_ghost(grant.object_id):
                 self._next()
                 return
             first = grant.segment.read(grant.address, grant.size_bytes)
             if not self._checkers.has_corruption:
                 # A writer that overran its deadline or a bit that fell: only checksums catch those.
-                self._checkers.value_read(grant.key, first, f"{self._client.name}'s look")
-            self._look_again(grant, first, self._kernel.random.randint(0, 2))
+                self._checkers.value_read(self._known(grant.key), first, f"{self._client.name}'s look")
+            self._look_again(grant, first, promises, self._kernel.random.randint(0, 2))
 
         self._client.run(self._client.operations.open_reads(keys, deadline), deadline, opened)
 
-    def _look_again(self, grant: ReadGrant, first: bytes, num_renewals: int) -> None:
+    def _still_there(self, grant: ReadGrant, first: bytes) -> bool:
+        """Whether the lease holds; the bytes then are what they were."""
         self._checkers.counts["looks"] += 1
-        left_s = grant.expires_at - self._client.now
-        if left_s <= 0 or not grant.segment.is_alive:
-            self._next()
-            return
+        if grant.expires_at <= self._client.now or not grant.segment.is_alive:
+            return False
         now = grant.segment.read(grant.address, grant.size_bytes)
         if now != first and not self._checkers.has_corruption:
-            raise Violation(f"{grant.key!r} changed under {self._client.name}'s lease")
+            raise Violation(f"{grant.key!r} changed under {self._client.name}'s lease", Rule.LEASE)
+        return True
+
+    def _look_again(self, grant: ReadGrant, first: bytes, promises: list[Promise], num_renewals: int) -> None:
+        if not self._still_there(grant, first):
+            self._next()
+            return
+        left_s = grant.expires_at - self._client.now
         if num_renewals and left_s < 2.0:
             deadline = self._client.now + min(left_s, 1.0)
 
             def renewed(flags: list[bool] | None, error: Exception | None) -> None:
-                self._look_again(grant, first, num_renewals - 1)
+                if flags == [True]:
+                    self._checkers.renewed(self._client, grant, promises)
+                self._look_again(grant, first, promises, num_renewals - 1)
 
             self._client.run(self._client.operations.renew([grant], deadline), deadline, renewed)
             return
@@ -322,7 +355,7 @@ class Worker:
         if left_s <= 2 * last_s:
             self._next()
             return
-        self._client.process.after(wait_s, lambda: self._look_again(grant, first, num_renewals))
+        self._client.process.after(wait_s, lambda: self._look_again(grant, first, promises, num_renewals))
 
     # Metadata
 
@@ -333,13 +366,13 @@ class Worker:
     def _remove(self) -> None:
         deadline, keys = self._deadline, self._some_own_keys()[:2]
         force = self._kernel.chance(0.5)
-        change = self._checkers.ledger.begin(self._client, keys)
+        change = self._begin(keys)
 
         def done(outcomes: list[bool | Refusal] | None, error: Exception | None) -> None:
             if outcomes is None:
                 self._checkers.ledger.failed(change)
             for key, outcome in zip(keys, outcomes or (), strict=False):
-                self._checkers.ledger.removed(change, key, outcome)
+                self._checkers.ledger.removed(change, self._known(key), outcome)
             self._next()
 
         self._client.run(self._client.operations.remove(keys, force, deadline), deadline, done)

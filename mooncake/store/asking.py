@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections.abc import Callable
+from typing import cast
 
+from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
 from mooncake.store.effects import Received
 from mooncake.store.objects import StoredObject, scoped, scoped_all, split_scoped
+from mooncake.store.walks import Walks
+from mooncake.types import ObjectKey
 
 
 class Asking:
     """Answers Status, ListKeys, Story and Inspect."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(
+        self, catalog: Catalog, walks: Walks, reporters: Callable[[float], list[m.ReporterStatus]]
+    ) -> None:
+        """``reporters``: who reported wrong bytes (``verification.py``)."""
         self._catalog = catalog
+        self._walks = walks
+        self._reporters = reporters
 
     def status(self, _: m.Status, __: Received, now: float) -> m.MasterStatus:
         segments = [
@@ -45,16 +54,25 @@ class Asking:
             allocated_bytes=self._catalog.allocated_bytes,
             counts=dataclasses.asdict(self._catalog.counts),
             segments=segments,
+            reporters=self._reporters(now),
         )
 
-    def list_keys(self, message: m.ListKeys, _: Received, now: float) -> m.Keys:
+    def list_keys(self, message: m.ListKeys, event: Received, now: float) -> m.Keys | Failure | None:
+        if "\0" in message.tenant or "\0" in message.prefix:
+            return m.Keys([])  # it would name another tenant's
         start = scoped(message.tenant, message.prefix)
-        matching = (
-            split_scoped(key)[1]
-            for key, stored in self._catalog.objects.readable.items()
-            if key.startswith(start) and stored.is_visible and ("\0" in key) is ("\0" in start)
-        )
-        return m.Keys(list(itertools.islice(matching, max(0, message.limit))))
+        found: list[str] = []
+
+        def look(key: ObjectKey, now: float) -> int | None:
+            if len(found) >= message.limit:
+                return None
+            if key.startswith(start) and ("\0" in key) is ("\0" in start):
+                stored = self._catalog.objects.readable.get(key)
+                if stored is not None and stored.is_visible:
+                    found.append(split_scoped(key)[1])
+            return 1
+
+        return cast("m.Keys | Failure | None", self._walks.begin(event, look, lambda now: m.Keys(found), now))
 
     def tell(self, message: m.Story, _: Received, now: float) -> m.Told:
         return m.Told(self._catalog.story(scoped_all(message.tenant, [message.key])[0]))

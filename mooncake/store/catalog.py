@@ -64,6 +64,9 @@ class Counts:
     removed_objects: int = 0
     corrupt_objects: int = 0
     corrupt_replicas: int = 0
+    corrupt_reports: int = 0
+    refuted_reports: int = 0
+    unverified_reports: int = 0
     lost_objects: int = 0
     done_tasks: int = 0
     failed_tasks: int = 0
@@ -139,8 +142,10 @@ class Catalog:
         self._timers: list[tuple[float, int, StoredObject, Extent | None]] = []
         """(instant, tie-breaker, object, its extent): a deadline for writing, or the release of space."""
         self._order = itertools.count()
-        self._stories: deque[tuple[float, ObjectKey, str, tuple[object, ...]]] = deque(maxlen=STORY_LINES)
-        """(instant, key, format, its arguments): put together only when somebody asks."""
+        self._stories: deque[ObjectKey] = deque()
+        """Of each line its key, oldest first."""
+        self._told: dict[ObjectKey, list[tuple[float, str, tuple[object, ...]]]] = {}
+        """Its lines: (instant, format, its arguments), put together only when somebody asks."""
 
     # Space
 
@@ -650,10 +655,17 @@ class Catalog:
         self.notes.append(Note(event, {"segment": segment.name, "host": segment.host, **fields}))
 
     def tell(self, now: float, key: ObjectKey, what: str, *of: object) -> None:
-        self._stories.append((now, key, what, of))
+        self._stories.append(key)
+        self._told.setdefault(key, []).append((now, what, of))
+        if len(self._stories) > STORY_LINES:
+            oldest = self._stories.popleft()
+            lines = self._told[oldest]
+            del lines[0]
+            if not lines:
+                del self._told[oldest]
 
     def story(self, key: str) -> list[str]:
-        return [f"{at:.6f} {what.format(*of)}" for at, about, what, of in self._stories if about == key]
+        return [f"{at:.6f} {what.format(*of)}" for at, what, of in self._told.get(key, ())]
 
     def check(self) -> None:
         self.segments.check()

@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import itertools
 import random
+import socket
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +28,11 @@ from prometheus_client.registry import Collector
 
 from mooncake import clock
 from mooncake.config import Size
-from mooncake.errors import InvalidArgument, MooncakeError, Refusal
+from mooncake.errors import DeadlineExceeded, InvalidArgument, MooncakeError, Refusal
 from mooncake.log import get_logger
 from mooncake.metrics import registry
+from mooncake.security import Identity, ours
+from mooncake.security.standing import DEFAULT_TENANT
 from mooncake.store import messages as m
 from mooncake.store.buffers import Buffer, Lent, LocalMemory
 from mooncake.store.grants import PutGrant, ReadGrant
@@ -84,7 +87,7 @@ class StoreSettings:
     chunk_bytes: Annotated[int, Size, Meta(ge=4096)] = 1 << 20
     "Bytes covered by one checksum of a plain put."
 
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     "Name space of all keys of this client, and whose quota its objects count for."
 
     verify_local: bool = True
@@ -97,12 +100,22 @@ MAX_DURABLE_PARTS = 8
 _UNCHECKED = np.zeros(0, dtype=np.uint32)
 
 
+def _identity_of(identity: Identity | None, engine: TransferEngine | None) -> Identity:
+    if identity is not None:
+        return identity
+    return engine.identity if engine is not None else ours()
+
+
 class _Faces:
     """What both faces share: the engine, the operations, the deadline."""
 
-    def __init__(self, master: str, engine: TransferEngine | None, settings: StoreSettings) -> None:
+    def __init__(
+        self, master: str, engine: TransferEngine | None, settings: StoreSettings, identity: Identity
+    ) -> None:
+        if identity.tenant and settings.tenant == DEFAULT_TENANT:
+            settings = dataclasses.replace(settings, tenant=identity.tenant)
         self.settings = settings
-        self.engine = engine if engine is not None else TransferEngine(TransferSettings())
+        self.engine = engine if engine is not None else TransferEngine(TransferSettings(), identity=identity)
         self._owns_engine = engine is None
         self.operations = Operations(
             self.engine.describe().host,
@@ -110,13 +123,17 @@ class _Faces:
             random.SystemRandom().getrandbits(62),
             settings.tenant,
             settings.verify_local,
+            socket.gethostname(),
+            settings.timeout_s / 2,
         )
         self._steering = Steering(self.operations)
         self._memory = LocalMemory(self.engine)
         _counted.add(self.operations)
 
-    def _deadline(self, timeout_s: float | None = None) -> float:
-        return clock.monotonic() + (self.settings.timeout_s if timeout_s is None else timeout_s)
+    def _deadline(self, timeout_s: float | None = None, deadline: float | None = None) -> float:
+        """Of one call: what it may take, and not beyond ``deadline``, of what it is a step of."""
+        own = clock.monotonic() + (self.settings.timeout_s if timeout_s is None else timeout_s)
+        return own if deadline is None else min(own, deadline)
 
     def _close(self) -> None:
         _counted.remove(self.operations)
@@ -182,7 +199,8 @@ class Store(_Faces):
     """The store, blocking; may be used from any thread.
 
     ``engine``: the process's transfer engine when it has one, so that memory registered there can be
-    read and written directly; else the store makes its own. Connects at the first call.
+    read and written directly; else the store makes its own. ``identity``: who this client is to the cluster,
+    instead of who the engine or this process is. Connects at the first call.
     """
 
     def __init__(
@@ -190,9 +208,11 @@ class Store(_Faces):
         master: str = DEFAULT_MASTER,
         engine: TransferEngine | None = None,
         settings: StoreSettings = StoreSettings(),
+        identity: Identity | None = None,
     ) -> None:
-        self._rpc = BlockingLeader(master, m.REPLIES)
-        super().__init__(master, engine, settings)
+        identity = _identity_of(identity, engine)
+        self._rpc = BlockingLeader(master, m.REPLIES, identity=identity)
+        super().__init__(master, engine, settings, identity)
         self._keeper = LeaseKeeper(self._renew)
 
     def connect(self, timeout_s: float = 2.0) -> None:
@@ -298,13 +318,15 @@ class Store(_Faces):
 
     # Metadata
 
-    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+    def exists(self, keys: Sequence[ObjectKey], deadline: float | None = None) -> list[bool]:
         """Which keys can be read; they are leased, so that a get that follows finds them."""
-        return self._run(self.operations.exists(keys, self._deadline()))
+        return self._run(self.operations.exists(keys, self._deadline(None, deadline)))
 
-    def remove(self, keys: Sequence[ObjectKey], force: bool = False) -> list[bool | Refusal]:
+    def remove(
+        self, keys: Sequence[ObjectKey], force: bool = False, deadline: float | None = None
+    ) -> list[bool | Refusal]:
         """True: removed; False: there was none; a Refusal: leased, and not ``force``."""
-        return self._run(self.operations.remove(keys, force, self._deadline()))
+        return self._run(self.operations.remove(keys, force, self._deadline(None, deadline)))
 
     def inspect(self, keys: Sequence[ObjectKey]) -> list[m.ObjectStatus | None]:
         """All about objects: replicas, pins, leases. Grants no lease and counts as no use."""
@@ -389,7 +411,8 @@ class Store(_Faces):
         """Any message of ``messages.py``, for status, listing and stories."""
         return self._run(self.operations.ask(message, self._deadline()))
 
-    # Parts of objects. Local addresses must lie in memory registered with ``engine``.
+    # Parts of objects. Local addresses must lie in memory registered with ``engine``. ``deadline`` (of
+    # ``clock.monotonic``) is of the whole that a call is a step of: after it nothing is asked for or moved.
 
     def start_puts(
         self,
@@ -401,13 +424,14 @@ class Store(_Faces):
         groups: Sequence[str] = (),
         parents: Sequence[ObjectKey] = (),
         replace: bool = False,
+        deadline: float | None = None,
     ) -> list[PutGrant | Refusal | None]:
         """Reserve space; None: the object exists or another writer is at it. See ``Operations``."""
         _check_names(keys, groups, parents)
         chunks = [chunk_bytes] * len(keys) if isinstance(chunk_bytes, int) else chunk_bytes
         return self._run(
             self.operations.start_puts(
-                keys, sizes, chunks, self._deadline(), (), policy, groups, parents, replace
+                keys, sizes, chunks, self._deadline(None, deadline), (), policy, groups, parents, replace
             )
         )
 
@@ -418,27 +442,28 @@ class Store(_Faces):
         local_addresses: npt.ArrayLike,
         lengths: npt.ArrayLike,
         timeout_s: float | None = None,
+        deadline: float | None = None,
     ) -> list[Refusal | None]:
         """Write k slices for each grant; columns u64 [k * len(grants)], one grant's in a row.
 
         ``timeout_s``: of this transfer, where bytes may take longer than answers of the master do.
         """
-        deadline = self._deadline(timeout_s)
+        deadline = self._deadline(timeout_s, deadline)
         return self._run(
             self.operations.write_ranges(grants, object_offsets, local_addresses, lengths, deadline)
         )
 
-    def end_puts(self, grants: Sequence[PutGrant]) -> list[Refusal | None]:
+    def end_puts(self, grants: Sequence[PutGrant], deadline: float | None = None) -> list[Refusal | None]:
         """Make complete objects visible; incomplete or failed ones are given up, with the reason."""
-        return self._run(self.operations.end_puts(grants, self._deadline()))
+        return self._run(self.operations.end_puts(grants, self._deadline(None, deadline)))
 
-    def abort_puts(self, grants: Sequence[PutGrant]) -> None:
+    def abort_puts(self, grants: Sequence[PutGrant], deadline: float | None = None) -> None:
         """Give reservations up."""
-        self._run(self.operations.abort_puts(grants, self._deadline()))
+        self._run(self.operations.abort_puts(grants, self._deadline(None, deadline)))
 
-    def open_reads(self, keys: Sequence[ObjectKey]) -> list[ReadGrant | None]:
+    def open_reads(self, keys: Sequence[ObjectKey], deadline: float | None = None) -> list[ReadGrant | None]:
         """Find and lease objects."""
-        return self._run(self.operations.open_reads(keys, self._deadline()))
+        return self._run(self.operations.open_reads(keys, self._deadline(None, deadline)))
 
     def read_ranges(
         self,
@@ -447,9 +472,10 @@ class Store(_Faces):
         local_addresses: npt.ArrayLike,
         lengths: npt.ArrayLike,
         timeout_s: float | None = None,
+        deadline: float | None = None,
     ) -> list[bool]:
         """Read whole chunks, k slices for each grant; which grants' bytes may be believed."""
-        deadline = self._deadline(timeout_s)
+        deadline = self._deadline(timeout_s, deadline)
         return self._run(
             self.operations.read_ranges(grants, object_offsets, local_addresses, lengths, deadline)
         )
@@ -491,6 +517,8 @@ class Store(_Faces):
     def _perform(self, effect: Ask | Open | Move | Pause) -> Any:
         if isinstance(effect, Ask):
             asked_at = clock.monotonic()
+            if asked_at >= effect.deadline and not effect.may_be_late:
+                return _not_asked(effect, asked_at)
             try:
                 reply = self._rpc.call(effect.message, max(0.0, effect.deadline - asked_at))
             except MooncakeError as error:
@@ -516,23 +544,36 @@ class Store(_Faces):
             )
             return [self._moved(t, done)]
         queue = self.engine.new_queue()
-        for token, t in enumerate(effect.transfers):
-            self.engine.submit(
-                queue,
-                token,
-                op,
-                t.handle,
-                t.local,
-                t.remote,
-                t.lengths,
-                checksum=t.is_checked,
-                timeout_s=_of_slices(timeout_s, t),
-            )
-        # Each ends by its own deadline, and until it has ended its memory is in use.
+        num_begun, failure = 0, None
         ended: dict[int, Completion] = {}
-        while len(ended) < len(effect.transfers):
-            for completion in queue.drain(timeout_s=1.0):
-                ended[completion.token] = completion
+        # Each ends by its own deadline, and until it has ended its memory is in use: whatever is raised
+        # meanwhile (an interrupt by Ctrl-C, memory that is not registered) is raised then.
+        while failure is None and num_begun < len(effect.transfers):
+            t = effect.transfers[num_begun]
+            try:
+                self.engine.submit(
+                    queue,
+                    num_begun,
+                    op,
+                    t.handle,
+                    t.local,
+                    t.remote,
+                    t.lengths,
+                    checksum=t.is_checked,
+                    timeout_s=_of_slices(timeout_s, t),
+                )
+                num_begun += 1
+            except MooncakeError as error:
+                failure = error
+        interrupt: KeyboardInterrupt | None = None
+        while len(ended) < num_begun:
+            try:
+                for completion in queue.drain(timeout_s=1.0):
+                    ended[completion.token] = completion
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None or failure is not None:
+            raise interrupt or failure  # type: ignore[misc]
         return [self._moved(t, ended[token]) for token, t in enumerate(effect.transfers)]
 
 
@@ -544,9 +585,11 @@ class AsyncStore(_Faces):
         master: str = DEFAULT_MASTER,
         engine: TransferEngine | None = None,
         settings: StoreSettings = StoreSettings(),
+        identity: Identity | None = None,
     ) -> None:
-        self._rpc = AsyncLeader(master, m.REPLIES)
-        super().__init__(master, engine, settings)
+        identity = _identity_of(identity, engine)
+        self._rpc = AsyncLeader(master, m.REPLIES, identity=identity)
+        super().__init__(master, engine, settings, identity)
 
     async def connect(self, timeout_s: float = 2.0) -> None:
         """As ``Store.connect``, but it waits for a master that is not there yet."""
@@ -623,11 +666,13 @@ class AsyncStore(_Faces):
         """``async with store.view(key) as data:``, else as ``Store.view``."""
         return AsyncView(self, key, self.settings.verify_local if verify is None else verify)
 
-    async def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return await self._run(self.operations.exists(keys, self._deadline()))
+    async def exists(self, keys: Sequence[ObjectKey], deadline: float | None = None) -> list[bool]:
+        return await self._run(self.operations.exists(keys, self._deadline(None, deadline)))
 
-    async def remove(self, keys: Sequence[ObjectKey], force: bool = False) -> list[bool | Refusal]:
-        return await self._run(self.operations.remove(keys, force, self._deadline()))
+    async def remove(
+        self, keys: Sequence[ObjectKey], force: bool = False, deadline: float | None = None
+    ) -> list[bool | Refusal]:
+        return await self._run(self.operations.remove(keys, force, self._deadline(None, deadline)))
 
     async def inspect(self, keys: Sequence[ObjectKey]) -> list[m.ObjectStatus | None]:
         return await self._run(self.operations.inspect(keys, self._deadline()))
@@ -698,12 +743,13 @@ class AsyncStore(_Faces):
         groups: Sequence[str] = (),
         parents: Sequence[ObjectKey] = (),
         replace: bool = False,
+        deadline: float | None = None,
     ) -> list[PutGrant | Refusal | None]:
         _check_names(keys, groups, parents)
         chunks = [chunk_bytes] * len(keys) if isinstance(chunk_bytes, int) else chunk_bytes
         return await self._run(
             self.operations.start_puts(
-                keys, sizes, chunks, self._deadline(), (), policy, groups, parents, replace
+                keys, sizes, chunks, self._deadline(None, deadline), (), policy, groups, parents, replace
             )
         )
 
@@ -714,20 +760,25 @@ class AsyncStore(_Faces):
         local_addresses: npt.ArrayLike,
         lengths: npt.ArrayLike,
         timeout_s: float | None = None,
+        deadline: float | None = None,
     ) -> list[Refusal | None]:
-        deadline = self._deadline(timeout_s)
+        deadline = self._deadline(timeout_s, deadline)
         return await self._run(
             self.operations.write_ranges(grants, object_offsets, local_addresses, lengths, deadline)
         )
 
-    async def end_puts(self, grants: Sequence[PutGrant]) -> list[Refusal | None]:
-        return await self._run(self.operations.end_puts(grants, self._deadline()))
+    async def end_puts(
+        self, grants: Sequence[PutGrant], deadline: float | None = None
+    ) -> list[Refusal | None]:
+        return await self._run(self.operations.end_puts(grants, self._deadline(None, deadline)))
 
-    async def abort_puts(self, grants: Sequence[PutGrant]) -> None:
-        await self._run(self.operations.abort_puts(grants, self._deadline()))
+    async def abort_puts(self, grants: Sequence[PutGrant], deadline: float | None = None) -> None:
+        await self._run(self.operations.abort_puts(grants, self._deadline(None, deadline)))
 
-    async def open_reads(self, keys: Sequence[ObjectKey]) -> list[ReadGrant | None]:
-        return await self._run(self.operations.open_reads(keys, self._deadline()))
+    async def open_reads(
+        self, keys: Sequence[ObjectKey], deadline: float | None = None
+    ) -> list[ReadGrant | None]:
+        return await self._run(self.operations.open_reads(keys, self._deadline(None, deadline)))
 
     async def read_ranges(
         self,
@@ -736,8 +787,9 @@ class AsyncStore(_Faces):
         local_addresses: npt.ArrayLike,
         lengths: npt.ArrayLike,
         timeout_s: float | None = None,
+        deadline: float | None = None,
     ) -> list[bool]:
-        deadline = self._deadline(timeout_s)
+        deadline = self._deadline(timeout_s, deadline)
         return await self._run(
             self.operations.read_ranges(grants, object_offsets, local_addresses, lengths, deadline)
         )
@@ -768,6 +820,8 @@ class AsyncStore(_Faces):
     async def _perform(self, effect: Ask | Open | Move | Pause) -> Any:
         if isinstance(effect, Ask):
             asked_at = clock.monotonic()
+            if asked_at >= effect.deadline and not effect.may_be_late:
+                return _not_asked(effect, asked_at)
             try:
                 reply = await self._rpc.call(effect.message, max(0.0, effect.deadline - asked_at))
             except MooncakeError as error:
@@ -775,17 +829,20 @@ class AsyncStore(_Faces):
             return Answer(reply, None, asked_at, clock.monotonic())
         if isinstance(effect, Move):
             op = Op.WRITE if effect.is_write else Op.READ
-            timeout_s = effect.deadline - clock.monotonic()
-            if timeout_s <= 0:
-                return _too_late(effect)
-            return list(await asyncio.gather(*(self._transfer(op, t, timeout_s) for t in effect.transfers)))
+            # Each to its end, also when one fails or this is cancelled: until then the memory is in use.
+            moves = (self._transfer(op, t, effect.deadline) for t in effect.transfers)
+            done = await asyncio.gather(*moves, return_exceptions=True)
+            return [_raised(one) for one in done]
         if isinstance(effect, Open):
             return await asyncio.to_thread(self._open, effect)
         await asyncio.sleep(effect.seconds)
         return None
 
-    async def _transfer(self, op: Op, t: Slices, timeout_s: float) -> Moved:
-        timeout_s = _of_slices(timeout_s, t)
+    async def _transfer(self, op: Op, t: Slices, deadline: float) -> Moved:
+        now = clock.monotonic()
+        if now >= deadline:
+            return Moved(None, "timed_out", now)
+        timeout_s = _of_slices(deadline - now, t)
         completion = await self.engine.transfer(
             op, t.handle, t.local, t.remote, t.lengths, timeout_s=timeout_s, checksum=t.is_checked
         )
@@ -794,6 +851,17 @@ class AsyncStore(_Faces):
 
 def _of_slices(timeout_s: float, t: Slices) -> float:
     return timeout_s / 2 if t.has_others else timeout_s
+
+
+def _not_asked(effect: Ask, now: float) -> Answer:
+    what = type(effect.message).__name__
+    return Answer(None, DeadlineExceeded(f"{what} was not sent: the operation's time is over"), now, now)
+
+
+def _raised(outcome: Moved | BaseException) -> Moved:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 def _too_late(effect: Move) -> list[Moved]:

@@ -20,6 +20,7 @@ from msgspec import Meta
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
+from mooncake.security import check_address
 from mooncake.store import messages as m
 from mooncake.store.leader import AsyncLeader
 from mooncake.store.node import MIN_BYTES, Node, NodeSettings
@@ -136,8 +137,10 @@ async def serve(settings: DaemonSettings) -> None:
 
     Raises:
         AddressInUse: a port is taken.
+        InvalidArgument: others can reach it, and nobody has to prove who he is.
         MooncakeError: what is lent is not there, the oplog can't be used.
     """
+    check_address(settings.host)
     async with AsyncExitStack() as stack:
         if settings.master:
             client = AsyncLeader(settings.master, m.REPLIES)

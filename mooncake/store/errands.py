@@ -72,6 +72,15 @@ class AllEnded:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Looked:
+    """A replica was read; ``life`` as in its Look."""
+
+    check_id: int
+    life: int
+    refusal: Refusal | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Told:
     """What ``Tell`` asked for is over; ``is_complete``: the master has heard everything."""
 
@@ -103,6 +112,15 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    """Effect: read that replica, and say whether it is right; Looked follows in any case."""
+
+    check: m.Check
+    deadline: float
+    life: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Tell:
     """Effect: changes were lost; report all that the segment holds. Told follows."""
 
@@ -112,8 +130,8 @@ class Remount:
     """Effect: the master does not know the segment."""
 
 
-Event = Began | Parted | Answered | Failed | Ended | AllEnded | Told
-Effect = Ask | Change | Run | Tell | Remount
+Event = Began | Parted | Answered | Failed | Ended | AllEnded | Looked | Told
+Effect = Ask | Change | Run | Look | Tell | Remount
 
 
 class Errands:
@@ -129,11 +147,12 @@ class Errands:
         self._life = 0
         """Of the connection: what was given out in an earlier one is not told in this."""
         self._number = 0
-        self._polls: dict[int, tuple[float, list[m.TaskDone]]] = {}
-        """Number -> (when it was sent, what it tells)."""
+        self._polls: dict[int, tuple[float, list[m.TaskDone], list[m.TaskDone]]] = {}
+        """Number -> (when it was sent, what it tells of tasks, and of checks)."""
         self._running: dict[tuple[int, int], float] = {}
         """(life, task id) -> deadline."""
         self._done: list[m.TaskDone] = []
+        self._checked: list[m.TaskDone] = []
         self._is_untold = False
         """The journal has what no master may know of, or lacks something: all of it is to be reported."""
         self._wake_at: float | None = None
@@ -155,6 +174,9 @@ class Errands:
         elif isinstance(event, AllEnded):
             for end in event.ends:
                 self._ended(end, now)
+        elif isinstance(event, Looked):
+            if event.life == self._life and self.is_mounted:
+                self._checked.append(m.TaskDone(event.check_id, event.refusal))
         elif self._wake_at is not None and self._wake_at <= now:
             self._wake_at = None
         if isinstance(event, Told):
@@ -169,7 +191,7 @@ class Errands:
 
     def check(self) -> None:
         assert len(self._polls) <= MAX_POLLS
-        assert self.is_mounted or not (self._polls or self._done)
+        assert self.is_mounted or not (self._polls or self._done or self._checked)
         assert self._wake_at is None or not self._polls
         if self.is_mounted and not self._polls and self._wake_at is None:
             assert len(self._running) >= self._max_tasks, "nobody is asked for work"
@@ -181,10 +203,11 @@ class Errands:
     def _part(self) -> None:
         self.is_mounted = False
         self._life += 1
-        untold = [*self._done, *(one for _, done in self._polls.values() for one in done)]
+        untold = [*self._done, *(one for _, done, _ in self._polls.values() for one in done)]
         self._is_untold |= any(one.refusal is None for one in untold)
         self._polls.clear()
         self._done.clear()
+        self._checked.clear()
         self._wake_at = None
 
     def _answered(self, event: Answered, now: float) -> list[Effect]:
@@ -209,12 +232,15 @@ class Errands:
                 self._running[self._life, task.task_id] = deadline
                 self._tell(now, task.entry.key, f"task {task.task_id}: copy from {task.source.segment}")
                 effects.append(Run(task, deadline, self._life))
+        for check in reply.checks:
+            self._tell(now, check.entry.key, f"check {check.check_id}")
+            effects.append(Look(check, poll[0] + check.deadline_s, self._life))
         return effects
 
     def _failed(self, number: int, now: float) -> None:
         poll = self._polls.pop(number, None)
         if poll is not None:
-            self._done = poll[1] + self._done
+            self._done, self._checked = poll[1] + self._done, poll[2] + self._checked
             if not self._polls:
                 self._wake_at = now + PAUSE_S
 
@@ -229,16 +255,18 @@ class Errands:
     def _poll(self, now: float) -> list[Effect]:
         num_idle = self._max_tasks - len(self._running)
         may_ask = self.is_mounted and self._wake_at is None
+        has_news = bool(self._done or self._checked)
         if self._polls:
-            may_ask = may_ask and bool(self._done) and len(self._polls) < MAX_POLLS
-        elif not self._done:
+            may_ask = may_ask and has_news and len(self._polls) < MAX_POLLS
+        elif not has_news:
             may_ask = may_ask and num_idle > 0
         if not may_ask:
             return []
         self._number += 1
         done, self._done = self._done, []
-        self._polls[self._number] = now, done
-        message = m.Poll(self._segment, self._epoch, done, self.seen, max(0, num_idle))
+        checked, self._checked = self._checked, []
+        self._polls[self._number] = now, done, checked
+        message = m.Poll(self._segment, self._epoch, done, self.seen, max(0, num_idle), checked)
         return [Ask(self._number, message)]
 
     def _tell(self, now: float, key: str, what: str) -> None:

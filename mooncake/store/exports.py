@@ -9,6 +9,7 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mooncake.store import messages as m
 from mooncake.store.admin.desk import Leadership
 from mooncake.store.master import Master
 
@@ -49,8 +50,11 @@ _COUNTERS = {
     "evicted_bytes": "Bytes evicted",
     "evicted_replicas": "Replicas evicted whose object stayed readable on another tier",
     "removed_objects": "Objects removed by request",
-    "corrupt_objects": "Objects dropped because a reader found wrong bytes",
-    "corrupt_replicas": "Replicas dropped because a reader found wrong bytes",
+    "corrupt_objects": "Objects dropped because a reader, and then their node, found wrong bytes",
+    "corrupt_replicas": "Replicas dropped because a reader, and then their node, found wrong bytes",
+    "corrupt_reports": "Replicas of which somebody said that their bytes are wrong",
+    "refuted_reports": "Such reports that the replica's node found to be wrong: look at who reported",
+    "unverified_reports": "Replicas that their node did not read again in time",
     "lost_objects": "Objects dropped because their node was lost",
     "done_tasks": "Copies that nodes made",
     "failed_tasks": "Copies that were given up",
@@ -64,6 +68,10 @@ _COUNTERS = {
     "promotions_no_room": "Lookups that found an object only on SSD, and no memory for it",
     "reported_objects": "Objects known because their node said so",
 }
+
+
+MAX_REPORTERS = 32
+"""The last ones, each with a label."""
 
 
 class MasterMetrics(Collector):
@@ -95,3 +103,14 @@ class MasterMetrics(Collector):
         counts = dataclasses.asdict(master.counts)
         for name, documentation in _COUNTERS.items():
             yield CounterMetricFamily(f"mooncake_store_{name}", documentation, value=counts[name])
+        yield _by_reporter(master.verification.reporters(0.0)[-MAX_REPORTERS:])
+
+
+def _by_reporter(reporters: list[m.ReporterStatus]) -> Metric:
+    documentation = "Reports of wrong bytes by the last machines that made some; gone with the master"
+    family = GaugeMetricFamily("mooncake_store_reporters", documentation, labels=["reporter", "outcome"])
+    for one in reporters:
+        outcomes = {"confirmed": one.num_confirmed, "refuted": one.num_refuted, "all": one.num_reports}
+        for outcome, number in outcomes.items():
+            family.add_metric([one.reporter, outcome], number)
+    return family

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from mooncake.security.standing import EVERYBODY, NODES, Level
 from mooncake.store.catalog import Catalog
 from mooncake.store.copying import Copy
 from mooncake.store.effects import Reply
@@ -66,6 +67,10 @@ class Leads(msgspec.Struct, frozen=True, array_like=True, tag="leads"):
     term: int
     is_here: bool
     """The one that was asked leads."""
+
+
+ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {Follow: NODES, WhoLeads: EVERYBODY}
+"""As ``messages.ACCESS``: a follower gets a copy of all that there is, and replies wait for it."""
 
 
 class Following:

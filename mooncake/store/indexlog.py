@@ -123,10 +123,17 @@ class IndexLog:
         """They are not here any more.
 
         Raises:
-            OutOfSpace, StorageError: that can't be written down.
+            OutOfSpace, StorageError: that can't be written down, so they still are.
         """
         before = self.index.num_bytes
-        self._append(self.index.drop(object_ids), before)
+        known = [entry for one in object_ids if (entry := self.index.entries.get(one)) is not None]
+        try:
+            self._append(self.index.drop(entry.object_id for entry in known), before)
+        except MooncakeError:
+            for entry in known:
+                self.index.hold(entry)
+            self.index.num_bytes = before
+            raise
 
     def flush(self) -> None:
         """It blocks, and may run beside everything else.

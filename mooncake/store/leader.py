@@ -18,6 +18,7 @@ import msgspec
 from mooncake.errors import DeadlineExceeded, InvalidArgument, MooncakeError, NotLeader, PeerLost, Unavailable
 from mooncake.rpc import AsyncClient, BlockingClient
 from mooncake.rpc.client import split_address
+from mooncake.security import Identity, ours
 from mooncake.store import election
 from mooncake.store.ballot import Ballot, make_ballot
 from mooncake.store.follow import Leads, WhoLeads
@@ -86,8 +87,14 @@ class BlockingLeader:
     """Calls whoever leads, from any thread; as ``BlockingClient``, with a ``Guide`` for its address."""
 
     def __init__(
-        self, master: str, replies: Iterable[type[msgspec.Struct]], name: str = "the master"
+        self,
+        master: str,
+        replies: Iterable[type[msgspec.Struct]],
+        name: str = "the master",
+        *,
+        identity: Identity | None = None,
     ) -> None:
+        self._identity = identity or ours()
         self.guide = Guide(master)
         self._replies: tuple[type[msgspec.Struct], ...] = (*replies, Leads)
         self._name = name
@@ -130,7 +137,7 @@ class BlockingLeader:
         """Find it now; raises Unavailable, at once when there is one master and nobody listens there."""
         alone = self.guide.alone
         if alone:
-            probe = BlockingClient(alone, (Leads,), self._name, is_patient=False)
+            probe = BlockingClient(alone, (Leads,), self._name, is_patient=False, identity=self._identity)
             try:
                 probe.call(WhoLeads(), timeout_s)
             finally:
@@ -146,7 +153,9 @@ class BlockingLeader:
 
     def _use(self, address: str) -> BlockingClient:
         is_patient = address == self.guide.alone
-        self._client = BlockingClient(address, self._replies, self._name, is_patient=is_patient)
+        self._client = BlockingClient(
+            address, self._replies, self._name, is_patient=is_patient, identity=self._identity
+        )
         self._address = address
         return self._client
 
@@ -187,7 +196,7 @@ class BlockingLeader:
             time.sleep(PAUSE_S)
 
     def _probe(self, address: str, deadline: float) -> Leads | MooncakeError:
-        probe = BlockingClient(address, (Leads,), self._name, is_patient=False)
+        probe = BlockingClient(address, (Leads,), self._name, is_patient=False, identity=self._identity)
         try:
             answer: Leads = probe.call(WhoLeads(), max(0.001, min(PROBE_S, deadline - time.monotonic())))
             return answer
@@ -214,7 +223,9 @@ class AsyncLeader:
         name: str = "the master",
         *,
         doubt_s: float = DOUBT_S,
+        identity: Identity | None = None,
     ) -> None:
+        self._identity = identity or ours()
         self._doubt_s = doubt_s
         self.guide = master if isinstance(master, Guide) else Guide(master)
         self._owns_guide = not isinstance(master, Guide)
@@ -281,7 +292,8 @@ class AsyncLeader:
             await asyncio.to_thread(self.guide.close)
 
     def _use(self, address: str) -> AsyncClient:
-        self._client, self._address = AsyncClient(address, self._replies, self._name), address
+        self._client = AsyncClient(address, self._replies, self._name, identity=self._identity)
+        self._address = address
         return self._client
 
     async def _let_go(self, client: AsyncClient | None, leader: str = "") -> None:
@@ -313,7 +325,7 @@ class AsyncLeader:
             await asyncio.sleep(PAUSE_S)
 
     async def _probe(self, address: str, deadline: float) -> Leads | MooncakeError:
-        probe = AsyncClient(address, (Leads,), self._name, is_patient=False)
+        probe = AsyncClient(address, (Leads,), self._name, is_patient=False, identity=self._identity)
         try:
             answer: Leads = await probe.call(
                 WhoLeads(), max(0.001, min(PROBE_S, deadline - time.monotonic()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from random import Random
@@ -18,7 +19,7 @@ import msgspec
 from prometheus_client import Counter
 
 from mooncake.driver import Driver
-from mooncake.errors import MooncakeError, PeerLost, Refusal
+from mooncake.errors import AccessDenied, MooncakeError, PeerLost, Refusal
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.metrics import registry
@@ -41,8 +42,17 @@ FAILED = Counter(
     "mooncake_store_failed_tasks", "Tasks of this node that failed", ["reason"], registry=registry
 )
 
+CHECKED = Counter(
+    "mooncake_store_checked_replicas",
+    "Replicas of this node that it read because a reader said that they are wrong",
+    ["outcome"],
+    registry=registry,
+)
+
 TOGETHER_BYTES = 16 << 20
 """What is carried together, about."""
+RETRY_S = 1.0
+"""Until a change of the index that the disk refused is tried again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,9 +111,14 @@ class Lent:
         self._target = Target(offer.region, offer.tier, offer.disk, flush)
         self._held: dict[int, m.Entry] = {}
         """The journal of memory."""
+        self._owed: deque[Callable[[], None]] = deque()
+        """Changes that the index of the SSD has not taken yet."""
+        self._retry: asyncio.TimerHandle | None = None
         self._left = asyncio.Event()
         self._link: AsyncLeader | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._looking = asyncio.Lock()
+        """One replica at a time is read for the master."""
         self._runs: list[e.Run] = []
         """Tasks of the answer that is being worked off."""
         self._hanging_up: asyncio.Task[None] | None = None
@@ -145,6 +160,9 @@ class Lent:
             await self._hanging_up  # or the master would think that we are still there
         self._driver.close()
         self._errand_driver.close()
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -167,7 +185,7 @@ class Lent:
 
     def _perform(self, effect: ms.Effect) -> None:
         if isinstance(effect, ms.Connect):
-            self._link = AsyncLeader(self._guide, m.REPLIES, doubt_s=math.inf)
+            self._link = AsyncLeader(self._guide, m.REPLIES, doubt_s=math.inf, identity=self._engine.identity)
             self._spawn(self._connect(self._link))
         elif isinstance(effect, ms.Disconnect):
             link, self._link = self._link, None
@@ -191,6 +209,8 @@ class Lent:
         try:
             await link.connect(ms.ANSWER_S)
         except MooncakeError as error:
+            if isinstance(error, AccessDenied):
+                log.warning("mount_denied", segment=self.offer.name, reason=str(error))
             self._report(link, ms.Closed(str(error)))
             return
         self._report(link, ms.Opened())
@@ -203,6 +223,8 @@ class Lent:
         except PeerLost:
             return  # whoever watches the connection reports it
         except MooncakeError as error:
+            if isinstance(error, AccessDenied):
+                log.warning("mount_denied", segment=self.offer.name, reason=str(error))
             self._report(link, ms.Closed(str(error)))
         else:
             self._report(link, ms.Answered(reply))
@@ -224,6 +246,8 @@ class Lent:
             if not self._runs:  # what comes in one answer is carried together
                 asyncio.get_running_loop().call_soon(self._start_runs)
             self._runs.append(effect)
+        elif isinstance(effect, e.Look):
+            self._spawn(self._look(effect))
         elif isinstance(effect, e.Tell):
             assert self._link is not None
             self._spawn(self._tell_all(self._link))
@@ -260,8 +284,13 @@ class Lent:
     async def _run(self, runs: list[e.Run]) -> None:
         refusals: list[Refusal | None] = [Refusal("cancelled", "the node stopped")] * len(runs)
         deadline = min(run.deadline for run in runs)
+        self._pay()  # what went before the task came must be noted before what comes with it
         try:
-            refusals = await self._porter.carry([run.task for run in runs], self._target, deadline)
+            if self._owed:
+                full = Refusal("no_space", f"the index of {self.offer.name} can't be written")
+                refusals = [full] * len(runs)
+            else:
+                refusals = await self._porter.carry([run.task for run in runs], self._target, deadline)
         finally:
             ends = [
                 e.Ended(r.task.task_id, r.life, refusal) for r, refusal in zip(runs, refusals, strict=True)
@@ -270,6 +299,20 @@ class Lent:
         for run, refusal in zip(runs, refusals, strict=True):
             self._log_task(run.task, refusal)
         self._compact_if_due()
+
+    async def _look(self, look: e.Look) -> None:
+        """Somebody says that these bytes are wrong."""
+        refusal: Refusal | None = Refusal("cancelled", "the node stopped")
+        entry = look.check.entry
+        try:
+            async with self._looking:
+                refusal = await self._porter.verify(entry, self._target, look.deadline)
+        finally:
+            self._errand_driver.post(e.Looked(look.check.check_id, look.life, refusal))
+        outcome = "right" if refusal is None else refusal.code
+        CHECKED.labels(outcome).inc()
+        report = log.info if refusal is None else log.warning
+        report("replica_checked", segment=self.offer.name, key=entry.key, outcome=outcome)
 
     def _log_task(self, task: m.Task, refusal: Refusal | None) -> None:
         entry, source = task.entry, task.source
@@ -328,10 +371,24 @@ class Lent:
             self._note_down(partial(disk.log.drop, object_ids))
 
     def _note_down(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except MooncakeError as error:
-            log.error("index_not_written", segment=self.offer.name, reason=str(error))
+        """The master takes it for noted: while the disk refuses, it is tried again, in order."""
+        self._owed.append(write)
+        if self._retry is None:
+            self._pay()
+
+    def _pay(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        while self._owed:
+            try:
+                self._owed[0]()
+            except MooncakeError as error:
+                fields = {"num_changes": len(self._owed), "retry_in_s": RETRY_S}
+                log.error("index_not_written", segment=self.offer.name, reason=str(error), **fields)
+                self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._pay)
+                break
+            self._owed.popleft()
         self._compact_if_due()
 
     def _compact_if_due(self) -> None:

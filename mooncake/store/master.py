@@ -36,6 +36,7 @@ from mooncake.store.hot import Hot
 from mooncake.store.mounting import Mounting
 from mooncake.store.objects import Objects
 from mooncake.store.pinning import Pinning
+from mooncake.store.putqueue import PutQueue
 from mooncake.store.quotas import QuotaKeeping
 from mooncake.store.reading import Reading
 from mooncake.store.records import Record
@@ -47,6 +48,8 @@ from mooncake.store.space import Space
 from mooncake.store.tally import Tally
 from mooncake.store.tasks import Tasks
 from mooncake.store.tiers import Tiers
+from mooncake.store.verification import Verification
+from mooncake.store.walks import Walks
 from mooncake.store.writing import Writing
 from mooncake.store.written import Written
 
@@ -66,19 +69,28 @@ class Master:
         self.tally = Tally(self.catalog)
         space = Space(self.catalog)
         self._advances = Advances(self.catalog, space)
-        reading, writing = Reading(self.catalog), Writing(self.catalog, space, self._advances)
+        self.put_queue = PutQueue(self.catalog, lambda: self.tiers.is_freeing)
+        reading = Reading(self.catalog)
+        writing = Writing(self.catalog, space, self._advances, self.put_queue)
         written = Written(self.catalog, space, self._advances, writing)
         self.tasks = Tasks(self.catalog)
         self.tiers = Tiers(self.catalog, self.tasks)
         self.replication = Replication(self.catalog, self.tasks)
         self.hot = Hot(self.catalog, self.tasks)
+        self._walks = Walks(self.catalog)
+        self.verification = Verification(self.catalog, self.tasks)
         self.catalog.watchers += [self.tasks, self.tiers]
         # Tasks last: what the others plan in a step leaves in the same one.
-        self.catalog.clocks += [self._advances, self.tiers, self.replication, self.hot, self.tasks]
+        self.catalog.clocks += [self._advances, self.tiers, self.replication, self.hot, self.verification]
+        self.catalog.clocks += [self._walks, self.tasks, self.put_queue]
+        self.tiers.on_demoted = self.put_queue.demoted
+        self.put_queue.on_end = self.tally.add
         self.catalog.on_complete.append(self.tiers.completed)
         self.catalog.on_left.append(self.tasks.extent_left)
-        removing, mounting = Removing(self.catalog), Mounting(self.catalog, self.tasks)
-        asking, pinning, quotas = Asking(self.catalog), Pinning(self.catalog), QuotaKeeping(self.catalog)
+        self._walks.on_end = self.tally.add
+        removing, mounting = Removing(self.catalog, self._walks), Mounting(self.catalog, self.tasks)
+        self.asking = asking = Asking(self.catalog, self._walks, self.verification.reporters)
+        pinning, quotas = Pinning(self.catalog), QuotaKeeping(self.catalog)
         self._applying = Applying(self.catalog)
         self._soonest = -math.inf
         """What ``deadline`` said after the last event; before the first, and once records came in, nobody
@@ -94,7 +106,7 @@ class Master:
             m.Remove: removing.remove,
             m.RemoveMatching: removing.remove_matching,
             m.DropReplicas: removing.drop_replicas,
-            m.Corrupt: removing.corrupt,
+            m.Corrupt: self.verification.corrupt,
             m.Pin: pinning.pin,
             m.Describe: mounting.describe,
             m.Mount: mounting.mount,
@@ -147,8 +159,17 @@ class Master:
 
     def check(self) -> None:
         self.catalog.check()
-        for part in (self.tasks, self.tiers, self.replication, self.hot, self._advances):
+        for part in (
+            self.tasks,
+            self.tiers,
+            self.replication,
+            self.hot,
+            self.verification,
+            self._walks,
+            self._advances,
+        ):
             part.check()
+        self.put_queue.check()
 
     def story(self, key: str) -> list[str]:
         return self.catalog.story(key)

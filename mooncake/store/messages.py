@@ -11,9 +11,13 @@ the promiser's. Requests may arrive twice (a client that lost its connection ask
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 
 from mooncake.errors import Refusal
+from mooncake.security.standing import ADMINS, EVERYBODY, NODES, NODES_AND_ADMINS, TRUSTED, Level
 from mooncake.types import Tier
 
 MAX_KEYS = 4096
@@ -104,6 +108,8 @@ class PutStart(msgspec.Struct, frozen=True, array_like=True, tag="put_start"):
     num_pieces: int = 0
     """So many pieces in advance, too, for ``PutWritten``."""
     piece_bytes: int = 0
+    wait_s: float = 0.0
+    """Where there is no room: wait so long for space that objects on their way to SSD are about to free."""
 
 
 class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"):
@@ -200,11 +206,18 @@ class Exists(msgspec.Struct, frozen=True, array_like=True, tag="exists"):
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """Extend leases on exactly these objects."""
+    """Extend leases on exactly these objects.
+
+    Of an object whose bytes a reader looks at where they lie, exactly that replica must still be kept for it:
+    another one of the object is no help. The master may have dropped it, and a master that has come since
+    does not know for whom its space rests.
+    """
 
     keys: list[str]
     object_ids: list[int]
     tenant: str = ""
+    replicas: list[Replica] = []
+    """Empty, or which one is looked at, per key."""
 
 
 class Flags(msgspec.Struct, frozen=True, array_like=True, tag="flags"):
@@ -225,7 +238,8 @@ class Remove(msgspec.Struct, frozen=True, array_like=True, tag="remove"):
 class RemoveMatching(msgspec.Struct, frozen=True, array_like=True, tag="remove_matching"):
     """Remove every object of the tenant whose key the regular expression is found in; "" is all of them.
 
-    Answered by Removed. Leased ones are left unless ``force``.
+    Answered by Removed. Leased ones are left unless ``force``, and what is put after the question always. The
+    expressions are RE2's (``patterns.py``).
     """
 
     pattern: str
@@ -260,9 +274,10 @@ class DropReplicas(msgspec.Struct, frozen=True, array_like=True, tag="drop_repli
 
 
 class Corrupt(msgspec.Struct, frozen=True, array_like=True, tag="corrupt"):
-    """A reader found bytes that don't match the checksums: drop exactly these replicas.
+    """A reader found bytes twice that don't match the checksums: have the nodes of these replicas look.
 
-    An object goes with its last one.
+    Only what its own node confirms is dropped. Answered by Outcomes: True: the node is asked; False: there is
+    no such replica, or its node has just found it right; a Refusal (``limit``): too many reports.
     """
 
     keys: list[str]
@@ -270,6 +285,8 @@ class Corrupt(msgspec.Struct, frozen=True, array_like=True, tag="corrupt"):
     segments: list[str] = []
     """Whose replica is wrong, per key; empty: every one."""
     tenant: str = ""
+    reporter: str = ""
+    """The machine that read it, so that the one at fault is found; its own word, and no more."""
 
 
 class Describe(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
@@ -322,6 +339,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     is_hard_pinned: bool = False
     group: str = ""
     parent: str = ""
+    is_durable: bool = False
+    """Its writer was promised that it is on SSD."""
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
@@ -352,6 +371,15 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     """Seconds after the Poll was sent, beyond which nothing may be written."""
 
 
+class Check(msgspec.Struct, frozen=True, array_like=True):
+    """Read a replica of the segment that asked, and say whether its bytes are right."""
+
+    check_id: int
+    entry: Entry
+    deadline_s: float
+    """Seconds after the Poll was sent, beyond which nobody wants to know."""
+
+
 class TaskDone(msgspec.Struct, frozen=True, array_like=True):
     """``refusal``: why not; its code ``corrupt`` means that the source's bytes are wrong."""
 
@@ -368,6 +396,8 @@ class Poll(msgspec.Struct, frozen=True, array_like=True, tag="poll"):
     seen: int
     """The number of the last change that the node has noted; 0 at first."""
     max_tasks: int
+    checked: list[TaskDone] = []
+    """What came of checks, by their ids: None: the bytes are right; ``corrupt``: they are wrong."""
 
 
 class Polled(msgspec.Struct, frozen=True, array_like=True, tag="polled"):
@@ -378,6 +408,7 @@ class Polled(msgspec.Struct, frozen=True, array_like=True, tag="polled"):
     tasks: list[Task]
     is_known: bool = True
     """False: mount again."""
+    checks: list[Check] = []
 
 
 class Mounted(msgspec.Struct, frozen=True, array_like=True, tag="mounted"):
@@ -438,6 +469,20 @@ class SegmentStatus(msgspec.Struct, frozen=True):
     """Space is given out here now."""
 
 
+class ReporterStatus(msgspec.Struct, frozen=True):
+    """A machine that reported wrong bytes. One whose reports are refuted is at fault itself."""
+
+    reporter: str
+    num_reports: int
+    num_confirmed: int
+    """By the node whose replica it was: the bytes were wrong."""
+    num_refuted: int
+    """By the same: they were right."""
+    num_unanswered: int
+    idle_s: float
+    """Since its last report."""
+
+
 class MasterStatus(msgspec.Struct, frozen=True, array_like=True, tag="master_status"):
     num_objects: int
     num_writing: int
@@ -445,6 +490,8 @@ class MasterStatus(msgspec.Struct, frozen=True, array_like=True, tag="master_sta
     allocated_bytes: int
     counts: dict[str, int]
     segments: list[SegmentStatus]
+    reporters: list[ReporterStatus] = []
+    """The last ones that reported wrong bytes."""
 
 
 class ListKeys(msgspec.Struct, frozen=True, array_like=True, tag="list_keys"):
@@ -594,35 +641,55 @@ class Quotas(msgspec.Struct, frozen=True, array_like=True, tag="quotas"):
     quotas: list[QuotaStatus]
 
 
-REQUESTS: tuple[type[msgspec.Struct], ...] = (
-    PutStart,
-    PutWritten,
-    PutEnd,
-    PutAbort,
-    Lookup,
-    Exists,
-    Renew,
-    Remove,
-    RemoveMatching,
-    Pin,
-    DropReplicas,
-    Corrupt,
-    Describe,
-    Mount,
-    Report,
-    Poll,
-    Heartbeat,
-    Unmount,
-    Status,
-    ListKeys,
-    Story,
-    Inspect,
-    CopyObject,
-    Drain,
-    AskJob,
-    SetQuota,
-    AskQuotas,
-)
+ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
+    PutStart: EVERYBODY,
+    PutWritten: EVERYBODY,
+    PutEnd: EVERYBODY,
+    PutAbort: EVERYBODY,
+    Lookup: EVERYBODY,
+    Exists: EVERYBODY,
+    Renew: EVERYBODY,
+    Remove: EVERYBODY,
+    RemoveMatching: EVERYBODY,
+    Pin: EVERYBODY,
+    DropReplicas: EVERYBODY,
+    Corrupt: EVERYBODY,
+    Describe: EVERYBODY,
+    Mount: NODES,
+    Report: NODES,
+    Poll: NODES,
+    Heartbeat: NODES,
+    Unmount: NODES_AND_ADMINS,
+    Status: TRUSTED,
+    ListKeys: EVERYBODY,
+    Story: EVERYBODY,
+    Inspect: EVERYBODY,
+    CopyObject: TRUSTED,
+    Drain: NODES_AND_ADMINS,
+    AskJob: TRUSTED,
+    SetQuota: ADMINS,
+    AskQuotas: TRUSTED,
+}
+"""Who may ask what, where peers have to prove who they are. What names a tenant may be sent for that tenant
+only by whoever is bound to one. A node may unmount and drain what it has mounted itself (``server.py``)."""
+
+
+def who_may_remove_matching(message: RemoveMatching) -> frozenset[Level]:
+    """By force also what readers hold, and many at once: for administrators."""
+    return ADMINS if message.force else EVERYBODY
+
+
+def who_may_ask_job(message: AskJob) -> frozenset[Level]:
+    """Jobs are of everybody's; to stop one is another matter than to look."""
+    return NODES_AND_ADMINS if message.cancel else TRUSTED
+
+
+SPECIAL: dict[type[msgspec.Struct], Callable[[Any], frozenset[Level]]] = {
+    RemoveMatching: who_may_remove_matching,
+    AskJob: who_may_ask_job,
+}
+
+REQUESTS: tuple[type[msgspec.Struct], ...] = tuple(ACCESS)
 REPLIES: tuple[type[msgspec.Struct], ...] = (
     PutStarted,
     PutsWritten,

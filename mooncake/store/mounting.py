@@ -13,7 +13,7 @@ from mooncake.store import messages as m
 from mooncake.store.allocator import ALIGNMENT_BYTES, PAGE_BYTES
 from mooncake.store.catalog import Catalog, record_of_segment
 from mooncake.store.effects import Note, Received
-from mooncake.store.objects import Extent, StoredObject, check_put, split_scoped
+from mooncake.store.objects import Extent, StoredObject, check_put, is_of, split_scoped
 from mooncake.store.records import ObjectReadable, ReplicaAdded
 from mooncake.store.segments import Segment
 from mooncake.store.tasks import Tasks, entry_of
@@ -102,7 +102,7 @@ class Mounting:
 
     def _left(self, stored: StoredObject, extent: Extent, now: float) -> None:
         if not stored.is_readable:
-            # A lost object may come back itself, a removed one not. A copy that was never complete says neither.
+            # A lost object may come back itself, a removed one not. An incomplete copy says neither.
             is_removed = extent.is_complete and extent.segment.is_mounted
             self._catalog.forget_before(stored.key, stored.object_id + is_removed)
 
@@ -131,6 +131,7 @@ class Mounting:
             return False
         if stored is not None:
             self._catalog.unlink(stored, f"#{entry.object_id} is newer and on {segment.name}", now)
+        tenant = split_scoped(entry.key)[0]
         record = ObjectReadable(
             entry.key,
             entry.object_id,
@@ -139,8 +140,9 @@ class Mounting:
             entry.checksums,
             [(segment.name, entry.offset)],
             entry.is_hard_pinned,
-            entry.group,
-            entry.parent,
+            entry.group if is_of(tenant, entry.group) else "",
+            entry.parent if is_of(tenant, entry.parent) else "",
+            is_durable=entry.is_durable,
         )
         self._catalog.counts.reported_objects += 1
         adopted = self._catalog.adopt(record, [Extent(segment, entry.offset, is_complete=True)], now)
@@ -198,8 +200,9 @@ def _is_same(stored: StoredObject, entry: m.Entry) -> bool:
 
 
 def _check_mount(message: m.Mount) -> Refusal | None:
-    if not 0 < len(message.segment.encode()) <= m.MAX_KEY_BYTES:
-        return Refusal("invalid_name", f"a segment's name has 1 to {m.MAX_KEY_BYTES} bytes")
+    for what, name in (("segment", message.segment), ("node", message.node), ("host", message.host)):
+        if len(name.encode()) > m.MAX_KEY_BYTES or not (name or what != "segment") or "\0" in name:
+            return Refusal("invalid_name", f"a {what}'s name has 1 to {m.MAX_KEY_BYTES} bytes and no NUL")
     least_bytes = PAGE_BYTES if message.tier is Tier.SSD else ALIGNMENT_BYTES
     if message.size_bytes < least_bytes:
         return Refusal("invalid_size", f"{message.size_bytes} bytes; at least {least_bytes}")

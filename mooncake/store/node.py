@@ -21,6 +21,7 @@ from mooncake.config import Port, Size
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.log import get_logger
 from mooncake.metrics import registry, serve_metrics
+from mooncake.security import Identity, check_address, ours
 from mooncake.store import messages as m
 from mooncake.store.disk import Disk
 from mooncake.store.lent import Lent, Offer
@@ -111,9 +112,15 @@ class Node:
     Args:
         settings: see ``NodeSettings``.
         engine: lends its memory, instead of one of the node's own, and stays open when the node is closed.
+        identity: of the node's own engine, instead of this process's.
     """
 
-    def __init__(self, settings: NodeSettings, engine: TransferEngine | None = None) -> None:
+    def __init__(
+        self,
+        settings: NodeSettings,
+        engine: TransferEngine | None = None,
+        identity: Identity | None = None,
+    ) -> None:
         self.settings = settings
         self._owns_engine = engine is None
         self.engine = engine or TransferEngine(
@@ -124,7 +131,8 @@ class Node:
                 tcp_port=settings.port,
                 metadata=settings.metadata,
                 metadata_ttl_s=PUBLISHED_FOR_S,
-            )
+            ),
+            identity=identity,
         )
         self.name = settings.name or self.engine.name
         """Of the node and of its memory; its other segments are ``<name>/ssd`` and ``<name>/hbm``."""
@@ -268,11 +276,18 @@ async def serve(settings: NodeSettings) -> None:
 
     Raises:
         AddressInUse: a port is taken.
+        InvalidArgument: others can reach it, and nobody has to prove who he is.
         MooncakeError: see ``Node.start``.
     """
+    check_address(settings.host)
     # Journals are many long-lived objects and no cycles, as in the master: full collections cost pauses.
     gc.set_threshold(100_000, 50, 1_000_000)
-    metrics, metrics_port = serve_metrics(settings.host, settings.metrics_port)
+    identity = ours()
+    files = identity.settings
+    tls = (files.tls_cert, files.tls_key, files.tls_ca) if identity.has_tls else None
+    # A scraper can't prove that it has a cluster's key.
+    metrics_host = settings.host if tls or identity.is_open else "127.0.0.1"
+    metrics, metrics_port = serve_metrics(metrics_host, settings.metrics_port, tls)
     node = Node(settings)
     try:
         await node.start()
@@ -280,7 +295,7 @@ async def serve(settings: NodeSettings) -> None:
         log.info("pool_allocated", **tiers, engine=repr(node.engine))
         await node.mounted.wait()
         descriptor = node.engine.describe()
-        address, metrics_address = descriptor.endpoints["tcp"], f"{settings.host}:{metrics_port}"
+        address, metrics_address = descriptor.endpoints["tcp"], f"{metrics_host}:{metrics_port}"
         log.info("ready", role="node", address=address, segment=node.name, metrics=metrics_address)
         await asyncio.Event().wait()
     finally:

@@ -280,8 +280,11 @@ def replica_of(extent: Extent) -> Replica:
 
 
 def scoped(tenant: str, name: str) -> str:
-    """``name`` (a key, a group) as the master knows it. NUL can't be in a user's."""
-    return name if tenant in ("", "default") else f"{tenant}\0{name}"
+    """``name`` (a key, a group) as the master knows it. NUL can't be in a user's: such a name of the default
+    tenant would be another tenant's, so it becomes "", which nothing has."""
+    if tenant in ("", "default"):
+        return "" if "\0" in name else name
+    return f"{tenant}\0{name}"
 
 
 def scoped_all(tenant: str, keys: list[ObjectKey]) -> list[ObjectKey]:
@@ -310,6 +313,21 @@ def check_put(key: ObjectKey, size_bytes: int, chunk_bytes: int) -> Refusal | No
     if -(-size_bytes // chunk_bytes) > MAX_CHUNKS:
         return Refusal("invalid_size", f"{size_bytes} bytes in chunks of {chunk_bytes}: over {MAX_CHUNKS}")
     return None
+
+
+def check_relation(name: str) -> Refusal | None:
+    """Why an object can't be in such a group, or have such a parent, or None. "" means none."""
+    if "\0" in name or len(name.encode()) > MAX_KEY_BYTES:
+        return Refusal("invalid_key", f"groups and parents have at most {MAX_KEY_BYTES} bytes and no NUL")
+    return None
+
+
+def is_of(tenant: str, scoped_name: str) -> bool:
+    """Whether a node may say that an object of this tenant has such a group or parent."""
+    if not scoped_name:
+        return True
+    owner, name = split_scoped(scoped_name)
+    return owner == tenant and check_relation(name) is None
 
 
 LEAP = 1 << 30

@@ -46,10 +46,16 @@ MAX_PUT_ATTEMPTS = 3
 
 
 class Ask(msgspec.Struct, frozen=True, eq=False):
-    """Ask the master; resumed with an ``Answer``."""
+    """Ask the master; resumed with an ``Answer``.
+
+    When ``deadline`` has passed already, nothing is sent: an operation that was given up must not end as if
+    it had not been.
+    """
 
     message: msgspec.Struct
     deadline: float
+    may_be_late: bool = False
+    """It only gives something back or reports something, and is sent at any time."""
 
 
 class Answer(msgspec.Struct, frozen=True, eq=False):
@@ -139,8 +145,14 @@ class Operations:
         first_put_id: int,
         tenant: str = "",
         verify_local: bool = True,
+        reporter: str = "",
+        patience_s: float = 0.0,
     ) -> None:
+        """``reporter``: how people call this machine, told with reports of wrong bytes. ``patience_s``: how
+        long a durable put may wait for space, less than an operation has."""
+        self._patience_s = patience_s
         self._host = host
+        self._reporter = reporter or host
         self._verify_local = verify_local
         self.tenant = "" if tenant == "default" else tenant
         self._combine = combine
@@ -283,6 +295,7 @@ class Operations:
             tenant=self.tenant,
             num_pieces=wanted,
             piece_bytes=piece_bytes(size_bytes) if wanted else 0,
+            wait_s=self._patience_s if policy.is_durable else 0.0,
         )
         answer, first_asked_at = yield from self._ask(message, deadline)
         if wanted:
@@ -421,6 +434,7 @@ class Operations:
                 list(parents[part]),
                 replace,
                 self.tenant,
+                wait_s=self._patience_s if policy.is_durable else 0.0,
             )
             answer, first_asked_at = yield from self._ask(message, deadline)
             # Asked twice, the promise may stem from the first time.
@@ -502,7 +516,7 @@ class Operations:
         for start in range(0, len(grants), m.MAX_KEYS):
             part = grants[start : start + m.MAX_KEYS]
             ids = [grant.object_id for grant in part]
-            yield Ask(m.PutAbort([grant.key for grant in part], ids, self.tenant), deadline)
+            yield Ask(m.PutAbort([grant.key for grant in part], ids, self.tenant), deadline, may_be_late=True)
         for grant in grants:
             grant.failure = grant.failure or Refusal("aborted", "this put was given up")
 
@@ -583,7 +597,7 @@ class Operations:
     ) -> Operation[list[bool]]:
         """Read every replica to the object's address; whether all of them could be read and are right.
 
-        Wrong ones are dropped.
+        Wrong ones are reported, and dropped when their nodes find the same.
         """
         are_good = [True] * len(grants)
         replicas = [grant.each() for grant in grants]
@@ -597,9 +611,10 @@ class Operations:
         return are_good
 
     def renew(self, grants: Sequence[ReadGrant], deadline: float) -> Operation[list[bool]]:
-        """Extend leases; False: that object is gone, stop reading when the old lease ends."""
+        """Extend leases; False: that replica is gone, stop reading when the old lease ends."""
         ids = [grant.object_id for grant in grants]
-        message = m.Renew([grant.key for grant in grants], ids, self.tenant)
+        replicas = [grant.replica for grant in grants]
+        message = m.Renew([grant.key for grant in grants], ids, self.tenant, replicas)
         answer, _ = yield from self._ask(message, deadline)
         for grant, flag in zip(grants, answer.reply.flags, strict=True):
             if flag:
@@ -717,15 +732,28 @@ class Operations:
     ) -> Operation[list[bool]]:
         """``columns`` make up whole chunks and cross no chunk's border.
 
-        What one replica does not give, the next nearest is asked for. ``is_checked``: also what is
-        read from memory on this host.
+        What one replica does not give, the next nearest is asked for. Bytes that are wrong are read
+        once more from the same replica before that, and before the master hears of it. ``is_checked``:
+        also what is read from memory on this host.
         """
         is_good = [True] * len(grants)
         wrong: list[tuple[ReadGrant, str]] = []
+        doubted: dict[int, str] = {}
+        """Grant -> the segment whose bytes were wrong the first time: it may have been the way."""
         left = columns
         while left.grant.size:
-            failed = yield from self._read_once(grants, left, is_good, wrong, deadline, is_checked)
-            again = [index for index in failed if grants[index].turn_to_next()]
+            failed, mismatched = yield from self._read_once(grants, left, is_good, deadline, is_checked)
+            self.counts.checksum_mismatches += len(mismatched)
+            again: list[int] = []
+            for index in mismatched:
+                grant = grants[index]
+                if doubted.get(index) != grant.replica.segment:
+                    doubted[index] = grant.replica.segment
+                    again.append(index)
+                    continue
+                wrong.append((grant, grant.replica.segment))
+                failed.append(index)
+            again += [index for index in failed if grants[index].turn_to_next()]
             for index in failed:
                 is_good[index] = False
             for index in again:
@@ -735,7 +763,6 @@ class Operations:
                 wanted[index] = True
             left = left.only(wanted)
         if wrong:
-            self.counts.checksum_mismatches += len(wrong)
             yield from self._report_corrupt(wrong, deadline)
         return is_good
 
@@ -744,15 +771,16 @@ class Operations:
         grants: Sequence[ReadGrant],
         columns: Columns,
         is_good: list[bool],
-        wrong: list[tuple[ReadGrant, str]],
         deadline: float,
         is_checked: bool,
-    ) -> Operation[list[int]]:
-        """Which grants another replica may still serve; those that came too late are bad for good."""
+    ) -> Operation[tuple[list[int], list[int]]]:
+        """Which grants could not be read there, and of which the bytes are wrong; those that came too late
+        are bad for good."""
         indices = distinct(columns.grant)
         until = min(deadline, max(grants[index].expires_at for index in indices))
         moving = self._move(False, grants, columns, until, is_checked=is_checked)
         failed: dict[int, None] = {}
+        mismatched: dict[int, None] = {}
         for moved, part in (yield from moving):
             of_part = distinct(part.grant)
             late = [index for index in of_part if moved.now >= grants[index].expires_at]
@@ -766,9 +794,8 @@ class Operations:
                 continue
             for index in self._mismatches(grants, part, moved.checksums):
                 if is_good[index]:
-                    failed[index] = None
-                    wrong.append((grants[index], grants[index].replica.segment))
-        return list(failed)
+                    mismatched[index] = None
+        return list(failed), list(mismatched)
 
     def _report_corrupt(self, wrong: list[tuple[ReadGrant, str]], deadline: float) -> Operation[None]:
         """Best effort: whoever reads it next finds out as well."""
@@ -776,7 +803,8 @@ class Operations:
             part = wrong[start : start + m.MAX_KEYS]
             keys, ids = [grant.key for grant, _ in part], [grant.object_id for grant, _ in part]
             segments = [segment for _, segment in part]
-            yield Ask(m.Corrupt(keys, ids, segments, self.tenant), deadline)
+            request = m.Corrupt(keys, ids, segments, self.tenant, self._reporter)
+            yield Ask(request, deadline, may_be_late=True)
 
     def _mismatches(self, grants: Sequence[ReadGrant], part: Columns, checksums: Checksums) -> list[int]:
         """Indices of grants whose bytes aren't what the writer announced."""

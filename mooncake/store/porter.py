@@ -19,7 +19,7 @@ from mooncake import clock
 from mooncake.errors import MooncakeError, OutOfSpace, Refusal
 from mooncake.store import messages as m
 from mooncake.store.disk import Disk
-from mooncake.transfer import Op, Region, Segment, Status, TransferEngine
+from mooncake.transfer import Op, Region, Segment, Status, TransferEngine, crc32c_combine
 from mooncake.transfer.segment import decode_descriptor
 from mooncake.types import Tier
 
@@ -31,6 +31,9 @@ CODES = {
     Status.IO_ERROR: "io_error",
 }
 """Refusal of a task whose transfer ended so."""
+
+PIECE_BYTES = 1 << 20
+"""Read at a time to verify a replica."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,6 +178,58 @@ class Porter:
         self._opened = {known: peer for known, peer in self._opened.items() if known[0] != place[0]}
         self._opened[place] = self._engine.open(decode_descriptor(descriptor))
         return self._opened[place]
+
+    async def verify(self, entry: m.Entry, target: Target, deadline: float) -> Refusal | None:
+        """Whether what the segment has at the entry's place is what its writer announced; ``corrupt``: it is
+        not, read twice. Needs memory for one piece, however large the object is."""
+        expected = np.frombuffer(entry.checksums[: len(entry.checksums) // 4 * 4], dtype="<u4")
+        num_chunks = -(-entry.size_bytes // entry.chunk_bytes) if entry.chunk_bytes > 0 else -1
+        is_inside = entry.offset + entry.size_bytes <= target.region.size_bytes
+        if not is_inside or len(entry.checksums) != 4 * num_chunks:
+            return Refusal("invalid_size", f"{entry.key!r} does not fit its checksums or its place")
+        try:
+            scratch = self._engine.register(np.zeros(PIECE_BYTES, dtype=np.uint8), is_brief=True)
+        except MooncakeError as error:
+            return _refusal_of(error)
+        try:
+            for number in range(num_chunks):
+                for is_again in (False, True):
+                    found = await self._sum(entry, number, target.region, scratch, deadline)
+                    if isinstance(found, Refusal):
+                        return found
+                    if found == expected[number]:
+                        break
+                    if is_again:
+                        return Refusal("corrupt", f"chunk {number} of {entry.key!r} is not as it was written")
+        finally:
+            await asyncio.to_thread(self._engine.unregister, scratch)
+        return None
+
+    async def _sum(
+        self, entry: m.Entry, number: int, region: Region, scratch: Region, deadline: float
+    ) -> int | Refusal:
+        """The checksum of one chunk, read piece by piece."""
+        start = number * entry.chunk_bytes
+        end = min(start + entry.chunk_bytes, entry.size_bytes)
+        found: int | None = None
+        peer = self._engine.open(self._engine.describe())
+        for at in range(start, end, PIECE_BYTES):
+            length = min(PIECE_BYTES, end - at)
+            here, there = scratch.address, region.address + entry.offset + at
+            columns = [np.array([value], dtype=np.uint64) for value in (here, there, length)]
+            left_s = deadline - clock.monotonic()
+            if left_s <= 0:
+                return Refusal("expired", f"check of {entry.key!r} took too long")
+            try:
+                done = await self._engine.transfer(Op.READ, peer, *columns, timeout_s=left_s, checksum=True)
+            except MooncakeError as error:
+                return _refusal_of(error)
+            if done.status != Status.OK or done.checksums is None:
+                return Refusal(CODES.get(done.status, "cancelled"), f"check of {entry.key!r}: {done.reason}")
+            part = int(done.checksums[0])
+            found = part if found is None else crc32c_combine(found, part, length)
+        assert found is not None
+        return found
 
 
 class Together:

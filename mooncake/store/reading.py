@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
 from mooncake.store.effects import Received
-from mooncake.store.objects import StoredObject, scoped_all
+from mooncake.store.objects import StoredObject, replica_of, scoped_all
 from mooncake.types import Tier
 
 
@@ -75,13 +76,23 @@ class Reading:
                 flags[index] = 1
         return m.Flags(self._catalog.settings.lease_s, bytes(flags))
 
-    def renew(self, message: m.Renew, _: Received, now: float) -> m.Flags:
+    def renew(self, message: m.Renew, _: Received, now: float) -> m.Flags | Failure:
+        if len(message.replicas) not in (0, len(message.keys)):
+            return Failure("invalid_argument", "renew: replicas, but not one for each key")
         lease_until = now + self._catalog.settings.lease_s
         keys = scoped_all(message.tenant, message.keys)
         flags = bytearray(len(keys))
         for index, (key, object_id) in enumerate(zip(keys, message.object_ids, strict=False)):
             stored = self._catalog.objects.readable.get(key)
-            if stored is not None and stored.object_id == object_id and stored.is_visible:
+            if stored is None or stored.object_id != object_id or not stored.is_visible:
+                continue
+            if not message.replicas or _keeps(stored, message.replicas[index]):
                 self._catalog.renew(stored, lease_until)
                 flags[index] = 1
         return m.Flags(self._catalog.settings.lease_s, bytes(flags))
+
+
+def _keeps(stored: StoredObject, replica: m.Replica) -> bool:
+    """Whether that one is the object's still, or rests for the sake of its readers."""
+    held = (*stored.complete(), *stored.resting)
+    return any(extent.segment.is_mounted and replica_of(extent) == replica for extent in held)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import re
+from typing import cast
 
 from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
-from mooncake.store.effects import Note, Received
+from mooncake.store.effects import Received
 from mooncake.store.objects import StoredObject, scoped_all, split_scoped
+from mooncake.store.patterns import compiled
 from mooncake.store.records import ObjectGone
-from mooncake.types import Tier
+from mooncake.store.tenants import check_tenant
+from mooncake.store.walks import Walks
+from mooncake.types import ObjectKey, Tier
 
-MAX_PATTERN = 1024
-STORY_LINES = 8
-"""Of a corrupt object's story, how many go to the log."""
+REMOVAL_COST = 30
+"""Microseconds, about (``walks.py``)."""
 
 
 class Removing:
-    """Answers Remove, RemoveMatching, DropReplicas and Corrupt."""
+    """Answers Remove, RemoveMatching and DropReplicas."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, walks: Walks) -> None:
         self._catalog = catalog
+        self._walks = walks
 
     def remove(self, message: m.Remove, _: Received, now: float) -> m.Outcomes:
         readable = self._catalog.objects.readable
@@ -34,24 +37,39 @@ class Removing:
             outcomes.append(self._remove(stored, message.force, now))
         return m.Outcomes(outcomes)
 
-    def remove_matching(self, message: m.RemoveMatching, _: Received, now: float) -> m.Removed | Failure:
-        if len(message.pattern) > MAX_PATTERN:
-            return Failure("invalid_argument", f"a pattern of more than {MAX_PATTERN} characters")
-        try:
-            pattern = re.compile(message.pattern)
-        except re.error as error:
-            return Failure("invalid_argument", f"{message.pattern!r} is no regular expression: {error}")
+    def remove_matching(
+        self, message: m.RemoveMatching, event: Received, now: float
+    ) -> m.Removed | Failure | None:
+        """What is put from now on stays, also under a key that was there."""
+        refusal = check_tenant(message.tenant)
+        if refusal is not None:
+            return Failure("invalid_argument", refusal.reason)
+        pattern = compiled(message.pattern)
+        if isinstance(pattern, Failure):
+            return pattern
         tenant = "" if message.tenant == "default" else message.tenant
-        num_removed = num_leased = 0
-        for key, stored in list(self._catalog.objects.readable.items()):
+        before = self._catalog.objects.last_id + 1
+        removed = m.Removed(0, 0)
+
+        def look(key: ObjectKey, now: float) -> int:
+            nonlocal removed
             owner, name = split_scoped(key)
-            if owner == tenant and pattern.search(name):
-                is_removed = self._remove(stored, message.force, now) is True
-                num_removed += is_removed
-                num_leased += not is_removed
-        if not message.pattern:
-            self._catalog.clear_before(tenant, self._catalog.objects.last_id + 1)
-        return m.Removed(num_removed, num_leased)
+            if owner != tenant:
+                return 1
+            cost = pattern.cost(name)
+            stored = self._catalog.objects.readable.get(key)
+            if stored is None or stored.object_id >= before or not pattern.is_found_in(name):
+                return cost
+            is_removed = self._remove(stored, message.force, now) is True
+            removed = m.Removed(removed.num_removed + is_removed, removed.num_leased + (not is_removed))
+            return cost + REMOVAL_COST
+
+        def end(now: float) -> m.Removed:
+            if not message.pattern:
+                self._catalog.clear_before(tenant, before)
+            return removed
+
+        return cast("m.Removed | Failure | None", self._walks.begin(event, look, end, now))
 
     def _remove(self, stored: StoredObject | None, force: bool, now: float) -> bool | Refusal:
         if stored is None or not stored.is_readable:
@@ -85,33 +103,6 @@ class Removing:
                     self._catalog.drop_extent(stored, extent, "removed from there", now)
                 outcomes.append(True)
         return m.Outcomes(outcomes)
-
-    def corrupt(self, message: m.Corrupt, _: Received, now: float) -> m.Outcomes | Failure:
-        if len(message.segments) not in (0, len(message.keys)):
-            return Failure("invalid_argument", "corrupt: segments, but not one for each key")
-        outcomes: list[bool | Refusal] = []
-        keys = scoped_all(message.tenant, message.keys)
-        for index, (key, object_id) in enumerate(zip(keys, message.object_ids, strict=False)):
-            stored = self._catalog.objects.readable.get(key)
-            if stored is None or stored.object_id != object_id:
-                outcomes.append(False)
-                continue
-            segment = message.segments[index] if message.segments else ""
-            outcomes.append(self._drop_corrupt(stored, segment, now))
-        return m.Outcomes(outcomes)
-
-    def _drop_corrupt(self, stored: StoredObject, segment: str, now: float) -> bool:
-        """``segment`` "": every replica."""
-        wrong = [e for e in stored.complete() if segment in ("", e.segment.name)]
-        for extent in wrong:
-            where = extent.segment.name
-            fields = {"key": stored.key, "object_id": stored.object_id, "segment": where}
-            story = self._catalog.story(stored.key)[-STORY_LINES:]
-            self._catalog.notes.append(Note("object_corrupt", {**fields, "story": story}))
-            self._catalog.counts.corrupt_replicas += 1
-            self._catalog.drop_extent(stored, extent, "a reader found wrong checksums", now)
-        self._catalog.counts.corrupt_objects += bool(wrong) and not stored.is_readable
-        return bool(wrong)
 
 
 def _leased(left_s: float) -> Refusal:

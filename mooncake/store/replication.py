@@ -7,8 +7,9 @@ the replicas that were made are there, and whoever wanted the job asks again.
 **Drain** gives nothing out on its segments any more and moves what is there, leased objects too: the
 replica that was left rests until its leases end, and the job is done when nothing is left or rests.
 It never evicts others to make room. An object that is safe elsewhere, when no segment has room for
-one replica more, just leaves. With ``unmount_after_s`` this is the graceful way to go: the segments
-are unmounted when they are empty, and no later than after so many seconds.
+one replica more, just leaves. A durable one is safe on another SSD only. With ``unmount_after_s`` this
+is the graceful way to go: the segments are unmounted when they are empty, and no later than after so many
+seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mooncake.errors import Refusal
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
 from mooncake.store.effects import Received
-from mooncake.store.objects import StoredObject, scoped
+from mooncake.store.objects import Extent, StoredObject, scoped
 from mooncake.store.segments import Segment
 from mooncake.store.tasks import Task, Tasks
 from mooncake.types import Tier
@@ -31,6 +32,10 @@ MAX_ENDED = 1000
 MAX_CONCURRENCY = 256
 MAX_FAILURES = 3
 """Of one object that is to leave a segment."""
+SURVEY_OBJECTS = 4000
+"""Looked at in one go; some milliseconds."""
+SURVEY_S = 0.01
+"""Between two such slices that found nothing to move."""
 LOOK_S = 0.5
 """How often a drain looks for what has come or been released meanwhile."""
 
@@ -104,6 +109,10 @@ class DrainJob(Job):
         """Object id -> how often it could not be moved."""
         self.num_resting = 0
         """Ranges that are not empty, and hold nothing that could be moved."""
+        self.to_survey: list[tuple[Segment, list[int]]] = []
+        """Offsets that the survey under way has still to look at."""
+        self.has_found = False
+        """That survey has found something that could be moved."""
         ends_s = message.unmount_after_s
         self.unmounts_at = None if ends_s is None else now + ends_s
 
@@ -143,6 +152,9 @@ class Replication:
             extent = None if source is None else stored.on(source)
             if extent is None or not extent.is_complete:
                 return _refused("not_found", f"no replica of {message.key!r} is on {message.source!r}")
+            is_on_ssd = any(target.tier is Tier.SSD for target in targets)
+            if extent is not None and not is_on_ssd and not _is_durable_without(stored, extent):
+                return _refused("durable", f"{message.key!r} is durable, and {message.source!r} its only SSD")
             if message.source in message.targets:
                 return _refused("invalid_argument", f"{message.source!r} is the source and a target")
         if self._num_running >= MAX_RUNNING:
@@ -243,7 +255,8 @@ class Replication:
             job.num_failed += 1
             job.reason = str(refusal)
         if isinstance(job, DrainJob):
-            self._look_at = now
+            # At once to go on; what failed may have failed in the very look that is going on.
+            self._look_at = min(self._look_at, now if refusal is None else now + SURVEY_S)
         else:
             self._end_if_over(job, now)
 
@@ -261,7 +274,7 @@ class Replication:
     def _leave(self, stored: StoredObject, segment: Segment, now: float) -> None:
         extent = stored.on(segment) if stored.is_readable else None
         others = [one for one in stored.complete() if one is not extent and not one.segment.is_draining]
-        if extent is not None and extent.is_complete and others:
+        if extent is not None and extent.is_complete and others and _is_durable_without(stored, extent):
             self._catalog.drop_extent(stored, extent, "moved away", now)
 
     def _end_if_over(self, job: Job, now: float) -> None:
@@ -304,7 +317,9 @@ class Replication:
             return
         if not job.waiting and not job.tasks:
             self._survey(job)
-            if not job.waiting and self._is_over(job, now):
+            if job.to_survey:
+                self._look_at = min(self._look_at, now + SURVEY_S)
+            elif not job.has_found and self._is_over(job, now):
                 return
         while job.waiting and len(job.tasks) < job.max_concurrency:
             stored, segment = job.waiting.popleft()
@@ -324,18 +339,36 @@ class Replication:
         return not job.is_running
 
     def _survey(self, job: DrainJob) -> None:
-        job.num_resting = job.num_failed = 0
-        for segment in job.segments:
-            for offset, stored in segment.holders.items():
-                extent = stored.on(segment)
-                is_here = extent is not None and extent.offset == offset and extent.is_complete
-                if not (stored.is_readable and is_here):
-                    job.num_resting += 1  # being written, or left already
-                elif job.failures.get(stored.object_id, 0) >= MAX_FAILURES:
-                    job.num_resting += 1
-                    job.num_failed += 1
-                else:
-                    job.waiting.append((stored, segment))
+        """Find what is there, a slice at a time, so that others are answered in between; then begin anew."""
+        if not job.to_survey:
+            job.num_resting = job.num_failed = 0
+            job.has_found = False
+            job.to_survey = [(segment, list(segment.holders)) for segment in job.segments]
+        num_left = SURVEY_OBJECTS
+        while job.to_survey and num_left > 0:
+            segment, offsets = job.to_survey[-1]
+            some = offsets[-num_left:]
+            del offsets[-num_left:]
+            num_left -= len(some)
+            if not offsets:
+                job.to_survey.pop()
+            for offset in some if segment.is_mounted else ():
+                self._see(job, segment, offset)
+
+    def _see(self, job: DrainJob, segment: Segment, offset: int) -> None:
+        stored = segment.holders.get(offset)
+        if stored is None:
+            return  # released meanwhile
+        extent = stored.on(segment)
+        is_here = extent is not None and extent.offset == offset and extent.is_complete
+        if not (stored.is_readable and is_here):
+            job.num_resting += 1  # being written, or left already
+        elif job.failures.get(stored.object_id, 0) >= MAX_FAILURES:
+            job.num_resting += 1
+            job.num_failed += 1
+        else:
+            job.has_found = True
+            job.waiting.append((stored, segment))
 
     def _move_from(self, job: DrainJob, stored: StoredObject, segment: Segment, now: float) -> None:
         extent = stored.on(segment) if stored.is_readable else None
@@ -346,7 +379,7 @@ class Replication:
             self._begin(job, stored, target, job.kind, now)
             return
         elsewhere = [one for one in stored.complete() if not one.segment.is_draining]
-        if any(one.segment.is_alive for one in elsewhere):
+        if any(one.segment.is_alive for one in elsewhere) and _is_durable_without(stored, extent):
             job.num_done += 1
             self._catalog.drop_extent(stored, extent, "drained, and others have it", now)
             return
@@ -412,3 +445,11 @@ class Replication:
 
 def _refused(code: str, reason: str) -> m.Refused:
     return m.Refused(Refusal(code, reason))
+
+
+def _is_durable_without(stored: StoredObject, extent: Extent) -> bool:
+    """Whether what its writer was promised holds without that replica."""
+    if not stored.policy.is_durable or extent.segment.tier is not Tier.SSD:
+        return True
+    others = [one for one in stored.complete(Tier.SSD) if one is not extent]
+    return any(not one.segment.is_draining for one in others)

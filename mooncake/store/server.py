@@ -21,15 +21,16 @@ import msgspec
 
 from mooncake import clock
 from mooncake.driver import Driver
-from mooncake.errors import AddressInUse, MooncakeError, Unavailable
+from mooncake.errors import AccessDenied, AddressInUse, MooncakeError, Unavailable
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.metrics import registry
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.rpc.client import split_address
 from mooncake.rpc.wire import Failure
+from mooncake.security import TRUSTED, Access, HttpDoor, Identity, Role, check_address, ours
+from mooncake.store import follow, tenantfile
 from mooncake.store import messages as m
-from mooncake.store import tenantfile
 from mooncake.store.admin.desk import Leadership, Publisher
 from mooncake.store.admin.exported import summary
 from mooncake.store.effects import ConnectionLost, Effect, Event, Note, Received, Reply
@@ -49,8 +50,13 @@ log = get_logger(__name__)
 class MasterServer:
     """Serves one ``Master`` to clients and nodes, alone or as one of several of which one leads."""
 
-    def __init__(self, settings: MasterSettings, other: str = "") -> None:
-        """``other``: Unix socket of the server for clients that open with another protocol."""
+    def __init__(self, settings: MasterSettings, other: str = "", identity: Identity | None = None) -> None:
+        """
+        Args:
+            other: Unix socket of the server for clients that open with another protocol.
+            identity: who this master is to others, instead of who this process is.
+        """
+        self.identity = identity or ours()
         self.settings = settings
         self.publisher: Publisher | None = None
         self._keeping = Keeping(settings.oplog)
@@ -59,7 +65,12 @@ class MasterServer:
         """Raises when this master must not go on."""
         handlers: dict[type[msgspec.Struct], Any] = dict.fromkeys(m.REQUESTS, self._received)
         self._rpc = RpcServer(
-            {**handlers, Follow: self._follow, WhoLeads: self._who_leads}, self._connection_lost, other=other
+            {**handlers, Follow: self._follow, WhoLeads: self._who_leads},
+            self._connection_lost,
+            access=Access({**m.ACCESS, **follow.ACCESS}, m.SPECIAL),
+            identity=self.identity,
+            other=other,
+            name="master",
         )
         self._driver: Driver[Event, Effect] | None = None
         self._succession: Succession | None = None
@@ -69,6 +80,8 @@ class MasterServer:
         self._all_said.set()
         self._gone: list[Connection] = []
         """Lost while this master did not lead; it will be told when it does."""
+        self.web_address = ""
+        """Of its HTTP side, once that serves."""
         self.at_first: list[msgspec.Struct] = []
         """What this master is told by its own settings once it leads."""
         self._metrics = MasterMetrics(self)
@@ -136,7 +149,7 @@ class MasterServer:
                 keeps_records=ballot.keeps_records,
                 is_whole=self._keeping.is_whole,
             )
-            self._succession = Succession(election, ballot, self)
+            self._succession = Succession(election, ballot, self, self.identity)
             self._succession.on_change = self._look_around
             self._succession.start()
         return port
@@ -204,6 +217,8 @@ class MasterServer:
     # What clients and nodes say
 
     def _received(self, message: msgspec.Struct, call: Call) -> None:
+        if isinstance(message, m.Unmount | m.Drain) and call.connection.standing.role is Role.NODE:
+            self._check_owner(message, call)
         self._take(Received(call, call.connection, message))
 
     def _take(self, event: Received) -> None:
@@ -212,6 +227,19 @@ class MasterServer:
             event.origin.reply(Failure("not_leader", "" if leader == self.address else leader))
             return
         self._driver.post(event)
+
+    def _check_owner(self, message: m.Unmount | m.Drain, call: Call) -> None:
+        """A node ends what it mounted itself; what others mounted is an administrator's.
+
+        Raises:
+            AccessDenied: it is another's.
+        """
+        mounted = self.master.catalog.segments.mounted
+        own = {one.node for one in mounted.values() if one.connection is call.connection}
+        named = [message.segment] if isinstance(message, m.Unmount) else message.segments
+        others = [name for name in named if name in mounted and mounted[name].node not in own]
+        if others:
+            raise AccessDenied(f"{', '.join(others)} was mounted by another node; that takes the role admin")
 
     def _connection_lost(self, connection: Connection) -> None:
         if self._role.followers is not None:
@@ -364,7 +392,13 @@ class _OwnCall:
 
 
 async def serve(settings: MasterSettings) -> None:
-    """Run a master until cancelled; raises as ``running`` does."""
+    """Run a master until cancelled.
+
+    Raises:
+        InvalidArgument: others can reach it, and nobody has to prove who he is.
+        MooncakeError: as ``running`` does.
+    """
+    check_address(settings.host)
     async with running(settings) as server:
         await server.failed
 
@@ -397,7 +431,7 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
         finally:
             gc.enable()
         gc.freeze()
-        metrics_address = await stack.enter_async_context(_web(server, sock))
+        server.web_address = metrics_address = await stack.enter_async_context(_web(server, sock))
         log.info("ready", role="master", address=f"{settings.host}:{port}", metrics=metrics_address)
         log.info(f"Master service started on port {port}")  # the words that existing launchers wait for
         if settings.report_s:
@@ -421,7 +455,9 @@ async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
     await asyncio.to_thread(importlib.import_module, "mooncake.store.admin.app")
     from mooncake.store.admin.app import make_app
 
-    web = WebServer(make_app(server), sock)
+    key, identity = server.settings.admin_api_key, server.identity
+    door = HttpDoor(make_app(server), identity, TRUSTED, open_paths=("/health",), api_key=key)
+    web = WebServer(door, sock, tls=identity.server_tls)
     try:
         await web.start()
         yield f"{server.settings.metrics_host or server.settings.host}:{web.port}"

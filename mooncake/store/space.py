@@ -39,10 +39,8 @@ class Space:
         if place is None:
             place = self._evict_for(size_bytes, placement, now)
         if place is None:
-            reason = (
-                f"no hole of {size_bytes} bytes, and what is stored is leased, being written or not enough"
-            )
-            return Refusal("no_space", reason)
+            reason = "what is stored is leased, being written, not on SSD yet where it must be, or not enough"
+            return Refusal("no_space", f"no hole of {size_bytes} bytes, and {reason}; try again later")
         extents = [Extent(*place)]
         if num_replicas > 1:
             self._replicate(extents, size_bytes, num_replicas, placement, account, now)

@@ -7,8 +7,10 @@ grpcio answers on threads of its own; each answer is a ``Status`` message put to
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,8 +18,10 @@ import msgspec
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_reflection.v1alpha import reflection
 
-from mooncake.errors import AddressInUse, MooncakeError
+from mooncake.errors import AccessDenied, AddressInUse, MooncakeError
 from mooncake.rpc.wire import Failure
+from mooncake.security import HEADER, TRUSTED, Identity, Verifier, ours
+from mooncake.security.certificates import standing_of
 from mooncake.store import messages as m
 from mooncake.types import Tier
 
@@ -25,6 +29,8 @@ SERVICE = "MooncakeStoreService"
 PACKAGES = ("mooncake", "")
 """Under which the service is found; the second for those who call it by its bare name."""
 ANSWER_S = 10.0
+MAX_CALLS = 64
+"""That wait for one of our threads at once; more are refused."""
 
 _STRING, _UINT64, _BOOL, _MESSAGE = 9, 4, 8, 11  # FieldDescriptorProto.Type
 _FIELDS: dict[str, list[tuple[str, int | str]]] = {
@@ -133,13 +139,63 @@ def fill(answer: Any, status: m.MasterStatus) -> Any:
     return answer
 
 
+class _Door(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Lets those in whose call is signed with the cluster's key (``mooncake.security.signed``).
+
+    The signature is in the metadata, under the name of the HTTP header; method and path are ``POST`` and the
+    call's, the body is empty.
+    """
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+        self._lock = threading.Lock()
+
+    def intercept_service(self, continuation: Any, details: Any) -> Any:
+        given = next((value for name, value in details.invocation_metadata if name == HEADER.lower()), None)
+        try:
+            with self._lock:
+                standing, _ = self._verifier.check(given, "POST", details.method)
+            if standing.level not in TRUSTED:
+                raise AccessDenied(f"this is for {', '.join(sorted(TRUSTED))}; you are {standing}")
+        except AccessDenied as error:
+            reason = str(error)
+
+            def refuse(_: Any, context: grpc.ServicerContext) -> Any:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+
+            return grpc.unary_unary_rpc_method_handler(refuse)
+        return continuation(details)
+
+
+def _check_certificate(context: grpc.ServicerContext) -> None:
+    """Where this service speaks TLS itself: as ``certificates.standing_of``."""
+    names: Any = context.auth_context().get("x509_subject_alternative_name", ())
+    found = {"subjectAltName": [("URI", one.decode(errors="replace")) for one in names]}
+    try:
+        standing = standing_of(found)
+    except AccessDenied as error:
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+    if standing.level not in TRUSTED:
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, f"you are {standing}")
+
+
 class StatusService:
     """Serves the status of the master that ``ask`` reaches. Make it on the loop that ``ask`` belongs to."""
 
-    def __init__(self, ask: Callable[[msgspec.Struct], Awaitable[Any]]) -> None:
+    def __init__(
+        self, ask: Callable[[msgspec.Struct], Awaitable[Any]], identity: Identity | None = None
+    ) -> None:
         self._ask = ask
+        self._identity = identity or ours()
+        self._speaks_tls = False
         self._loop = asyncio.get_running_loop()
-        self._server = grpc.server(ThreadPoolExecutor(4, "grpc"), options=[("grpc.so_reuseport", 0)])
+        verifier = self._identity.verifier()
+        self._server = grpc.server(
+            ThreadPoolExecutor(4, "grpc"),
+            interceptors=[_Door(verifier)] if verifier is not None else [],
+            options=[("grpc.so_reuseport", 0)],
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
         pool = make_pool()
         names = [reflection.SERVICE_NAME]
         for package in PACKAGES:
@@ -154,6 +210,8 @@ class StatusService:
         )
 
         def get_pool_status(_: Any, context: grpc.ServicerContext) -> Any:
+            if self._speaks_tls:
+                _check_certificate(context)
             return fill(answer(), self._status(context))
 
         method = grpc.unary_unary_rpc_method_handler(
@@ -178,13 +236,23 @@ class StatusService:
         return reply
 
     def start(self, address: str) -> int:
-        """Listen at ``host:port`` or ``unix:path``; returns the port.
+        """Listen at ``host:port``, with TLS where this process has it, or at ``unix:path``; returns the port.
 
         Raises:
             AddressInUse: it is taken.
         """
         try:
-            port: int = self._server.add_insecure_port(address)
+            port: int
+            if self._identity.has_tls and not address.startswith("unix:"):
+                files = self._identity.settings
+                pair = (Path(files.tls_key).read_bytes(), Path(files.tls_cert).read_bytes())
+                credentials = grpc.ssl_server_credentials(
+                    [pair], Path(files.tls_ca).read_bytes(), require_client_auth=True
+                )
+                port = self._server.add_secure_port(address, credentials)
+                self._speaks_tls = True
+            else:
+                port = self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise AddressInUse(f"{address} can't be listened on; free it or choose another --port") from error
         self._server.start()

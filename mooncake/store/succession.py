@@ -17,6 +17,7 @@ from mooncake.errors import MooncakeError
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.rpc import AsyncClient
+from mooncake.security import Identity, ours
 from mooncake.store.election import (
     CaughtUp,
     Effect,
@@ -64,7 +65,10 @@ class Office(Protocol):
 class Succession:
     """Runs one ``Election``."""
 
-    def __init__(self, election: Election, ballot: Ballot, office: Office) -> None:
+    def __init__(
+        self, election: Election, ballot: Ballot, office: Office, identity: Identity | None = None
+    ) -> None:
+        self._identity = identity or ours()
         self.election = election
         self._ballot = ballot
         self._office = office
@@ -165,7 +169,7 @@ class Succession:
     async def _follow(self, record: Mandate) -> None:
         """Until somebody else leads."""
         while True:
-            link = AsyncClient(record.address, (Followed,), "the leader")
+            link = AsyncClient(record.address, (Followed,), "the leader", identity=self._identity)
             try:
                 await link.connect(ANSWER_S)
                 await self._take_all(link, record)

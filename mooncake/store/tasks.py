@@ -21,12 +21,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
 from mooncake.store.catalog import Catalog
-from mooncake.store.effects import Note, Received, Reply
+from mooncake.store.effects import Received, Reply
 from mooncake.store.objects import Extent, StoredObject, replica_of
 from mooncake.store.segments import Segment
 from mooncake.types import Tier
@@ -45,6 +45,18 @@ LOOK_S = 1.0
 
 Ended: TypeAlias = Callable[["Task", Refusal | None, float], None]
 """Told when a task is over: None, or why it was given up."""
+
+
+class Checking(Protocol):
+    """Who has replicas read by their own nodes (``verification.py``)."""
+
+    def suspect(self, stored: StoredObject, extent: Extent, name: str, now: float) -> bool | Refusal: ...
+
+    def take(self, segment: Segment, now: float) -> list[m.Check]: ...
+
+    def answered(self, answers: list[m.TaskDone], segment: Segment, now: float) -> None: ...
+
+    def drop(self, stored: StoredObject, extent: Extent, now: float, reporters: list[str]) -> None: ...
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -109,6 +121,8 @@ class Tasks:
         self._ripe: dict[Segment, float] = {}
         """Segments whose Poll may be answerable, since when."""
         self._look_at: float | None = None
+        self.checking: Checking | None = None
+        """Its checks travel with the tasks."""
 
     def plan(
         self,
@@ -157,6 +171,8 @@ class Tasks:
         segment.polls = True
         for done in message.done:
             self._done(done, segment, now)
+        if self.checking is not None:
+            self.checking.answered(message.checked, segment, now)
         earlier = self._unpark(segment)
         if earlier is not None and earlier.connection == event.connection:
             self._catalog.replies.append(Reply(earlier.origin, m.Polled(0, [], [])))
@@ -171,6 +187,10 @@ class Tasks:
         self._ripe.setdefault(segment, now)
         self._look_by(now)
         return None
+
+    def hurry(self, segment: Segment, now: float) -> None:
+        """There may be something to do for its node."""
+        self._ripe.setdefault(segment, now)
 
     def lost(self, segment: Segment, reason: str, now: float) -> None:
         """The process that did the tasks of this segment is gone; its content may be there still."""
@@ -203,7 +223,7 @@ class Tasks:
         if done.refusal.code in ("corrupt", "peer_lost"):
             task.failed_sources.append(task.source.segment)
         if done.refusal.code == "corrupt":
-            self._drop_source(task, now)
+            self._doubt_source(task, now)
         self._failed(task, done.refusal, now)
 
     def _let_go(self, task: Task) -> None:
@@ -224,13 +244,16 @@ class Tasks:
             self.note(segment, entry_of(stored, extent.offset), now)
         # Else another task is writing there: its entry will take the place of the first one's.
 
-    def _drop_source(self, task: Task, now: float) -> None:
-        assert task.source is not None
-        if task.source in task.stored.extents:
-            fields = {"key": task.stored.key, "segment": task.source.segment.name}
-            self._catalog.notes.append(Note("replica_corrupt", fields))
-            self._catalog.counts.corrupt_objects += 1
-            self._catalog.drop_extent(task.stored, task.source, "its bytes are wrong", now)
+    def _doubt_source(self, task: Task, now: float) -> None:
+        """Who read it found wrong bytes, twice. Of another node's replica that is no more than a report."""
+        assert task.source is not None and self.checking is not None
+        if task.source not in task.stored.extents:
+            return
+        reader = task.target.node
+        if task.source.segment.node == reader:
+            self.checking.drop(task.stored, task.source, now, [reader])
+        else:
+            self.checking.suspect(task.stored, task.source, reader, now)
 
     # A task's life
 
@@ -434,14 +457,15 @@ class Tasks:
         # What went must be known there before what comes: a change that is late would take it away again.
         is_behind = len(segment.changes) > MAX_CHANGES
         tasks = [] if is_behind else self._start_some(segment, parked, now)
+        checks = [] if is_behind or self.checking is None else self.checking.take(segment, now)
         is_due = parked.changes_due is not None and parked.changes_due <= now
         changes = segment.changes.take(MAX_CHANGES)
         if changes:
             self._hurry(segment, parked, now)
-        if tasks or is_due or is_over or len(changes) == MAX_CHANGES:
+        if tasks or checks or is_due or is_over or len(changes) == MAX_CHANGES:
             self._unpark(segment)
             self._catalog.replies.append(
-                Reply(parked.origin, m.Polled(segment.changes.first, changes, tasks))
+                Reply(parked.origin, m.Polled(segment.changes.first, changes, tasks, checks=checks))
             )
 
     def _start_some(self, segment: Segment, parked: _Parked, now: float) -> list[m.Task]:
@@ -518,6 +542,7 @@ def entry_of(stored: StoredObject, offset: int) -> m.Entry:
         stored.is_hard_pinned,
         stored.group,
         stored.parent,
+        stored.policy.is_durable,
     )
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 
 from mooncake.errors import Refusal
 from mooncake.store.catalog import Catalog
@@ -99,6 +100,13 @@ class Tiers:
         self._scans: deque[list[StoredObject]] = deque()
         self._look_at = 0.0
         self._frequency = Frequency()
+        self.on_demoted: Callable[[], None] = lambda: None
+        """Told when a demotion is over, whatever came of it."""
+
+    @property
+    def is_freeing(self) -> bool:
+        """Whether objects are on their way to SSD that may leave memory only once they are there."""
+        return bool(self._planned) and not self._catalog.settings.evict_undemoted
 
     # Down
 
@@ -140,6 +148,7 @@ class Tiers:
             self._catalog.counts.demoted_objects += 1
             self._catalog.counts.demoted_bytes += task.stored.size_bytes
         self._count_planned(task.stored, -1)
+        self.on_demoted()
         for extent in task.stored.complete(Tier.MEMORY):
             home = self._homes.get(extent.segment)
             if home is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
@@ -9,8 +11,9 @@ from mooncake.store.advances import Advances
 from mooncake.store.catalog import Catalog
 from mooncake.store.durable import Durable
 from mooncake.store.effects import Received
-from mooncake.store.objects import State, StoredObject, check_put, scoped, scoped_all
+from mooncake.store.objects import State, StoredObject, check_put, check_relation, scoped, scoped_all
 from mooncake.store.placement import Placement
+from mooncake.store.putqueue import PutQueue
 from mooncake.store.space import Space
 from mooncake.store.tenants import Account, check_tenant
 from mooncake.types import ObjectKey, Tier
@@ -23,40 +26,77 @@ MAX_CIRCLE = 64
 class Writing:
     """Answers PutStart, PutEnd and PutAbort."""
 
-    def __init__(self, catalog: Catalog, space: Space, advances: Advances) -> None:
+    def __init__(self, catalog: Catalog, space: Space, advances: Advances, queue: PutQueue) -> None:
         self._catalog = catalog
+        self._queue = queue
         self._space = space
         self._advances = advances
         self._durable = Durable(catalog)
 
-    def put_start(self, message: m.PutStart, _: Received, now: float) -> m.PutStarted | Failure:
+    def put_start(self, message: m.PutStart, event: Received, now: float) -> m.PutStarted | Failure | None:
         count = len(message.keys)
         if not count == len(message.sizes) == len(message.chunk_bytes):
             return Failure("invalid_argument", "put_start: keys, sizes and chunk_bytes differ in length")
         if len(message.groups) not in (0, count) or len(message.parents) not in (0, count):
             return Failure("invalid_argument", "put_start: groups or parents, but not one for each key")
-        refusal = check_policy(message.policy)
-        account: Account | Refusal = refusal or self.admitted(message.tenant)
-        placement = Placement(self._catalog.segments, message.host, message.avoid, now, message.policy)
-        reserved: list[m.Reserved | None] = []
+        reserved: list[m.Reserved | None] = [None] * count
         refusals: dict[int, Refusal] = {}
-        for index in range(count):
+        placement = self._reserve_each(message, range(count), reserved, refusals, now)
+        if refusals and self._queue.may_wait(message.wait_s) and _missing(refusals):
+
+            def retry(now: float) -> bool:
+                self._reserve_each(message, _missing(refusals), reserved, refusals, now)
+                return bool(_missing(refusals))
+
+            def answer(now: float) -> m.PutStarted:
+                return self._started(message, reserved, refusals, None, now)
+
+            self._queue.wait(event, message.wait_s, retry, answer, now)
+            return None
+        return self._started(message, reserved, refusals, placement, now)
+
+    def _reserve_each(
+        self,
+        message: m.PutStart,
+        indices: Iterable[int],
+        reserved: list[m.Reserved | None],
+        refusals: dict[int, Refusal],
+        now: float,
+    ) -> Placement | None:
+        """Fill in what becomes of these keys. None: nothing may be put at all."""
+        account: Account | Refusal = check_policy(message.policy) or self.admitted(message.tenant)
+        placement = Placement(self._catalog.segments, message.host, message.avoid, now, message.policy)
+        for index in indices:
             outcome: m.Reserved | Refusal | None
             if isinstance(account, Refusal):
                 outcome = account
             else:
                 outcome = self._reserve(message.put_id + index, message, index, placement, account, now)
+            refusals.pop(index, None)
             if isinstance(outcome, Refusal):
-                self._catalog.counts.refused_puts += 1
-                key = scoped(message.tenant, message.keys[index])
-                self._catalog.tell(now, key, "put refused: {}", outcome)
                 refusals[index] = outcome
-                outcome = None
-            reserved.append(outcome)
-        if isinstance(account, Account):
-            self._catalog.tenants.tidy(account)
+            else:
+                reserved[index] = outcome
+        if isinstance(account, Refusal):
+            return None
+        self._catalog.tenants.tidy(account)
+        return placement
+
+    def _started(
+        self,
+        message: m.PutStart,
+        reserved: list[m.Reserved | None],
+        refusals: dict[int, Refusal],
+        placement: Placement | None,
+        now: float,
+    ) -> m.PutStarted:
+        """The answer; with space in advance if there is a ``placement``."""
+        for index, refusal in refusals.items():
+            self._catalog.counts.refused_puts += 1
+            key = scoped(message.tenant, message.keys[index])
+            self._catalog.tell(now, key, "put refused: {}", refusal)
         advance = None
-        if message.num_pieces and isinstance(account, Account):
+        if message.num_pieces and placement is not None:
             advance = self._advances.give(message.num_pieces, message.piece_bytes, placement, now)
         self._space.evict_to_watermark(now)
         return m.PutStarted(self._catalog.settings.put_s, reserved, refusals, advance)
@@ -84,7 +124,7 @@ class Writing:
     ) -> m.Reserved | Refusal | None:
         catalog, policy = self._catalog, message.policy
         name, size_bytes, chunk_bytes = message.keys[index], message.sizes[index], message.chunk_bytes[index]
-        refusal = check_put(name, size_bytes, chunk_bytes)
+        refusal = check_put(name, size_bytes, chunk_bytes) or check_relations(message, index)
         if refusal is not None:
             return refusal
         key = scoped(message.tenant, name)
@@ -210,6 +250,18 @@ class Writing:
                 self._catalog.unlink(stored, "put aborted", now)
             outcomes.append(is_ours)
         return m.Outcomes(outcomes)
+
+
+def _missing(refusals: dict[int, Refusal]) -> list[int]:
+    """Of what was refused, that for which there is no room now."""
+    return sorted(at for at, refusal in refusals.items() if refusal.code in ("no_space", "quota_exceeded"))
+
+
+def check_relations(message: m.PutStart | m.PutWritten, index: int) -> Refusal | None:
+    """Of one key of a request: what can't be its group or its parent would be another tenant's."""
+    group = message.groups[index] if message.groups else ""
+    parent = message.parents[index] if message.parents else ""
+    return check_relation(group) or check_relation(parent)
 
 
 def check_policy(policy: m.PutPolicy) -> Refusal | None:

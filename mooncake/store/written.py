@@ -16,7 +16,7 @@ from mooncake.store.objects import check_put, scoped
 from mooncake.store.placement import Placement
 from mooncake.store.space import Space
 from mooncake.store.tenants import Account
-from mooncake.store.writing import Writing, check_policy
+from mooncake.store.writing import Writing, check_policy, check_relations
 
 
 class Written:
@@ -60,7 +60,7 @@ class Written:
     def _put(self, message: m.PutWritten, index: int, account: Account, now: float) -> bool | Refusal:
         """True: readable, or was by this very request; False: the key is taken."""
         catalog, name, size_bytes = self._catalog, message.keys[index], message.sizes[index]
-        refusal = check_put(name, size_bytes, size_bytes)
+        refusal = check_put(name, size_bytes, size_bytes) or check_relations(message, index)
         if refusal is not None:
             return refusal
         key, put_id = scoped(message.tenant, name), message.put_id + index

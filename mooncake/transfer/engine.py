@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from mooncake.errors import InvalidArgument, OutOfMemory, Unavailable
+from mooncake.security import Identity, ours
+from mooncake.security.contexts import client_context
 from mooncake.transfer.directory import Directory
 from mooncake.transfer.handshake import Alive, HandshakeClient, Notification
 from mooncake.transfer.host import host_identity, reachable_host, with_port
@@ -29,7 +31,7 @@ from mooncake.transfer.peer import Segment
 from mooncake.transfer.segment import RegionInfo, SegmentDescriptor
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.sysfs import discover
-from mooncake.transfer.tls import client_context
+from mooncake.transfer.tls import secured
 from mooncake.transfer.topology import ANYWHERE, Places, is_location
 from mooncake.transfer.transports import (
     SCHEMES,
@@ -51,6 +53,8 @@ class TransferEngine(Mover):
         settings: see ``TransferSettings``.
         backend: where names are found, instead of ``settings.metadata``; neither is needed when
             descriptors travel some other way.
+        identity: who this engine is to others, instead of who this process is. TLS files that the settings
+            name are used in place of its own; its own are used for everything, tcp data included.
 
     Raises:
         AddressInUse: ``tcp_port`` or ``handshake_port`` is taken.
@@ -58,8 +62,14 @@ class TransferEngine(Mover):
         Unavailable: this machine lacks what a transport needs.
     """
 
-    def __init__(self, settings: TransferSettings | None = None, backend: Backend | None = None) -> None:
-        settings = settings or TransferSettings()
+    def __init__(
+        self,
+        settings: TransferSettings | None = None,
+        backend: Backend | None = None,
+        identity: Identity | None = None,
+    ) -> None:
+        settings, identity = secured(settings or TransferSettings(), identity or ours())
+        self.identity = identity
         for scheme in settings.transports:
             if scheme not in SCHEMES:
                 raise InvalidArgument("transports", scheme, "some of " + ", ".join(SCHEMES))
@@ -79,7 +89,7 @@ class TransferEngine(Mover):
         """Keys of those that go as soon as the operation that registered them ends."""
         self._locations: dict[int, str] = {}
         self._transports: dict[str, Transport] = {}
-        self._client = HandshakeClient(client_context(settings) if settings.tls else None)
+        self._client = HandshakeClient(identity)
         self.exchange = self._client.exchange
         neighbours = Neighbours(settings, self._host, self._transports, self._client)
         super().__init__(settings, neighbours, discover().matrix() if "rdma" in settings.transports else {})
@@ -107,7 +117,8 @@ class TransferEngine(Mover):
             backend = make_backend(
                 settings.metadata,
                 timeout_s=settings.metadata_timeout_s,
-                tls=client_context(settings, check_host=True) if settings.tls else None,
+                tls=client_context(identity.settings, check_host=True) if identity.has_tls else None,
+                signer=identity.signer(),
             )
         asks_peers = isinstance(backend, PeerBackend)
         if asks_peers:  # the way this engine asks, with its certificates
@@ -468,7 +479,7 @@ class TransferEngine(Mover):
     def _listen(self, port: int) -> None:
         target = weakref.ref(self)
         first, reached_at = self.listen_host.split(",")[0], self.advertise_host.split(",")[0]
-        listener = Listener(first, port, target, self._inbox, self.settings)
+        listener = Listener(first, port, target, self._inbox, self.settings, self.identity)
         self._talkers.insert(0, listener)
         self.handshake = with_port(reached_at, listener.port)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import ssl
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ import msgspec
 from mooncake.errors import InvalidArgument, PeerLost, ProtocolError
 from mooncake.rpc import BlockingClient
 from mooncake.rpc.wire import Message
+from mooncake.security import EVERYBODY, TRUSTED, Access, Identity, ours
 from mooncake.transfer.segment import VERSION, SegmentDescriptor, decode_descriptor
 
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -82,6 +82,10 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """It was done, and there is nothing to say."""
 
 
+ACCESS = Access({Describe: EVERYBODY, Probe: EVERYBODY, Exchange: EVERYBODY, Notify: TRUSTED})
+"""Who may ask an engine, where peers have to prove who they are."""
+
+
 class Notification(msgspec.Struct, frozen=True):
     """What a peer wanted this process's program to know."""
 
@@ -104,8 +108,8 @@ class HandshakeClient:
     """Asks other engines; thread-safe. Every call may raise PeerLost (nobody is there, or another process
     than the one that was meant), DeadlineExceeded, and ProtocolError (a peer of another version)."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        self._tls = tls
+    def __init__(self, identity: Identity | None = None) -> None:
+        self._identity = identity or ours()
         self._clients: dict[str, BlockingClient] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -178,7 +182,14 @@ class HandshakeClient:
     def _new_client(self, address: str) -> BlockingClient:
         if self._is_closed:
             raise PeerLost(f"engine at {address} was not asked: this process's own engine is closed")
-        return BlockingClient(address, REPLIES, name="the engine", is_patient=False, tls=self._tls)
+        return BlockingClient(
+            address,
+            REPLIES,
+            name="the engine",
+            is_patient=False,
+            identity=self._identity,
+            servers=EVERYBODY,
+        )
 
     def _keep(self, address: str, client: BlockingClient) -> None:
         with self._lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import secrets
 import socket
 from pathlib import Path
@@ -49,8 +48,3 @@ def with_port(host: str, port: int) -> str:
     """``host:port``, or ``[host]:port`` when the host is an IPv6 address."""
     host = host.strip("[]")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def default_max_connections() -> int:
-    """Half of the files that this process may open, so that peers can't take them all."""
-    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 16384)

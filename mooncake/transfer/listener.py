@@ -19,7 +19,10 @@ from typing import Protocol
 from mooncake.errors import PeerLost, ProtocolError, Unavailable
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Limits, RpcServer
+from mooncake.rpc.limits import default_max_connections
+from mooncake.security import Identity
 from mooncake.transfer.handshake import (
+    ACCESS,
     MAX_PAYLOAD_BYTES,
     Alive,
     Describe,
@@ -33,10 +36,9 @@ from mooncake.transfer.handshake import (
     Request,
     check_size,
 )
-from mooncake.transfer.host import default_max_connections, numeric_host
+from mooncake.transfer.host import numeric_host
 from mooncake.transfer.segment import VERSION, SegmentDescriptor, version_trouble
 from mooncake.transfer.settings import TransferSettings
-from mooncake.transfer.tls import server_context
 
 log = get_logger(__name__)
 
@@ -102,7 +104,7 @@ class Listener:
 
     Raises:
         AddressInUse: the port is taken.
-        InvalidArgument: the host is no address of this machine, or a TLS setting is wrong.
+        InvalidArgument: the host is no address of this machine.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Listener:
         target: Callable[[], Host | None],
         inbox: Inbox,
         settings: TransferSettings,
+        identity: Identity,
     ) -> None:
         limits = Limits(
             greeting_s=settings.greeting_timeout_s,
@@ -132,7 +135,9 @@ class Listener:
                 Exchange: self._exchange,
             },
             limits=limits,
-            tls=server_context(settings) if settings.tls else None,
+            access=ACCESS,
+            identity=identity,
+            name="handshake",
         )
         started: concurrent.futures.Future[int] = concurrent.futures.Future()
         address = numeric_host(host, "listen_host")  # a name may have several; one port fits them all badly

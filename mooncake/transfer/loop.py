@@ -6,6 +6,7 @@ The queue's eventfd wakes the loop; nothing runs in a thread of ours.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import weakref
 
@@ -45,9 +46,11 @@ class LoopQueue:
 
 
 async def until_done(future: asyncio.Future[Completion]) -> Completion:
-    """The result; a cancellation is delivered only when the transfer has ended."""
+    """The result; a cancellation, and each that follows it, is delivered only when the transfer has ended."""
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-        await asyncio.wait([future])
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
         raise

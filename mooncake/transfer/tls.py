@@ -1,33 +1,43 @@
-"""TLS between engines: the files that the settings name, as what each user of them needs.
+"""TLS of a transfer engine: which files it uses, and the native context for its tcp data.
 
-The data path gets a native context, handshakes and the metadata service Python's own. All speak TLS 1.3
-only and all are mutual: who shows no certificate of the authority is not talked to. Certificates are
-made elsewhere (``mooncake certs``, or yours); this module reads them and says which setting is wrong.
+Everything else about certificates is in ``mooncake.security``. An engine uses the files of its own settings
+if these name any, else those of its process, then for all that it says and moves.
 """
 
 from __future__ import annotations
 
-import ssl
-from pathlib import Path
-from typing import Protocol
+import dataclasses
 
 from mooncake import _native
-from mooncake.errors import InvalidArgument
+from mooncake.security import Identity
+from mooncake.security.contexts import check_files, wrong_file
 from mooncake.transfer.settings import TransferSettings
 
 
-class Files(Protocol):
-    """Settings that name PEM files."""
+def secured(settings: TransferSettings, identity: Identity) -> tuple[TransferSettings, Identity]:
+    """Settings and identity of one engine, which agree about TLS.
 
-    @property
-    def tls_cert(self) -> str: ...
-    @property
-    def tls_key(self) -> str: ...
-    @property
-    def tls_ca(self) -> str: ...
-
-
-CERTIFICATE = "-----BEGIN CERTIFICATE-----"
+    Raises:
+        InvalidArgument: names the setting whose file is missing or wrong.
+    """
+    if settings.tls:
+        return settings, identity.with_tls_files(
+            settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_check_host
+        )
+    if not identity.has_tls:
+        return settings, identity
+    files = identity.settings
+    return (
+        dataclasses.replace(
+            settings,
+            tls="all",
+            tls_cert=files.tls_cert,
+            tls_key=files.tls_key,
+            tls_ca=files.tls_ca,
+            tls_check_host=files.tls_check_host,
+        ),
+        identity,
+    )
 
 
 def native_tls(settings: TransferSettings) -> _native.TlsContext:
@@ -36,68 +46,11 @@ def native_tls(settings: TransferSettings) -> _native.TlsContext:
     Raises:
         InvalidArgument: names the setting whose file is missing or wrong, or says that OpenSSL is.
     """
-    _check_files(settings)
+    check_files(settings)
     try:
         return _native.TlsContext(
             settings.tls_cert, settings.tls_key, settings.tls_ca, settings.tls_check_host
         )
     except ValueError as error:
         field, reason = error.args
-        raise _wrong(settings, field, reason) from error
-
-
-def server_context(settings: Files) -> ssl.SSLContext:
-    """For the side that listens; raises as ``native_tls``."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0
-    return _filled(settings, context)
-
-
-def client_context(settings: TransferSettings, *, check_host: bool | None = None) -> ssl.SSLContext:
-    """For the side that connects; raises as ``native_tls``."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = settings.tls_check_host if check_host is None else check_host
-    return _filled(settings, context)
-
-
-def _filled(settings: Files, context: ssl.SSLContext) -> ssl.SSLContext:
-    _check_files(settings)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    field = "tls_cert"
-    try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: "")
-        field = "tls_ca"
-        context.load_verify_locations(settings.tls_ca)
-    except (OSError, ValueError) as error:
-        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
-            field = "tls_key"
-        raise _wrong(settings, field, str(error)) from error
-    return context
-
-
-def _check_files(settings: Files) -> None:
-    """What OpenSSL would say less clearly: a file that is not there, or holds something else."""
-    for field, mark in {
-        "tls_cert": CERTIFICATE,
-        "tls_key": "PRIVATE KEY-----",
-        "tls_ca": CERTIFICATE,
-    }.items():
-        try:
-            content = Path(getattr(settings, field)).read_text(encoding="ascii", errors="replace")
-        except OSError as error:
-            raise _wrong(settings, field, error.strerror or str(error)) from error
-        if mark not in content:
-            raise _wrong(settings, field, f"it has no line with {mark.strip('-')}")
-        if "ENCRYPTED" in content and field == "tls_key":
-            raise _wrong(settings, field, "it has a password; `openssl pkey` takes it off")
-
-
-def _wrong(settings: Files, field: str, reason: str) -> InvalidArgument:
-    needs = {
-        "tls": "only where OpenSSL 3 is installed",
-        "tls_cert": "a PEM certificate",
-        "tls_key": "the PEM private key of tls_cert",
-        "tls_ca": "PEM certificates of the authority",
-    }
-    return InvalidArgument(field, getattr(settings, field), f"{needs[field]} ({reason})")
+        raise wrong_file(settings, field, reason) from error

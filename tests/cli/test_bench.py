@@ -19,7 +19,7 @@ from mooncake.errors import ProtocolError, Unavailable
 from tests.contract import cuda_double
 
 PATHS = ("shm", "tcp", "file", "tcp+file")
-ROW = Row("tcp", "write", "1 MiB", MIB, 1, 4.0, 250.0, 400.0, 0.3, "raw socket", 4.4, 0.2, 0.91)
+ROW = Row("tcp", "write", "1 MiB", MIB, 1, 4.0, 250.0, 400.0, 0.3, "one stream", 4.4, 0.2, 0.91)
 
 
 def test_targets_are_judged_by_the_row_they_are_about() -> None:
@@ -35,11 +35,11 @@ def test_targets_are_judged_by_the_row_they_are_about() -> None:
 
 
 def test_the_report_names_machine_command_skips_and_verdicts() -> None:
-    alone = [CeilingRow("memcpy", "write", "1 MiB", 20.0, 0.05)]
+    alone = [CeilingRow("one thread", "write", "1 MiB", 20.0, 0.05)]
     report = Report("a machine", "mooncake bench transfer", 3, alone, 25.1, [ROW], {"rdma": "no device"})
     text = render(report)
     for part in ("machine: a machine", "command: mooncake bench transfer", "cannot show: a real network",
-                 "round trip of 4 KiB: 25.1 us", "skipped: rdma: no device"):  # fmt: skip
+                 "round trip of 4 KiB over one raw socket: 25.1 us", "skipped: rdma: no device"):  # fmt: skip
         assert part in text
     assert next(line for line in text.splitlines() if line.startswith("  tcp write 1 MiB")).endswith("  met")
     assert json.loads(json.dumps(report.as_json()))["rows"][0]["ratio"] == 0.91
@@ -58,7 +58,7 @@ def test_patterns_differ_by_seed_and_do_not_repeat_at_slices() -> None:
 
 
 def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tcp = Subject("tcp", "tcp", "raw socket")
+    tcp = Subject("tcp", "tcp", "one stream")
     paths = Paths([tcp], 64 * KIB, offered(tmp_path), tmp_path)
     try:
         paths.verify(tcp, "write", 4 * KIB, 2, seed=3)
@@ -112,7 +112,7 @@ def test_a_small_run_measures_verifies_writes_and_draws(
     }
     assert all(row.gb_s > 0 and 0 < row.p50_us <= row.p99_us and row.cpu_s_per_gb > 0 for row in rows)
     against = {row.path: row.ceiling for row in rows if row.ratio}
-    assert against == {"shm": "memcpy", "tcp": "raw socket"} | (
+    assert against == {"shm": "one thread", "tcp": "one stream"} | (
         {"file": "fio"} if shutil.which("fio") else {}
     )
     assert picture.read_bytes().startswith(b"\x89PNG")

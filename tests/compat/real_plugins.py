@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from bench.cluster import wait_for
+from tests.cluster import wait_for
 from tests.compat import real_clients
 from tests.connectors.host_pools import tokens_of
 from tests.contract.connectors import StoreConnector
@@ -254,6 +254,10 @@ class Lmcache:
     def __init__(self, folder: str) -> None:
         os.environ["LMCACHE_TRACK_USAGE"] = "false"
         real_clients.prepare(folder, [])
+        # Without vLLM LMCache hashes by itself. What it would import of vLLM compiles, and needs libraries
+        # that are not here, so the package in the folder must not look as if it were installed.
+        for name in [name for name in (*sys.modules, "vllm") if name.partition(".")[0] == "vllm"]:
+            sys.modules[name] = None  # type: ignore[assignment]
         root = "lmcache.v1"
         self._config: Any = importlib.import_module(f"{root}.config").LMCacheEngineConfig
         self._metadata: Any = importlib.import_module(f"{root}.metadata").LMCacheMetadata

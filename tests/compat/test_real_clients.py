@@ -1,10 +1,7 @@
 """The published connectors themselves, with our store under them.
 
-Their packages are not ours to keep: ``MOONCAKE_TEST_CLIENTS`` names a folder that has them, without their
-dependencies, and where it is not set these tests skip::
-
-    pip install --no-deps --target FOLDER sglang==0.5.23 lmcache==0.5.6 vllm==0.32.0 vllm-omni==0.30.0 \\
-        transferqueue==0.1.11 checkpoint-engine==0.4.2
+Their packages are not ours to keep: ``scripts/test-clients`` fetches them, without their dependencies, and
+runs these tests. ``MOONCAKE_TEST_CLIENTS`` names the folder; where it is not set these tests skip.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Our plugins loaded by the published engines themselves; see ``test_real_clients.py`` for the folder.
-
-LMCache needs ``sortedcontainers`` in it, too.
-"""
+"""Our plugins loaded by the published engines themselves; see ``test_real_clients.py`` for the folder."""
 
 from __future__ import annotations
 

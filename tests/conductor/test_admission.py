@@ -117,6 +117,24 @@ def test_decode_looks_again_when_the_prompt_is_computed(rule: Rule) -> None:
     admission.check()
 
 
+@pytest.mark.parametrize("rule", ["baseline", "early", "predicted"])
+def test_who_was_let_in_to_audit_a_rejection_is_not_rejected_later(rule: Rule) -> None:
+    """The audit asks what would have become of it; a second look would answer no to everybody."""
+    admission = Admission(rule, audit_share=1.0)
+    if rule == "baseline":  # which looks at decode only when the prompt is computed
+        late = {"queue_s": 12.0, "ttft_s": 13.0}
+    else:
+        late = {}
+        decoding(admission, 10)
+    verdict = admission.judge(applicant("audited", **late), POOLS, 0.0)
+    assert verdict.is_admitted and verdict.is_audited
+    decoding(admission, 10)
+    assert admission.prefilled("audited", POOLS, 3.0).is_admitted
+    admission.finished("audited", 3.0, 0.03, True, 9.0)
+    assert (admission.audit.num_admitted, admission.audit.num_ended, admission.audit.num_in_slo) == (1, 1, 1)
+    admission.check()
+
+
 def test_goodput_rejects_nobody_whose_prompt_is_computed() -> None:
     admission = Admission("goodput")
     assert admission.judge(applicant(), POOLS, 0.0).is_admitted
@@ -346,3 +364,13 @@ def test_the_price_of_decode_is_of_its_memory_where_that_is_short() -> None:
     admission = Admission("goodput", horizon_s=1.0)
     assert admission.judge(applicant(ttft_s=0.0), pools, 0.0).is_admitted
     assert admission.goodput.decode_price.rate(0.0) == pytest.approx(1.0, rel=0.05)
+
+
+def test_an_answer_that_has_begun_is_not_rejected_any_more() -> None:
+    admission = Admission("baseline")
+    assert admission.judge(applicant(), POOLS, 0.0).is_admitted
+    decoding(admission, 10)
+    assert admission.prefilled("r", POOLS, 3.0, has_begun=True).is_admitted
+    assert admission.population.decoding.num_requests == 11, "it decodes with the others"
+    assert not admission.num_rejected
+    admission.check()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mooncake.conductor.conductor import Conductor
+from mooncake.conductor.costs import CostModels, DecodeModel
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
     POOL,
@@ -262,6 +263,37 @@ def test_full_instances_refuse_with_a_computed_pause(conductor: Conductor) -> No
     decided(conductor, "r4", now=101.0)
     later = place(conductor, "late", now=101.0)
     assert isinstance(later, Refuse) and later.retry_after_s > refuse.retry_after_s
+
+
+def refused_late(has_begun: bool) -> tuple[Conductor, list[Any]]:
+    """A conductor, and what it said: decode had become too slow for a request whose prompt is computed."""
+    rule = SchedulingSettings(admission="baseline", audit_share=0.0)
+    conductor = Conductor(rule, Random(1), CostModels(decode=DecodeModel(0.01, 0.0, 0.0)))
+    add(conductor, "p1", "d1")
+    assert isinstance(conductor.handle(Place("r", 64, slo_tbt_s=0.03), 0.0)[-1], Decision)
+    for number in range(200):
+        conductor.handle(StepMeasured("d1", 1, 64, min(5.0, 0.01 * 1.2 ** (number // 8))), 1.0)
+    return conductor, conductor.handle(Prefilled("r", has_begun=has_begun), 1.0)
+
+
+def test_who_is_refused_late_keeps_its_account_until_its_end_is_reported() -> None:
+    """The refusal may be lost on its way: the request then goes on, and the instance is busy with it."""
+    conductor, effects = refused_late(has_begun=False)
+    [refuse] = effects
+    assert isinstance(refuse, Refuse) and refuse.refusal.code == "slo_tbt" and refuse.retry_after_s > 0
+    assert {row.instance: row.num_requests for row in conductor.status()} == {"p1": 0, "d1": 1}
+    conductor.handle(Finished("r"), 2.0)
+    assert not any(row.num_requests for row in conductor.status()) and not conductor.placements
+    conductor.check()
+
+
+def test_an_answer_that_has_begun_is_not_refused() -> None:
+    conductor, effects = refused_late(has_begun=True)
+    assert effects == []
+    assert {row.instance: row.num_requests for row in conductor.status()} == {"p1": 0, "d1": 1}
+    conductor.handle(Finished("r", 5, 0.1, 0.1, True), 2.0)
+    assert not conductor.placements
+    conductor.check()
 
 
 def test_a_full_role_is_not_helped_out_by_the_other(conductor: Conductor) -> None:

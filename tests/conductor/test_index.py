@@ -65,6 +65,18 @@ def test_a_slot_is_kept_until_its_instance_is_forgotten(index: PrefixIndex) -> N
     assert index.num_slots == 256 == len(index.match(PROMPT).leading)
 
 
+@pytest.mark.parametrize("num_instances", [63, 64, 65, 128, 129, 256, 257])
+def test_the_last_of_any_number_of_instances_is_found(index: PrefixIndex, num_instances: int) -> None:
+    for number in range(num_instances):
+        index.store(f"instance {number}", PROMPT[:2])
+    last = f"instance {num_instances - 1}"
+    index.store(last, PROMPT, Tier.MEMORY)
+    match = index.match(PROMPT)
+    slot = index.slot(last)
+    assert len(match.leading) == index.num_slots > slot
+    assert match.leading[slot] == 8 and index.matches(PROMPT)[last] == 8
+
+
 def test_a_prefix_may_go_from_tier_to_tier(index: PrefixIndex) -> None:
     index.store("a", PROMPT[:2], Tier.DEVICE)
     index.store("a", PROMPT[1:5], Tier.MEMORY)

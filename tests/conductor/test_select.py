@@ -95,3 +95,20 @@ def test_the_closest_candidates_are_told_best_first() -> None:
     assert told is not None and len(told.slots) == select.NUM_CONSIDERED
     assert told.slots[0] == choice.slot == 9
     assert (np.diff(told.score_s) >= 0).all()
+
+
+@pytest.mark.parametrize("policy", [select.decode_by_load, select.decode_by_tbt])
+def test_of_equal_decodes_who_holds_more_serves_then_who_served_least(policy: select.Policy) -> None:
+    trio = cluster(0, 0, 0)
+    trio.loads.num_placed[:] = 7, 2, 5
+    assert policy(trio, job(0, 0, 0), every("abc")).slot == 1
+    assert policy(trio, job(100, 0, 100), every("abc")).slot == 2, "of those that hold it"
+
+
+def test_the_expected_answer_must_fit_into_a_decode_s_memory_too() -> None:
+    pair = cluster(0, 0)
+    pair.loads.add_decode(1, "other", 100)  # its steps are longer
+    pair.loads.capacity_tokens[:] = 1_200, 2_000
+    assert select.decode_by_tbt(pair, job(0, 0), every("ab")).slot == 0
+    assert select.decode_by_tbt(pair, job(0, 0, output_tokens=200), every("ab")).slot == 0, "to the last one"
+    assert select.decode_by_tbt(pair, job(0, 0, output_tokens=201), every("ab")).slot == 1

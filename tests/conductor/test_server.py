@@ -12,7 +12,19 @@ from aiohttp import web
 
 from mooncake import metrics
 from mooncake.conductor.client import RemoteConductor
-from mooncake.conductor.messages import POOL, AddInstance, Decision, Drain, Finished, Place, Refuse
+from mooncake.conductor.health import ProbeOutcome
+from mooncake.conductor.messages import (
+    POOL,
+    AddInstance,
+    Decision,
+    Drain,
+    Finished,
+    Place,
+    Prefilled,
+    Probed,
+    Refuse,
+    StepMeasured,
+)
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.inference.kv_events import BlockStored, KvEventPublisher
@@ -268,3 +280,24 @@ async def test_the_metrics_page_compares_predictions_with_what_came(service: Con
     page = metrics.page().decode()
     assert 'mooncake_conductor_prediction_ratio_bucket{le="1.25",quantity="ttft_s"} 1.0' in page
     assert 'mooncake_conductor_prediction_ratio_bucket{le="1.1",quantity="ttft_s"} 0.0' in page
+
+
+async def test_a_refusal_that_nobody_waited_for_is_not_taken_for_another_s() -> None:
+    """A fact that is only posted may be answered with a refusal, too."""
+    service = ConductorService(replace(SETTINGS, admission="baseline", audit_share=0.0))
+    try:
+        for name, role in (("127.0.0.1:1", Role.PREFILL), ("127.0.0.1:2", Role.DECODE)):
+            service.core.handle(AddInstance(name, role), 0.0)
+            service.core.handle(Probed(name, ProbeOutcome.READY), 0.0)
+        for _ in range(20):
+            service.core.handle(StepMeasured("127.0.0.1:2", 1, 64, 0.01), 0.0)
+        for request in ("refused", "fine"):
+            slo_tbt_s = 0.03 if request == "refused" else 0.0
+            assert isinstance(service.place_now(Place(request, 64, slo_tbt_s=slo_tbt_s)), Decision)
+        for number in range(200):
+            seconds = min(5.0, 0.01 * 1.2 ** (number // 8))
+            service.core.handle(StepMeasured("127.0.0.1:2", 1, 64, seconds), 0.0)
+        service.post(Prefilled("refused"))
+        assert service.prefilled_now(Prefilled("fine")) is None
+    finally:
+        await service.close()

@@ -16,19 +16,20 @@ import numpy as np
 import pytest
 import torch
 
-from bench.cluster import wait_for
 from mooncake import clock
+from mooncake.connectors import blocks
 from mooncake.connectors.blocks import LinkSettings, Load, Lookup, Save, StoreLink
 from mooncake.connectors.memory import HostMemory, Identity, SlabMemory
 from mooncake.inference.hostmem import StagedMemory, host_memory
 from mooncake.kvlayout import ForeignIdentity, KvIdentity, KvLayout, SlabLayout
 from mooncake.prefix import BlockHash, block_hashes, root_hash
-from mooncake.store import AsyncStore, StoreSettings
+from mooncake.store import AsyncStore, PutGrant, StoreSettings
 from mooncake.store.node import Node, NodeSettings
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.web import listen
+from tests.cluster import wait_for
 from tests.transfer.mute import PATIENCE_S, Mute
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
@@ -261,7 +262,7 @@ async def test_a_node_that_dies_half_way_through_a_save_leaves_nothing_to_find(
             worker.link.save_layer(save, layer)
 
     def is_half_written() -> bool:
-        return save.num_layers_submitted == half and not save.num_in_flight
+        return save.num_layers_submitted == half and not save.claim.num_inside
 
     save = worker.link.start_save([(first, 4, 1), (second, 4, 2)])
     await asyncio.to_thread(give, save, range(half))
@@ -352,3 +353,150 @@ async def test_blocks_of_another_kind_of_engine_are_not_found(house: House, othe
     await writer.save([(first, 32, 7)])
     assert (await reader.lookup([(first, 32)])).num_blocks == 1
     assert (await stranger.lookup([(first, 32)])).num_blocks == 0
+
+
+class LateClock:
+    """The real clock, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.late_s = 0.0
+
+    def monotonic(self) -> float:
+        return clock.monotonic() + self.late_s
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateClock:
+    """The clock of the link and its claims."""
+    other = LateClock()
+    monkeypatch.setattr(blocks, "clock", other)
+    return other
+
+
+async def test_a_load_that_ends_after_its_lease_has_failed(house: House, late: LateClock) -> None:
+    """Its bytes and checksums are right; but the space may have been another's for a moment."""
+    worker = await house.worker(False)
+    (first,) = hashes_of(4)
+    await worker.save([(first, 4, 1)])
+    lookup = await worker.lookup([(first, 4)])
+    load = worker.link.start_load(lookup, [5])
+    late.late_s = 1000.0  # before this loop, which is the link's, hears of any completion
+    await asyncio.to_thread(wait_for, lambda: load.done, "the load to be over", TIMEOUT_S)
+    assert load.failed
+
+
+async def test_a_write_ends_before_its_space_may_be_anothers(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await house.worker(False, load_timeout_s=1000.0)
+    (first,) = hashes_of(4)
+    start_puts, submit = worker.link._store.start_puts, worker.transfer.submit
+    timeouts_s: list[float] = []
+
+    async def short(*words: Any, **named: Any) -> Any:
+        grants = await start_puts(*words, **named)
+        for grant in grants:
+            assert isinstance(grant, PutGrant)
+            grant.expires_at = clock.monotonic() + TIMEOUT_S
+        return grants
+
+    def noted(*words: Any, timeout_s: float, **named: Any) -> None:
+        timeouts_s.append(timeout_s)
+        submit(*words, timeout_s=timeout_s, **named)
+
+    monkeypatch.setattr(worker.link._store, "start_puts", short)
+    monkeypatch.setattr(worker.transfer, "submit", noted)
+    assert (await worker.save([(first, 4, 1)])).num_stored_blocks == 1
+    assert len(timeouts_s) == LAYOUT.num_layers and max(timeouts_s) <= TIMEOUT_S
+
+
+async def test_no_write_begins_in_space_whose_time_is_over(house: House, late: LateClock) -> None:
+    """The timer that says so may be late, too: what stood still for long looks at the clock itself."""
+    worker = await house.worker(False)
+    (first,) = hashes_of(4)
+    save = worker.link.start_save([(first, 4, 1)])
+    worker.link.save_layer(save, 0)
+
+    def is_written() -> bool:
+        return save.grants is not None and not save.claim.num_inside
+
+    await asyncio.to_thread(wait_for, is_written, "the first layer to be written", TIMEOUT_S)
+    late.late_s = 1000.0
+    worker.link.save_layer(save, 1)
+    assert save.num_layers_submitted == 1 and not save.is_wanted
+    worker.link.finish_save(save)
+    await asyncio.to_thread(wait_for, lambda: save.done, "the save to be over", TIMEOUT_S)
+    assert save.num_stored_blocks == 0
+    assert (await (await house.worker(False)).lookup([(first, 4)])).num_blocks == 0
+
+
+async def test_an_object_of_another_size_is_no_block(house: House) -> None:
+    worker = await house.worker(False)
+    first, second = hashes_of(8)
+    key, size_bytes = worker.link._identity.key(first), LAYOUT.object_bytes(4)
+    assert await worker.link._store.put(key, bytes(size_bytes - 1)) is None
+    await worker.save([(second, 4, 2)])
+    assert (await worker.lookup([(second, 4), (first, 4)])).num_blocks == 1
+    assert (await worker.lookup([(first, 4), (second, 4)])).num_blocks == 0
+
+
+async def test_a_load_that_fails_is_counted_once(house: House) -> None:
+    worker, counter = await house.worker(False), blocks.failures.labels("load")
+    (first,) = hashes_of(4)
+    await worker.save([(first, 4, 1)])
+    lookup = await worker.lookup([(first, 4)])
+    (region,) = house.node.engine.describe().regions
+    before = counter._value.get()
+    assert not (await worker.load(lookup, [4])).failed
+    assert counter._value.get() == before, "nothing has failed yet"
+    for layer in range(LAYOUT.num_layers):
+        _flip(house.node, lookup.grants[0].address - region.address + LAYOUT.object_offsets(layer, 4)[0])
+    assert (await worker.load(lookup, [5])).failed
+    assert counter._value.get() == before + 1
+
+
+async def test_a_load_whose_staging_memory_went_to_others_fails(house: House) -> None:
+    """It arrived in time; but the engine stood still, and took it when the memory was another's."""
+    worker = await house.worker(True)
+    (first,) = hashes_of(4)
+    await worker.save([(first, 4, 1)])
+    lookup = await worker.lookup([(first, 4)])
+    before = worker.pool.clone()
+
+    def engine() -> Load:
+        load = worker.link.start_load(lookup, [5])
+        wait_for(lambda: load.done, "the load to have arrived", TIMEOUT_S)
+        worker.link.wait_layer([load], 0)
+        worker.link._expire(load, [])
+        for layer in range(1, LAYOUT.num_layers):
+            worker.link.wait_layer([load], layer)
+        return load
+
+    load = await asyncio.to_thread(engine)
+    assert load.failed and load.done
+    assert torch.equal(worker.pool[1:], before[1:]), "no layer was taken from memory of others"
+
+
+async def test_memory_that_was_taken_back_fails_its_loads_and_saves_and_nothing_else(house: House) -> None:
+    worker = await house.worker(False)
+    first, second = hashes_of(8)
+    await worker.save([(first, 4, 1)])
+    lookup = await worker.lookup([(first, 4)])
+    for region in worker.link._regions:
+        worker.transfer.unregister(region)
+    assert (await worker.load(lookup, [5])).failed
+    save = await worker.save([(second, 4, 2)])
+    assert save.done and save.num_stored_blocks == 0
+
+
+async def test_an_engine_whose_wake_fails_gets_its_blocks_back(house: House) -> None:
+    worker = await house.worker(False)
+
+    def fail() -> None:
+        raise RuntimeError("the engine's own")
+
+    worker.link.attach(fail)
+    (first,) = hashes_of(4)
+    assert (await worker.save([(first, 4, 1)])).num_stored_blocks == 1
+    lookup = await worker.lookup([(first, 4)])
+    assert not (await worker.load(lookup, [5])).failed

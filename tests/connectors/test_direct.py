@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pytest
 
-from mooncake.connectors.direct import Offer, Receiver, Sender, Told, Wanted
+from mooncake.connectors.direct import Offer, Receiver, Sender, Take, Told, Wanted
 from mooncake.connectors.memory import SlabMemory
+from mooncake.errors import InvalidArgument
 from mooncake.kvlayout import SlabLayout
 from mooncake.transfer import TransferEngine, TransferSettings
 
@@ -158,4 +160,107 @@ async def test_memory_told_to_a_sender_that_is_lost_is_taken_back_and_told_to_th
         await pair.sender.start("127.0.0.1", port)
         pair.sender.offer(Offer("again", b"p", [2]))
         assert await pair.receiver.receive(pair.wanted("again", [1])) == ""
+        assert pair.decoding.blocks([1]) == pair.computed.blocks([2])
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan"), 1e9])
+async def test_a_time_that_nobody_waits_is_refused(timeout_s: float) -> None:
+    """It comes from the wire; what it asks for would be held for as long."""
+    async with a_pair() as pair:
+        receiver = Receiver(pair.decoding.transfer, LAYOUT, "kind", pair.decoding.slabs, TIMEOUT_S)
+        receiver._timeout_s = timeout_s
+        take = Take("one", "kind", b"p", b"", b"", b"", 0, [0], timeout_s)
+        taken = await pair.sender._take(take, cast(Any, None))
+        assert "timeout_s" in taken.reason and not taken.has_begun
+        assert not pair.sender._offers, "nobody waits for it"
+        await receiver.close()
+
+
+async def test_offered_blocks_are_the_engines_again_when_the_write_has_ended_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who asked is gone in the middle of it; the write goes on in the memory all the same."""
+    async with a_pair() as pair:
+        has_begun, may_end = asyncio.Event(), asyncio.Event()
+        write = pair.computed.transfer.write
+
+        async def slow(*words: Any, **named: Any) -> Any:
+            has_begun.set()
+            cancelled: BaseException | None = None
+            while not may_end.is_set():
+                try:
+                    await may_end.wait()
+                except asyncio.CancelledError as error:  # as transfer does
+                    cancelled = error
+            if cancelled is not None:
+                raise cancelled
+            return await write(*words, **named)
+
+        monkeypatch.setattr(pair.computed.transfer, "write", slow)
+        pair.sender.offer(Offer("one", b"p", [0]))
+        asked = asyncio.ensure_future(pair.receiver.receive(pair.wanted("one", [1])))
+        await has_begun.wait()
+        await pair.receiver.close()
+        assert await asked, "its connection is lost"
+        assert pair.ended.empty()
+        may_end.set()
+        assert await pair.ended.get() == "one"
+
+
+async def test_a_mistake_of_ours_takes_the_memory_back_and_hangs_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with a_pair() as pair:
+        before = pair.decoding.transfer.describe()
+        client = pair.receiver._client(f"127.0.0.1:{pair.sender.port}")
+        call = client.call
+
+        async def broken(message: Any, timeout_s: float) -> Any:
+            if isinstance(message, Take):
+                raise KeyError("a mistake")
+            return await call(message, timeout_s)
+
+        monkeypatch.setattr(client, "call", broken)
+        assert await pair.receiver.receive(pair.wanted("one", [0])) == "KeyError"
+        keys = [{region.key for region in one.regions} for one in (before, pair.decoding.transfer.describe())]
+        assert keys[0].isdisjoint(keys[1]), "somebody may know of the memory"
+        monkeypatch.undo()
+        pair.sender.offer(Offer("two", b"p", [0]))
+        assert await pair.receiver.receive(pair.wanted("two", [0])) == ""
+
+
+async def test_blocks_are_kept_until_the_memory_could_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.connectors.direct.SAID_EVERY_S", 0.001)
+    async with a_pair(timeout_s=0.05) as pair:
+        unregister, num_tries = pair.decoding.transfer.unregister, 0
+
+        def unwilling(region: Any) -> None:
+            nonlocal num_tries
+            num_tries += 1
+            if num_tries < 4:
+                raise RuntimeError("the device does not answer")
+            unregister(region)
+
+        monkeypatch.setattr(pair.decoding.transfer, "unregister", unwilling)
+        asked = asyncio.ensure_future(pair.receiver.receive(pair.wanted("lost", [0])))
+        await pair.sender.asked.wait()
+        await pair.sender.close()
+        assert await asked and num_tries == 4
+
+
+async def test_memory_that_can_not_be_registered_again_is_tried_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with a_pair(timeout_s=0.05) as pair:
+        register_all = pair.decoding.transfer.register_all
+
+        def refused(buffers: Any) -> Any:
+            raise InvalidArgument("buffer", "it", "mapped")
+
+        monkeypatch.setattr(pair.decoding.transfer, "register_all", refused)
+        await pair.receiver._take_back(0)
+        assert pair.receiver._regions == [] and not pair.decoding.transfer.describe().regions
+        monkeypatch.setattr(pair.decoding.transfer, "register_all", register_all)
+        pair.sender.offer(Offer("one", b"p", [2]))
+        assert await pair.receiver.receive(pair.wanted("one", [1])) == ""
         assert pair.decoding.blocks([1]) == pair.computed.blocks([2])

@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 
 from mooncake.connectors.lmcache import MooncakeBackend
 from mooncake.errors import InvalidArgument
+from tests.connectors.holds import Hold, held
 from tests.contract.connectors import StoreConnector
 
 pytestmark = pytest.mark.processes
@@ -303,3 +305,84 @@ async def test_without_the_daemon_everything_is_a_miss(tmp_path: Path, number: i
     finally:
         daemon.stop()
         await asyncio.to_thread(engines.close)
+
+
+PATIENT_S = 0.3
+GIVEN_UP_S = 2.0
+"""Much longer than LMCache waits below."""
+
+
+class Recycled(Chunk):
+    """Memory that LMCache hands to another prefix as soon as nobody counts on it."""
+
+    def ref_count_down(self) -> None:
+        super().ref_count_down()
+        if self.ref_count == 0:
+            self.tensor.fill_(-1.0)
+
+
+@pytest.mark.parametrize("is_on_its_loop", [False, True], ids=["blocking", "on its loop"])
+def test_chunks_of_a_load_that_was_given_up_are_not_overwritten(
+    daemon: StoreConnector, engines: Engines, monkeypatch: pytest.MonkeyPatch, is_on_its_loop: bool
+) -> None:
+    """The loop is held between the lookup and the load; LMCache has its memory back only after that."""
+    impatient = Engines(daemon.address, engines._extra["weights_digest"], PATIENT_S / 10)
+    impatient._extra["load_timeout_s"] = PATIENT_S
+    monkeypatch.setattr(sys.modules[__name__], "Chunk", Recycled)
+    try:
+        backend, keys = impatient.start(), [Key(1)]
+        put(engines.start(), keys, [chunk(1)])
+        loop, is_back, allocate = backend._pages._session.loop, threading.Event(), impatient.allocate
+        hold = Hold()
+
+        def allocate_and_hold(*words: Any, **named: Any) -> Any:
+            loop.call_soon_threadsafe(hold.begin)
+            hold.wait()
+            return allocate(*words, **named)
+
+        monkeypatch.setattr(impatient, "allocate", allocate_and_hold)
+
+        def engine() -> list[Any]:
+            if is_on_its_loop:
+                found = asyncio.run(backend.batched_get_non_blocking("lookup", keys)) or [None]
+            else:
+                found = backend.batched_get_blocking(keys)
+            is_back.set()
+            return found
+
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(engine)
+            hold.wait()
+            is_back.wait(GIVEN_UP_S)
+            hold.release()
+            (found,) = answer.result(DONE_S)
+        backend.close()
+        (memory,) = impatient.allocated
+        if found is None:
+            assert memory.ref_count == 0 and bool((memory.tensor == -1.0).all()), "another prefix's memory"
+        else:
+            assert torch.equal(found.tensor, chunk(1).tensor)
+    finally:
+        impatient.close()
+
+
+def test_chunks_of_a_save_that_takes_longer_than_lmcache_waits_are_kept_until_it_has_ended(
+    daemon: StoreConnector, engines: Engines
+) -> None:
+    impatient = Engines(daemon.address, engines._extra["weights_digest"], PATIENT_S / 10)
+    impatient._extra["load_timeout_s"] = PATIENT_S
+    try:
+        backend, keys, one = impatient.start(), [Key(1)], chunk(1)
+        assert not backend.contains(keys[0])
+        is_down = threading.Event()
+        one.ref_count_down = _watched(one, [one], is_down)  # type: ignore[method-assign]
+        with held(backend._pages._session.loop):
+            backend.batched_submit_put_task(keys, [one])
+            assert not is_down.wait(GIVEN_UP_S), "something may still read it"
+        assert is_down.wait(DONE_S)
+        one.tensor.fill_(-1.0)
+        backend.close()
+        found = engines.start().get_blocking(keys[0])
+        assert found is None or torch.equal(found.tensor, chunk(1).tensor)
+    finally:
+        impatient.close()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from mooncake.connectors.blocks import LinkSettings
 from mooncake.connectors.memory import SlabMemory
 from mooncake.connectors.moving import Finder, Loaded, Moved, Mover, Shards
 from mooncake.connectors.planning import LoadPlan, SavePlan
@@ -17,6 +20,7 @@ from mooncake.kvlayout import ForeignIdentity, SlabLayout
 from mooncake.store.node import Node, NodeSettings
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
+from tests.connectors.holds import held
 
 NUM_BLOCKS, NUM_LAYERS, HEADS, HEAD_BYTES = 6, 3, 4, 64
 TIMEOUT_S = 20.0
@@ -41,8 +45,8 @@ class Rank:
             for number in range(num_shards)
         ]
         self.shards = Shards(shards)
-        memory = SlabMemory(self.layers, bases, layout.slab_bytes)
-        self.mover = Mover(self.session, self.shards, memory)
+        self.memory = SlabMemory(self.layers, bases, layout.slab_bytes)
+        self.mover = Mover(self.session, self.shards, self.memory)
 
     def block(self, block_id: int) -> list[bytes]:
         return [layer[block_id].tobytes() for layer in self.layers]
@@ -151,3 +155,52 @@ async def test_a_store_that_is_gone_is_a_miss_and_a_save_that_stored_nothing(poo
         assert moved.bad_blocks == {0}
         moved = await asyncio.to_thread(rank.save, SavePlan(1, NAMES[1:], (1, 2), 1))
         assert (moved.saved, moved.stored) == ([1], [])
+
+
+async def test_a_load_whose_lookup_does_not_come_back_is_given_up_and_never_begins(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop is held while the engine waits for its first layer; then its blocks are computed."""
+    monkeypatch.setattr("mooncake.connectors.moving.LATENESS_S", 0.05)
+    settings = LinkSettings(lookup_timeout_s=0.2)
+
+    def impatient() -> Rank:
+        rank = Rank(pool.address)
+        rank.mover.close()
+        rank.mover = Mover(rank.session, rank.shards, rank.memory, settings)
+        return rank
+
+    async with ranks(lambda: Rank(pool.address), impatient) as (writer, reader):
+        await asyncio.to_thread(writer.save, SavePlan(0, NAMES[:1], (4,), 0))
+        assert await asyncio.to_thread(reader.find) == 1
+        is_back = threading.Event()
+
+        def engine() -> Moved:
+            reader.mover.load([LoadPlan("r", NAMES[:1], (2,), True)])
+            reader.mover.wait_layer(0)
+            for layer in reader.layers:
+                layer[2] = 0xEE
+            is_back.set()
+            reader.mover.end_step()
+            return reader.mover.collect(TIMEOUT_S)
+
+        with held(reader.session.loop) as hold, ThreadPoolExecutor(1) as thread:
+            answer = asyncio.get_running_loop().run_in_executor(thread, engine)
+            assert await asyncio.to_thread(is_back.wait, TIMEOUT_S), "the engine waits for ever"
+            hold.release()
+            moved = await answer
+        assert moved.loaded == [Loaded("r", False, True)] and moved.bad_blocks == {2}
+        await asyncio.to_thread(reader.find)  # a question behind whatever the loop had to do
+        assert all((layer[2] == 0xEE).all() for layer in reader.layers), "computed blocks were overwritten"
+
+
+async def test_a_mistake_of_ours_in_a_lookup_is_a_miss(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ranks(lambda: Rank(pool.address)) as (rank,):
+
+        async def broken(*_: object, **__: object) -> None:
+            raise KeyError("a mistake")
+
+        monkeypatch.setattr(rank.session.store, "open_reads", broken)
+        assert await asyncio.to_thread(rank.find) == 0
+        moved = await asyncio.to_thread(rank.load, LoadPlan("r", NAMES[:1], (0,), True))
+        assert moved.loaded == [Loaded("r", False, True)]

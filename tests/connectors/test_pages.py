@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from mooncake import clock
 from mooncake.connectors.blocks import LinkSettings
 from mooncake.connectors.pages import CHUNK_BYTES, Page, Pages, leading
 from mooncake.connectors.session import PoolSettings
+from tests.connectors.holds import held
 from tests.contract.connectors import StoreConnector
 
 pytestmark = pytest.mark.processes
@@ -85,3 +90,97 @@ def test_what_is_removed_or_forgotten_is_gone(pages: Pages) -> None:
 def test_nothing_is_asked_of_nothing(pages: Pages) -> None:
     assert (pages.find([]), pages.load([]), pages.save([])) == ([], [], [])
     assert [leading(flags) for flags in ([], [True], [False, True], [True, False])] == [0, 1, 0, 1]
+
+
+# What stood still must not go on in memory that the engine has back
+
+PATIENT_S = 0.3
+GIVEN_UP_S = 2.0
+"""Much longer than the impatient clients below wait."""
+
+
+@pytest.fixture
+def impatient(daemon: StoreConnector, request: pytest.FixtureRequest) -> Iterator[Pages]:
+    """It gives up soon; its loop can be held for longer."""
+    pool = PoolSettings(daemon.address, tenant=str(request.node.name))
+    client = Pages(pool, LinkSettings(lookup_timeout_s=PATIENT_S / 5, load_timeout_s=PATIENT_S))
+    warm = noise([100], 9)
+    assert client.save([page("warm", warm)]) == [True], "it knows the node by now"
+    yield client
+    client.close()
+
+
+def used_again_at_once(client: Pages, move: Callable[[], list[bool]], memory: Bytes, byte: int) -> list[bool]:
+    """The loop is held while the engine's thread moves; what it has back it fills with ``byte`` at once."""
+    loop, is_back = client._session.loop, threading.Event()
+
+    def engine() -> list[bool]:
+        flags = move()
+        if flags != [True] or byte == PREFIX_B:
+            memory[:] = byte
+        is_back.set()
+        return flags
+
+    with held(loop) as hold, ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(engine)
+        is_back.wait(GIVEN_UP_S)
+        hold.release()
+        return answer.result(60.0)
+
+
+def at_rest(client: Pages) -> None:
+    """Nothing that was begun before is under way any more."""
+
+    async def others() -> None:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        if rest:
+            await asyncio.wait(rest, timeout=5.0)
+
+    asyncio.run_coroutine_threadsafe(others(), client._session.loop).result(60.0)
+
+
+PREFIX_A, PREFIX_B, COMPUTED = 0xA1, 0xB2, 0xEE
+
+
+def test_a_page_that_is_used_again_after_its_save_was_given_up_is_not_saved_with_its_new_bytes(
+    impatient: Pages, pages: Pages
+) -> None:
+    memory = np.full(1 << 20, PREFIX_A, dtype=np.uint8)
+    impatient.register([(memory.ctypes.data, memory.nbytes)])
+    used_again_at_once(impatient, lambda: impatient.save([page("A", [memory])]), memory, PREFIX_B)
+    at_rest(impatient)
+    found = np.zeros(1 << 20, dtype=np.uint8)
+    if pages.load([page("A", [found])]) == [True]:
+        assert set(found.tolist()) == {PREFIX_A}, "another prefix's bytes under the key of A"
+    assert set(memory.tolist()) == {PREFIX_B}
+
+
+def test_a_page_that_is_used_again_after_its_load_was_given_up_is_not_overwritten(
+    impatient: Pages, pages: Pages
+) -> None:
+    saved = np.full(1 << 20, PREFIX_A, dtype=np.uint8)
+    assert pages.save([page("A", [saved])]) == [True]
+    memory = np.zeros(1 << 20, dtype=np.uint8)
+    impatient.register([(memory.ctypes.data, memory.nbytes)])
+    flags = used_again_at_once(impatient, lambda: impatient.load([page("A", [memory])]), memory, COMPUTED)
+    at_rest(impatient)
+    assert set(memory.tolist()) == {PREFIX_A if flags == [True] else COMPUTED}
+
+
+def test_a_save_that_was_given_up_leaves_no_half_put_behind(
+    impatient: Pages, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given up between the writing and the end: the space is given back, and the next writer has the key."""
+    memory = np.full(4096, PREFIX_A, dtype=np.uint8)
+    end_puts = impatient._session.store.end_puts
+
+    async def late(grants: Any, deadline: float) -> Any:
+        await asyncio.sleep(max(0.0, deadline - clock.monotonic()))
+        return await end_puts(grants, deadline)
+
+    monkeypatch.setattr(impatient._session.store, "end_puts", late)
+    assert impatient.save([page("A", [memory])]) == [False]
+    at_rest(impatient)
+    assert pages.find(["A"]) == [False]
+    assert pages.save([page("A", [memory])]) == [True]
+    assert pages.find(["A"]) == [True], "nobody is in the way of the next writer"

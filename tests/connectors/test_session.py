@@ -1,13 +1,15 @@
-"""Where a connector finds the store."""
+"""Where a connector finds the store, and what its thread leaves behind when it is closed."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
-from mooncake.connectors.session import PoolSettings
+from mooncake.connectors.session import PoolSettings, TransferThread
 from mooncake.errors import InvalidArgument
 
 
@@ -37,3 +39,34 @@ def test_the_existing_file_says_it_and_what_is_lent(tmp_path: Path, mode: str, l
 def test_nowhere_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="mooncake_store_addr"):
         PoolSettings.read({}, {})
+
+
+def test_closing_cancels_what_was_begun_and_waits_for_its_end() -> None:
+    thread, has_begun, ends = TransferThread("127.0.0.1", ("shm",)), threading.Event(), list[str]()
+
+    async def work() -> None:
+        has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ends.append("work")
+            thread.track(last())
+
+    async def last() -> None:
+        await asyncio.sleep(0)
+        ends.append("what it began in the end")
+
+    future = thread.start(work())
+    assert has_begun.wait(20.0) and not thread.has_let_go()
+    thread.close()
+    assert ends == ["work", "what it began in the end"] and future.cancelled() and thread.has_let_go()
+
+
+def test_without_its_thread_nothing_of_it_touches_memory() -> None:
+    """As in a process that was forked: there is no thread there, and nothing may wait for it."""
+    thread = TransferThread("127.0.0.1", ("shm",))
+    thread.loop.call_soon_threadsafe(thread.loop.stop)
+    thread._thread.join(20.0)
+    assert thread.has_let_go()
+    thread.loop.close()

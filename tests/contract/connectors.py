@@ -19,7 +19,6 @@ from typing import Protocol
 
 import numpy as np
 
-from bench.cluster import wait_for
 from mooncake.cli.ports import free_ports
 from mooncake.connectors.blocks import LinkSettings, StoreLink
 from mooncake.connectors.link import AnyLink
@@ -27,6 +26,7 @@ from mooncake.connectors.memory import HostMemory, Identity
 from mooncake.prefix import BlockHash
 from mooncake.store import AsyncStore, StoreSettings
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
+from tests.cluster import wait_for
 
 HOST = "127.0.0.1"
 PATIENCE_S = 2.0

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import wait_for
 from mooncake.connectors.link import AnyLink, Lookup, Save
 from mooncake.inference.engine import Engine, EngineSettings
 from mooncake.inference.fake.faults import Faults, FaultyLink, FaultyLoad
@@ -29,6 +28,7 @@ from mooncake.inference.generate import Counts, Generator
 from mooncake.inference.request import Request, SamplingParams
 from mooncake.kvlayout import KvLayout
 from mooncake.prefix import BlockHash, block_hashes, root_hash
+from tests.cluster import wait_for
 from tests.contract.connectors import CONNECTORS, PATIENCE_S, Connector
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=1, head_dim=16, dtype="float32", block_tokens=16)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.cluster import Cluster, running_cluster
+from tests.cluster import Cluster, running_cluster
 
 
 @pytest.fixture(scope="session")

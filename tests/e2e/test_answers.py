@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench.cluster import Cluster, wait_for
 from mooncake.transfer import TransferEngine
 from mooncake.transfer.directory import key_of
 from mooncake.transfer.metadata.http import HttpBackend
+from tests.cluster import Cluster, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(600)]
 

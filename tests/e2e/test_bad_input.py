@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import ADMIN_KEY, Cluster
+from tests.cluster import ADMIN_KEY, Cluster
 
 pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(600)]
 

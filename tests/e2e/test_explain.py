@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import Answer, Cluster, running_cluster, wait_for
 from mooncake.prefix import block_hashes, root_hash
 from mooncake.store import Store, StoreSettings
 from mooncake.transfer import TransferEngine, TransferSettings
+from tests.cluster import Answer, Cluster, running_cluster, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(600)]
 

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from bench.cluster import Answer, Cluster, wait_for
+from tests.cluster import Answer, Cluster, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(600)]
 

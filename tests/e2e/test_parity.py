@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench.cluster import Cluster
 from mooncake.inference.engine import Engine, EngineSettings
 from mooncake.inference.gguf import resolve_model
 from mooncake.inference.request import Request, SamplingParams
 from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.weights import load_model
+from tests.cluster import Cluster
 from tests.e2e.corpus import LENGTHS, prompts
 
 pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(1200)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import Cluster, wait_for
+from tests.cluster import Cluster, wait_for
 from tests.contract.metadata_servers import free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(600)]

@@ -9,9 +9,11 @@ from typing import Any
 import openai
 import pytest
 
-from mooncake.conductor.messages import Prefilled
+from mooncake.conductor.messages import Finished, Prefilled
+from mooncake.gateway import relay
+from mooncake.metrics import registry
 from tests.gateway.doubles import answer_text
-from tests.gateway.engines import Front, fronting
+from tests.gateway.engines import Engine, Front, fronting
 
 PROMPT = "w20 w21 w22 w23 w24 w25 w26 w27 w28 w29"
 IDS = list(range(20, 30))
@@ -314,6 +316,104 @@ async def test_nobody_there_is_a_503() -> None:
             await one.start()
         await front.until(lambda health: set(health.values()) == {"ready"})
         await front.complete(PROMPT)
+
+
+# --- what is learned of an answer
+
+
+class Ticking:
+    """A clock that is a second later each time somebody looks at it."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += 1.0
+        return self._now
+
+
+async def test_the_time_between_tokens_is_that_of_the_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conductor learns from it how full a decode may be: five tokens have four gaps."""
+    async with fronting(0, 1) as front:
+        told: list[Any] = []
+        scheduling = front.gateway.scheduling
+        real = scheduling.post
+
+        def post(event: Any) -> None:
+            told.append(event)
+            real(event)
+
+        monkeypatch.setattr(scheduling, "post", post)
+        monkeypatch.setattr(relay, "clock", Ticking())
+        streamed = await front.stream(PROMPT, 5, stream_options={"include_usage": True})
+        num_events = len(streamed.events)  # five tokens, the usage, and the end
+        async with asyncio.timeout(10):
+            while not any(isinstance(event, Finished) for event in told):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        [finished] = [event for event in told if isinstance(event, Finished)]
+        assert (finished.num_output_tokens, finished.ttft_s) == (5, 1.0)
+        assert finished.tbt_s == pytest.approx((num_events - 1) / 4)
+
+
+async def test_a_relayed_answer_is_counted_with_its_time_to_the_first_token() -> None:
+    def count(name: str) -> float:
+        return registry.get_sample_value(f"{name}_count") or 0.0
+
+    async with fronting() as front:
+        before = count("vllm:time_to_first_token_seconds"), count("vllm:inter_token_latency_seconds")
+        streamed = await front.stream(PROMPT, 5)
+        after = count("vllm:time_to_first_token_seconds"), count("vllm:inter_token_latency_seconds")
+        assert after[0] - before[0] == 1, "one first token, however many follow"
+        assert after[1] - before[1] == len(streamed.events) - 1
+
+
+async def test_an_answer_that_no_prefill_helped_counts_what_its_own_engine_found_cached() -> None:
+    """The first attempt's prefill answered, its decode gave up, and nobody could prefill the second."""
+    async with fronting(1, 2) as front:
+        [prefill] = front.prefill
+        for _ in range(2):
+            await front.complete(PROMPT, 5, n=2)  # which a decode computes alone: both know the prompt now
+        assert not prefill.calls and all(one.local for one in front.decode)
+        save = prefill._save
+
+        def save_and_fail(ids: list[int], body: dict[str, Any]) -> None:
+            save(ids, body)
+            prefill.refuse = (500, {"message": "boom", "type": "InternalServerError"})
+
+        def whoever_is_first(one: Engine) -> Any:
+            stream = one._stream
+
+            async def fail(*call: Any) -> Any:
+                one.fail_load = not failed
+                failed.append(one)
+                return await stream(*call)
+
+            return fail
+
+        failed: list[Engine] = []
+        prefill._save = save_and_fail  # type: ignore[method-assign]
+        for one in front.decode:
+            one._stream = whoever_is_first(one)  # type: ignore[method-assign]
+        streamed = await front.stream(PROMPT, 5, stream_options={"include_usage": True})
+        assert streamed.text() == answer_text(IDS, 5)
+        assert len(prefill.calls) >= 2, "it was asked again, in vain"
+        usage = streamed.chunks[-1]["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 8, "not what the lost prefill had found"
+
+
+async def test_an_engine_that_failed_is_asked_anew_who_it_is() -> None:
+    """Where it was may be another process now, whose connector waits under another name."""
+    async with fronting(1, 1, protocol="bootstrap") as front:
+        [prefill], [decode] = front.prefill, front.decode
+        await front.complete(PROMPT, 5)
+        assert decode.calls[0]["kv_transfer_params"]["remote_engine_id"] == prefill.rank_name(0)
+        prefill.refuse = (500, {"message": "boom", "type": "InternalServerError"})
+        await front.complete(PROMPT, 5)  # by the decode alone
+        prefill.refuse, prefill.name = None, "started anew"
+        async with asyncio.timeout(20):
+            while decode.calls[-1].get("kv_transfer_params") is None:
+                await front.complete(PROMPT, 5)
+        assert decode.calls[-1]["kv_transfer_params"]["remote_engine_id"] == prefill.rank_name(0)
 
 
 # --- membership

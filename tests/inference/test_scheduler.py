@@ -227,6 +227,59 @@ def test_prefill_offers_locally_cached_blocks_again() -> None:
     assert [block.num_tokens for block in step.saves[0].blocks] == [4, 4]
 
 
+def test_a_failed_load_leaves_the_tail_to_be_saved_again() -> None:
+    """What was announced with the broken step is thrown away with it, and decode waits for the tail."""
+    scheduler = Scheduler(EXTERNAL)
+    request = request_of("1", 10, save_tail=True)
+    block_ids = look_up(scheduler, request, 2)
+    assert block_ids is not None
+    scheduler.load_ready("1", 0.0)
+    step = scheduler.schedule(0.0)
+    assert [block.num_tokens for block in step.saves[0].blocks] == [2], "the tail alone: the rest came"
+    scheduler.step_finished(step, {"1": 9}, {"1"}, 0.0)
+    scheduler.release(block_ids)
+    step = run_step(scheduler)
+    assert [block.num_tokens for block in step.saves[0].blocks] == [4, 4, 2]
+    assert step.saves[0].blocks[-1].hash == request.tail_hash
+
+
+def test_who_is_still_loading_does_not_give_way() -> None:
+    """Its first layer is here, the others are being written into its blocks: they are nobody else's yet."""
+    scheduler = Scheduler(dataclasses.replace(EXTERNAL, num_blocks=6))
+    first, second = request_of("1", 8, 12), request_of("2", 8, 12)
+    for request in (first, second):
+        scheduler.add(request, 0.0)
+    scheduler.schedule(0.0)
+    block_ids = scheduler.lookup_finished("2", 2, 0.0)
+    assert block_ids is not None and scheduler.lookup_finished("1", 0, 0.0) is None
+    while first.num_tokens < 3 * BLOCK + 1:
+        run_step(scheduler)
+    assert scheduler.pool.num_free == 0
+    scheduler.load_ready("2", 0.0)
+    step = scheduler.schedule(0.0)  # the first needs a fourth block
+    scheduler.check()
+    assert second.num_preemptions == 0 and second.block_ids[:2] == block_ids
+    failed = {chunk.request.id for chunk in step.chunks if chunk.has_load}
+    assert failed == {"2"}
+    tokens = {chunk.request.id: 1 for chunk in step.chunks if chunk.samples}
+    scheduler.step_finished(step, tokens, failed, 0.0)
+    scheduler.release(block_ids)
+    scheduler.check()
+
+
+def test_a_prompt_waits_rather_than_be_preempted_for_the_next_token_of_others() -> None:
+    """Everyone who runs may soon need one more block, so that many are left."""
+    scheduler = Scheduler(dataclasses.replace(SETTINGS, num_blocks=6))
+    first, second = request_of("1", 6, 4), request_of("2", 12, 1)
+    scheduler.add(first, 0.0)
+    run_step(scheduler)
+    scheduler.add(second, 0.0)
+    assert shape(run_step(scheduler)) == [("1", 6, 1)], "three blocks are free and three are needed"
+    while second.state is not RequestState.FINISHED:
+        run_step(scheduler)
+    assert first.num_preemptions == second.num_preemptions == 0
+
+
 class World:
     """Random requests, a random cache, random aborts; stands in for everything around a scheduler."""
 

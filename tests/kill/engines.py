@@ -23,8 +23,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
-from bench.cluster import wait_for
-from bench.vllm_server import (
+from mooncake.cli.bench.report import describe_machine
+from tests.cluster import wait_for
+from tests.kill.mixed import Request, Seen, requests
+from tests.kill.serving import Killer, Outcome, answers, show
+from tests.vllm_server import (
     HOST,
     Gateway,
     VllmServer,
@@ -34,9 +37,6 @@ from bench.vllm_server import (
     running_store,
     store_connector,
 )
-from mooncake.cli.bench.report import describe_machine
-from tests.kill.mixed import Request, Seen, requests
-from tests.kill.serving import Killer, Outcome, answers, show
 
 RESTARTED_WITHIN_S = 900.0
 AT_REST_WITHIN_S = 300.0

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from bench.cluster import Cluster, running_cluster, wait_for
 from mooncake.cli.bench.report import describe_machine
+from tests.cluster import Cluster, running_cluster, wait_for
 from tests.kill.mixed import Request, Seen, ask, requests, verdict
 
 SHOWN = 20

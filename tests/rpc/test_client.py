@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable
@@ -22,7 +23,7 @@ from mooncake.errors import (
 )
 from mooncake.rpc import AsyncClient, BlockingClient, Call, Connection, RpcServer
 from mooncake.rpc.client import split_address
-from mooncake.rpc.wire import PREFACE, encode
+from mooncake.rpc.wire import OPEN_GREETING, encode
 
 
 class Echo(msgspec.Struct, array_like=True, tag="echo"):
@@ -201,7 +202,7 @@ async def test_a_client_that_takes_no_answers_is_read_no_further(service: Servic
     sock = socket.create_connection(("127.0.0.1", service.rpc.port))
     sock.setblocking(False)
     frame = encode(1, Echo("x" * (1 << 20)))
-    await loop.sock_sendall(sock, PREFACE)
+    await loop.sock_sendall(sock, OPEN_GREETING)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):
             for _ in range(512):
@@ -291,3 +292,98 @@ def test_a_bad_address_is_named(address: str) -> None:
 def test_good_addresses() -> None:
     assert split_address("10.0.0.1:80") == ("10.0.0.1", 80)
     assert split_address("[::1]:80") == ("::1", 80)
+
+
+class Deaf:
+    """A peer that accepts connections and reads nothing before it is told to."""
+
+    def __init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._listening.settimeout(10.0)
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
+
+    def accepted(self) -> socket.socket:
+        """The next connection; raises TimeoutError when nobody connects."""
+        connection, _ = self._listening.accept()
+        connection.settimeout(10.0)
+        return connection
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+def test_a_request_that_went_out_in_part_is_the_last_on_its_connection() -> None:
+    """Half a frame is on the wire: whatever followed would be read as the rest of it."""
+    peer = Deaf()
+    client = BlockingClient(peer.address, [Echo], "a deaf peer")
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(client.call, Echo("x" * (32 << 20)), 1.0)
+        with peer.accepted() as first:
+            with pytest.raises(DeadlineExceeded, match="didn't answer Echo"):
+                large.result(30)
+            assert client.is_cut_off
+            small = pool.submit(client.call, Echo("small"), 5.0)
+            with peer.accepted():  # the next call is on a connection of its own
+                num_bytes = 0
+                while data := first.recv(1 << 20):
+                    num_bytes += len(data)
+            assert 0 < num_bytes < 32 << 20, "the first connection ended in the middle of the frame"
+        with pytest.raises(PeerLost):
+            small.result(30)
+    client.close()
+    peer.close()
+
+
+async def test_calls_that_nobody_answered_leave_nothing_behind(client: AsyncClient) -> None:
+    """A peer that is there and does not answer is asked for hours."""
+
+    def num_futures() -> int:
+        gc.collect()
+        return sum(type(one) is asyncio.Future for one in gc.get_objects())
+
+    await client.connect(10)
+    before = num_futures()
+    for _ in range(50):
+        with pytest.raises(DeadlineExceeded):
+            await client.call(Hold(), 0.001)
+    assert num_futures() < before + 10
+    assert await client.call(Echo("still fine"), 10) == Echo("still fine")
+
+
+DOUBLING_S = [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
+
+
+async def test_attempts_to_connect_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand clients of a master that is away must not ask for connections all the time."""
+    waited_s: list[float] = []
+    really = asyncio.sleep
+
+    async def wait(seconds: float) -> None:
+        waited_s.append(seconds)
+        await really(0)
+
+    monkeypatch.setattr("mooncake.rpc.client.asyncio.sleep", wait)
+    client = AsyncClient("127.0.0.1:1", [Echo], "nobody")
+    connecting = asyncio.create_task(client.connect(30))
+    async with asyncio.timeout(20):
+        while len(waited_s) < len(DOUBLING_S):
+            await really(0.001)
+    await client.close()
+    with pytest.raises(PeerLost, match="closed"):
+        await connecting
+    assert waited_s[: len(DOUBLING_S)] == pytest.approx(DOUBLING_S)
+
+
+def test_attempts_of_threads_to_connect_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited_s: list[float] = []
+    client = BlockingClient("127.0.0.1:1", [Echo], "nobody")
+
+    def wait(seconds: float) -> None:
+        waited_s.append(seconds)
+        if len(waited_s) == len(DOUBLING_S):
+            client.close()
+
+    monkeypatch.setattr("mooncake.rpc.client.time.sleep", wait)
+    with pytest.raises(PeerLost, match="closed"):
+        client.call(Echo("x"), 60.0)
+    assert waited_s == pytest.approx(DOUBLING_S)

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from mooncake.rpc import AsyncClient, Call, Limits, RpcServer
-from mooncake.rpc.wire import PREFACE, encode, header
+from mooncake.rpc.limits import REFUSED, default_max_connections
+from mooncake.rpc.wire import OPEN_GREETING, PREFACE, encode, header
 
 PATIENCE_S = 30.0
 
@@ -76,7 +77,9 @@ async def with_server(limits: Limits, test: Callable[[RpcServer], Awaitable[None
         await server.close()
 
 
-@pytest.mark.parametrize("opening", [b"", PREFACE[:-1]], ids=["silent", "half a greeting"])
+@pytest.mark.parametrize(
+    "opening", [b"", PREFACE[:-1], OPEN_GREETING[:-1]], ids=["silent", "half a preface", "half a greeting"]
+)
 async def test_whoever_does_not_greet_is_shown_out(opening: bytes) -> None:
     async def test(server: RpcServer) -> None:
         assert await is_cut(connected(server, opening))
@@ -88,7 +91,7 @@ async def test_whoever_does_not_greet_is_shown_out(opening: bytes) -> None:
 async def test_half_a_frame_does_not_stay(part: int) -> None:
     async def test(server: RpcServer) -> None:
         frame = bytes(encode(1, Ask(5)))
-        assert await is_cut(connected(server, PREFACE + frame + frame[:part]))
+        assert await is_cut(connected(server, OPEN_GREETING + frame + frame[:part]))
         await until(lambda: len(server.connections) == 1)
 
     await with_server(Limits(stall_s=0.05), test)
@@ -98,7 +101,7 @@ async def test_a_byte_now_and_then_does_not_help() -> None:
     """A slow sender looks busy, but its frame has one time for all of it."""
 
     async def test(server: RpcServer) -> None:
-        slow = connected(server, PREFACE)
+        slow = connected(server, OPEN_GREETING)
         body = header(100_000, 1, 0)
         slow.sendall(body)
         cut = asyncio.create_task(is_cut(slow))
@@ -115,7 +118,7 @@ async def test_a_byte_now_and_then_does_not_help() -> None:
 
 async def test_whoever_takes_no_replies_is_cut_off() -> None:
     async def test(server: RpcServer) -> None:
-        deaf = connected(server, PREFACE + b"".join(encode(i, Ask(1 << 20)) for i in range(7)))
+        deaf = connected(server, OPEN_GREETING + b"".join(encode(i, Ask(1 << 20)) for i in range(7)))
         await until(lambda: len(server.connections) == 2)
         await until(lambda: len(server.connections) == 1)
         deaf.close()
@@ -125,9 +128,9 @@ async def test_whoever_takes_no_replies_is_cut_off() -> None:
 
 async def test_sizes_and_numbers_are_bounded() -> None:
     async def test(server: RpcServer) -> None:
-        assert await is_cut(connected(server, PREFACE + header(1001, 1, 0)))
-        fine = connected(server, PREFACE + header(1000, 1, 0))
-        await until(lambda: len(server.connections) == 2)
+        assert await is_cut(connected(server, OPEN_GREETING + header(1001, 1, 0)))
+        fine = connected(server, OPEN_GREETING + encode(1, Ask(0)) + header(1000, 1, 0))
+        assert await asyncio.to_thread(fine.recv, 1 << 10)
         surplus = connected(server)
         assert await is_cut(surplus)
         assert len(server.connections) == 2
@@ -139,7 +142,7 @@ async def test_sizes_and_numbers_are_bounded() -> None:
 
 async def test_idle_clients_stay_and_hinder_nobody() -> None:
     async def test(server: RpcServer) -> None:
-        idle = await asyncio.to_thread(lambda: [connected(server, PREFACE) for _ in range(200)])
+        idle = await asyncio.to_thread(lambda: [connected(server, OPEN_GREETING) for _ in range(200)])
         await until(lambda: len(server.connections) == 201)
         client = AsyncClient(f"127.0.0.1:{server.port}", [Answer])
         assert await client.call(Ask(3), PATIENCE_S) == Answer(bytes(3))
@@ -149,3 +152,92 @@ async def test_idle_clients_stay_and_hinder_nobody() -> None:
         await until(lambda: len(server.connections) == 1)
 
     await with_server(Limits(), test)
+
+
+async def test_a_stranger_makes_room_and_a_client_does_not() -> None:
+    """Whoever has said nothing that can be understood is the first to go, the oldest of them first."""
+
+    async def test(server: RpcServer) -> None:
+        strangers = [connected(server, opening) for opening in (b"", OPEN_GREETING)]
+        await until(lambda: len(server.connections) == 3)
+        client = AsyncClient(f"127.0.0.1:{server.port}", [Answer])
+        assert await client.call(Ask(3), PATIENCE_S) == Answer(bytes(3))
+        assert await is_cut(strangers[0])
+        other = AsyncClient(f"127.0.0.1:{server.port}", [Answer])
+        assert await other.call(Ask(3), PATIENCE_S) == Answer(bytes(3))
+        assert await is_cut(strangers[1])
+        assert await is_cut(connected(server, OPEN_GREETING)), "all three are clients now"
+        assert await client.call(Ask(4), PATIENCE_S) == Answer(bytes(4))
+        await client.close()
+        await other.close()
+
+    await with_server(Limits(max_connections=3), test)
+
+
+async def test_unfinished_requests_of_all_peers_have_one_bound() -> None:
+    """Six peers with most of a large request each: the server keeps no more than it may of all of them."""
+
+    async def test(server: RpcServer) -> None:
+        kept = []
+        part = encode(1, Ask(5))[:7]
+        honest = connected(server, OPEN_GREETING + encode(1, Ask(0)) + part)
+        assert await asyncio.to_thread(honest.recv, 1 << 10)
+        for _ in range(6):
+            stranger = connected(server, OPEN_GREETING)
+            kept.append(asyncio.create_task(asyncio.to_thread(send_all, stranger, header(900_000, 1, 0))))
+            await asyncio.sleep(0)
+        await asyncio.gather(*kept)
+        most = 0
+
+        def has_settled() -> bool:
+            nonlocal most
+            most = max(most, server.pending_bytes)
+            return len(server.connections) <= 4
+
+        await until(has_settled)
+        assert most <= 2_000_000
+        honest.sendall(encode(1, Ask(5))[7:])
+        assert await asyncio.to_thread(honest.recv, 1 << 10), "who has asked before is not cut for them"
+        honest.close()
+
+    await with_server(Limits(max_body_bytes=1_000_000, max_pending_bytes=2_000_000), test)
+
+
+def send_all(opened: socket.socket, head: bytes) -> None:
+    try:
+        opened.sendall(head + bytes(800_000))
+    except OSError:
+        return
+
+
+async def test_more_connections_than_files_are_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.rpc.limits.resource.getrlimit", lambda which: (256, 256))
+    assert default_max_connections() == 128
+
+    async def test(server: RpcServer) -> None:
+        idle = [connected(server, OPEN_GREETING) for _ in range(300)]
+        for number in range(3):
+            client = AsyncClient(f"127.0.0.1:{server.port}", [Answer])
+            assert await client.call(Ask(number), PATIENCE_S) == Answer(bytes(number))
+            assert len(server.connections) <= 128
+            await client.close()
+        for opened in idle:
+            opened.close()
+
+    await with_server(Limits(), test)
+
+
+async def test_what_is_refused_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    def count() -> float:
+        value: float = REFUSED.labels("rpc", "protocol")._value.get()
+        return value
+
+    before = count()
+
+    async def test(server: RpcServer) -> None:
+        for _ in range(5):
+            assert await is_cut(connected(server, b"GET / HTTP/1.1\r\n\r\n"))
+
+    await with_server(Limits(), test)
+    assert count() == before + 5
+    assert len([one for one in caplog.records if one.getMessage() == "connection_refused"]) == 1

@@ -14,6 +14,7 @@ import pytest
 
 from mooncake.errors import DeadlineExceeded, PeerLost, ProtocolError
 from mooncake.rpc import BlockingClient, Call, Limits, RpcServer
+from mooncake.security import EVERYBODY, Access, Identity, SecuritySettings
 
 pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
 
@@ -24,19 +25,11 @@ class Echo(msgspec.Struct, array_like=True, tag="echo"):
     data: bytes
 
 
-def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """(server's, client's), of one authority."""
+def identity_of(folder: Path) -> Identity:
+    """A member of the cluster whose authority is made in ``folder``."""
     make(CertsSettings(folder=folder))
-    made = []
-    for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
-        context = ssl.SSLContext(side)
-        context.check_hostname = False
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.load_cert_chain(folder / "node.pem", folder / "node.key")
-        context.load_verify_locations(folder / "ca.pem")
-        context.verify_mode = ssl.CERT_REQUIRED
-        made.append(context)
-    return made[0], made[1]
+    cert, key, ca = (str(folder / name) for name in ("node.pem", "node.key", "ca.pem"))
+    return Identity(SecuritySettings(cert, key, ca))
 
 
 def echo(message: Echo, call: Call) -> Echo:
@@ -44,26 +37,28 @@ def echo(message: Echo, call: Call) -> Echo:
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    return contexts(tmp_path_factory.mktemp("ours"))
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return identity_of(tmp_path_factory.mktemp("ours"))
 
 
 @pytest.fixture
-async def server(ours: tuple[ssl.SSLContext, ssl.SSLContext]) -> AsyncIterator[RpcServer]:
-    server = RpcServer({Echo: echo}, tls=ours[0], limits=Limits(greeting_s=5))
+async def server(ours: Identity) -> AsyncIterator[RpcServer]:
+    server = RpcServer(
+        {Echo: echo}, access=Access({Echo: EVERYBODY}), identity=ours, limits=Limits(greeting_s=5)
+    )
     await server.start("127.0.0.1", 0)
     yield server
     await server.close()
 
 
-def client_of(server: RpcServer, tls: ssl.SSLContext | None) -> BlockingClient:
-    return BlockingClient(f"127.0.0.1:{server.port}", [Echo], "the test's server", is_patient=False, tls=tls)
+def client_of(server: RpcServer, identity: Identity) -> BlockingClient:
+    return BlockingClient(
+        f"127.0.0.1:{server.port}", [Echo], "the test's server", is_patient=False, identity=identity
+    )
 
 
-async def test_threads_share_a_session(
-    server: RpcServer, ours: tuple[ssl.SSLContext, ssl.SSLContext]
-) -> None:
-    client = client_of(server, ours[1])
+async def test_threads_share_a_session(server: RpcServer, ours: Identity) -> None:
+    client = client_of(server, ours)
 
     def work(number: int) -> bool:
         for i in range(40):
@@ -82,45 +77,46 @@ async def test_threads_share_a_session(
 
 
 async def test_a_plain_client_is_told(server: RpcServer) -> None:
-    client = client_of(server, None)
+    client = client_of(server, Identity())
     with pytest.raises(PeerLost, match=r"the test's server at .* if it wants TLS, use the same `tls`"):
         await asyncio.to_thread(client.call, Echo(b"hello"), 20)
     client.close()
 
 
-async def test_a_client_that_wants_tls_is_told(ours: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
-    server = RpcServer({Echo: echo})
+async def test_a_client_that_wants_tls_is_told(ours: Identity) -> None:
+    server = RpcServer({Echo: echo}, identity=Identity())
     await server.start("127.0.0.1", 0)
-    client = client_of(server, ours[1])
+    client = client_of(server, ours)
     with pytest.raises(ProtocolError, match=r"TLS.*use the same `tls`"):
         await asyncio.to_thread(client.call, Echo(b"hello"), 20)
     client.close()
     await server.close()
 
 
-async def test_strangers_are_not_talked_to(
-    server: RpcServer, ours: tuple[ssl.SSLContext, ssl.SSLContext], tmp_path: Path
-) -> None:
-    _, theirs = contexts(tmp_path)
-    without = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    without.check_hostname, without.verify_mode = False, ssl.CERT_NONE
-    for context, words in ((theirs, "verify failed|self.signed|issuer"), (without, "certificate required")):
-        client = client_of(server, context)
+async def test_strangers_are_not_talked_to(server: RpcServer, ours: Identity, tmp_path: Path) -> None:
+    theirs = identity_of(tmp_path)
+    without = Identity()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(ours.settings.tls_ca)
+    without.__dict__["client_tls"], without.has_tls = context, True  # speaks TLS, shows no certificate
+    for identity, words in ((theirs, "verify failed|self.signed|issuer"), (without, "certificate required")):
+        client = client_of(server, identity)
         # A reset may overtake the server's alert; then only the advice is left.
         with pytest.raises((ProtocolError, PeerLost), match=f"({words}|answered nothing).*`tls_ca`"):
             await asyncio.to_thread(client.call, Echo(b"hello"), 20)
         client.close()
-    good = client_of(server, ours[1])
+    good = client_of(server, ours)
     assert await asyncio.to_thread(good.call, Echo(b"hello"), 20) == Echo(b"hello")
     good.close()
 
 
 async def test_a_silent_server_costs_no_more_than_the_deadline(
-    ours: tuple[ssl.SSLContext, ssl.SSLContext],
+    ours: Identity,
 ) -> None:
     silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(30), "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
-    client = BlockingClient(f"127.0.0.1:{port}", [Echo], tls=ours[1], is_patient=False)
+    client = BlockingClient(f"127.0.0.1:{port}", [Echo], identity=ours, is_patient=False)
     with pytest.raises(DeadlineExceeded):
         await asyncio.to_thread(client.call, Echo(b"hello"), 0.2)
     client.close()

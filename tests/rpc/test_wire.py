@@ -7,16 +7,20 @@ from hypothesis import strategies as st
 
 from mooncake.errors import InvalidArgument, MooncakeError, OutOfMemory, ProtocolError
 from mooncake.rpc.wire import (
+    GREETING_ID,
     HEADER_BYTES,
     MAX_BODY_BYTES,
+    OPEN_GREETING,
     PREFACE,
     Failure,
     FrameDecoder,
+    GreetingDecoder,
     decoder_for,
     encode,
     error_of,
     header,
 )
+from mooncake.security.greeting import MAX_GREETING_BYTES, Hello
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
@@ -30,27 +34,56 @@ class Other(msgspec.Struct, array_like=True, tag="other"):
 @given(
     texts=st.lists(st.text(max_size=50), max_size=6),
     cuts=st.lists(st.integers(min_value=1, max_value=40), min_size=1, max_size=20),
-    preface=st.booleans(),
+    greeting=st.booleans(),
 )
-def test_frames_survive_any_cutting_of_the_stream(texts: list[str], cuts: list[int], preface: bool) -> None:
-    stream = (PREFACE if preface else b"") + b"".join(encode(i, Ask(text)) for i, text in enumerate(texts))
-    frames, decode, seen, turn = FrameDecoder(preface), decoder_for([Ask]), [], 0
+def test_frames_survive_any_cutting_of_the_stream(texts: list[str], cuts: list[int], greeting: bool) -> None:
+    stream = b"".join(encode(i, Ask(text)) for i, text in enumerate(texts))
+    early = GreetingDecoder() if greeting else None
+    if greeting:
+        stream = OPEN_GREETING + stream
+    frames, decode, seen, turn = FrameDecoder(), decoder_for([Ask]), [], 0
     while stream:
         length = cuts[turn % len(cuts)]
         piece, stream, turn = stream[:length], stream[length:], turn + 1
+        if early is not None:
+            if early.take(piece) is None:
+                continue
+            piece, early = early.rest, None
         seen += [(request_id, decode.decode(body).text) for request_id, body in frames.feed(piece)]
     assert seen == list(enumerate(texts))
 
 
 def test_a_foreign_protocol_is_refused_at_its_first_byte() -> None:
     with pytest.raises(ProtocolError, match="GET"):
-        FrameDecoder(expects_preface=True).feed(b"GET / HTTP/1.1\r\n")
-    assert FrameDecoder(expects_preface=True).feed(PREFACE[:3]) == []
+        GreetingDecoder().take(b"GET / HTTP/1.1\r\n")
+    with pytest.raises(ProtocolError, match="mooncake-rpc-2"):
+        GreetingDecoder().take(b"mooncake-rpc-2\r\n")
+    early = GreetingDecoder()
+    assert early.take(PREFACE[:3]) is None
+    assert not early.is_ours
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        bytes(encode(GREETING_ID, Hello(tenant="x" * MAX_GREETING_BYTES))),
+        bytes(encode(1, Hello())),
+        bytes(encode(GREETING_ID, Ask("hello"))),
+        bytes(encode(GREETING_ID, Failure("x", "y"))),
+        header(MAX_BODY_BYTES, GREETING_ID, 0),
+        bytes(encode(GREETING_ID, Hello()))[:-1] + b"!",
+        b"\xff" * HEADER_BYTES,
+    ],
+    ids=["too long", "a request's id", "a request", "a failure", "a huge frame", "damaged", "no frame"],
+)
+def test_what_is_no_greeting_is_refused_at_once(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        GreetingDecoder().take(PREFACE + frame)
 
 
 def test_an_oversized_frame_is_refused_before_it_is_buffered() -> None:
     with pytest.raises(ProtocolError, match="bytes"):
-        FrameDecoder(expects_preface=False).feed(header(MAX_BODY_BYTES + 1, 1, 0))
+        FrameDecoder().feed(header(MAX_BODY_BYTES + 1, 1, 0))
     with pytest.raises(InvalidArgument, match="size of Ask"):
         encode(1, Ask("x" * (MAX_BODY_BYTES + 1)))
 
@@ -59,7 +92,7 @@ def test_an_oversized_frame_is_refused_before_it_is_buffered() -> None:
 def test_a_bit_that_changed_on_the_way_is_noticed(at: int, bit: int, text: str) -> None:
     stream, decode = encode(3, Ask(text)) + encode(4, Ask("next")), decoder_for([Ask])
     stream[at % len(stream)] ^= 1 << bit
-    frames, seen = FrameDecoder(expects_preface=False), []
+    frames, seen = FrameDecoder(), []
     try:
         for place in range(len(stream)):
             seen += [
@@ -74,7 +107,7 @@ def test_a_damaged_length_does_not_swallow_what_comes_after_it() -> None:
     stream = encode(3, Ask("x"))
     stream[2] ^= 1
     with pytest.raises(ProtocolError, match="header"):
-        FrameDecoder(expects_preface=False).feed(bytes(stream))
+        FrameDecoder().feed(bytes(stream))
 
 
 def test_messages_are_told_apart_by_their_tag() -> None:

@@ -10,7 +10,7 @@ from mooncake.sim.cluster import Cluster
 from mooncake.sim.disks import SimDisk
 from mooncake.sim.faults import Faults
 from mooncake.sim.kernel import Kernel
-from mooncake.sim.store_run import SETTINGS
+from mooncake.sim.load import SETTINGS
 from mooncake.store import messages as m
 from mooncake.types import Tier
 

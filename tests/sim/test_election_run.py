@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from mooncake.sim.checkers import Violation
 from mooncake.sim.election_run import ElectionRun
+from mooncake.sim.rules import Violation
 from mooncake.store.election import Election
 from tests.sim.masters_bugs import counts_only_its_own_lease, forgets_lists_that_may_be_in_the_record_yet
 

@@ -206,7 +206,8 @@ def traces() -> Path | None:
 
 
 @pytest.mark.skipif(traces() is None, reason="no data/traces beside or above the project")
-def test_the_published_ratios_of_the_conversation_trace() -> None:
+def test_the_ratios_of_the_conversation_trace_are_those_of_an_independent_simulation() -> None:
+    """No paper prints them; the last one is read off a figure."""
     folder = traces()
     assert folder is not None
     path = str(folder / "conversation_trace.jsonl")

@@ -8,7 +8,7 @@ from mooncake.sim.cluster import Cluster
 from mooncake.sim.faults import Faults
 from mooncake.sim.kernel import Kernel
 from mooncake.sim.ledger import LATE_S, Ledger
-from mooncake.sim.store_run import SETTINGS
+from mooncake.sim.load import SETTINGS
 
 LIARS = Faults(power_loss_chance=1.0, lying_disk_chance=1.0, has_oplog=True)
 

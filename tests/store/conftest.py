@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
+from mooncake.errors import Refusal
 from mooncake.machine import Wake
 from mooncake.store import messages as m
 from mooncake.store.effects import ConnectionLost, Keep, Note, Received, Reply
@@ -15,6 +16,7 @@ from mooncake.store.master import Master
 from mooncake.store.objects import DEFAULT_POLICY
 from mooncake.store.records import Record
 from mooncake.store.settings import MasterSettings
+from mooncake.store.tasks import entry_of
 
 LEASE_S, PUT_S, GRACE_S, TTL_S = 10.0, 30.0, 5.0, 5.0
 
@@ -176,6 +178,27 @@ class Voice:
 
     def remove(self, key: str, force: bool = False) -> Any:
         return self.say(m.Remove([key], force)).outcomes[0]
+
+    def look(self, is_right: Callable[[m.Entry, str], bool] = lambda entry, segment: False) -> int:
+        """Nodes read what readers said is wrong, and say what they find; how much that was."""
+        verification, count = self.master.verification, 0
+        for segment in list(self.master.segments.mounted.values()):
+            while True:
+                verification.take(segment, self.now)
+                # Those too that went with the answer to an earlier Poll.
+                doubts = list(verification._under_way.get(segment, {}).values())
+                if not doubts:
+                    break
+                count += len(doubts)
+                wrong = Refusal("corrupt", "says the node")
+                said: list[m.TaskDone] = []
+                for doubt in doubts:
+                    good = is_right(entry_of(doubt.stored, doubt.extent.offset), segment.name)
+                    said.append(m.TaskDone(doubt.check_id, None if good else wrong))
+                verification.answered(said, segment, self.now)
+        self._take(self.master.handle(Wake(), self.now))
+        self.master.check()
+        return count
 
     @property
     def allocated_bytes(self) -> int:

@@ -35,6 +35,7 @@ class ScriptedMaster:
         self.unmounted: list[str] = []
         self.parked: dict[str, Call] = {}
         self.done: dict[int, m.TaskDone] = {}
+        self.checked: dict[int, m.TaskDone] = {}
         self.seen: dict[str, int] = {}
         self._task_id = 0
         self._last_change: dict[str, int] = {}
@@ -71,17 +72,31 @@ class ScriptedMaster:
         await self._until(lambda: all(task.task_id in self.done for task in tasks))
         return [self.done[task.task_id] for task in tasks]
 
+    async def check(self, segment: str, entry: m.Entry, deadline_s: float = 20.0) -> m.TaskDone:
+        """Have the node read what it holds, and hear what it found."""
+        self._task_id += 1
+        number = self._task_id
+        await self._answer(segment, [], [], [m.Check(number, entry, deadline_s)])
+        await self._until(lambda: number in self.checked)
+        return self.checked[number]
+
     async def change(self, segment: str, changes: list[m.Entry | int], skip: int = 0) -> None:
         """Tell the node what came and went (after losing ``skip`` others), and hear that it was noted."""
         self._last_change[segment] = self._last_change.get(segment, 0) + skip
         await self._answer(segment, changes, [])
         await self._until(lambda: self.seen[segment] == self._last_change[segment])
 
-    async def _answer(self, segment: str, changes: list[m.Entry | int], tasks: list[m.Task]) -> None:
+    async def _answer(
+        self,
+        segment: str,
+        changes: list[m.Entry | int],
+        tasks: list[m.Task],
+        checks: list[m.Check] | None = None,
+    ) -> None:
         await self.until_polled(segment)
         first = self._last_change.get(segment, 0) + 1
         self._last_change[segment] = first - 1 + len(changes)
-        self.parked.pop(segment).reply(m.Polled(first, changes, tasks))
+        self.parked.pop(segment).reply(m.Polled(first, changes, tasks, checks=checks or []))
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20), self._changed:
@@ -112,6 +127,7 @@ class ScriptedMaster:
         self.parked[message.segment] = call
         self.seen[message.segment] = message.seen
         self.done |= {done.task_id: done for done in message.done}
+        self.checked |= {done.task_id: done for done in message.checked}
         await self._tell()
 
     def _describe(self, message: m.Describe, call: Call) -> m.Described:

@@ -141,6 +141,53 @@ def test_room_is_made_on_exactly_that_segment() -> None:
     assert room.voice.there("kpqrs") == "krs"
 
 
+def test_one_that_finds_no_hole_does_not_flush_the_segment() -> None:
+    """Pinned objects between all others: however many go, no hole opens."""
+    voice = Voice(SETTINGS)
+    voice.mount("a", 64 << 10)
+    names = [f"k{number:02}" for number in range(64)]
+    for number, name in enumerate(names):
+        voice.put(name, size_bytes=1024, policy=m.PutPolicy(is_hard_pinned=number % 2 == 0))
+    segment = voice.master.segments.mounted["a"]
+    assert not voice.master.catalog.make_room(segment, 2048, voice.now)
+    num_left = sum(voice.inspect(name) is not None for name in names)
+    num_evicted = 64 - num_left
+    assert num_evicted * 1024 <= 8 * 2048 + 1024, "no more than its budget, and what overdrew it"
+    assert num_left > 32, "not all that may be evicted"
+
+
+def test_a_second_task_that_ends_sooner_does_not_shorten_the_first_ones_hold() -> None:
+    room = Room()
+    extent = room.add()
+    room.complete(extent)
+    room.catalog.hold(extent, 8.0)
+    room.catalog.hold(extent, 3.0)
+    room.drop(extent)
+    room.voice.keep_alive(7, "a", "b")
+    assert room.taken_bytes == 1024
+    room.voice.keep_alive(1, "a", "b")
+    assert room.taken_bytes == 0
+
+
+def test_a_successor_knows_of_a_resting_replica_that_a_reader_keeps() -> None:
+    """A view that is kept open renews its lease for longer than any promise that the successor assumes."""
+    room = Room()
+    extent = room.add()
+    room.complete(extent)
+    room.voice.find("k")
+    room.drop(extent)
+    there = follower([*room.voice.records, *room.catalog.records])
+    rest_s = int(SETTINGS.rest_s)
+    for _ in range(rest_s // 5 + 1):
+        first = len(room.voice.records)
+        assert room.voice.say(m.Renew(["k"], [room.stored.object_id])).flags == b"\1"
+        there.apply(room.voice.records[first:], 100.0 + room.voice.now)
+        room.voice.keep_alive(5, "a", "b")
+        there.catalog.end_rests(100.0 + room.voice.now)
+    assert room.taken_bytes == 1024 and room.voice.now > rest_s
+    assert there.segments.mounted["b"].allocator.allocated_bytes == 1024
+
+
 def test_no_replica_where_nothing_may_be_given_out() -> None:
     room = Room()
     room.voice.lose("node b")

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mooncake.errors import InvalidArgument
+from mooncake import clock
+from mooncake.errors import DeadlineExceeded, InvalidArgument
 from mooncake.store import AsyncStore, PutGrant, PutPolicy, Refusal, Store, StoreSettings
+from mooncake.store import messages as m
+from mooncake.store.operations import Ask, Move, Slices
+from mooncake.transfer import Completion
 from tests.store.test_processes import Processes, num_writable, until
 
 pytestmark = pytest.mark.processes
@@ -151,3 +156,82 @@ def test_an_object_outlives_one_of_its_nodes(store: Store, processes: Processes)
     assert store.get_batch([f"k{n}" for n in range(8)]) == [VALUE] * 8
     processes.start_node("two")
     until(lambda: num_writable(store) == 2)
+
+
+class Slow:
+    """Transfers that end when they are let, also those that were cancelled: their memory is in use."""
+
+    def __init__(self, num_transfers: int) -> None:
+        self.num_begun = 0
+        self.may_end = [asyncio.Event() for _ in range(num_transfers)]
+
+    async def __call__(self, *_: object, **__: object) -> Completion:
+        number, self.num_begun = self.num_begun, self.num_begun + 1
+        cancelled: BaseException | None = None
+        while not self.may_end[number].is_set():
+            try:
+                await self.may_end[number].wait()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        if number == 0:
+            raise InvalidArgument("local[0]", "there", "registered memory")
+        return Completion(number)
+
+
+def a_move(num_transfers: int, deadline: float) -> Move:
+    nothing = np.zeros(0, dtype=np.uint64)
+    return Move(False, [Slices(None, nothing, nothing, nothing)] * num_transfers, deadline)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "one fails"])
+async def test_a_move_with_several_nodes_ends_when_the_last_of_its_transfers_does(
+    monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    async with AsyncStore("127.0.0.1:1") as store:
+        slow = Slow(2)
+        monkeypatch.setattr(store.engine, "transfer", slow)
+        moving = asyncio.ensure_future(store._perform(a_move(2, clock.monotonic() + 60.0)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert slow.num_begun == 2
+        if is_cancelled:
+            moving.cancel()
+        slow.may_end[0].set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not moving.done(), "the other one still writes to the caller's memory"
+        slow.may_end[1].set()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else InvalidArgument):
+            await moving
+
+
+async def test_after_the_deadline_nothing_is_moved_and_nothing_ends_as_if_it_were_not_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with AsyncStore("127.0.0.1:1") as store:
+        asked: list[str] = []
+
+        async def call(message: Any, timeout_s: float) -> Any:
+            asked.append(type(message).__name__)
+            raise DeadlineExceeded("nobody answers")
+
+        monkeypatch.setattr(store._rpc, "call", call)
+        monkeypatch.setattr(store.engine, "transfer", Slow(0))
+        (moved,) = await store._perform(a_move(1, clock.monotonic()))
+        assert moved.checksums is None and moved.reason == "timed_out"
+        late = clock.monotonic()
+        answer = await store._perform(Ask(m.PutEnd(["k"], [1], [b""], []), late))
+        assert isinstance(answer.error, DeadlineExceeded) and asked == []
+        await store._perform(Ask(m.PutAbort(["k"], [1]), late, may_be_late=True))
+        assert asked == ["PutAbort"], "what was reserved is given back at any time"
+
+
+def test_a_step_has_no_more_time_than_what_it_is_a_step_of() -> None:
+    with Store("127.0.0.1:1", settings=StoreSettings(timeout_s=10.0)) as store:
+        now = clock.monotonic()
+        assert store._deadline(None, now + 1.0) == now + 1.0
+        assert now + 10.0 <= store._deadline(None, now + 100.0) <= clock.monotonic() + 10.0
+        with pytest.raises(DeadlineExceeded, match="time is over"):
+            store.open_reads(["k"], now)

@@ -78,12 +78,12 @@ def known(master: Master) -> dict[str, Any]:
 
 
 class Wanderer(Player):
-    """Does also what leaves more behind: tenants are emptied, what is absent is removed, nodes go for good."""
+    """Does also what leaves more behind: tenants are emptied, absent keys removed, nodes go for good."""
 
     def step(self) -> None:
         random = self.random
         tenant = random.choice(("", "red"))
-        choice = random.randrange(13)
+        choice = random.randrange(14)
         keys = random.sample(self.keys, 2)
         if choice == 0:
             self.post(m.RemoveMatching("", random.random() < 0.5, tenant))
@@ -92,7 +92,9 @@ class Wanderer(Player):
         elif choice == 2:
             name = random.choice(list(self.places))
             self.post(m.Unmount(name, self.places[name].epoch))
-        elif choice <= 5:
+        elif choice == 3:
+            self.post(m.Drain([random.choice(list(self.places))], []))
+        elif choice <= 6:
             self.replace_durably(keys[0], tenant)
         else:
             super().step()

@@ -148,7 +148,8 @@ def test_the_environment_of_a_node_is_heard() -> None:
         ("--nvme-path /proc/nothing --capacity-nvme 1", "nvme_path"),
         ("--port 70000", "port"),
         ("--capasity-dram 1", "--capacity-dram"),
-        ("--capacity-dram 0.01 --host 203.0.113.9", "--host"),
+        ("--capacity-dram 0.01 --host 203.0.113.9 --insecure", "--host"),
+        ("--capacity-dram 0.01 --host 0.0.0.0", "--insecure"),
     ],
 )
 def test_what_is_wrong_is_one_line(flags: str, why: str) -> None:

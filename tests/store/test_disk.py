@@ -205,6 +205,28 @@ def test_what_can_not_be_written_down_is_not_held(
     assert list(Disk(engine, path, MIB).index.entries) == [1, 3]
 
 
+def test_what_can_not_be_written_down_as_gone_is_still_there(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its space would be written again while the log says that it is there."""
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(entry(1))
+
+    def full(file: int, content: memoryview) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        for _ in range(2):
+            with pytest.raises(OutOfSpace, match="make room"):
+                disk.vacate(0, 4096)
+    assert list(disk.index.entries) == [1]
+    disk.index.check()
+    disk.vacate(0, 4096)
+    disk.close()
+    assert not Disk(engine, path, MIB).index.entries
+
+
 def test_a_nearly_full_disk_gives_what_it_has(
     engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

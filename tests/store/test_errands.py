@@ -18,6 +18,8 @@ from mooncake.store.errands import (
     Errands,
     Event,
     Failed,
+    Look,
+    Looked,
     Parted,
     Remount,
     Run,
@@ -103,6 +105,33 @@ def test_what_ends_together_is_told_together(node: Node) -> None:
     node.answer(node.begin(), task(1), task(2))
     told = the_ask(node.tell(AllEnded([Ended(1, 1, None), Ended(2, 1, None)])))
     assert told.message.done == [m.TaskDone(1, None), m.TaskDone(2, None)] and told.message.max_tasks == 2
+
+
+def check(number: int) -> m.Check:
+    return m.Check(number, entry(number), 7.0)
+
+
+def test_what_is_to_be_read_is_read_and_told_beside_the_tasks(node: Node) -> None:
+    """Checks have numbers of their own; a Poll that failed tells them again."""
+    ask = node.begin()
+    node.now += 1
+    look, again = node.tell(Answered(ask.number, m.Polled(1, [], [], checks=[check(1)])))
+    assert look == Look(check(1), 100.0 + 7.0, 1), "the deadline counts from before the Poll was sent"
+    assert isinstance(again, Ask) and again.message.max_tasks == 2, "it is no task"
+    refusal = Refusal("corrupt", "why")
+    told = the_ask(node.tell(Looked(1, 1, refusal)))
+    assert told.message.checked == [m.TaskDone(1, refusal)] and told.message.done == []
+    (third,) = node.tell(Failed(told.number))
+    assert isinstance(third, Ask) and third.message.checked == told.message.checked
+    assert node.answer(again) == [] and node.answer(third) != []
+
+
+def test_a_check_of_another_connection_is_not_told(node: Node) -> None:
+    ask = node.begin()
+    node.tell(Answered(ask.number, m.Polled(1, [], [], checks=[check(1)])))
+    node.tell(Parted())
+    assert node.tell(Looked(1, 1, None)) == []
+    assert node.begin().message.checked == []
 
 
 def test_with_its_hands_full_it_does_not_ask(node: Node) -> None:

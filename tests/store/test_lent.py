@@ -177,6 +177,57 @@ async def test_bytes_that_changed_on_the_way_are_read_again(
         assert len(moved) == 2
 
 
+async def test_a_node_reads_its_own_replicas_and_says_whether_they_are_right(
+    master: ScriptedMaster, tmp_path: Path
+) -> None:
+    """In memory and on SSD, an object of several chunks; what is wrong stays until the master says so."""
+    data = content()
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        await master.until_polled("n/ssd")
+        memory_of(node).view()[4096 : 4096 + SIZE] = data
+        on_ssd, in_memory = entry_of(data, 0), entry_of(data, 4096)
+        assert (await master.run("n/ssd", on_ssd, place(memory, 4096))).refusal is None
+        num_regions = len(node.engine.describe().regions)
+        for segment, entry in (("n", in_memory), ("n/ssd", on_ssd)):
+            assert (await master.check(segment, entry)).refusal is None
+        memory_of(node).view()[4096 + SIZE - 1] ^= 1
+        with (tmp_path / "mooncake.data").open("r+b") as file:
+            file.seek(2 * MIB)
+            file.write(bytes([data[2 * MIB] ^ 1]))
+        for segment, entry in (("n", in_memory), ("n/ssd", on_ssd)):
+            refusal = (await master.check(segment, entry)).refusal
+            assert refusal is not None and refusal.code == "corrupt"
+        assert list(node.lent["n/ssd"].entries()) == [on_ssd]
+        outside = (await master.check("n", msgspec.structs.replace(in_memory, offset=16 * MIB))).refusal
+        assert outside is not None and outside.code == "invalid_size"
+        late = (await master.check("n", in_memory, deadline_s=0.0)).refusal
+        assert late is not None and late.code == "expired"
+        assert len(node.engine.describe().regions) == num_regions, "what it read into is given back"
+
+
+@pytest.mark.parametrize(("num_flips", "code"), [(1, ""), (2, "corrupt")])
+async def test_a_chunk_that_is_wrong_is_read_twice_before_the_node_says_so(
+    master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_flips: int, code: str
+) -> None:
+    data = content()
+    async with node_of(await master.start(), None) as node:
+        await master.until_polled("n")
+        memory_of(node).view()[:SIZE] = data
+        transfer, moved = node.engine.transfer, []
+
+        async def flip(*rows: Any, **how: Any) -> Completion:
+            done = await transfer(*rows, **how)
+            moved.append(done)
+            if len(moved) > num_flips:
+                return done
+            return Completion(checksums=[0] * len(rows[4]), num_bytes=done.num_bytes)
+
+        monkeypatch.setattr(node.engine, "transfer", flip)
+        refusal = (await master.check("n", entry_of(data, 0))).refusal
+        assert ("" if refusal is None else refusal.code) == code
+
+
 async def test_flushes_are_shared() -> None:
     """Whoever asks while one is under way waits for the next, and all of them for the same."""
     running, count = threading.Event(), []
@@ -376,3 +427,36 @@ async def test_what_a_node_is_told_must_fit(master: ScriptedMaster, tmp_path: Pa
     with pytest.raises(InvalidArgument, match="a directory"):
         await node.start()
     await node.close()
+
+
+async def test_a_change_that_the_disk_refuses_is_tried_again_and_comes_before_the_next_task(
+    master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master takes it for noted."""
+    monkeypatch.setattr("mooncake.store.lent.RETRY_S", 0.01)
+    data = content(1000)
+    async with node_of(await master.start(), tmp_path) as node:
+        mount = await master.until_polled("n")
+        await master.until_polled("n/ssd")
+        memory_of(node).view()[: len(data)] = data
+        disk = node.lent["n/ssd"].offer.disk
+        assert disk is not None
+        source, entry = place(mount, 0), entry_of(data, 0, 1)
+        assert (await master.run("n/ssd", entry, source)).refusal is None
+        drop, is_full, is_noted = disk.log.drop, True, asyncio.Event()
+
+        def refuse(object_ids: list[int]) -> None:
+            if is_full:
+                raise OutOfSpace("the disk is full")
+            drop(object_ids)
+            is_noted.set()
+
+        monkeypatch.setattr(disk.log, "drop", refuse)
+        await master.change("n/ssd", [1])
+        done = await master.run("n/ssd", entry_of(data, 8192, 2), source)
+        assert done.refusal is not None and done.refusal.code == "no_space"
+        assert list(disk.index.entries) == [1]
+        is_full = False
+        async with asyncio.timeout(20):
+            await is_noted.wait()
+        assert not disk.index.entries

@@ -386,7 +386,7 @@ def test_nothing_is_mounted(voice: Voice) -> None:
 def test_a_corrupt_object_is_dropped_once(voice: Voice) -> None:
     voice.mount()
     place = voice.put("k")[0]
-    assert voice.say(m.Corrupt(["k"], [place.object_id])).outcomes == [True]
+    assert voice.say(m.Corrupt(["k"], [place.object_id])).outcomes == [True] and voice.look() == 1
     assert voice.find("k") is None
     voice.put("k")
     assert voice.say(m.Corrupt(["k"], [place.object_id])).outcomes == [False]

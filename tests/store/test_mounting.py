@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from mooncake.rpc.wire import Failure
@@ -94,13 +95,15 @@ def entry(key: str, object_id: int, offset: int = 0, **more: object) -> m.Entry:
 
 
 def test_a_master_that_lost_everything_believes_the_nodes(nodes: Nodes) -> None:
-    ssd = reported(nodes, entry("k", 77, 4096, is_hard_pinned=True, group="g", parent="p"), entry("n", 78))
+    known = entry("k", 77, 4096, is_hard_pinned=True, group="g", parent="p", is_durable=True)
+    ssd = reported(nodes, known, entry("n", 78))
     assert ssd.mounted.wants_report and ssd.held.keys() == {77, 78}
     found = nodes.find("k")
     assert found is not None and found.object_id == 77
     assert found.replicas == [m.Replica("a/ssd", 7, BASE + 4096, Tier.SSD)]
     stored = nodes.master.objects.readable["k"]
     assert (stored.is_hard_pinned, stored.group, stored.parent) == (True, "g", "p")
+    assert stored.policy.is_durable and not nodes.master.objects.readable["n"].policy.is_durable
     successor = Master(DEMOTES)
     successor.restore(nodes.records, 0.0)
     assert successor.objects.readable.keys() == {"k", "n"}
@@ -279,3 +282,21 @@ def test_a_segment_is_described_with_its_host(nodes: Nodes) -> None:
     Place(nodes, "a", host="rack 1")
     described = nodes.say(m.Describe([("a", 7), ("a", 8)]))
     assert described == m.Described([b"", None], ["rack 1", ""])
+
+
+def test_a_node_puts_nothing_into_another_tenants_group(nodes: Nodes) -> None:
+    """What it reports is adopted, the relation is not."""
+    nodes_entry = entry("mine", 5)
+    strange = msgspec.structs.replace(nodes_entry, group="bank\0g", parent="bank\0p")
+    own = msgspec.structs.replace(entry("red\0k", 6, 4096), group="red\0g", parent="red\0p")
+    Place(nodes, "a", rest_s=35.0, entries=[strange, own])
+    readable = nodes.master.objects.readable
+    assert (readable["mine"].group, readable["mine"].parent) == ("", "")
+    assert (readable["red\0k"].group, readable["red\0k"].parent) == ("red\0g", "red\0p")
+
+
+@pytest.mark.parametrize("field", ["segment", "node", "host"])
+def test_no_name_has_a_nul(nodes: Nodes, field: str) -> None:
+    mount = m.Mount("a", 7, "h", 1 << 30, 65536, b"", 0.0, node="n")
+    refusal = nodes.say(msgspec.structs.replace(mount, **{field: "x\0y"})).refusal
+    assert refusal.code == "invalid_name"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice
@@ -85,3 +86,48 @@ def test_a_place_that_is_not_there_yet_is_named_to_nobody() -> None:
     assert nodes.master.catalog.add_extent(stored, nodes.master.segments.mounted["b"], 0.0, 5.0) is not None
     nodes.master.check()
     assert nodes.where("k") == ["a"]
+
+
+def renewed(voice: Voice, place: m.Reserved, *replicas: m.Replica) -> bytes:
+    reply: m.Flags = voice.say(m.Renew(["k"], [place.object_id], "", list(replicas)))
+    return reply.flags
+
+
+def test_a_view_of_a_replica_that_the_master_gave_up_is_not_renewed() -> None:
+    """Its node comes back, and the space is given to others: the object's other replica is no help."""
+    voice = Voice(SETTINGS)
+    voice.mount("a", host="left")
+    voice.mount("b", host="right")
+    place = voice.put("k", policy=m.PutPolicy(num_replicas=2))[0]
+    by_name = {replica.segment: replica for replica in place.replicas}
+    voice.find("k")
+    assert renewed(voice, place, by_name["a"]) == renewed(voice, place, by_name["b"]) == b"\1"
+    voice.keep_alive(9, "b")  # a is given up
+    assert renewed(voice, place, by_name["a"]) == b"\0" and renewed(voice, place, by_name["b"]) == b"\1"
+    voice.mount("a", host="left", rest_s=10.0)
+    assert renewed(voice, place, by_name["a"]) == b"\0" and renewed(voice, place, by_name["b"]) == b"\1"
+    assert renewed(voice, place) == b"\1"  # somebody who holds no bytes
+
+
+def test_a_view_of_a_replica_that_left_is_renewed_by_the_master_that_keeps_its_space() -> None:
+    """Its successor lets the space rest, but does not know for whom."""
+    voice = Voice(SETTINGS)
+    voice.mount("a", host="left")
+    voice.mount("b", host="right")
+    place = voice.put("k", policy=m.PutPolicy(num_replicas=2))[0]
+    gone = next(replica for replica in place.replicas if replica.segment == "b")
+    voice.find("k")
+    stored = voice.master.objects.readable["k"]
+    extent = next(one for one in stored.extents if one.segment.name == "b")
+    voice.master.catalog.drop_extent(stored, extent, "moved away", voice.now)
+    assert renewed(voice, place, gone) == b"\1"
+    successor = Voice(SETTINGS)
+    successor.master.restore(voice.master.snapshot(), successor.now)
+    for name in ("a", "b"):
+        successor.mount(name, host="left" if name == "a" else "right")
+    assert renewed(successor, place, gone) == b"\0"
+
+
+def test_replicas_that_are_not_one_for_each_key_are_refused(voice: Voice) -> None:
+    replica = m.Replica("a", 7, 0)
+    assert isinstance(voice.say(m.Renew(["k", "l"], [1, 2], "", [replica])), Failure)

@@ -52,35 +52,3 @@ def test_a_leased_replica_is_not_dropped(voice: Voice) -> None:
     voice.put("k", policy=TWO)
     voice.find("k")
     assert voice.say(m.DropReplicas(["k"], "a")).outcomes[0].code == "leased"
-
-
-def test_only_the_wrong_replica_goes(voice: Voice) -> None:
-    two_nodes(voice)
-    place = voice.put("k", policy=TWO)[0]
-    corrupt = m.Corrupt(["k"], [place.object_id], ["b"])
-    assert voice.say(corrupt).outcomes == [True]
-    assert voice.where("k") == ["a"] and voice.master.counts.corrupt_objects == 0
-    assert voice.say(corrupt).outcomes == [False]
-    note = voice.notes[-1]
-    assert note.event == "object_corrupt" and note.fields["segment"] == "b"
-    assert any("readable as #" in line for line in note.fields["story"])
-    assert voice.say(m.Corrupt(["k"], [place.object_id], ["a"])).outcomes == [True]
-    assert voice.inspect("k") is None and voice.master.counts.corrupt_objects == 1
-
-
-def test_a_reader_of_a_dropped_replica_is_not_disturbed(voice: Voice) -> None:
-    """Its space rests until the reader's lease ends, also when the reader renews it."""
-    two_nodes(voice)
-    place = voice.put("k", policy=TWO)[0]
-    voice.find("k")
-    voice.say(m.Corrupt(["k"], [place.object_id], ["b"]))
-    voice.keep_alive(6, "a", "b")
-    assert voice.say(m.Renew(["k"], [place.object_id])).flags == b"\1"
-    voice.keep_alive(9, "a", "b")
-    assert voice.allocated_bytes == 2048
-    voice.keep_alive(1, "a", "b")
-    assert voice.allocated_bytes == 1024
-
-
-def test_segments_that_do_not_fit(voice: Voice) -> None:
-    assert isinstance(voice.say(m.Corrupt(["k", "l"], [1, 2], ["a"])), Failure)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mooncake.store import Store, StoreSettings
+from mooncake.store import Store, StoreSettings, replication
 from mooncake.store import messages as m
 from mooncake.types import Tier
 from tests.store.conftest import LEASE_S, SETTINGS
@@ -203,6 +203,24 @@ def test_memory_that_is_drained_may_go_to_an_ssd_but_an_ssd_not_to_memory(nodes:
     assert where(nodes, "k") == ["b/ssd"] and drained(nodes, job)[0] == "failed"
 
 
+def on_one_ssd(nodes: Nodes) -> None:
+    _, ssd = with_ssd(nodes)
+    Place(nodes, "b")
+    put_durable(nodes, "k", host="a")
+    ssd.work()
+    assert where(nodes, "k") == ["a", "a/ssd"]
+
+
+def test_a_durable_object_does_not_leave_its_only_ssd_for_memory(nodes: Nodes) -> None:
+    """Its writer was promised that it outlives the process."""
+    on_one_ssd(nodes)
+    assert refusal(nodes, m.CopyObject("k", ["b"], source="a/ssd")) == "durable"
+    job = ask(nodes, m.Drain(["a/ssd"], []))
+    nodes.wait(4.0)
+    assert "a/ssd" in where(nodes, "k")
+    assert ask(nodes, m.AskJob(job.job_id)).state == "failed"
+
+
 def test_a_graceful_unmount_takes_the_segment_away_when_it_is_empty(nodes: Nodes) -> None:
     a, b = Place(nodes, "a"), Place(nodes, "b")
     nodes.put("k", host="a")
@@ -278,3 +296,63 @@ def test_a_node_is_drained_under_reads_and_unmounted() -> None:
             processes.kill("one")
             for number, key in enumerate(keys):
                 assert store.get(key) == content(number, MIB), key
+
+
+def test_a_drain_keeps_replicas_on_different_hosts(nodes: Nodes) -> None:
+    """However much more room there is where the other replica is."""
+    a, b = Place(nodes, "a", host="h1"), Place(nodes, "b", host="h2")
+    nodes.put("k", host="h1", policy=m.PutPolicy(num_replicas=2))
+    assert sorted(where(nodes, "k")) == ["a", "b"]
+    large, small = Place(nodes, "c", 1 << 20, host="h2"), Place(nodes, "d", host="h3")
+    nodes.wait(0.6)
+    ask(nodes, m.Drain(["a"], []))
+    live(nodes, 1.0, a, b, large, small)
+    assert sorted(where(nodes, "k")) == ["b", "d"]
+
+
+def test_cancelling_a_drain_that_failed_reopens_nothing_that_another_drains(nodes: Nodes) -> None:
+    a = Place(nodes, "a")
+    nodes.put("k", host="a")
+    failed = ask(nodes, m.Drain(["a"], []))
+    live(nodes, 3.0, a)
+    assert ask(nodes, m.AskJob(failed.job_id)).state == "failed", "there is no other segment"
+    Place(nodes, "b", 64)
+    again = ask(nodes, m.Drain(["a"], []))
+    assert again.state in ("waiting", "running")
+
+    def is_draining() -> bool:
+        return nodes.master.segments.mounted["a"].is_draining
+
+    ask(nodes, m.AskJob(failed.job_id, cancel=True))
+    assert is_draining()
+    ask(nodes, m.AskJob(again.job_id, cancel=True))
+    assert not is_draining()
+
+
+def test_a_move_to_where_everything_leaves_takes_no_replica_away(nodes: Nodes) -> None:
+    """The target began to be drained while the copy was under way."""
+    Place(nodes, "a")
+    b = Place(nodes, "b")
+    nodes.put("k", host="a")
+    ask(nodes, m.CopyObject("k", ["b"], source="a"))
+    (task,) = b.poll()
+    ask(nodes, m.Drain(["b"], []))
+    nodes.post(m.Poll("b", 7, [m.TaskDone(task.task_id, None)], b.seen, 16), b.connection, "b")
+    assert "a" in where(nodes, "k")
+
+
+def test_a_large_segment_is_looked_at_in_slices(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be moved, which takes several looks to find out; the outcome is the same."""
+    monkeypatch.setattr(replication, "SURVEY_OBJECTS", 3)
+    a, b = Place(nodes, "a"), Place(nodes, "b", 2048)
+    nodes.put(*"klmnopqr", host="a", size_bytes=1000)
+    job = ask(nodes, m.Drain(["a"], []))
+    assert nodes.master.replication._drains[job.job_id].to_survey, "else this shows nothing"
+    live(nodes, 6.0, a, b)
+    status = ask(nodes, m.AskJob(job.job_id))
+    assert (status.state, status.num_done, status.num_failed) == ("failed", 2, 6)
+    c = Place(nodes, "c")
+    again = ask(nodes, m.Drain(["a"], []))
+    live(nodes, 12.0, a, b, c)
+    done = ask(nodes, m.AskJob(again.job_id))
+    assert (done.state, done.num_done, done.num_left) == ("done", 6, 0)

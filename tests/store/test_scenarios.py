@@ -107,7 +107,12 @@ class Stage:
             if "failed" in options:
                 task, code = options["failed"].split(":")
                 done.append(m.TaskDone(int(task), Refusal(code, "says the node")))
-            return m.Poll(names[0], int(options.get("epoch", 1)), done, self._seen.get(names[0], 0), 16)
+            checked = []
+            if "checked" in options:
+                check, _, code = options["checked"].partition(":")
+                checked.append(m.TaskDone(int(check), Refusal(code, "says the node") if code else None))
+            seen = self._seen.get(names[0], 0)
+            return m.Poll(names[0], int(options.get("epoch", 1)), done, seen, 16, checked)
         if command in ("copy", "move"):
             return m.CopyObject(names[0], names[1:], options.get("from", ""))
         if command == "drain":
@@ -218,6 +223,9 @@ class Stage:
             where = f"from {source.segment}+{source.address - BASE} to {poll.segment}+{entry.offset}"
             what = f"task {task.task_id}: {entry.key} #{entry.object_id} {where}"
             lines.append(f"{what} within {task.deadline_s:g} s")
+        for check in polled.checks:
+            entry = check.entry
+            lines.append(f"check {check.check_id}: {entry.key} #{entry.object_id} at {entry.offset}")
         return lines or ["nothing"]
 
 

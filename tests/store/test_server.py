@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
 
+from mooncake import clock
 from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.metrics import page
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
+from mooncake.store.records import ObjectReadable
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 
@@ -77,3 +80,26 @@ async def test_a_closed_server_leaves_no_metrics(server: MasterServer, client: A
     await other.start()
     await other.close()
     assert page().decode().count("\nmooncake_store_objects ") == 1
+
+
+async def test_others_are_answered_while_a_master_walks(server: MasterServer) -> None:
+    """Over the wire, with an expression that takes for ever where the engine backtracks."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES) for _ in range(2)]
+        for client in clients:
+            stack.push_async_callback(client.close)
+        await clients[1].call(m.Mount("a", 1, "h", 1 << 30, 1 << 20, b"", 0.0), 60.0)
+        keys = [f"{'a' * 60}!{number}" for number in range(2000)]
+        records = [
+            ObjectReadable(key, number + 1, 64, 64, b"crc!", [("a", 64 * number)])
+            for number, key in enumerate(keys)
+        ]
+        server.master.apply(records, clock.monotonic())
+        walk = asyncio.create_task(clients[0].call(m.RemoveMatching("^(a+)+$", False), 60.0))
+        num_answers = 0
+        while not walk.done():
+            await clients[1].call(m.Exists(["k"]), 60.0)
+            num_answers += 1
+        assert await walk == m.Removed(0, 0)
+        assert num_answers > 1
+        assert await clients[0].call(m.RemoveMatching("^a{60}![0-9]+$", True), 60.0) == m.Removed(2000, 0)

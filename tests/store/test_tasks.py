@@ -196,21 +196,29 @@ def test_a_source_that_is_wrong_goes_and_the_next_one_is_read(nodes: Nodes) -> N
     (task,) = c.poll()
     (again,) = c.fail(task, "corrupt")
     assert {task.source.segment, again.source.segment} == {"a", "b"}
+    assert len(where(nodes, "k")) == 2 and nodes.look() == 1, "its own node decides"
     assert where(nodes, "k") == [again.source.segment]
     c.work(again)
     assert where(nodes, "k") == [again.source.segment, "c"] and state(nodes, job) == "done"
-    assert nodes.master.counts.corrupt_objects == 1
-    assert any("its bytes are wrong" in line for line in nodes.master.story("k"))
+    assert nodes.master.counts.corrupt_replicas == 1 and nodes.master.counts.corrupt_objects == 0
+    assert any("a reader found wrong checksums" in line for line in nodes.master.story("k"))
     assert a and b
 
 
-def test_the_last_source_that_is_wrong_takes_the_object_with_it(nodes: Nodes) -> None:
+@pytest.mark.parametrize("is_right", [False, True])
+def test_the_last_source_that_is_wrong_takes_the_object_with_it(nodes: Nodes, is_right: bool) -> None:
+    """If its own node says so: who copies may have bad memory."""
     Place(nodes, "a")
     b = Place(nodes, "b")
     nodes.put("k", host="a")
     job = copy(nodes, "k", "b")
     (task,) = b.poll()
-    assert b.fail(task, "corrupt") == []
+    (task,) = b.fail(task, "corrupt")
+    assert nodes.look(lambda entry, segment: is_right) == 1
+    if is_right:
+        b.work(task)
+        assert where(nodes, "k") == ["a", "b"] and state(nodes, job) == "done"
+        return
     assert where(nodes, "k") == [] and state(nodes, job) == "failed"
 
 

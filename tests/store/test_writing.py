@@ -456,3 +456,37 @@ def test_what_was_set_aside_may_be_lost_as_well() -> None:
     Place(nodes, "a", epoch=8)
     assert nodes.find("k") is None
     nodes.master.check()
+
+
+@pytest.mark.parametrize("name", ["bank\0g", "\0", "x" * 1025])
+@pytest.mark.parametrize("what", ["group", "parent"])
+def test_a_group_or_parent_with_a_nul_is_refused(voice: Voice, what: str, name: str) -> None:
+    """It would be another tenant's: its leases and its evictions are no stranger's business."""
+    voice.mount(size_bytes=65536)
+    voice.put("k", tenant="bank", group="g")
+    more: dict[str, Any] = {"group": name} if what == "group" else {"parents": [name]}
+    assert voice.start("mine", **more).refusals[0].code == "invalid_key"
+    assert voice.start("mine", tenant="red", **more).refusals[0].code == "invalid_key"
+    assert [sorted(group.members) for group in voice.master.objects.groups.values()] == [["bank\0k"]]
+    assert voice.master.objects.writing == {}
+
+
+def test_a_small_put_in_one_step_is_refused_the_same(voice: Voice) -> None:
+    voice.mount(size_bytes=1 << 20)
+    start = m.PutStart(1 << 20, "h", ["a"], [64], [64], num_pieces=4, piece_bytes=64)
+    given = voice.say(start).advance
+    assert given is not None
+    for number, (groups, parents) in enumerate(((["bank\0g"], []), ([], ["bank\0p"]))):
+        piece = (given.advance_id, number)
+        written = m.PutWritten(number, "h", ["k"], [64], [b"crc!"], [piece], None, groups, parents)
+        (outcome,) = voice.say(written).outcomes
+        assert outcome.code == "invalid_key"
+    assert not voice.master.objects.groups
+
+
+def test_a_copy_of_anothers_object_cannot_be_asked_for(voice: Voice) -> None:
+    voice.mount()
+    voice.mount("b", host="other")
+    voice.put("k", tenant="bank")
+    refused = voice.say(m.CopyObject("bank\0k", ["b"]))
+    assert isinstance(refused, m.Refused) and refused.refusal.code == "not_found"

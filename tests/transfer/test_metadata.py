@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+from mooncake.transfer.metadata import server as metadata_server
 from mooncake.transfer.metadata.http import HttpBackend
 from mooncake.transfer.metadata.server import MAX_VALUE_BYTES, Entries, make_app
 from mooncake.web import WebServer, listen
@@ -109,3 +110,46 @@ def test_entries_expire() -> None:
     assert entries.get("a", now=119) == b"3"
     assert entries.list("", now=119.9) == ["b"]
     assert entries.get("a", now=119.9) is None and not entries.remove("a", now=119.9)
+
+
+def test_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata_server, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(metadata_server, "MAX_OWNED", 2)
+    monkeypatch.setattr(metadata_server, "MAX_BYTES", 3000)
+    entries = Entries()
+    for name in "ab":
+        assert entries.put(name, b"1", 10, 0, "client", False) is None
+    refusal = entries.put("c", b"1", 10, 0, "client", False)
+    assert refusal is not None and refusal.code == "full", "of one owner"
+    assert entries.put("a", b"2", 10, 0, "client", False) is None, "its own again"
+    assert entries.put("c", b"1", None, 0, "node") is None
+    refusal = entries.put("d", b"1", None, 0, "node")
+    assert refusal is not None and refusal.code == "full", "in number"
+    refusal = entries.put("c", bytes(3000), None, 0, "node")
+    assert refusal is not None and refusal.code == "full", "in bytes"
+    assert entries.get("c", 0) == b"1", "what was there is not lost"
+    assert entries.put("d", b"1", None, 10, "node") is None, "what has expired makes room"
+    assert entries.list("", 10) == ["c", "d"]
+
+
+def test_an_entry_is_its_owners_until_it_expires() -> None:
+    entries = Entries()
+    assert entries.put("a", b"1", 10, 0, "client of tenant a", False) is None
+    refusal = entries.put("a", b"2", 10, 5, "client of tenant b", False)
+    assert refusal is not None and refusal.code == "not_owner"
+    removed = entries.remove("a", 5, "client of tenant b", False)
+    assert not isinstance(removed, bool) and removed.code == "not_owner"
+    assert entries.get("a", 5) == b"1"
+    assert entries.put("a", b"2", 10, 10, "client of tenant b", False) is None
+    assert entries.put("a", b"3", 10, 11, "node") is None, "a node may"
+    assert entries.remove("a", 12) is True
+    assert entries.num_bytes == 0
+
+
+def test_what_is_put_again_and_again_leaves_nothing_behind() -> None:
+    """Nor does looking get slower: instants that mean nothing any more are swept out."""
+    entries = Entries()
+    for number in range(10_000):
+        entries.put("a", b"1", 1e6 + number, float(number))
+    assert len(entries._expiring) < 200
+    assert entries.get("a", 9e5) == b"1"

@@ -110,6 +110,24 @@ def test_one_failure_seen_by_two_parts_is_one_failure() -> None:
     rails.check()
 
 
+def test_a_part_from_before_a_failure_says_nothing_new_when_it_fails_late() -> None:
+    """Also when the mask is over by then, and another part is on probation."""
+    rails = Rails([A, B])
+    for _ in range(2):
+        rails.sent(A, 1000)  # at 0
+    rails.failed(A, 1000, 0.0, 1.0, "peer lost")
+    now = 1.0 + FIRST_MASK_S + 1.0
+    assert rails.is_open(A, now)
+    rails.sent(A, 1000)  # on probation
+    rails.failed(A, 1000, 0.0, now + 0.1, "too slow")
+    rail = rails.rails[A]
+    assert (rail.num_failures, rail.masked_at, rail.is_being_probed) == (1, 1.0, True)
+    assert not rails.is_open(A, now + 0.2), "one part at a time"
+    rails.arrived(A, 1000, now, now + 0.2)
+    rails.check()
+    assert rails.in_order([A, B]) == [A, B]
+
+
 def test_patience_grows_with_the_work_and_is_short_on_probation() -> None:
     rails = Rails([A], patience_s=2.0)
     carried(rails, A, 100 * MIB, 0.0, 10.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import ssl
 from collections.abc import Callable
@@ -14,10 +15,11 @@ import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument, PeerLost, ProtocolError
+from mooncake.security.contexts import client_context, server_context
 from mooncake.transfer import Completion, Op, Status, TransferEngine, TransferSettings
 from mooncake.transfer.metadata import make_backend
 from mooncake.transfer.metadata.server import make_app
-from mooncake.transfer.tls import client_context, native_tls, server_context
+from mooncake.transfer.tls import native_tls
 from mooncake.web import WebServer, listen
 
 pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
@@ -178,7 +180,7 @@ async def test_metadata_over_https(ours: TransferSettings, theirs: TransferSetti
         await asyncio.to_thread(far.publish, 60)
         found = await asyncio.to_thread(near.open_name, "far")
         assert found is not None and found.descriptor.epoch == far.epoch
-        for context in (client_context(theirs), None):
+        for context in (client_context(theirs, check_host=False), None):
             stranger = make_backend(url, timeout_s=20, tls=context)
             with pytest.raises(ProtocolError, match="no TLS with it"):
                 await asyncio.to_thread(stranger.get, "k")
@@ -200,10 +202,10 @@ def test_settings_are_checked(ours: TransferSettings, theirs: TransferSettings, 
         for path in (str(tmp_path / "missing.pem"), str(empty)):
             changed: Any = {field: path}
             wrong = dataclasses.replace(ours, **changed)
-            for use in (native_tls, server_context, client_context):
+            for use in (native_tls, server_context, functools.partial(client_context, check_host=True)):
                 with pytest.raises(InvalidArgument, match=f"^{field} is "):
                     use(wrong)
     stranger = dataclasses.replace(ours, tls_key=theirs.tls_key)
     with pytest.raises(InvalidArgument, match=r"^tls_key is .* private key of tls_cert .*(?i:mismatch)"):
         TransferEngine(stranger)
-    assert client_context(ours).minimum_version == ssl.TLSVersion.TLSv1_3
+    assert client_context(ours, check_host=True).minimum_version == ssl.TLSVersion.TLSv1_3

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.vllm_server import QUIET
+from tests.vllm_server import QUIET
 
 BLOCK_TOKENS = 128
 """vLLM's own choice on a CPU."""

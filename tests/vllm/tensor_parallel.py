@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import wait_for
-from bench.vllm_server import num_stored, running_store
+from tests.cluster import wait_for
 from tests.vllm.engine import BLOCK_TOKENS, Answered, Engine, a_prompt
+from tests.vllm_server import num_stored, running_store
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800)]
 

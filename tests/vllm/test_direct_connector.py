@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.vllm_server import HOST, free_port
 from tests.vllm.engine import BLOCK_TOKENS, Answered, Engine, a_prompt
+from tests.vllm_server import HOST, free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import wait_for
-from bench.vllm_server import (
+from tests.cluster import wait_for
+from tests.vllm.engine import BLOCK_TOKENS, Answered, Engine, a_prompt
+from tests.vllm_server import (
     HOST,
     VllmServer,
     free_port,
@@ -21,7 +22,6 @@ from bench.vllm_server import (
     running_store,
     store_configuration,
 )
-from tests.vllm.engine import BLOCK_TOKENS, Answered, Engine, a_prompt
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import Answer, OpenAiServer, wait_for
-from bench.vllm_server import (
+from tests.cluster import Answer, OpenAiServer, wait_for
+from tests.vllm.engine import BLOCK_TOKENS, a_prompt
+from tests.vllm_server import (
     HOST,
     Gateway,
     VllmServer,
@@ -26,7 +27,6 @@ from bench.vllm_server import (
     running_store,
     store_connector,
 )
-from tests.vllm.engine import BLOCK_TOKENS, a_prompt
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 

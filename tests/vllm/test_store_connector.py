@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import wait_for
-from bench.vllm_server import HOST, QUIET, free_port, num_stored, running_store
 from mooncake.connectors.blocks import Load, StoreLink
 from mooncake.connectors.plugin import register
 from mooncake.rpc import BlockingClient
 from mooncake.store import messages as m
+from tests.cluster import wait_for
 from tests.vllm.engine import BLOCK_TOKENS, Engine, a_prompt
+from tests.vllm_server import HOST, QUIET, free_port, num_stored, running_store
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 

@@ -69,7 +69,9 @@ def _measured(
     window_bytes = min(WINDOW_BYTES, 2 * max(shape.num_bytes for shape in shapes))
     paths = Paths(subjects, window_bytes, engines, folder)
     stack.callback(paths.close)
-    ceilings: dict[str, Ceiling] = {"memcpy": Memcpy(paths.here.address, paths.spare.address, window_bytes)}
+    ceilings: dict[str, Ceiling] = {
+        "one thread": Memcpy(paths.here.address, paths.spare.address, window_bytes)
+    }
     if DEVICE in paths.windows:
         ceilings |= device_ceilings(paths, window_bytes)
     if FILE in paths.windows:
@@ -81,10 +83,10 @@ def _measured(
     try:
         stream = RawStream(window_bytes)
         stack.callback(stream.close)
-        ceilings["raw socket"] = stream
+        ceilings["one stream"] = stream
         ping_us = measure_ping(stream, 4 * KIB, rounds)
     except Unavailable as error:
-        skipped["raw socket"] = str(error)
+        skipped["one stream"] = str(error)
     _tell("ceilings ...")
     alone = measure_ceilings(ceilings, shapes, rounds)
     rows = measure_paths(paths, subjects, ceilings, shapes, rounds, _tell)

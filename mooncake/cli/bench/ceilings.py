@@ -71,7 +71,7 @@ def cpu_s(pid: int) -> float:
 class Memcpy:
     """One thread copies from one window of memory to another."""
 
-    name = "memcpy"
+    name = "one thread"
 
     def __init__(self, source: int, target: int, window_bytes: int) -> None:
         self._source, self._target, self._window = source, target, window_bytes
@@ -129,7 +129,7 @@ class RawStream:
         Unavailable: the program is not there.
     """
 
-    name = "raw socket"
+    name = "one stream"
 
     def __init__(self, window_bytes: int) -> None:
         program = raw_stream_program()

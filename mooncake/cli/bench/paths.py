@@ -47,11 +47,11 @@ class Subject:
 
 
 SUBJECTS = (
-    Subject("shm", "shm", "memcpy"),
-    Subject("shm+crc", "shm", "memcpy", checksum=True),
-    Subject("tcp", "tcp", "raw socket"),
-    Subject("tcp+crc", "tcp", "raw socket", checksum=True),
-    Subject("tcp+tls", "tls", "raw socket"),
+    Subject("shm", "shm", "one thread"),
+    Subject("shm+crc", "shm", "one thread", checksum=True),
+    Subject("tcp", "tcp", "one stream"),
+    Subject("tcp+crc", "tcp", "one stream", checksum=True),
+    Subject("tcp+tls", "tls", "one stream"),
     Subject("rdma", "rdma", ""),
     Subject("file", FILE, "fio", remote=FILE),
     Subject("tcp+file", "tcp", "", remote=FILE),

@@ -15,7 +15,7 @@ from mooncake.cli.bench.report import Report
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CEILING_STYLE = {"memcpy": "--", "raw socket": ":", "fio": "-."}
+CEILING_STYLE = {"one thread": "--", "one stream": ":", "fio": "-."}
 COLOURS = ("#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#000000", "#8c6d31")
 """Told apart also by the colour-blind."""
 GB_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)

@@ -18,6 +18,7 @@ from mooncake.cli.gflags import parse_flags
 from mooncake.cli.roles import run_until_stopped
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger, setup_logging
+from mooncake.security import check_address, keep_defaults_of
 from mooncake.store.compat.config import Words, parse_size
 
 log = get_logger(__name__)
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _run(given: Sequence[str]) -> None:
     setup_logging(role="client")
+    keep_defaults_of("mooncake_client")
     run_until_stopped(_serve, read(given))
 
 
@@ -117,12 +119,13 @@ def read(given: Sequence[str]) -> Asked:
 async def _serve(asked: Asked) -> None:
     # Late: --help and bad flags should not wait for the native extension.
     from mooncake.rpc import RpcServer
-    from mooncake.store.compat.dummy import AskClient, ClientIs
+    from mooncake.store.compat.dummy import ACCESS, AskClient, ClientIs
     from mooncake.store.compat.opening import open_session
     from mooncake.transfer.compat.choice import split_host
     from mooncake.transfer.host import reachable_host
 
     host, fixed = split_host(asked.words.local_hostname)
+    check_address(host)
     name = reachable_host(host) + (f":{fixed}" if fixed else "")
     words = dataclasses.replace(asked.words, local_hostname=name)
     session = await asyncio.to_thread(open_session, words)
@@ -134,7 +137,7 @@ async def _serve(asked: Asked) -> None:
         words.master_server_addr,
         words.tenant_id,
     )
-    server = RpcServer({AskClient: lambda _, __: told})
+    server = RpcServer({AskClient: lambda _, __: told}, access=ACCESS, name="client")
     try:
         port = await server.start(host, asked.port)
         log.info("ready", role="client", address=f"{host}:{port}", segment=session.hostname)

@@ -23,6 +23,7 @@ from mooncake.cli.gflags import split_flags
 from mooncake.cli.roles import run_until_stopped
 from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.log import get_logger, setup_logging
+from mooncake.security import keep_defaults_of
 from mooncake.store.settings import MasterSettings
 
 log = get_logger(__name__)
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _run(words: Sequence[str]) -> None:
     setup_logging(role="master")
+    keep_defaults_of("mooncake_master")
     asked = read(words, os.environ)
     for warning in asked.warnings:
         log.warning("flag_without_effect", reason=warning)

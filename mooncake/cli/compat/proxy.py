@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mooncake.cli import main as mooncake_main
+from mooncake.security import keep_defaults_of
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Either console script, and ``python -m mooncake.vllm_v1_proxy_server``."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    keep_defaults_of("mooncake_proxy")
     mooncake_main(["gateway", *gateway_words(given, os.environ.get("OPENAI_API_KEY", ""))])
 
 

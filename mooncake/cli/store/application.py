@@ -15,6 +15,7 @@ from rich.text import Text
 
 from mooncake.cli.store import shown
 from mooncake.errors import InvalidArgument, Refusal
+from mooncake.security import of_tool
 from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
 
@@ -34,7 +35,7 @@ HERE, DEFAULT = "127.0.0.1:50051", "default"
 
 @contextmanager
 def opened(master: str, tenant: str = DEFAULT, timeout_s: float = 10.0) -> Iterator[Store]:
-    with Store(master, settings=StoreSettings(timeout_s=timeout_s, tenant=tenant)) as store:
+    with Store(master, settings=StoreSettings(timeout_s, tenant=tenant), identity=of_tool()) as store:
         store.connect()  # a person at a terminal wants to hear at once that nobody listens there
         yield store
 

@@ -24,6 +24,8 @@ from mooncake.store import messages as m
 VERIFIED_AT_A_TIME = 64
 ASK_EVERY_S = 0.2
 TOP_EVERY_S = 1.0
+MAX_SUSPECTS = 5
+"""Machines that are shown because their reports of wrong bytes were refuted."""
 
 
 def drain(
@@ -171,7 +173,12 @@ def board(status: m.MasterStatus, before: m.MasterStatus, seconds: float) -> Gro
             shown.share(one.allocated_bytes, one.size_bytes),
             str(one.num_tasks),
         )
-    return Group(Text(head), Text(""), table if status.segments else Text("no node is mounted"))
+    parts = [Text(head), Text(""), table if status.segments else Text("no node is mounted")]
+    suspects = [one for one in status.reporters if one.num_refuted]
+    for suspect in sorted(suspects, key=lambda one: -one.num_refuted)[:MAX_SUSPECTS]:
+        what = f"{suspect.num_refuted} of {suspect.num_reports} reports of wrong bytes were refuted"
+        parts.append(Text(f"{suspect.reporter}: {what}: look at its memory", style="yellow"))
+    return Group(*parts)
 
 
 def _progress() -> Progress:

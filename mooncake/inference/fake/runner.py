@@ -64,11 +64,18 @@ class FakeRunner:
 class ByteTokenizer:
     """A token is a byte of UTF-8; what is no ASCII is not shown."""
 
+    longest_token_chars = 1
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         lines = [f"{message['role']}: {message.get('content') or ''}\n" for message in messages]
         return self.encode("".join([*lines, "assistant: " if add_generation_prompt else ""]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
@@ -12,7 +13,7 @@ from mooncake import metrics
 from mooncake.errors import StorageError
 from mooncake.store import messages as m
 from mooncake.store.admin import changing, exported, looking
-from mooncake.store.admin.answers import Refused, json
+from mooncake.store.admin.answers import Refused, check_key, json
 from mooncake.store.admin.desk import Desk
 
 
@@ -76,6 +77,12 @@ def make_app(desk: Desk) -> FastAPI:
         lead = desk.leadership
         known = {"present": bool(lead.leader), "leader_address": lead.leader, "view_version": lead.term}
         return json(known)
+
+    @app.get("/status")
+    async def status(http: Request) -> Response:
+        """Segments, counts, and who reported wrong bytes. With a key, if there is one: it names machines."""
+        check_key(http, desk.settings.admin_api_key)
+        return json(msgspec.structs.asdict(exported.status_here(desk)))
 
     @app.get("/metrics")
     async def page() -> Response:

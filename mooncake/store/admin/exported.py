@@ -14,7 +14,6 @@ from typing import Any
 from mooncake import clock
 from mooncake.store import messages as m
 from mooncake.store.admin.desk import Desk
-from mooncake.store.asking import Asking
 from mooncake.store.effects import Received
 from mooncake.store.tally import SIZE_BOUNDS, Tally
 from mooncake.types import Tier
@@ -83,7 +82,7 @@ def page(desk: Desk, status: m.MasterStatus, quotas: Iterable[m.QuotaStatus]) ->
 def status_here(desk: Desk) -> m.MasterStatus:
     """As this process knows it; a standby's is that of the leader a moment ago."""
     now = clock.monotonic()
-    return Asking(desk.master.catalog).status(m.Status(), Received(None, None, m.Status()), now)
+    return desk.master.asking.status(m.Status(), Received(None, None, m.Status()), now)
 
 
 def _gauges(desk: Desk, status: m.MasterStatus) -> dict[str, float]:

@@ -11,6 +11,7 @@ import msgspec
 
 from mooncake.errors import InvalidArgument
 from mooncake.rpc import BlockingClient
+from mooncake.security import EVERYBODY, TRUSTED, Access
 from mooncake.store.compat.config import Words
 
 ANSWER_S = 5.0
@@ -18,6 +19,9 @@ ANSWER_S = 5.0
 
 class AskClient(msgspec.Struct, frozen=True, array_like=True, tag="ask_client"):
     """What should a worker of this host know?"""
+
+
+ACCESS = Access({AskClient: EVERYBODY})
 
 
 class ClientIs(msgspec.Struct, frozen=True, array_like=True, tag="client_is"):
@@ -38,7 +42,7 @@ def ask(server_address: str) -> ClientIs:
         Unavailable: there is none.
         InvalidArgument: that is no address.
     """
-    client = BlockingClient(server_address, [ClientIs], "mooncake_client", is_patient=False)
+    client = BlockingClient(server_address, [ClientIs], "mooncake_client", is_patient=False, servers=TRUSTED)
     try:
         answer: ClientIs = client.call(AskClient(), ANSWER_S)
         return answer

@@ -103,6 +103,9 @@ def _greet(session: Session) -> None:
     """Wait for the master, for a while; see that the name is free."""
     patient = session.client(session.settings.setup_timeout_s)
     try:
+        if session.engine.identity.tenant:  # it may not look at segments, and lends none
+            patient.ask(m.Exists([], session.engine.identity.tenant))
+            return
         status: m.MasterStatus = patient.ask(m.Status())
     finally:
         patient.close()

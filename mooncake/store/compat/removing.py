@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from mooncake.errors import InvalidArgument
 from mooncake.store.compat.arguments import check_key, check_keys, is_good_key
 from mooncake.store.compat.batches import pick
 from mooncake.store.compat.codes import Code, code_of
@@ -24,16 +22,10 @@ class RemoveCalls(Life):
         return self._remove("batch_remove", check_keys("batch_remove", keys), force)
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
-        """How many objects were removed whose key the expression is found in; -600: it is none."""
+        """How many objects were removed whose key the expression (RE2's) is found in; -600: it is none."""
         check_key("remove_by_regex", regex_pattern)
 
         def remove(session: Session) -> int:
-            try:
-                re.compile(regex_pattern)
-            except re.error as error:
-                raise InvalidArgument(
-                    "regex_pattern", regex_pattern, f"a regular expression ({error})"
-                ) from error
             return session.store.remove_matching(regex_pattern, force)
 
         return self._in_session("remove_by_regex", remove, int)

@@ -17,10 +17,11 @@ from typing import Any
 
 import msgspec
 
-from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.errors import InvalidArgument, MooncakeError, OutOfMemory
 from mooncake.log import get_logger
 from mooncake.rpc import BlockingClient, Call, Connection, RpcServer
 from mooncake.rpc.client import split_address
+from mooncake.security import TRUSTED, Access
 from mooncake.transfer.compat.registered import copy_out
 from mooncake.transfer.host import numeric_host
 from mooncake.transfer.memory import span_of
@@ -30,6 +31,10 @@ log = get_logger("mooncake.engine")
 PIECE_BYTES = 8 << 20
 MAX_BYTES = 4 << 30
 """Of one message."""
+MAX_GATHERED_BYTES = 4 << 30
+"""Of unfinished messages, of all connections together."""
+MAX_PARTS = 256
+"""Unfinished messages of one connection."""
 
 _PATIENCE_S = 10.0
 
@@ -49,6 +54,9 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
     """The piece is there."""
+
+
+ACCESS = Access({Piece: TRUSTED})
 
 
 @dataclass(frozen=True)
@@ -207,7 +215,9 @@ class RpcInterface:
         with self._lock:
             client = self._clients.get(address)
             if client is None:
-                client = BlockingClient(address, [Taken], name="the receiver", is_patient=False)
+                client = BlockingClient(
+                    address, [Taken], name="the receiver", is_patient=False, servers=TRUSTED
+                )
                 self._clients[address] = client
             return client
 
@@ -228,7 +238,8 @@ class _Server:
         self._receive = receive
         self._pool = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="mooncake-rpc")
         self._parts: dict[tuple[Connection, int], bytearray] = {}
-        self._rpc = RpcServer({Piece: self._take}, on_lost=self._lost)
+        self._gathered_bytes = 0
+        self._rpc = RpcServer({Piece: self._take}, on_lost=self._lost, access=ACCESS, name="rpc_interface")
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -267,17 +278,33 @@ class _Server:
         key = (call.connection, piece.number)
         if not 0 <= piece.size_bytes <= MAX_BYTES:
             raise InvalidArgument("size_bytes", piece.size_bytes, f"at most {MAX_BYTES}")
-        gathered = self._parts.setdefault(key, bytearray())
+        gathered = self._parts.get(key)
+        if gathered is None:
+            if sum(one is call.connection for one, _ in self._parts) >= MAX_PARTS:
+                raise OutOfMemory(
+                    f"{MAX_PARTS} messages of this connection are unfinished; finish them first"
+                )
+            gathered = self._parts[key] = bytearray()
+        size_bytes = len(gathered) + len(piece.payload)
+        if size_bytes > piece.size_bytes or self._gathered_bytes + len(piece.payload) > MAX_GATHERED_BYTES:
+            self._forget(key)
+            if size_bytes > piece.size_bytes:
+                raise InvalidArgument("payload", size_bytes, f"the {piece.size_bytes} bytes of the message")
+            raise OutOfMemory("unfinished messages take too much memory here; send it again later")
         gathered += piece.payload
-        if len(gathered) >= piece.size_bytes:
-            del self._parts[key]
+        self._gathered_bytes += len(piece.payload)
+        if size_bytes == piece.size_bytes:
+            self._forget(key)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._pool, self._receive, call.connection.peer, piece, gathered)
         return Taken()
 
     def _lost(self, connection: Connection) -> None:
         for key in [key for key in self._parts if key[0] is connection]:
-            del self._parts[key]
+            self._forget(key)
+
+    def _forget(self, key: tuple[Connection, int]) -> None:
+        self._gathered_bytes -= len(self._parts.pop(key))
 
 
 def _bytes_of(tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from mooncake.errors import InvalidArgument
+from mooncake.security import Signer
 
 P2P = "P2PHANDSHAKE"
 """Instead of a URL: no service, peers are asked themselves."""
@@ -56,6 +57,7 @@ def make_backend(
     password: str = "",
     database: int = 0,
     tls: ssl.SSLContext | None = None,
+    signer: Signer | None = None,
 ) -> Backend:
     """The backend for ``url``. Nothing is connected yet: the first call says whether somebody is there.
 
@@ -64,6 +66,7 @@ def make_backend(
         timeout_s: for each call.
         password, database: of Redis, where the URL names none.
         tls: for https; without it the authorities of this system are trusted.
+        signer: for http and https, where the service asks for the cluster's key.
 
     Raises:
         InvalidArgument: none of the forms.
@@ -83,6 +86,6 @@ def make_backend(
     more: dict[str, Any] = {}
     if scheme == "redis":
         more = {"password": password, "database": database}
-    elif scheme == "https":
-        more = {"tls": tls}
+    elif scheme in ("http", "https"):
+        more = {"tls": tls, "signer": signer}
     return make(url, timeout_s, **more)

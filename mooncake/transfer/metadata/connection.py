@@ -11,7 +11,8 @@ import os
 import ssl
 import threading
 
-from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+from mooncake.errors import AccessDenied, DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+from mooncake.security import Signer
 
 
 class HttpConnection:
@@ -22,12 +23,20 @@ class HttpConnection:
     """
 
     def __init__(
-        self, url: str, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None = None
+        self,
+        url: str,
+        host: str,
+        port: int,
+        timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+        signer: Signer | None = None,
     ) -> None:
         self.url = url
         self._timeout_s = timeout_s
         self._address = host, port
         self._tls = tls
+        self._signer = signer
+        self._speaks_for_us = url.startswith("http")
         try:
             self._begin()
         except http.client.InvalidURL as error:
@@ -48,6 +57,7 @@ class HttpConnection:
         Raises:
             PeerLost: nobody listens there, the connection broke twice, or the service failed.
             DeadlineExceeded: no answer in time.
+            AccessDenied: the service does not take us for a member of its cluster.
             ProtocolError: no TLS there, or a certificate that one of both does not trust.
         """
         if os.getpid() != self._pid:  # forked: the connection is the parent's
@@ -55,7 +65,10 @@ class HttpConnection:
         with self._lock:
             for is_last in (False, True):
                 try:
-                    self._connection.request(method, path, body, {"Content-Type": "application/json"})
+                    headers = {"Content-Type": "application/json"}
+                    if self._signer is not None:  # anew each time: a request is taken once
+                        headers |= self._signer.headers(method, path, body or b"")
+                    self._connection.request(method, path, body, headers)
                     response = self._connection.getresponse()
                     answer = response.status, response.read()
                     break
@@ -77,6 +90,9 @@ class HttpConnection:
                         raise PeerLost(
                             f"metadata service {self.url}: {error or type(error).__name__}; is it running?"
                         ) from error
+        if answer[0] in (401, 403) and self._speaks_for_us:
+            words = answer[1][:300].decode(errors="replace")
+            raise AccessDenied(f"metadata service {self.url} refused {method}: {words}")
         if answer[0] >= 500:
             raise PeerLost(f"metadata service {self.url} failed with {answer[0]}; see its log")
         return answer

@@ -7,6 +7,7 @@ import ssl
 from urllib.parse import quote, urlsplit
 
 from mooncake.errors import InvalidArgument, ProtocolError
+from mooncake.security import Signer
 from mooncake.transfer.metadata.connection import HttpConnection
 
 
@@ -16,12 +17,19 @@ class HttpBackend:
     Args:
         timeout_s: for each call.
         tls: for an https URL; without it the authorities of this system are trusted.
+        signer: signs every request with the cluster's key.
 
     Raises:
         InvalidArgument: not an http URL.
     """
 
-    def __init__(self, url: str, timeout_s: float = 5.0, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = 5.0,
+        tls: ssl.SSLContext | None = None,
+        signer: Signer | None = None,
+    ) -> None:
         parts = urlsplit(url)
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -35,7 +43,7 @@ class HttpBackend:
             tls = ssl.create_default_context()
         self.url = url
         self._path = parts.path.rstrip("/") or "/metadata"
-        self._connection = HttpConnection(url, parts.hostname, port, timeout_s, tls)
+        self._connection = HttpConnection(url, parts.hostname, port, timeout_s, tls, signer)
 
     def __repr__(self) -> str:
         return f"<HttpBackend {self.url}>"

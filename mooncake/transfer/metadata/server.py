@@ -3,10 +3,15 @@
 Keeps everything in memory. Nothing is lost for long by a restart, because owners put their entries
 again; nothing stays for long after a crash, because entries put with ``ttl_s`` expire. The answers are
 those of the metadata service that programs written for the existing package expect.
+
+Where peers prove who they are, an entry is of whoever put it: another client can't replace or remove it.
+Their number and size are bounded, together and per client. Programs of the existing package put entries
+without a time to live and never again, so such entries stay until they are removed.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,15 +20,23 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from mooncake import clock
 from mooncake.config import Port
-from mooncake.errors import InvalidArgument
+from mooncake.errors import Refusal
 from mooncake.log import get_logger
-from mooncake.transfer.tls import server_context
+from mooncake.security import OPEN, HttpDoor, Identity, Role, Standing, check_address, ours
+from mooncake.security.door import STANDING
 from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
 
 MAX_VALUE_BYTES = 16 << 20
 MAX_KEY_BYTES = 1024
+MAX_ENTRIES = 1 << 16
+MAX_OWNED = 1 << 12
+"""Of one owner that is a client."""
+MAX_BYTES = 256 << 20
+"""Of all entries together."""
+ENTRY_BYTES = 256
+"""What an entry costs beside its key and value."""
 
 
 @dataclass(frozen=True)
@@ -36,31 +49,18 @@ class MetadataSettings:
     port: Port = 8080
     "Port of the HTTP server; 0 takes a free one."
 
-    tls_cert: str = ""
-    "PEM file with the certificate to serve https with; empty serves http."
-
-    tls_key: str = ""
-    "PEM file with its private key, without a password."
-
-    tls_ca: str = ""
-    "PEM file with the authority of which clients must show a certificate."
-
-    def __post_init__(self) -> None:
-        files = {"tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_ca": self.tls_ca}
-        for field, path in files.items():
-            if any(files.values()) and not path:
-                raise InvalidArgument(field, path, "the path of a PEM file, or none of the three")
-
 
 async def serve(settings: MetadataSettings) -> None:
     """Run the service until cancelled.
 
     Raises:
         AddressInUse: the port is taken.
-        InvalidArgument: a TLS file is not what it should be.
+        InvalidArgument: others can reach it, and nobody has to prove who he is.
     """
-    tls = server_context(settings) if settings.tls_cert else None
-    server = WebServer(make_app(), listen(settings.host, settings.port), tls=tls)
+    identity = ours()
+    check_address(settings.host, identity)
+    tls = identity.server_tls
+    server = WebServer(make_app(identity=identity), listen(settings.host, settings.port), tls=tls)
     try:
         await server.start()
         log.info(
@@ -71,40 +71,133 @@ async def serve(settings: MetadataSettings) -> None:
         await server.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What lies under a key, whose it is, and until when; ``number`` tells it from what lay there before."""
+
+    value: bytes
+    owner: str
+    until: float | None
+    number: int
+
+
 class Entries:
-    """Keys, values and instants of expiry."""
+    """Keys, values, owners and instants of expiry; bounded.
+
+    An owner is whatever the server knows of who put an entry; "" is anybody. Only the owner and those who
+    serve the cluster (``rules_all``) may replace or remove an entry before it expires.
+    """
 
     def __init__(self) -> None:
-        self._entries: dict[str, tuple[bytes, float | None]] = {}
+        self._entries: dict[str, Entry] = {}
+        self._expiring: list[tuple[float, int, str]] = []
+        """A heap. An entry that was put again or removed is found out when its old instant comes."""
+        self._by_owner: dict[str, int] = {}
+        self._num_bytes = 0
+        self._number = 0
 
     def __repr__(self) -> str:
         return f"<Entries {len(self._entries)}>"
 
-    def put(self, key: str, value: bytes, ttl_s: float | None, now: float) -> None:
-        self._entries[key] = (value, None if ttl_s is None else now + ttl_s)
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def put(
+        self,
+        key: str,
+        value: bytes,
+        ttl_s: float | None,
+        now: float,
+        owner: str = "",
+        rules_all: bool = True,
+    ) -> Refusal | None:
+        """Why it was not put: ``not_owner``, or ``full``."""
+        self._expire(now)
+        old = self._entries.get(key)
+        if old is not None and not rules_all and old.owner != owner:
+            return Refusal("not_owner", f"{key} is another's; it can be had when it has expired")
+        freed = 0 if old is None else _size_of(key, old.value)
+        if self._num_bytes - freed + _size_of(key, value) > MAX_BYTES:
+            return Refusal("full", f"all entries together have at most {MAX_BYTES} bytes")
+        if old is None and len(self._entries) >= MAX_ENTRIES:
+            return Refusal("full", f"there are at most {MAX_ENTRIES} entries")
+        is_more = old is None or old.owner != owner
+        if is_more and not rules_all and self._by_owner.get(owner, 0) >= MAX_OWNED:
+            return Refusal("full", f"one owner has at most {MAX_OWNED} entries")
+        if old is not None:
+            self._forget(key)
+        self._number += 1
+        until = None if ttl_s is None else now + ttl_s
+        self._entries[key] = Entry(value, owner, until, self._number)
+        self._by_owner[owner] = self._by_owner.get(owner, 0) + 1
+        self._num_bytes += _size_of(key, value)
+        if until is not None:
+            heapq.heappush(self._expiring, (until, self._number, key))
+            if len(self._expiring) > 2 * len(self._entries) + 64:
+                self._rebuild()
+        return None
 
     def get(self, key: str, now: float) -> bytes | None:
         self._expire(now)
         entry = self._entries.get(key)
-        return None if entry is None else entry[0]
+        return None if entry is None else entry.value
 
-    def remove(self, key: str, now: float) -> bool:
+    def remove(self, key: str, now: float, owner: str = "", rules_all: bool = True) -> bool | Refusal:
+        """False: there was none. A Refusal: it is another's."""
         self._expire(now)
-        return self._entries.pop(key, None) is not None
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        if not rules_all and entry.owner != owner:
+            return Refusal("not_owner", f"{key} is another's")
+        self._forget(key)
+        return True
 
     def list(self, prefix: str, now: float) -> list[str]:
         self._expire(now)
         return sorted(key for key in self._entries if key.startswith(prefix))
 
+    def _forget(self, key: str) -> None:
+        entry = self._entries.pop(key)
+        self._num_bytes -= _size_of(key, entry.value)
+        left = self._by_owner[entry.owner] - 1
+        if left:
+            self._by_owner[entry.owner] = left
+        else:
+            del self._by_owner[entry.owner]
+
     def _expire(self, now: float) -> None:
-        """A few thousand nodes at most, so looking at each is cheap."""
-        gone = [key for key, (_, until) in self._entries.items() if until is not None and until <= now]
-        for key in gone:
-            del self._entries[key]
+        while self._expiring and self._expiring[0][0] <= now:
+            _, number, key = heapq.heappop(self._expiring)
+            entry = self._entries.get(key)
+            if entry is not None and entry.number == number:
+                self._forget(key)
+
+    def _rebuild(self) -> None:
+        """Without the instants of entries that were put again."""
+        self._expiring = [
+            (entry.until, entry.number, key)
+            for key, entry in self._entries.items()
+            if entry.until is not None
+        ]
+        heapq.heapify(self._expiring)
 
 
-def make_app(entries: Entries | None = None) -> FastAPI:
-    """The service as an ASGI application."""
+def _size_of(key: str, value: bytes) -> int:
+    return len(key) + len(value) + ENTRY_BYTES
+
+
+def _owner_of(request: Request) -> tuple[str, bool]:
+    """Whose an entry is that this request puts, and whether it may put any."""
+    standing: Standing = request.scope.get(STANDING, OPEN)
+    if standing.is_open:
+        return "", True
+    return str(standing), standing.role is not Role.CLIENT
+
+
+def make_app(entries: Entries | None = None, identity: Identity | None = None) -> HttpDoor:
+    """The service as an ASGI application, for those of whom ``identity`` knows who they are."""
     entries = Entries() if entries is None else entries
     app = FastAPI(title="Mooncake metadata", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -124,8 +217,12 @@ def make_app(entries: Entries | None = None) -> FastAPI:
             if value is None:
                 return PlainTextResponse("metadata not found", 404)
             return Response(value, media_type="application/json")
+        owner, rules_all = _owner_of(request)
         if request.method == "DELETE":
-            if not entries.remove(key, now):
+            removed = entries.remove(key, now, owner, rules_all)
+            if isinstance(removed, Refusal):
+                return PlainTextResponse(str(removed), 403)
+            if not removed:
                 return PlainTextResponse("metadata not found", 404)
             return PlainTextResponse("metadata deleted")
         received = bytearray()
@@ -133,7 +230,9 @@ def make_app(entries: Entries | None = None) -> FastAPI:
             received += part
             if len(received) > MAX_VALUE_BYTES:
                 return PlainTextResponse(f"metadata is larger than {MAX_VALUE_BYTES} bytes", 413)
-        entries.put(key, bytes(received), ttl_s, now)
+        refusal = entries.put(key, bytes(received), ttl_s, now, owner, rules_all)
+        if refusal is not None:
+            return PlainTextResponse(str(refusal), 403 if refusal.code == "not_owner" else 507)
         return PlainTextResponse("metadata updated")
 
     @app.get("/metadata/list")
@@ -144,4 +243,4 @@ def make_app(entries: Entries | None = None) -> FastAPI:
     async def health() -> Response:
         return PlainTextResponse("OK")
 
-    return app
+    return HttpDoor(app, identity, open_paths=("/health",))

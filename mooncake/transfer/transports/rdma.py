@@ -47,6 +47,8 @@ MAX_KEYS = 4096
 
 MAX_LANES = 256
 """Lanes that a peer may ask for in one step."""
+MAX_SERVED = 16_384
+"""Lanes of all peers together, per device."""
 
 Address = tuple[bytes, int, int, int]
 
@@ -272,6 +274,11 @@ class RdmaTransport:
             )
         for device, pair in asked.retired:
             self._native.retire(device, asked.owner, pair)
+        num_served = self._native.num_served(asked.device)
+        if num_served + len(asked.lanes) > MAX_SERVED:
+            raise OutOfMemory(
+                f"rdma device {asked.device} serves {num_served} lanes; at most {MAX_SERVED} are allowed"
+            )
         address = self._address(asked.device)
         try:
             grants = self._native.grant(asked.device, asked.keys)

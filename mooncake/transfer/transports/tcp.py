@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 from mooncake import _native
 from mooncake.errors import AddressInUse, InvalidArgument, PeerLost, Unavailable
-from mooncake.transfer.host import default_max_connections, numeric_host, with_port
+from mooncake.rpc.limits import default_max_connections
+from mooncake.transfer.host import numeric_host, with_port
 from mooncake.transfer.segment import RegionInfo
 from mooncake.transfer.tls import native_tls
 from mooncake.transfer.transports import Carrier, Site

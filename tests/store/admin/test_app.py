@@ -202,3 +202,18 @@ async def test_a_drain_that_has_work_is_cancelled(house: House) -> None:
     assert (await house.ask("/api/v1/segments/status?segment=a"))[1]["status"] == "DRAINING"
     _, told = await house.ask(f"/api/v1/drain_jobs/cancel?job_id={job['job_id']}", "POST")
     assert told["status"] == "CANCELED"
+
+
+async def test_the_status_and_the_metrics_name_who_reported_wrong_bytes(locked: House) -> None:
+    await locked.mount()
+    await locked.put("k")
+    object_id = locked.server.master.objects.readable["k"].object_id
+    await locked.rpc.call(m.Corrupt(["k"], [object_id], reporter='bad "one"'), 5)
+    assert (await locked.ask("/status"))[0] == 401, "it names machines"
+    code, status = await locked.ask("/status", headers={"X-API-Key": KEY})
+    assert code == 200 and status["counts"]["corrupt_reports"] == 1 and status["num_objects"] == 1
+    (reporter,) = status["reporters"]
+    assert (reporter["reporter"], reporter["num_reports"], reporter["num_refuted"]) == ('bad "one"', 1, 0)
+    _, text = await locked.ask("/metrics")
+    assert 'mooncake_store_reporters{outcome="all",reporter="bad \\"one\\""} 1.0' in text
+    assert "mooncake_store_corrupt_reports_total 1.0" in text

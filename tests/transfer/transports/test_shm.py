@@ -18,10 +18,17 @@ from mooncake.transfer.transports.shm import ShmTransport
 
 SHM = TransferSettings(transports=("shm",))
 
+# The other user may not enter the folder of this checkout where it is closed (root's home is), so everything
+# is imported, also what is loaded only when it is used, before the process becomes that user.
 AS_ANOTHER_USER = """
 import os, sys
 from mooncake.transfer import *
 from mooncake.transfer.segment import decode_descriptor
+with TransferEngine(TransferSettings(transports=("shm",))) as warm, TransferEngine(warm.settings) as lender:
+    pool, here = lender.allocate(4096), warm.allocate(4096)
+    done = warm.run(Op.READ, warm.open(lender.describe()), [here.address], [pool.address], [4096])
+    assert done.status == Status.OK, done
+os.chdir("/")
 os.setuid(65534)
 engine = TransferEngine(TransferSettings(transports=("shm",)))
 segment = engine.open(decode_descriptor(sys.argv[1].encode()))

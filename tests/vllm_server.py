@@ -1,4 +1,4 @@
-"""A real vLLM server, and the store process beside it, for benches and tests of the connectors.
+"""A real vLLM server, and the store process beside it, for tests of the connectors and benches.
 
 Owns the life of the processes: the server is started as vLLM's users start it, in a session of its own, so
 that a SIGKILL takes all of its processes at once. Runs in the environment of ``scripts/test-vllm``.
@@ -17,10 +17,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from bench.cluster import OpenAiServer, wait_for
 from mooncake.cli.ports import free_ports
 from mooncake.rpc import BlockingClient
 from mooncake.store import messages as m
+from tests.cluster import OpenAiServer, wait_for
 
 READY_WITHIN_S = 600.0
 HOST = "127.0.0.1"

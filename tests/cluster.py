@@ -1,4 +1,4 @@
-"""A whole cluster on this host, started the way a user starts it, for benches and end-to-end tests.
+"""A whole cluster on this host, started the way a user starts it, for end-to-end tests and benches.
 
 Owns the life of one ``mooncake up`` and the few HTTP calls everybody makes of it. It knows roles only
 by the names and pids in the status file that ``up`` keeps.

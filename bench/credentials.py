@@ -1,0 +1,134 @@
+"""What a credential costs a call and a new connection of the RPC: none, a cluster key, TLS, both.
+
+    python -m bench.credentials [--calls 20000] [--connections 400] [--rounds 5] [--json FILE]
+
+The server is a process of its own. Ways take turns in every round, so that what else the machine does meets
+all of them; printed is the median of the rounds' medians, and how it compares with no credential.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from mooncake.cli.certs import CertsSettings, make, make_cluster_key
+from mooncake.rpc import BlockingClient, Call, RpcServer
+from mooncake.security import EVERYBODY, Access, Identity, SecuritySettings
+
+WAYS = ("none", "key", "tls", "both")
+
+
+class Question(msgspec.Struct, array_like=True, tag="question"):
+    keys: list[str]
+
+
+class Answer(msgspec.Struct, array_like=True, tag="answer"):
+    flags: bytes
+
+
+def settings_of(way: str, folder: str) -> SecuritySettings:
+    files = (f"{folder}/node.pem", f"{folder}/node.key", f"{folder}/ca.pem")
+    key = f"{folder}/cluster.key"
+    return {
+        "none": SecuritySettings(),
+        "key": SecuritySettings(cluster_key_file=key),
+        "tls": SecuritySettings(*files),
+        "both": SecuritySettings(*files, cluster_key_file=key),
+    }[way]
+
+
+def serve(folder: str, pipe: Connection) -> None:
+    def answer(question: Question, call: Call) -> Answer:
+        return Answer(bytes(len(question.keys)))
+
+    async def run() -> None:
+        ports = {}
+        for way in WAYS:
+            server = RpcServer(
+                {Question: answer},
+                access=Access({Question: EVERYBODY}),
+                identity=Identity(settings_of(way, folder)),
+            )
+            ports[way] = await server.start("127.0.0.1", 0)
+        pipe.send(ports)
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+def seconds_of_calls(address: str, identity: Identity, number: int) -> float:
+    client = BlockingClient(address, (Answer,), identity=identity)
+    question = Question(["kv/0123456789abcdef"])
+    client.call(question, 10)
+    times = []
+    for _ in range(number):
+        since = time.perf_counter()
+        client.call(question, 10)
+        times.append(time.perf_counter() - since)
+    client.close()
+    return statistics.median(times)
+
+
+def seconds_of_connections(address: str, identity: Identity, number: int) -> float:
+    times = []
+    for _ in range(number):
+        since = time.perf_counter()
+        client = BlockingClient(address, (Answer,), identity=identity)
+        client.call(Question(["k"]), 10)
+        times.append(time.perf_counter() - since)
+        client.close()
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--calls", type=int, default=20_000)
+    parser.add_argument("--connections", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=None)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make(CertsSettings(folder=Path(folder)))
+        make_cluster_key(Path(folder) / "cluster.key")
+        ours, theirs = multiprocessing.Pipe()
+        server = multiprocessing.get_context("spawn").Process(
+            target=serve, args=(folder, theirs), daemon=True
+        )
+        server.start()
+        ports = ours.recv()
+        identities = {way: Identity(settings_of(way, folder)) for way in WAYS}
+        calls: dict[str, list[float]] = {way: [] for way in WAYS}
+        connections: dict[str, list[float]] = {way: [] for way in WAYS}
+        for _ in range(asked.rounds):
+            for way in WAYS:
+                address = f"127.0.0.1:{ports[way]}"
+                calls[way].append(seconds_of_calls(address, identities[way], asked.calls // asked.rounds))
+                number = asked.connections // asked.rounds
+                connections[way].append(seconds_of_connections(address, identities[way], number))
+        server.terminate()
+    result = {
+        way: {
+            "call_us": 1e6 * statistics.median(calls[way]),
+            "connect_us": 1e6 * statistics.median(connections[way]),
+        }
+        for way in WAYS
+    }
+    print(f"{'':6} {'one call':>12} {'':>8} {'new connection and a call':>28}")
+    for way, row in result.items():
+        more = row["call_us"] / result["none"]["call_us"] - 1
+        print(f"{way:6} {row['call_us']:9.1f} us {100 * more:+6.1f} % {row['connect_us']:25.0f} us")
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

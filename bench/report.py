@@ -1,0 +1,203 @@
+"""What a bench found, as JSON with everything one must know to believe it; the text is rendered from that.
+
+Owns the form of results: tables of values with their units, the samples behind them, notes, and the
+circumstances (commit and whether the tree was changed, date, machine, load before and after, command). A run
+is kept in ``build/bench/<name>.json``, with ``--save`` in ``bench/results/``, where results that are quoted
+belong; beside each lies the same as text. ``python -m bench.render`` makes the texts anew. A bench measures,
+and knows of this form only ``table``, ``add`` and ``note``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from mooncake.cli.bench.report import describe_machine
+
+ROOT = Path(__file__).parent.parent
+KEPT, SAVED = ROOT / "build" / "bench", ROOT / "bench" / "results"
+NOT_RUN = 77
+"""The exit status of a bench that can't run here, as of a skipped test in automake."""
+
+LEAST_FOR_P99 = 100
+
+Cell = str | float | int | None
+
+
+class Column(msgspec.Struct, frozen=True):
+    """A column of a table: what is in it and its unit; ``digits`` behind the point."""
+
+    name: str
+    digits: int = 0
+
+
+class Table(msgspec.Struct):
+    columns: list[Column]
+    rows: list[list[Cell]] = []
+    title: str = ""
+    note: str = ""
+    samples: list[dict[str, list[float]]] = []
+    "Of each row: what was measured, by name, in the order of measuring."
+
+    def add(self, *cells: Cell, samples: Mapping[str, Sequence[float]] | None = None) -> None:
+        """One row, which whoever watches sees at once."""
+        assert len(cells) == len(self.columns), (cells, self.columns)
+        self.rows.append([*cells])
+        self.samples.append({name: [*values] for name, values in (samples or {}).items()})
+        shown = (shown_as(cell, column) for cell, column in zip(cells, self.columns, strict=True))
+        print("  ".join(filter(None, shown)), file=sys.stderr, flush=True)
+
+
+class Result(msgspec.Struct):
+    """One run of one bench."""
+
+    bench: str
+    command: str
+    commit: str
+    is_dirty: bool
+    "The tree was not the commit's."
+    date: str
+    machine: str
+    load_before: list[float]
+    load_after: list[float] = []
+    tables: list[Table] = []
+    notes: list[str] = []
+    seconds: float = 0.0
+
+    def table(self, *columns: str | tuple[str, int], title: str = "", note: str = "") -> Table:
+        """A table that belongs to this result; a column is a name, or a name and its digits."""
+        made = [Column(one) if isinstance(one, str) else Column(*one) for one in columns]
+        self.tables.append(Table(made, title=title, note=note))
+        return self.tables[-1]
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        print(text, file=sys.stderr, flush=True)
+
+
+def options(doc: str | None, prog: str) -> argparse.ArgumentParser:
+    """A parser with what every bench takes."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {prog}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a short run, for a look: its figures say little"
+    )
+    parser.add_argument("--save", action="store_true", help="keep the result in bench/results/")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return parser
+
+
+@contextlib.contextmanager
+def measured(bench: str, asked: argparse.Namespace, command: str | None = None) -> Iterator[Result]:
+    """A run of ``bench``: kept and printed at its end. What raises leaves nothing behind."""
+    words = shlex.join(word for word in sys.argv[1:] if word not in ("--save", "--json"))
+    began = datetime.datetime.now(datetime.UTC)
+    result = Result(
+        bench,
+        command or f"python -m bench.{bench} {words}".strip(),
+        *commit(),
+        began.isoformat(timespec="seconds"),
+        describe_machine(),
+        list(os.getloadavg()),
+    )
+    yield result
+    result.load_after = list(os.getloadavg())
+    result.seconds = (datetime.datetime.now(datetime.UTC) - began).total_seconds()
+    folder = SAVED if asked.save else KEPT
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{bench}.json").write_bytes(encoded(result))
+    (folder / f"{bench}.txt").write_text(render(result))
+    print(encoded(result).decode() if asked.json else render(result), end="", flush=True)
+
+
+def not_run(why: str) -> NoReturn:
+    """This bench can't run here."""
+    print(f"NOT RUN: {why}")
+    sys.exit(NOT_RUN)
+
+
+def p99(samples: Sequence[float]) -> float | None:
+    """The 99th percentile; None where there are too few samples to have one."""
+    if len(samples) < LEAST_FOR_P99:
+        return None
+    return sorted(samples)[int(len(samples) * 0.99)]
+
+
+def commit() -> tuple[str, bool]:
+    """Of this checkout; ("unknown", True) where it is none."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        status = [*git, "status", "--porcelain", "--untracked-files=no"]
+        changed = subprocess.run(status, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown", True
+    # The results themselves may have been written just before.
+    return head.stdout.strip(), any(" bench/results/" not in line for line in changed.stdout.splitlines())
+
+
+def encoded(result: Result) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
+
+
+def decoded(content: bytes) -> Result:
+    """Raises msgspec.ValidationError."""
+    return msgspec.json.decode(content, type=Result)
+
+
+def shown_as(cell: Cell, column: Column) -> str:
+    if cell is None:
+        return ""
+    return cell if isinstance(cell, str) else f"{cell:,.{column.digits}f}"
+
+
+def render(result: Result) -> str:
+    """The text for people."""
+    dirty = ", changed since" if result.is_dirty else ""
+    before, after = (
+        " ".join(f"{one:.1f}" for one in load) for load in (result.load_before, result.load_after)
+    )
+    lines = [
+        f"command: {result.command}",
+        f"machine: {result.machine}; load {before} before, {after} after",
+        f"commit:  {result.commit[:12]}{dirty}; {result.date}, {result.seconds:.0f} s",
+    ]
+    for table in result.tables:
+        lines += ["", *([f"## {table.title}"] if table.title else []), *_rows(table)]
+        lines += table.note.splitlines()
+    lines += ["", *result.notes] if result.notes else []
+    return "\n".join(lines) + "\n"
+
+
+def _rows(table: Table) -> list[str]:
+    cells = [
+        [shown_as(cell, column) for cell, column in zip(row, table.columns, strict=True)]
+        for row in table.rows
+    ]
+    widths = [
+        max(len(column.name), *(len(row[at]) for row in cells), 3) for at, column in enumerate(table.columns)
+    ]
+    is_text = [all(isinstance(row[at], str | None) for row in table.rows) for at in range(len(table.columns))]
+
+    def line(words: Sequence[str]) -> str:
+        padded = (
+            word.ljust(width) if left else word.rjust(width)
+            for word, width, left in zip(words, widths, is_text, strict=True)
+        )
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|" + "|".join(
+        "-" * (width + 1) + ("-" if left else ":") for width, left in zip(widths, is_text, strict=True)
+    )
+    return [line([column.name for column in table.columns]), rule + "|", *map(line, cells)]

@@ -1,0 +1,185 @@
+"""The connections of an HTTP server: what each may take how long for, and who goes when there are too many.
+
+A connection waits for a request's header, for its body, for the end of the answer, or idles between two
+requests; besides, its peer has to read what is written to it. Each of these has a deadline, because otherwise
+a peer that sends nothing, half a header, or reads nothing costs a file and memory for as long as it likes.
+When the server has as many connections as it may, whoever has asked for nothing yet goes first, the oldest
+before the others: a real client sends its header as soon as it is connected.
+
+It opens no socket and knows no HTTP; ``web.py`` tells it what happens and closes whom it names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+MIB = 1 << 20
+
+
+class Phase(StrEnum):
+    """What a connection waits for."""
+
+    HEADER = "header"
+    BODY = "body"
+    ANSWER = "answer"
+    IDLE = "idle"
+    """Its next request, if there is one."""
+    REFUSED = "refused"
+    """It was answered before its body was read; what still comes is thrown away, for a moment."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """How long a connection may wait for what."""
+
+    header_s: float = 10.0
+    "From the connection, or the first byte of a request, to the end of its header."
+
+    body_s: float = 30.0
+    "From the end of the header to the end of the body, and one second more for each MiB received."
+
+    send_s: float = 30.0
+    "How long a peer may take nothing of what is written to it."
+
+    idle_s: float = 75.0
+    "Between two requests. Longer than clients keep connections, or one closes as its client writes."
+
+    refused_s: float = 2.0
+    "For a peer that still sends a body which was refused, so that it can read the answer."
+
+    header_bytes: int = 64 << 10
+    "The most that a request's header may have."
+
+
+class Connection:
+    """One of them, as ``Connections`` knows it."""
+
+    __slots__ = (
+        *("is_over", "moved_at", "phase", "since"),
+        *("num_open", "num_read", "num_received", "num_unread"),
+    )
+
+    def __init__(self, now: float) -> None:
+        self.phase = Phase.HEADER
+        self.since = now
+        self.num_received = 0
+        """Bytes of the header or body that it waits for."""
+        self.num_open = 0
+        """Requests whose answers have not ended."""
+        self.num_read = 0
+        """Bytes that its peer has taken."""
+        self.num_unread = 0
+        self.moved_at = now
+        """When its peer last took some, or there was nothing to take."""
+        self.is_over = False
+
+    def __repr__(self) -> str:
+        return f"<Connection {self.phase} since {self.since:.3f}, {self.num_unread} bytes unread>"
+
+
+class Connections:
+    """All connections of a server, at most ``most``."""
+
+    def __init__(self, deadlines: Deadlines, most: int) -> None:
+        self.deadlines = deadlines
+        self.most = max(1, most)
+        self._by_phase: dict[Phase, dict[Connection, None]] = {phase: {} for phase in Phase}
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{len(them)} {phase}" for phase, them in self._by_phase.items() if them)
+        return f"<Connections {counts or 'none'}, at most {self.most}>"
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_phase.values()))
+
+    @property
+    def is_full(self) -> bool:
+        return len(self) >= self.most
+
+    def count(self, phase: Phase) -> int:
+        return len(self._by_phase[phase])
+
+    def opened(self, now: float) -> Connection:
+        found = Connection(now)
+        self._by_phase[Phase.HEADER][found] = None
+        return found
+
+    def closed(self, one: Connection) -> None:
+        """Harmless when repeated."""
+        one.is_over = True
+        self._by_phase[one.phase].pop(one, None)
+
+    def victim(self, now: float) -> Connection | None:
+        """Who goes for a newcomer; None while all of them are being served."""
+        for phase in (Phase.HEADER, Phase.REFUSED, Phase.IDLE):
+            for one in self._by_phase[phase]:
+                return one
+        # Who sends a body as fast as others do is not the one that holds connections.
+        for one in self._by_phase[Phase.BODY]:
+            return one if now - one.since > self.deadlines.header_s / 2 else None
+        return None
+
+    def received(self, one: Connection, num_bytes: int, now: float) -> bool:
+        """Something came. Returns whether the header is not too large so far."""
+        if one.phase is Phase.IDLE:
+            self._enter(one, Phase.HEADER, now)
+        one.num_received += num_bytes
+        return one.phase is not Phase.HEADER or one.num_received <= self.deadlines.header_bytes
+
+    def asked(self, one: Connection, now: float) -> None:
+        """A header is complete."""
+        one.num_open += 1
+        self._enter(one, Phase.BODY, now)
+
+    def told(self, one: Connection, now: float) -> None:
+        """A body is complete."""
+        if one.phase is Phase.BODY:
+            self._enter(one, Phase.ANSWER, now)
+        elif one.phase is Phase.REFUSED:
+            self._enter(one, Phase.IDLE, now)
+
+    def answered(self, one: Connection, now: float) -> None:
+        """An answer has ended."""
+        one.num_open = max(0, one.num_open - 1)
+        if one.num_open:
+            return  # the next one was asked for already
+        self._enter(one, Phase.REFUSED if one.phase is Phase.BODY else Phase.IDLE, now)
+
+    def read(self, one: Connection, num_read: int, num_unread: int, now: float) -> None:
+        """How much its peer has taken since it connected, and how much is there for it to take."""
+        if num_read > one.num_read or not num_unread:
+            one.moved_at = now
+        one.num_read, one.num_unread = num_read, num_unread
+
+    def overdue(self, now: float) -> list[tuple[Connection, str]]:
+        """Those to be closed, each with the reason."""
+        allowed = self.deadlines
+        limits = {
+            Phase.HEADER: allowed.header_s,
+            Phase.IDLE: allowed.idle_s,
+            Phase.REFUSED: allowed.refused_s,
+        }
+        found: list[tuple[Connection, str]] = []
+        for phase, them in self._by_phase.items():
+            for one in them:
+                limit_s = limits.get(phase)
+                if phase is Phase.BODY:
+                    limit_s = allowed.body_s + one.num_received / MIB
+                if limit_s is not None and now - one.since >= limit_s:
+                    found.append((one, phase.value))
+                elif one.num_unread and now - one.moved_at >= allowed.send_s:
+                    found.append((one, "unread"))
+        return found
+
+    def check(self) -> None:
+        for phase, them in self._by_phase.items():
+            for one in them:
+                assert one.phase is phase and not one.is_over, one
+
+    def _enter(self, one: Connection, phase: Phase, now: float) -> None:
+        if one.is_over:
+            return
+        del self._by_phase[one.phase][one]
+        one.phase, one.since, one.num_received = phase, now, 0
+        self._by_phase[phase][one] = None

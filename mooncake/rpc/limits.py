@@ -1,0 +1,93 @@
+"""How many may come: bounds of a server in connections, bytes and seconds, and how its refusals are told.
+
+A server's connections are bounded by the files that its process may open, because a process that has none
+left answers nobody. Refusals are counted, and logged at most once a second for each reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+
+from mooncake.log import get_logger
+from mooncake.metrics import registry
+from mooncake.rpc.wire import MAX_BODY_BYTES
+
+log = get_logger(__name__)
+
+MAX_CONNECTIONS = 16384
+CROWDED_GREETING_S = 0.3
+"""For a greeting when three quarters of the connections are taken."""
+LOG_EVERY_S = 1.0
+
+CONNECTIONS = Gauge(
+    "mooncake_rpc_connections", "Connections that a server has now", ["server"], registry=registry
+)
+PENDING_BYTES = Gauge(
+    "mooncake_rpc_pending_bytes",
+    "Bytes of unfinished frames that a server keeps",
+    ["server"],
+    registry=registry,
+)
+REFUSED = Counter(
+    "mooncake_rpc_refused_total",
+    "Connections that a server refused or cut off, and requests that it refused, by reason",
+    ["server", "reason"],
+    registry=registry,
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What strangers and sick clients can cost a server."""
+
+    greeting_s: float = 10.0
+    "From accepting a connection to the end of its greeting, with TLS of the handshake."
+    stall_s: float = 60.0
+    "For one request to arrive, or replies to be taken, and a second more per MiB."
+    max_connections: int = 0
+    "0: half of the files that this process may open, at most ``MAX_CONNECTIONS``."
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_pending_bytes: int = 2 * MAX_BODY_BYTES
+    "Of unfinished frames, of all connections together."
+    splice_idle_s: float = 600.0
+    "In which a connection that was handed on to another server must carry something."
+
+
+def default_max_connections() -> int:
+    """Half of the files that this process may open, so that peers can't take them all."""
+    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, MAX_CONNECTIONS)
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may let itself; for a process that is our own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class Refusals:
+    """Tells what a server refused: each time on the metrics page, now and then in the log."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._told: dict[str, tuple[float, int]] = {}
+        """By reason: when it was logged last, and how often it happened since."""
+
+    def add(self, event: str, reason: str, **fields: Any) -> None:
+        """``reason`` is a label: one of few words. Details go into ``fields``."""
+        REFUSED.labels(self._server, reason).inc()
+        now = time.monotonic()
+        told_at, num_more = self._told.get(reason, (-LOG_EVERY_S, 0))
+        if now - told_at < LOG_EVERY_S:
+            self._told[reason] = told_at, num_more + 1
+            return
+        self._told[reason] = now, 0
+        more = {"num_more": num_more} if num_more else {}
+        log.warning(event, server=self._server, reason=reason, **fields, **more)

@@ -1,0 +1,97 @@
+"""Memory is free when nothing touches it and nothing will."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from mooncake import clock
+from mooncake.connectors import claim as module
+from mooncake.connectors.claim import Claim, overdue_seconds
+
+FAR = float("inf")
+
+
+def test_it_is_free_when_it_is_closed_and_everything_has_left() -> None:
+    claim = Claim("save", FAR)
+    assert claim.enter(0.0) and claim.enter(0.0, 2) and claim.num_inside == 3
+    claim.leave()
+    claim.close()
+    claim.leave()
+    assert not claim.is_free
+    claim.leave()
+    assert claim.is_free
+
+
+def test_without_being_closed_it_is_not_free() -> None:
+    claim = Claim("save", FAR)
+    claim.enter(0.0)
+    claim.leave()
+    assert not claim.is_free, "the next layer may be moved any time"
+    claim.close()
+    assert claim.is_free
+
+
+def test_nothing_begins_after_the_deadline_or_after_it_was_closed() -> None:
+    claim = Claim("load", 10.0)
+    assert claim.enter(9.9)
+    assert not claim.enter(10.0)
+    claim.leave()
+    claim.close()
+    assert not claim.enter(1.0)
+    assert claim.is_free
+
+
+def test_who_waits_is_told_when_it_is_free_and_not_before() -> None:
+    claim, told = Claim("load", FAR), list[str]()
+    claim.enter(0.0)
+    claim.when_free(lambda: told.append("first"))
+    claim.close()
+    assert told == [] and not claim.wait(clock.monotonic())
+    claim.leave()
+    claim.when_free(lambda: told.append("second"))
+    assert told == ["first", "second"] and claim.wait(0.0)
+
+
+def test_one_who_is_told_and_fails_keeps_nothing_from_the_others() -> None:
+    claim, told = Claim("save", FAR), list[int]()
+
+    def fail() -> None:
+        raise RuntimeError("the engine's own")
+
+    claim.when_free(fail)
+    claim.when_free(lambda: told.append(1))
+    claim.close()
+    assert told == [1] and claim.is_free
+
+
+def test_a_wait_for_overdue_memory_says_so_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "SAID_EVERY_S", 0.001)
+    counter = overdue_seconds.labels("test")
+    before = counter._value.get()
+    claim, has_spoken = Claim("test", clock.monotonic()), threading.Event()
+    claim.close()
+    claim._num_inside = 1
+    monkeypatch.setattr(module.log, "warning", lambda *_, **__: has_spoken.set())
+    waiter = threading.Thread(target=claim.outlast)
+    waiter.start()
+    assert has_spoken.wait(20.0) and waiter.is_alive()
+    claim.leave()
+    waiter.join(20.0)
+    assert not waiter.is_alive() and counter._value.get() > before
+
+
+def test_a_wait_ends_where_nobody_is_left_who_could_touch_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAID_EVERY_S", 0.001)
+    claim = Claim("load", FAR)
+    claim.enter(0.0)
+    claim.outlast(lambda: True)
+    assert not claim.is_free
+
+
+def test_more_than_entered_can_not_leave() -> None:
+    with pytest.raises(AssertionError, match="more left a save"):
+        Claim("save", FAR).leave()

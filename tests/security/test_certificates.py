@@ -1,0 +1,45 @@
+"""What a certificate says of its owner."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake.errors import AccessDenied
+from mooncake.security.certificates import name_of, standing_of
+from mooncake.security.standing import Role, Standing
+
+
+def certificate(*names: str) -> dict[str, object]:
+    return {"subjectAltName": (("DNS", "localhost"), *(("URI", name) for name in names))}
+
+
+@pytest.mark.parametrize(
+    ("role", "tenant"), [(Role.NODE, ""), (Role.ADMIN, ""), (Role.CLIENT, ""), (Role.CLIENT, "a/ü c")]
+)
+def test_a_name_says_role_and_tenant(role: Role, tenant: str) -> None:
+    assert standing_of(certificate("spiffe://x/y", name_of(role, tenant))) == Standing(role, tenant)
+
+
+def test_one_without_our_name_is_that_of_a_client() -> None:
+    assert standing_of(certificate("spiffe://x/node")) == Standing(Role.CLIENT)
+    assert standing_of({"subject": ()}) == Standing(Role.CLIENT)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["mooncake://root"],
+        ["mooncake://"],
+        ["mooncake://node/acme"],
+        ["mooncake://admin", "mooncake://client"],
+        ["mooncake://client/" + "x" * 300],
+    ],
+)
+def test_a_name_that_makes_no_sense_proves_nothing(names: list[str]) -> None:
+    with pytest.raises(AccessDenied):
+        standing_of(certificate(*names))
+
+
+def test_no_certificate_proves_nothing() -> None:
+    with pytest.raises(AccessDenied, match="who are you"):
+        standing_of(None)

@@ -1,0 +1,94 @@
+"""The settings [security], the key file, and the one identity of a process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mooncake.errors import InvalidArgument
+from mooncake.security import Identity, Role, SecuritySettings, install, of_tool, ours
+from mooncake.security.identity import read_key_file
+from mooncake.security.keys import derive, written_credential, written_secret
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture(autouse=True)
+def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in list(os.environ):
+        if name.startswith("MOONCAKE_"):
+            monkeypatch.delenv(name)
+    install(None)
+    yield
+    install(None)
+
+
+def key_file(folder: Path, text: str = written_secret(SECRET), mode: int = 0o600) -> Path:
+    path = folder / "cluster.key"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_without_settings_nothing_is_asked_for() -> None:
+    assert ours().is_open and ours() is ours()
+    assert ours().signer() is None and ours().verifier() is None
+
+
+def test_a_process_of_somebody_else_is_told_by_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONCAKE_SECURITY_CLUSTER_KEY_FILE", str(key_file(tmp_path)))
+    assert ours().credential == derive(SECRET, Role.NODE)
+    assert of_tool().credential == derive(SECRET, Role.ADMIN), "who holds the cluster's own key may do all"
+
+
+def test_or_by_the_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mooncake.toml"
+    file.write_text(f'[security]\ncluster_key_file = "{key_file(tmp_path)}"\n')
+    monkeypatch.setenv("MOONCAKE_CONFIG", str(file))
+    assert ours().credential == derive(SECRET, Role.NODE)
+
+
+def test_a_derived_key_is_what_it_is_whatever_is_wished(tmp_path: Path) -> None:
+    acme = derive(SECRET, Role.CLIENT, "acme")
+    settings = SecuritySettings(cluster_key_file=str(key_file(tmp_path, written_credential(acme))))
+    for role in Role:
+        assert Identity(settings, role).credential == acme
+    assert Identity(settings).tenant == "acme"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
+def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    path = key_file(tmp_path, mode=mode)
+    with pytest.raises(InvalidArgument, match=rf"{mode:04o}; chmod 600"):
+        read_key_file(str(path))
+
+
+def test_what_is_no_key_file_is_named(tmp_path: Path) -> None:
+    for path, reason in (
+        (tmp_path / "missing", "No such file"),
+        (tmp_path, "directory|plain file"),
+        (key_file(tmp_path, "hello"), "line 1 is no key"),
+    ):
+        with pytest.raises(InvalidArgument, match=reason) as caught:
+            read_key_file(str(path))
+        assert caught.value.field == "cluster_key_file"
+    with pytest.raises(InvalidArgument, match="too large"):
+        read_key_file(str(key_file(tmp_path, "x" * (1 << 17))))
+
+
+def test_half_of_tls_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="tls_key"):
+        SecuritySettings(tls_cert="a.pem")
+
+
+def test_nothing_shows_the_key(tmp_path: Path) -> None:
+    identity = Identity(SecuritySettings(cluster_key_file=str(key_file(tmp_path))))
+    assert identity.credential is not None
+    shown = f"{identity!r} {identity.keys!r} {identity.settings!r}"
+    for secret in (SECRET, identity.credential.key):
+        assert repr(secret)[2:-1] not in shown

@@ -1,0 +1,96 @@
+"""The cluster key: what is derived from it, and what a file of it may hold."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from mooncake.security.keys import (
+    KeyRing,
+    derive,
+    parsed,
+    written_credential,
+    written_secret,
+)
+from mooncake.security.standing import Role
+
+SECRET, OTHER = b"s" * 32, b"t" * 32
+
+
+def test_every_role_and_tenant_has_a_key_of_its_own() -> None:
+    names = [(Role.NODE, ""), (Role.ADMIN, ""), (Role.CLIENT, ""), (Role.CLIENT, "a"), (Role.CLIENT, "b")]
+    keys = {derive(secret, role, tenant).key for secret in (SECRET, OTHER) for role, tenant in names}
+    assert len(keys) == 2 * len(names)
+    assert SECRET not in keys
+
+
+def test_a_key_is_the_one_that_rfc_5869_derives() -> None:
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    theirs = HKDF(hashes.SHA256(), 32, b"mooncake cluster key 1", b"mooncake\0client\0acme").derive(SECRET)
+    assert derive(SECRET, Role.CLIENT, "acme").key == theirs
+
+
+def test_whoever_has_the_secret_finds_the_key_of_everybody_and_of_no_other_cluster() -> None:
+    ring = KeyRing((SECRET, OTHER))
+    for secret in (SECRET, OTHER):
+        one = derive(secret, Role.CLIENT, "acme")
+        assert ring.find(Role.CLIENT, "acme", one.key_id) == one
+        assert ring.find(Role.ADMIN, "", one.key_id) is None
+        assert ring.find(Role.CLIENT, "other", one.key_id) is None
+    assert ring.credential(Role.NODE) == derive(SECRET, Role.NODE)
+    stranger = derive(b"x" * 32, Role.NODE)
+    assert ring.find(Role.NODE, "", stranger.key_id) is None
+
+
+def test_whoever_has_a_derived_key_finds_only_that_one() -> None:
+    acme = derive(SECRET, Role.CLIENT, "acme")
+    ring = parsed(written_credential(acme))
+    assert ring.find(Role.CLIENT, "acme", acme.key_id) == acme
+    node = derive(SECRET, Role.NODE)
+    assert ring.find(Role.NODE, "", node.key_id) is None
+    assert ring.credential(Role.ADMIN) == acme, "the role that is asked for changes nothing"
+
+
+@pytest.mark.parametrize("tenant", ["", "acme", "a b/c:d%-", "ünï", "-"])
+def test_what_is_written_is_read(tenant: str) -> None:
+    one = derive(SECRET, Role.CLIENT, tenant)
+    text = written_credential(one)
+    assert parsed("# a comment\n\n" + text).derived == (one,)
+    assert parsed(written_secret(SECRET) + written_secret(OTHER)).secrets == (SECRET, OTHER)
+
+
+def encoded(key: bytes) -> str:
+    return base64.urlsafe_b64encode(key).decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no key"),
+        ("hello", "line 1 is no key"),
+        ("mooncake-key-1 cluster - %%%%", "not base64"),
+        (f"mooncake-key-1 cluster - {encoded(b'short')}", "5 bytes instead of 32"),
+        (f"mooncake-key-1 root - {encoded(SECRET)}", "names the role 'root'"),
+        (f"mooncake-key-1 admin acme {encoded(SECRET)}", "only clients are bound to a tenant"),
+        (written_secret(SECRET) + written_credential(derive(SECRET, Role.NODE)), "files of their own"),
+        (
+            written_credential(derive(SECRET, Role.NODE)) + written_credential(derive(SECRET, Role.ADMIN)),
+            "several roles",
+        ),
+        (written_secret(SECRET) * 9, "more than 8"),
+    ],
+)
+def test_what_is_no_key_file_is_named(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        parsed(text)
+    assert encoded(SECRET) not in str(caught.value)
+
+
+def test_nothing_shows_a_key() -> None:
+    one = derive(SECRET, Role.NODE)
+    for shown in (repr(one), repr(KeyRing((SECRET,), (one,)))):
+        assert repr(SECRET)[2:-1] not in shown
+        assert repr(one.key) not in shown
