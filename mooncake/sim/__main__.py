@@ -1,7 +1,8 @@
 """``python -m mooncake.sim --seeds 100``: many runs, each under faults of its own seed.
 
-Four worlds: the store's cluster (``store``), the same with several replicas of each object (``replicas``),
-transfers over links that fail (``transfer``), and masters that elect one of them (``election``).
+Five worlds: the store's cluster (``store``), the same with several replicas of each object (``replicas``),
+transfers over links that fail (``transfer``), masters that elect one of them (``election``), and masters with
+their logs, standbys, nodes and clients (``masters``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Protocol
 from mooncake.sim.election_run import ElectionRun
 from mooncake.sim.kernel import Kernel
 from mooncake.sim.load import PLAIN
+from mooncake.sim.masters_run import MastersRun
 from mooncake.sim.rules import Violation
 from mooncake.sim.store_run import ReplicasRun, StoreRun
 from mooncake.sim.transfer_run import TransferRun
@@ -35,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m mooncake.sim", description=__doc__)
     parser.add_argument(
         "--world",
-        choices=("store", "replicas", "transfer", "election", "all"),
+        choices=("store", "replicas", "transfer", "election", "masters", "all"),
         default="all",
         help="what to run",
     )
@@ -55,6 +57,7 @@ def main() -> int:
         "replicas": lambda seed: ReplicasRun(seed, load=load),
         "transfer": lambda seed: TransferRun(seed, given.batches),
         "election": ElectionRun,
+        "masters": MastersRun,
     }
     for name, world in worlds.items():
         more = " --plain" if given.plain else ""

@@ -33,18 +33,21 @@ from mooncake.store.election import (
     Swapped,
 )
 
-LEASE_S, ORPHAN_S = 2.0, 6.0
+LEASES_S = (1.0, 2.0, 4.0)
+"""Masters may be set to different ones, while settings are changed."""
+ORPHAN_S = 6.0
 ROUGH_S, CALM_S = 60.0, 30.0
 STEP_S = 0.02
-PATIENCE_S = 0.5
-"""For an answer about the record."""
 
 
 class SimVoter:
     """A master's election, over its lives."""
 
-    def __init__(self, run: ElectionRun, name: str, has_log: bool) -> None:
+    def __init__(self, run: ElectionRun, name: str, has_log: bool, lease_s: float) -> None:
         self.run, self.kernel, self.name, self.has_log = run, run.kernel, name, has_log
+        self.lease_s = lease_s
+        self.patience_s = lease_s / 4
+        """For an answer about the record."""
         self.log = 0
         self.taken_in = 0
         """The term whose leader it has that from."""
@@ -61,7 +64,7 @@ class SimVoter:
             self.log = 0
         self.election = Election(
             Standby(self.name if self.has_log else f"{self.name}#{self.num_lives}", self.name),
-            LEASE_S,
+            self.lease_s,
             ORPHAN_S,
             has_log=self.has_log,
             has_state=self.has_log and self.log > 0,
@@ -124,7 +127,11 @@ class SimVoter:
     def _ask(self, effect: Look | Swap) -> None:
         """The record hears of it after a while, or never; and so does this master of the answer."""
         random, rough = self.kernel.random, self.run.is_rough
-        arrives_s = random.uniform(0, 4) if rough and random.random() < 0.1 else random.expovariate(20)
+        arrives_s = (
+            random.uniform(0, 4)
+            if rough and random.random() < self.run.late_chance
+            else random.expovariate(20)
+        )
         answers_s = arrives_s + random.expovariate(20)
         answer: list[Event] = []
 
@@ -138,8 +145,8 @@ class SimVoter:
 
         if not rough or random.random() < 0.97:
             self.kernel.after(arrives_s, happens)
-        is_heard = answers_s < PATIENCE_S and not (rough and random.random() < 0.05)
-        wait_s = answers_s + 1e-6 if is_heard else PATIENCE_S
+        is_heard = answers_s < self.patience_s and not (rough and random.random() < 0.05)
+        wait_s = answers_s + 1e-6 if is_heard else self.patience_s
         self.later(wait_s, lambda: self.post(answer[0] if is_heard and answer else Failed("no answer")))
 
     # Its work
@@ -199,9 +206,14 @@ class ElectionRun:
         self.acknowledged = 0
         self.is_rough = True
         self.voters: dict[str, SimVoter] = {}
+        self.late_chance = self.kernel.random.choice((0.1, 0.3))
+        """That the record hears of something seconds later."""
+        lease_s = self.kernel.random.choice(LEASES_S)
         for number in range(self.kernel.random.randint(2, 4)):
             name = f"master{number}"
-            self.voters[name] = SimVoter(self, name, self.kernel.chance(0.7))
+            if self.kernel.chance(0.3):
+                lease_s = self.kernel.random.choice(LEASES_S)
+            self.voters[name] = SimVoter(self, name, self.kernel.chance(0.7), lease_s)
 
     def run(self) -> None:
         """Raises Violation (or the assertion of a core) with the seed in its message."""

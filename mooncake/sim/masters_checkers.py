@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mooncake.sim.checkers import Checkers, Violation
+from mooncake.sim.checkers import Checkers
+from mooncake.sim.rules import Violation
 from mooncake.store.follow import Followed, Following
 from mooncake.store.master import Master
 from mooncake.store.objects import StoredObject
@@ -111,6 +112,9 @@ class Replication:
         self._spaces: dict[int, dict[tuple[str, int], StoredObject]] = {}
         self._possible: list[State] = [{}]
         """With any of these the next leader is complete."""
+        self._rested: dict[tuple[str, int], float] = {}
+        """Space that rested as the term began -> until when. How long promises of predecessors last is a
+        guess, and that of a follower may be better."""
         self._last_id = 0
         self.has_begun = False
 
@@ -128,6 +132,13 @@ class Replication:
         self.has_begun = True
         self._leader = host
         self._possible = [state] if not is_complete else [*self._possible, state]
+        self._rested = {
+            (segment.name, extent.offset): extent.release_at
+            for segment in host.master.segments.mounted.values()
+            for stored in segment.holders.values()
+            for extent in stored.resting
+            if extent.segment is segment
+        }
         number = host.role.followers.number if host.role.followers is not None else 0
         self._states, self._spaces = {number: state}, {number: _space(host)}
 
@@ -168,7 +179,7 @@ class Replication:
         if has != should:
             shown = difference(has, should)
             raise Violation(f"{host.name} has something else than {leader.name} at {answer.number}: {shown}")
-        free = _not_held(host.master, leader, self._spaces[answer.number])
+        free = _not_held(host.master, leader, self._spaces[answer.number], self._rested)
         if free is not None:
             raise Violation(f"{host.name} holds no space at {free}, which {leader.name} holds for somebody")
 
@@ -187,7 +198,12 @@ def _space(host: MasterHost) -> dict[tuple[str, int], StoredObject]:
     }
 
 
-def _not_held(master: Master, leader: MasterHost, then: dict[tuple[str, int], StoredObject]) -> str | None:
+def _not_held(
+    master: Master,
+    leader: MasterHost,
+    then: dict[tuple[str, int], StoredObject],
+    rested: dict[tuple[str, int], float],
+) -> str | None:
     """A place that the leader held then and holds still, and this master does not."""
     now = leader.process.now
     for (name, offset), stored in then.items():
@@ -195,16 +211,20 @@ def _not_held(master: Master, leader: MasterHost, then: dict[tuple[str, int], St
         own = master.segments.mounted.get(name)
         if segment is None or own is None or segment.holders.get(offset) is not stored:
             continue
-        if offset in own.allocator.allocations or _is_over(stored, name, offset, now):
+        if offset in own.allocator.allocations or _is_over(stored, name, offset, now, rested):
             continue
         if not any(start <= offset < start + taken for start, taken in own.allocator.allocations.items()):
             return f"{offset} of {name} ({stored})"
     return None
 
 
-def _is_over(stored: StoredObject, name: str, offset: int, now: float) -> bool:
-    """It only rests, and no more."""
+def _is_over(
+    stored: StoredObject, name: str, offset: int, now: float, rested: dict[tuple[str, int], float]
+) -> bool:
+    """It only rests, and no more, or for a promise that is not the leader's own."""
     return any(
-        extent.offset == offset and extent.segment.name == name and extent.release_at <= now
+        extent.offset == offset
+        and extent.segment.name == name
+        and (extent.release_at <= now or extent.release_at == rested.get((name, offset)))
         for extent in stored.resting
     )

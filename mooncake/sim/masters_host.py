@@ -13,6 +13,7 @@ import msgspec
 from mooncake.errors import Unavailable
 from mooncake.machine import Wake
 from mooncake.rpc.wire import Failure
+from mooncake.sim.cluster import MOVES
 from mooncake.sim.files import SimDirectory
 from mooncake.sim.kernel import SimDriver, Timer
 from mooncake.sim.links import End, over_the_wire
@@ -145,6 +146,7 @@ class MasterHost:
         self._driver = SimDriver(self.process, self.master, self._perform)
         self._driven = self.master
         self.master.catalog.on_left.append(self._left)
+        self.master.catalog.on_complete.append(self._completed)
         self._driver.after_step = self._stepped
         gone, self._gone = self._gone, []
         self._post(Wake())
@@ -152,8 +154,17 @@ class MasterHost:
             self._post(ConnectionLost(end))
 
     def _left(self, stored: Any, extent: Any, _: float) -> None:
-        if self.role.is_leading and self.master.catalog.is_evicting and extent.segment.tier is Tier.MEMORY:
-            self.world.checkers.ledger.evicted(stored.key, extent.segment.node)
+        if not self.role.is_leading or extent.segment.tier is not Tier.MEMORY:
+            return
+        ledger, catalog = self.world.checkers.ledger, self.master.catalog
+        if catalog.is_evicting:
+            ledger.evicted(stored.key, extent.segment.node, bool(stored.complete(Tier.SSD)))
+        elif catalog.why_left in MOVES:
+            ledger.moved(stored.key, extent.segment.node)
+
+    def _completed(self, stored: Any, extent: Any, _: float) -> None:
+        if self.role.is_leading and extent.segment.tier is Tier.MEMORY:
+            self.world.checkers.ledger.copied(stored.key, extent.segment.node)
 
     def _stepped(self) -> None:
         if self.world.master is self:  # else another leads, and this one has not noticed yet

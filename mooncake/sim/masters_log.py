@@ -14,7 +14,7 @@ from mooncake.sim.files import SimDirectory, SimFile
 from mooncake.sim.pauses import PausingProcess
 from mooncake.store.catalog import Catalog
 from mooncake.store.copying import Copy
-from mooncake.store.records import LineBegan, Record, decode, encode
+from mooncake.store.records import LineBegan, Record, SpaceHeld, decode, encode
 
 NAME, NEXT = "oplog", "oplog.new"
 HEADER_BYTES = 16
@@ -22,7 +22,10 @@ PIECE = 5
 """Objects copied at a time: few, so that much happens in between."""
 PAUSE_S = 0.01
 COMPACTION_BYTES = 8192
-NEWEST: dict[type, dict[str, object]] = {LineBegan: {"lease_s": 0.0, "rest_s": 0.0}}
+NEWEST: dict[type, dict[str, object]] = {
+    LineBegan: {"lease_s": 0.0, "rest_s": 0.0},
+    SpaceHeld: {"key": "", "object_id": 0},
+}
 """Of each record the optional fields that came last, as who does not know them takes them."""
 
 

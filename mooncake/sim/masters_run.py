@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mooncake.sim import masters_faults
-from mooncake.sim.checkers import Violation
+from mooncake.sim.checkers import Promise
 from mooncake.sim.clients import SimClient
 from mooncake.sim.disks import SimDisk
 from mooncake.sim.files import SimDirectory
@@ -20,6 +20,7 @@ from mooncake.sim.masters_faults import SETTINGS, MastersFaults
 from mooncake.sim.masters_host import MasterHost
 from mooncake.sim.masters_network import BALLOT
 from mooncake.sim.masters_world import MastersWorld, without_faults
+from mooncake.sim.rules import Violation
 from mooncake.sim.workload import TIMEOUT_S, Worker, any_policy
 from mooncake.store import messages as m
 from mooncake.store.grants import ReadGrant
@@ -50,19 +51,21 @@ class MastersWorker(Worker):
         )[0]
         self._client.process.after(random.uniform(0.1, 1.0), work)
 
-    def _look_again(self, grant: ReadGrant, first: bytes, num_renewals: int) -> None:
+    def _look_again(self, grant: ReadGrant, first: bytes, promises: list[Promise], num_renewals: int) -> None:
         if grant.object_id not in self._seen:
             self._seen[grant.object_id] = None
             num_renewals = self._kernel.random.choice((num_renewals, 5))
             if self._kernel.chance(0.5):
                 self._move(grant)
-        super()._look_again(grant, first, num_renewals)
+        super()._look_again(grant, first, promises, num_renewals)
 
     def _move(self, grant: ReadGrant) -> None:
         """Its replica goes to another node, while it is looked at."""
         here = grant.segment.node.name
         others = [name for name in self._client.cluster.nodes if name != here]
-        if others:
+        world = self._client.cluster
+        assert isinstance(world, MastersWorld)
+        if others and not any(world.is_old.values()):  # an older version forgets whose replica it was
             message = m.CopyObject(grant.key, [self._kernel.random.choice(others)], grant.segment.name)
             operation = self._client.operations.ask(message, self._deadline)
             self._client.run(operation, self._deadline, lambda result, error: None)
@@ -316,6 +319,8 @@ class MastersRun:
             return
         self._numbers += 1
         random, nodes = self.kernel.random, list(self.world.nodes)
+        if any(self.world.is_old.values()):
+            nodes = ["none"]  # nothing moves: an older version forgets whose a replica was that moved away
         key = random.choice(random.choice(list(self._own.values())))
         message = random.choice(
             (

@@ -65,8 +65,8 @@ class SimBallot:
 class MastersClient(SimClient):
     """Finds the master that leads, and finds it again."""
 
-    def __init__(self, cluster: Cluster, name: str, host: str) -> None:
-        super().__init__(cluster, name, host)
+    def __init__(self, cluster: Cluster, name: str, host: str, tenant: str = "") -> None:
+        super().__init__(cluster, name, host, tenant)
         self._frames: dict[int, tuple[int, Any]] = {}
         """Request id -> what was sent and is not answered yet."""
 
@@ -156,9 +156,9 @@ class MastersWorld(Cluster):
             self._last = host
         return host
 
-    def start_client(self, name: str, host: str) -> SimClient:
+    def start_client(self, name: str, host: str, tenant: str = "") -> SimClient:
         self.tell(f"{name} starts")
-        self.clients[name] = MastersClient(self, name, host)
+        self.clients[name] = MastersClient(self, name, host, tenant)
         return self.clients[name]
 
     def first_id(self, name: str) -> int:

@@ -166,7 +166,8 @@ class Applying:
         for name, offset in record.places:
             extent = self._taken(name, offset, record.size_bytes)
             if extent is not None:
-                self._catalog.rest([extent], record.size_bytes, until)
+                owner = self._find(record.key, record.object_id) if record.key else None
+                self._catalog.rest([extent], record.size_bytes, until, of=owner)
                 self._rests(extent)
 
     def _line_began(self, record: LineBegan, _: float) -> None:

@@ -503,10 +503,12 @@ class Catalog:
         stored.lease(lease_until)
         for extent in stored.resting:
             extent.release_at = max(extent.release_at, lease_until)
-        # A successor does not know that this is in use; of an object whose record is withheld, all of it.
-        unknown = stored.resting if stored.before is None else [*stored.resting, *stored.extents]
-        if unknown:
-            self.records.append(_held(unknown, stored.size_bytes))
+        # A successor does not know that this space is in use: all of it, if the object's record is withheld.
+        if stored.before is not None:
+            self.records.append(_held([*stored.resting, *stored.extents], stored.size_bytes))
+        elif stored.resting:
+            places = [(extent.segment.name, extent.offset) for extent in stored.resting]
+            self.records.append(SpaceHeld(places, stored.size_bytes, stored.key, stored.object_id))
 
     def _left(self, stored: StoredObject, extents: list[Extent], reason: str, now: float) -> None:
         self.why_left = reason
@@ -542,16 +544,28 @@ class Catalog:
         self._wake(extent.release_at, stored, extent)
         return 0
 
-    def rest(self, extents: list[Extent], size_bytes: int, until: float, put_id: int = 0) -> None:
-        """Space, each of ``size_bytes``, that was promised without being an object's; ``put_id`` 0: by an
-        earlier master."""
-        ghost = StoredObject("", 0, put_id, size_bytes, size_bytes, [], 0.0)
-        ghost.state = State.UNLINKED
-        ghost.resting = extents
+    def rest(
+        self,
+        extents: list[Extent],
+        size_bytes: int,
+        until: float,
+        *,
+        put_id: int = 0,
+        of: StoredObject | None = None,
+    ) -> None:
+        """Space, each of ``size_bytes``, that was promised and is no replica, or was one of ``of``.
+
+        Args:
+            put_id: of the put that it was promised to; 0: by an earlier master.
+        """
+        if of is None:
+            of = StoredObject("", 0, put_id, size_bytes, size_bytes, [], 0.0)
+            of.state = State.UNLINKED
+        of.resting += extents
         for extent in extents:
             extent.is_resting, extent.is_complete, extent.release_at = True, False, until
-            extent.segment.holders[extent.offset] = ghost
-            self._wake(until, ghost, extent)
+            extent.segment.holders[extent.offset] = of
+            self._wake(until, of, extent)
 
     def give_in_advance(self, extents: list[Extent], size_bytes: int, until: float) -> None:
         """Allocated space that a writer may write until then, for objects yet to be named."""
@@ -576,7 +590,13 @@ class Catalog:
             return None
         extent = stored.on(segment)
         is_told = extent is not None and extent.offset == offset and extent.is_complete
-        return None if is_told and stored.before is None else _held_at(segment, offset, stored.size_bytes)
+        if stored.before is not None:
+            return _held_at(segment, offset, stored.size_bytes)
+        if is_told:
+            return None
+        rests = any(one.segment is segment and one.offset == offset for one in stored.resting)
+        whose = (stored.key, stored.object_id) if rests and stored.is_readable else ("", 0)
+        return SpaceHeld([(segment.name, offset)], stored.size_bytes, *whose)
 
     def release(self, segment: Segment, offset: int) -> None:
         """Space that rests is free at once: another master has given it out again."""

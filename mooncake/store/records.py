@@ -95,6 +95,9 @@ class SpaceHeld(msgspec.Struct, frozen=True, array_like=True, tag="space_held"):
     places: list[tuple[str, int]]
     """(segment, offset in it), each of ``size_bytes``."""
     size_bytes: int
+    key: str = ""
+    """Of the object whose replicas were there, if it can be read elsewhere: who renews it keeps these too."""
+    object_id: int = 0
 
 
 class LineBegan(msgspec.Struct, frozen=True, array_like=True, tag="line_began"):

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from mooncake.errors import Unavailable
-from mooncake.sim.checkers import Violation
 from mooncake.sim.faults import Faults
 from mooncake.sim.masters_faults import MastersFaults
 from mooncake.sim.masters_run import MastersRun
+from mooncake.sim.rules import Violation
 from mooncake.store import role as role_module
 from mooncake.store.applying import Applying
 from mooncake.store.catalog import Catalog

@@ -9,13 +9,26 @@ import pytest
 from mooncake.sim.election_run import ElectionRun
 from mooncake.sim.rules import Violation
 from mooncake.store.election import Election
+from tests.sim.masters_bugs import counts_only_its_own_lease, forgets_lists_that_may_be_in_the_record_yet
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_seeds(seed: int) -> None:
-    run = ElectionRun(seed)
-    run.run()
-    assert run.counts["terms"] > 0
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_seeds(first: int) -> None:
+    for seed in range(first, first + 10):
+        run = ElectionRun(seed)
+        run.run()
+        assert run.counts["terms"] > 0, f"seed {seed}"
+
+
+def test_the_worlds_have_takeovers_and_acknowledgements() -> None:
+    terms = acknowledged = num_mixed = 0
+    for seed in range(20):
+        run = ElectionRun(seed)
+        num_mixed += len({voter.lease_s for voter in run.voters.values()}) > 1
+        run.run()
+        terms += run.counts["terms"]
+        acknowledged += run.counts["acknowledged"]
+    assert terms > 60 and acknowledged > 1000 and num_mixed > 5, (terms, acknowledged, num_mixed)
 
 
 def test_a_seed_is_one_history() -> None:
@@ -46,12 +59,19 @@ def believes_that_it_has_everything(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "bug",
-    [acts_until_it_is_told, takes_over_at_once, asks_no_standby, believes_that_it_has_everything],
+    [
+        acts_until_it_is_told,
+        takes_over_at_once,
+        asks_no_standby,
+        believes_that_it_has_everything,
+        counts_only_its_own_lease,
+        forgets_lists_that_may_be_in_the_record_yet,
+    ],
 )
 def test_a_planted_bug_is_found(
     bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
     with pytest.raises(Violation, match="seed"):
-        for seed in range(30):
+        for seed in range(100):
             ElectionRun(seed).run()

@@ -94,7 +94,7 @@ async def test_another_masters_state_is_followed_and_told(house: House) -> None:
     socket = await subscriber(house, context)
     before = house.publisher.events
     fresh = MasterServer(MasterSettings(port=0)).master
-    house.server.master = fresh
+    house.server._role.master = fresh
     async with asyncio.timeout(10):
         while house.publisher.events is before:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
