@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 import mooncake
 from mooncake import metrics
 from mooncake.errors import StorageError
+from mooncake.security.adminkey import AdminKey
 from mooncake.store import messages as m
 from mooncake.store.admin import changing, exported, looking
 from mooncake.store.admin.answers import Refused, check_key, json
@@ -84,7 +85,7 @@ def make_app(desk: Desk) -> FastAPI:
     @app.get("/status")
     async def status(http: Request) -> Response:
         """Segments, counts, and who reported wrong bytes. With a key, if there is one: it names machines."""
-        check_key(http, desk.settings.admin_api_key)
+        check_key(http, AdminKey(desk.settings.admin_api_key))
         return json(msgspec.structs.asdict(exported.status_here(desk)))
 
     @app.get("/metrics")
