@@ -84,7 +84,7 @@ def make_app(desk: Desk) -> FastAPI:
 
     @app.get("/status")
     async def status(http: Request) -> Response:
-        """Segments, counts, and who reported wrong bytes. With a key, if there is one: it names machines."""
+        """Segments, counts, and who reported wrong bytes. With the key: it names machines."""
         check_key(http, AdminKey(desk.settings.admin_api_key))
         return json(msgspec.structs.asdict(exported.status_here(desk)))
 
