@@ -188,8 +188,9 @@ class Cluster(OpenAiServer):
         wait_for(all_ready, "every instance to be ready in /status", timeout_s)
 
     def get(self, path: str, role: str | None = None) -> Answer:
-        """``GET path`` of the gateway, or of another role that speaks HTTP."""
-        return self.request("GET", path, None, None if role is None else f"http://{self.address(role)}")
+        """``GET path`` of the gateway as an operator, or of another role that speaks HTTP."""
+        base = None if role is None else f"http://{self.address(role)}"
+        return self.request("GET", path, None, base, {"X-API-Key": ADMIN_KEY})
 
 
 def _answer(status: int, headers: Any, body: bytes) -> Answer:
