@@ -1,6 +1,6 @@
 """What a credential costs a call and a new connection of the RPC: none, a cluster key, TLS, both.
 
-    python -m bench.credentials [--calls 20000] [--connections 400] [--rounds 5] [--json FILE]
+    python -m bench.credentials [--calls 20000] [--connections 400] [--rounds 9]
 
 The server is a process of its own. Ways take turns in every round, so that what else the machine does meets
 all of them; printed is the median of the rounds' medians, and how it compares with no credential.
@@ -8,9 +8,7 @@ all of them; printed is the median of the rounds' medians, and how it compares w
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -20,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench.report import measured, options
 from mooncake.cli.certs import CertsSettings, make, make_cluster_key
 from mooncake.rpc import BlockingClient, Call, RpcServer
 from mooncake.security import EVERYBODY, Access, Identity, SecuritySettings
@@ -90,13 +89,13 @@ def seconds_of_connections(address: str, identity: Identity, number: int) -> flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = options(__doc__, "bench.credentials")
     parser.add_argument("--calls", type=int, default=20_000)
     parser.add_argument("--connections", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--rounds", type=int, default=9)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    rounds = 1 if asked.quick else asked.rounds
+    with tempfile.TemporaryDirectory() as folder, measured("credentials", asked) as result:
         make(CertsSettings(folder=Path(folder)))
         make_cluster_key(Path(folder) / "cluster.key")
         ours, theirs = multiprocessing.Pipe()
@@ -108,26 +107,24 @@ def main() -> None:
         identities = {way: Identity(settings_of(way, folder)) for way in WAYS}
         calls: dict[str, list[float]] = {way: [] for way in WAYS}
         connections: dict[str, list[float]] = {way: [] for way in WAYS}
-        for _ in range(asked.rounds):
+        for _ in range(rounds):
             for way in WAYS:
                 address = f"127.0.0.1:{ports[way]}"
                 calls[way].append(seconds_of_calls(address, identities[way], asked.calls // asked.rounds))
                 number = asked.connections // asked.rounds
                 connections[way].append(seconds_of_connections(address, identities[way], number))
         server.terminate()
-    result = {
-        way: {
-            "call_us": 1e6 * statistics.median(calls[way]),
-            "connect_us": 1e6 * statistics.median(connections[way]),
-        }
-        for way in WAYS
-    }
-    print(f"{'':6} {'one call':>12} {'':>8} {'new connection and a call':>28}")
-    for way, row in result.items():
-        more = row["call_us"] / result["none"]["call_us"] - 1
-        print(f"{way:6} {row['call_us']:9.1f} us {100 * more:+6.1f} % {row['connect_us']:25.0f} us")
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(result, indent=1))
+        table = result.table(
+            *("credential", ("one call, us", 1), ("more than none, %", 1)),
+            ("new connection and a call, us", 0),
+            title="RPC on loopback",
+        )
+        none_s = statistics.median(calls["none"])
+        for way in WAYS:
+            call_s, connect_s = statistics.median(calls[way]), statistics.median(connections[way])
+            more = 100 * (call_s / none_s - 1)
+            samples = {"call_s": calls[way], "connect_s": connections[way]}
+            table.add(way, 1e6 * call_s, more, 1e6 * connect_s, samples=samples)
 
 
 if __name__ == "__main__":

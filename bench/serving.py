@@ -9,10 +9,14 @@ host, blocks move through shared memory) and a GPU (prefill on a CPU is slow, wh
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import tempfile
+from pathlib import Path
 from random import Random
 
 from bench.report import measured, options
+from mooncake.cli.certs import make_cluster_key
 from tests.cluster import Cluster, running_cluster
 
 LENGTHS = (512, 1024, 2048, 4096)
@@ -45,10 +49,18 @@ def decode_speed(cluster: Cluster, random: Random) -> float:
 def main() -> None:
     parser = options(__doc__, "bench.serving")
     parser.add_argument("--rounds", type=int, help="prompts per length, 3 unless told; medians are printed")
+    parser.add_argument("--cluster-key", action="store_true", help="with a cluster key for everything")
     arguments = parser.parse_args()
     rounds = arguments.rounds or (1 if arguments.quick else 3)
     random = Random(7)
-    with measured("serving", arguments) as result, running_cluster("--scheduling", "round_robin") as cluster:
+    with contextlib.ExitStack() as stack:
+        result = stack.enter_context(measured("serving", arguments))
+        flags = ["--scheduling", "round_robin"]
+        if arguments.cluster_key:
+            key = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "cluster.key"
+            make_cluster_key(key)
+            flags += ["--cluster-key-file", str(key)]
+        cluster = stack.enter_context(running_cluster(*flags))
         table = result.table(
             *("prompt tokens", ("TTFT cold, ms", 0), ("TTFT warm, other worker, ms", 0), ("cold/warm", 1)),
             "cached tokens",

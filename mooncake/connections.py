@@ -16,6 +16,9 @@ from enum import StrEnum
 
 MIB = 1 << 20
 
+STALLED_S = 0.5
+"""Who has sent nothing of its body for so long makes room for a newcomer."""
+
 
 class Phase(StrEnum):
     """What a connection waits for."""
@@ -56,7 +59,7 @@ class Connection:
     """One of them, as ``Connections`` knows it."""
 
     __slots__ = (
-        *("is_over", "moved_at", "phase", "since"),
+        *("heard_at", "is_over", "moved_at", "phase", "since"),
         *("num_open", "num_read", "num_received", "num_unread"),
     )
 
@@ -70,6 +73,8 @@ class Connection:
         self.num_read = 0
         """Bytes that its peer has taken."""
         self.num_unread = 0
+        self.heard_at = now
+        """When something last came from it."""
         self.moved_at = now
         """When its peer last took some, or there was nothing to take."""
         self.is_over = False
@@ -115,16 +120,17 @@ class Connections:
         for phase in (Phase.HEADER, Phase.REFUSED, Phase.IDLE):
             for one in self._by_phase[phase]:
                 return one
-        # Who sends a body as fast as others do is not the one that holds connections.
-        for one in self._by_phase[Phase.BODY]:
-            return one if now - one.since > self.deadlines.header_s / 2 else None
-        return None
+        # Who sends its body as fast as it can is not the one that holds connections.
+        silent = min(self._by_phase[Phase.BODY], key=lambda one: one.heard_at, default=None)
+        return silent if silent is not None and now - silent.heard_at >= STALLED_S else None
 
     def received(self, one: Connection, num_bytes: int, now: float) -> bool:
         """Something came. Returns whether the header is not too large so far."""
         if one.phase is Phase.IDLE:
             self._enter(one, Phase.HEADER, now)
         one.num_received += num_bytes
+        if num_bytes:
+            one.heard_at = now
         return one.phase is not Phase.HEADER or one.num_received <= self.deadlines.header_bytes
 
     def asked(self, one: Connection, now: float) -> None:

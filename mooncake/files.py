@@ -21,6 +21,7 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
+_SHARED = "open for others to write to"
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -94,7 +95,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Of the running system: as long as it is the same, what was written and not synced is there. "": none."""
+    """Of the running system; as long as it is the same, nothing that was written is lost. "": it has none."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -102,11 +103,12 @@ def boot_id() -> str:
 
 
 class NotOurs(PermissionError):
-    """A file or directory that another user owns, or may change; ``allowed`` says what would do."""
+    """A file or directory that another user owns, or may change: it is ``found``, and only ``allowed`` is."""
 
-    def __init__(self, path: Path, allowed: str) -> None:
-        super().__init__(errno.EPERM, f"not {allowed}", str(path))
-        self.allowed = allowed
+    def __init__(self, path: Path, found: str, allowed: str) -> None:
+        super().__init__(errno.EPERM, f"is {found}; allowed: {allowed}", str(path))
+        self.told = f"{allowed}; {path} is {found}"
+        """For whoever chose the path."""
 
 
 class OsFile:
@@ -200,7 +202,7 @@ class OsDirectory:
             number = os.open(name, flags, 0o600, dir_fd=self._number)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise NotOurs(path, "a file of its own, but a link") from error
+                raise NotOurs(path, "a link", "a file") from error
             raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
         try:
             check_file(path, os.fstat(number))
@@ -233,32 +235,32 @@ class OsDirectory:
 def check_file(path: Path, found: os.stat_result) -> None:
     """Raises NotOurs when that file is none, another user's, or one that others may write to."""
     if not stat.S_ISREG(found.st_mode):
-        raise NotOurs(path, "a file")
+        raise NotOurs(path, "something else", "a file")
     if found.st_uid != os.geteuid():
-        raise NotOurs(path, f"a file of user {os.geteuid()}, but of user {found.st_uid}")
+        raise NotOurs(path, f"of user {found.st_uid}", f"a file of user {os.geteuid()}")
     if found.st_mode & WRITABLE_BY_OTHERS:
-        raise NotOurs(path, f"a file that only its owner may write to (chmod go-w {path})")
+        raise NotOurs(path, _SHARED, f"a file that only its owner may write to (chmod go-w {path})")
 
 
 def _check_directory(path: Path, found: os.stat_result, is_private: bool) -> None:
     owners = (os.geteuid(),) if is_private else (os.geteuid(), 0)
     if found.st_uid not in owners:
-        raise NotOurs(path, f"a directory of user {os.geteuid()}, but of user {found.st_uid}")
+        raise NotOurs(path, f"of user {found.st_uid}", f"a directory of user {os.geteuid()}")
     if is_private and found.st_mode & WRITABLE_BY_OTHERS:
-        raise NotOurs(path, f"a directory that only its owner may write to (chmod go-w {path})")
+        raise NotOurs(path, _SHARED, f"a directory that only its owner may write to (chmod go-w {path})")
     if not is_private and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        raise NotOurs(path, f"a directory that others may not write to (chmod o-w {path})")
+        raise NotOurs(path, _SHARED, f"a directory that others may not write to (chmod o-w {path})")
 
 
 def _check_parent(path: Path) -> None:
     found = path.stat()
     if found.st_uid not in (os.geteuid(), 0):
-        raise NotOurs(path, f"a directory of user {os.geteuid()} or of root, but of user {found.st_uid}")
+        raise NotOurs(path, f"of user {found.st_uid}", f"a directory of user {os.geteuid()} or of root")
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        raise NotOurs(path, f"a directory that others may not write to (chmod o-w {path})")
+        raise NotOurs(path, _SHARED, f"a directory that others may not write to (chmod o-w {path})")
 
 
 def _check_link(path: Path) -> None:
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0):
-        raise NotOurs(path, f"a directory, but a link that user {found.st_uid} has made")
+        raise NotOurs(path, f"a link that user {found.st_uid} has made", "a directory")

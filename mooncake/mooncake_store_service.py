@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import json
+import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,17 +22,28 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from mooncake import clock
+from mooncake.connections import Deadlines
 from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, Unavailable
 from mooncake.log import get_logger, setup_logging
 from mooncake.mooncake_config import MooncakeConfig, _of, _parse_segment_size
+from mooncake.security import ours, warn_if_open
+from mooncake.security.adminkey import AdminKey
 from mooncake.store import MooncakeDistributedStore
+from mooncake.web import Door, Observed, Watched, listen
 
 log = get_logger(__name__)
 
 MAX_BODY_BYTES = 100 << 20
 MAX_GRACE_S = 3600
 RETRY_S = 1.0
+BODY_S = 60.0
 NOT_FOUND = -704
+FOR_THIS_HOST = (
+    *("/api/mount_shm", "/api/unmount_shm", "/api/mount", "/api/unmount", "/api/unmount_local_disk"),
+    *("/api/reconfigure", "/api/remove_all"),
+)
+"""Calls that lend memory, take it back, or remove everything: without a key they are for this host only."""
+
 SHARED_MEMORY = Path("/dev/shm")
 
 ResultT = TypeVar("ResultT")
@@ -45,13 +59,27 @@ class MooncakeStoreService:
     Args:
         config_path: a ``mooncake.json``; without it the environment says (see ``MooncakeConfig``).
         cli_config: fields of ``MooncakeConfig`` that beat those of the file.
+        api_key: what every call but ``/health`` must send as ``X-API-Key``. Without one, objects are there
+            for everybody who reaches the port, as with the existing package; memory is lent and taken back,
+            and everything removed, for callers on this host only.
+        lends_to_anybody: without a key, for callers elsewhere, too.
     """
 
-    def __init__(self, config_path: str | None = None, cli_config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        config_path: str | None = None,
+        cli_config: Mapping[str, Any] | None = None,
+        api_key: str = "",
+        lends_to_anybody: bool = False,
+    ) -> None:
         self.config = _config(config_path, dict(cli_config or {}))
+        self._key = AdminKey(api_key) if api_key else None
+        self._lends_to_anybody = lends_to_anybody
         self.store: Any = None
         self.port = 0
         self._runner: web.AppRunner | None = None
+        self._door: Door | None = None
+        self._listening: socket.socket | None = None
         self._shared: list[str] = []
         """Segments that ``reconfigure`` has mounted."""
         self._reconfiguring = asyncio.Lock()
@@ -94,31 +122,41 @@ class MooncakeStoreService:
         Raises:
             AddressInUse: the port is taken.
         """
-        self._runner = web.AppRunner(self.make_app(), access_log=None)
-        await self._runner.setup()
+        self._runner = runner = web.AppRunner(self.make_app(), access_log=None)
+        await runner.setup()
         try:
-            site = web.TCPSite(self._runner, host, port)
-            await site.start()
-        except OSError as error:
-            await self._runner.cleanup()
+            self._listening = listen(host, port)
+        except (OSError, AddressInUse) as error:
+            await runner.cleanup()
             raise AddressInUse(
-                f"{host}:{port} can't be listened on ({error.strerror}); choose another --port"
+                f"{host}:{port} can't be listened on ({error}); choose another --port"
             ) from error
-        self.port = self._runner.addresses[0][1]
+        self._door = door = Door(self._listening, Deadlines(body_s=BODY_S), tls=ours().server_tls)
+        make = runner.server
+        assert make is not None
+        door.open(lambda one: Observed(door, one, make()))
+        self.port = self._listening.getsockname()[1]
         log.info("ready", role="rest", address=f"http://{host}:{self.port}")
         return True
 
     async def stop(self) -> None:
         """Answer nothing more and leave the store. Harmless when repeated."""
         runner, self._runner = self._runner, None
+        door, self._door = self._door, None
+        if door is not None:
+            door.close()
         if runner is not None:
             await runner.cleanup()
+        if door is not None:
+            await door.end()
+        if self._listening is not None:
+            self._listening.close()
         store, self.store = self.store, None
         if store is not None:
             await asyncio.to_thread(store.close)
 
     def make_app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_in_json])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_in_json, self._check])
         app.add_routes(
             [
                 web.put("/api/put", self.handle_put),
@@ -136,6 +174,36 @@ class MooncakeStoreService:
             ]
         )
         return app
+
+    @web.middleware
+    async def _check(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Who may ask what, before anything of the body is read; then the body, within its deadline."""
+        watched: Any = request.transport
+        door = self._door
+        if door is None or not isinstance(watched, Watched):
+            return await self._checked(request, handler)  # it came by another way than this service's port
+        connections, one = door.connections, watched.one
+        connections.asked(one, clock.monotonic())
+        try:
+            return await self._checked(request, handler)
+        finally:
+            connections.told(one, clock.monotonic())
+            connections.answered(one, clock.monotonic())
+
+    async def _checked(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self._key is not None and request.path != "/health":
+            refusal = self._key.refusal(request.headers)
+            if refusal is not None:
+                return _error(refusal.message, refusal.status)
+        elif request.path in FOR_THIS_HOST and not self._lends_to_anybody and not _is_here(request):
+            message = (
+                f"{request.path} from another host takes a key: start the service with ADMIN_API_KEY set and "
+                "send it as X-API-Key, or start it with --insecure"
+            )
+            return _error(message, 403)
+        await request.read()  # it is kept by the request, for its handler
+        response: web.StreamResponse = await handler(request)
+        return response
 
     # Objects
 
@@ -262,9 +330,7 @@ class MooncakeStoreService:
         name = body.get(field)
         if not name:
             raise _Wrong(f"Missing {field}")
-        path = _text(field, name)
-        if "/" not in path.strip("/"):
-            path = str(SHARED_MEMORY / path.strip("/"))
+        path = str(SHARED_MEMORY / _shared_name(field, _text(field, name)))
         size, offset = _size(body), _whole(body, "offset", 0, 1 << 62)
         protocol, location = _word(body, "protocol", "tcp"), _word(body, "location", "")
         outcome: dict[str, Any] = await self._run(
@@ -293,6 +359,14 @@ def _text(field: str, value: Any) -> str:
     if not isinstance(value, str):
         raise _Wrong(f"{field} must be text, not {type(value).__name__}")
     return value
+
+
+def _shared_name(field: str, text: str) -> str:
+    """The name of shared memory: as ``shm_open`` takes it, or with the folder before it; nothing else."""
+    name = text.removeprefix(f"{SHARED_MEMORY}/").removeprefix("/")
+    if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 255:
+        raise _Wrong(f"{field} is {text[:100]!r}; allowed: the name of shared memory under {SHARED_MEMORY}")
+    return name
 
 
 def _word(body: dict[str, Any], field: str, default: str) -> str:
@@ -331,6 +405,14 @@ def _ids(body: dict[str, Any]) -> list[str]:
     if not isinstance(ids, list) or not all(isinstance(one, str) and one for one in ids):
         raise _Wrong("segment_ids must be text or a list of texts")
     return ids
+
+
+def _is_here(request: web.Request) -> bool:
+    """Whether the caller is on this host, or reaches us through a proxy that is."""
+    try:
+        return ipaddress.ip_address((request.remote or "").partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def _done() -> web.Response:
@@ -401,12 +483,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--host", default="0.0.0.0")
+    parser.add_argument(
+        "--insecure", action="store_true", help="lend memory to callers on other hosts without a key, too"
+    )
     parser.add_argument("--max-wait-time", type=float, default=60.0, help="seconds to wait for the master")
     return parser
 
 
 async def _serve(arguments: argparse.Namespace, given: dict[str, str]) -> None:
-    service = MooncakeStoreService(arguments.config, given)
+    key = os.environ.get("ADMIN_API_KEY", "")
+    service = MooncakeStoreService(arguments.config, given, key, arguments.insecure)
+    if not key:
+        warn_if_open("mc_store_rest_server", arguments.host)
     over = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, over.set)

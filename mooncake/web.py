@@ -24,7 +24,7 @@ from typing import Any
 
 import uvicorn
 from prometheus_client import Counter, Gauge
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -126,7 +126,7 @@ async def read_body(http: Request, most_bytes: int) -> bytes:
             raise BodyTooLarge(most_bytes)
         if bodies is not None:
             bodies.take(len(part))
-            http.scope[_HELD] += len(part)
+            http.scope[_HELD].append(len(part))
         body += part
     return bytes(body)
 
@@ -219,7 +219,7 @@ class Door:
 
     def made(self, one: Connection, transport: asyncio.Transport) -> Watched:
         """A connection's protocol has got its transport, and uses what is returned in its place."""
-        watched = Watched(transport)
+        watched = Watched(transport, one)
         if one in self._watched:
             self._watched[one] = watched
         else:
@@ -319,8 +319,9 @@ class Door:
 class Watched:
     """A transport that counts what is written to it, so that a peer which reads nothing can be told."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, one: Connection) -> None:
         self._transport = transport
+        self.one = one
         self.num_written = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -341,6 +342,37 @@ class Watched:
             return self._transport.get_write_buffer_size()
         except (AttributeError, RuntimeError, NotImplementedError):
             return 0  # it is closed
+
+
+class Observed(asyncio.Protocol):
+    """Another HTTP server's protocol behind ``Door``, for an application that tells how far its requests are.
+
+    Its transport is a ``Watched``: with that application's ``asked``, ``told`` and ``answered`` of
+    ``Door.connections`` for ``Watched.one`` a connection has all the deadlines there are.
+    """
+
+    def __init__(self, door: Door, one: Connection, inner: Any) -> None:
+        self._door, self._one, self._inner = door, one, inner
+
+    def connection_made(self, transport: Any) -> None:
+        self._inner.connection_made(self._door.made(self._one, transport))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._door.closed(self._one)
+        self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._door.connections.received(self._one, len(data), clock.monotonic())
+        self._inner.data_received(data)
+
+    def eof_received(self) -> Any:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
 
 
 class _Protocol(HttpToolsProtocol):
@@ -472,11 +504,14 @@ class WebServer:
 
     def _with_bodies(self, app: Asgi) -> Asgi:
         async def edge(scope: Any, receive: Any, send: Any) -> None:
-            scope[_BODIES], scope[_HELD] = self.bodies, 0
+            held: list[int] = []  # a list: applications copy scopes
+            scope[_BODIES], scope[_HELD] = self.bodies, held
             try:
                 await app(scope, receive, send)
+            except ClientDisconnect:
+                pass  # it left, or was cut, before its body was complete: nobody is there to be answered
             finally:
-                self.bodies.give_back(scope[_HELD])
+                self.bodies.give_back(sum(held))
 
         return edge
 

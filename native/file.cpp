@@ -62,7 +62,8 @@ Outcome finish(FileIo io) {
 }  // namespace
 
 FileMedium::FileMedium(const std::string& path, uint64_t size, Options options) : options_(options) {
-  int flags = (options.is_writable ? O_RDWR : O_RDONLY) | O_CLOEXEC;
+  // Whoever put a link there would choose what is written over.
+  int flags = (options.is_writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW;
   fd_ = ::open(path.c_str(), flags | (options.is_writable && size ? O_CREAT : 0), 0600);
   if (fd_ < 0) fail(errno, "open");
   try {
@@ -81,7 +82,8 @@ FileMedium::FileMedium(const std::string& path, uint64_t size, Options options) 
     ::close(fd_);
     throw;
   }
-  open_ways(path);
+  // The file that is open, whatever has its name by now.
+  open_ways("/proc/self/fd/" + std::to_string(fd_));
 }
 
 FileMedium::FileMedium(int descriptor, uint64_t size, Options options)

@@ -63,7 +63,7 @@ def test_what_another_user_owns_is_refused(tmp_path: Path) -> None:
     directory = OsDirectory(path, is_private=True)
     (path / "file").write_bytes(b"")
     os.chown(path / "file", 12345, -1)
-    with pytest.raises(NotOurs, match="but of user 12345"):
+    with pytest.raises(NotOurs, match="of user 12345"):
         directory.open("file")
     link.symlink_to(path)
     OsDirectory(link, is_private=True).close()
@@ -71,7 +71,7 @@ def test_what_another_user_owns_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotOurs, match="a link that user 12345 has made"):
         OsDirectory(link, is_private=True)
     os.chown(path, 12345, -1)
-    with pytest.raises(NotOurs, match="but of user 12345"):
+    with pytest.raises(NotOurs, match="of user 12345"):
         OsDirectory(path, is_private=True)
 
 

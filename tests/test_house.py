@@ -30,7 +30,6 @@ FLOORS: list[set[str]] = [
     {"transfer"},
     {"rpc"},
     {"security"},
-    {"config", "driver", "metrics", "web"},
     {"web"},
     {"config", "driver", "metrics"},
     {"machine", "clock", "connections", "files", "log", "kvlayout"},

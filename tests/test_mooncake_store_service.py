@@ -19,6 +19,7 @@ import pytest
 from mooncake import mooncake_store_service
 from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.mooncake_store_service import MooncakeStoreService
+from mooncake.security.adminkey import AdminKey
 
 CONFIG = {
     "local_hostname": "localhost",
@@ -86,10 +87,10 @@ class House:
     def __init__(self, service: MooncakeStoreService, store: Double, http: aiohttp.ClientSession) -> None:
         self.service, self.store, self.http = service, store, http
 
-    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         data = body if isinstance(body, str | bytes) or body is None else json.dumps(body)
         async with self.http.request(
-            method, f"http://127.0.0.1:{self.service.port}{path}", data=data
+            method, f"http://127.0.0.1:{self.service.port}{path}", data=data, headers=headers
         ) as answer:
             is_json = answer.content_type == "application/json"
             return answer.status, await answer.json() if is_json else await answer.read()
@@ -196,6 +197,72 @@ async def test_memory_is_lent_and_taken_back(house: House) -> None:
     assert (status, answer["failed_segment_ids"]) == (500, ["id-9"])
     assert house.store.unmounted == [("id-1", 0), ("id-2", 5), ("id-9", 5)]
     assert (await house.ask("POST", "/api/unmount_local_disk", {"grace_period_seconds": 3600}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/etc/passwd",
+        "../etc/passwd",
+        "..",
+        "/..",
+        ".",
+        "a/b",
+        "/dev/shm/../../etc/passwd",
+        "/dev/shm/a/../../x",
+        "//etc",
+        "/",
+        "nul\0",
+        "x" * 300,
+    ],
+)
+async def test_only_names_of_shared_memory_are_lent(house: House, name: str) -> None:
+    for path, field in (("/api/mount_shm", "name"), ("/api/reconfigure", "path")):
+        body = {field: name, "size": 4096, "mode": "decode"}
+        status, answer = await house.ask("POST", path, body)
+        assert status == 400 and field in answer["error"], answer
+    assert not house.store.mounted
+
+
+async def test_a_name_may_be_written_as_programs_write_it(house: House) -> None:
+    for name in ("kv", "/kv", "/dev/shm/kv"):
+        assert (await house.ask("POST", "/api/mount_shm", {"name": name, "size": 4096}))[0] == 200
+    assert {words[0] for words in house.store.mounted} == {"/dev/shm/kv"}
+
+
+LENDING = [
+    ("POST", "/api/mount_shm", {"name": "seg", "size": 4096}),
+    ("POST", "/api/mount", {"size": 4096}),
+    ("POST", "/api/reconfigure", {"mode": "prefill"}),
+    ("POST", "/api/unmount", {"segment_ids": "x"}),
+    ("DELETE", "/api/remove_all", None),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), LENDING)
+async def test_memory_is_lent_to_callers_of_this_host_only(
+    house: House, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
+) -> None:
+    monkeypatch.setattr(mooncake_store_service, "_is_here", lambda request: False)
+    house.store.values["k"] = b"v"
+    status, answer = await house.ask(method, path, body)
+    assert status == 403 and "ADMIN_API_KEY" in answer["error"]
+    assert not house.store.mounted and not house.store.unmounted and house.store.values
+    assert (await house.ask("GET", "/api/get/k"))[0] == 200, "objects are there as before"
+    house.service._lends_to_anybody = True
+    assert (await house.ask(method, path, body))[0] == 200
+
+
+@pytest.mark.parametrize(("method", "path", "body"), [*LENDING, ("GET", "/api/get/k", None)])
+async def test_with_a_key_set_everything_takes_it(house: House, method: str, path: str, body: Any) -> None:
+    house.service._key = AdminKey("a key of this test")
+    house.store.values["k"] = b"v"
+    for headers in ({}, {"X-API-Key": "wrong"}):
+        status, answer = await house.ask(method, path, body, **headers)
+        assert status == 401 and "X-API-Key" in answer["error"]
+    assert not house.store.mounted and not house.store.unmounted and house.store.values
+    assert (await house.ask(method, path, body, **{"X-API-Key": "a key of this test"}))[0] == 200
+    assert (await house.ask("GET", "/health"))[0] == 200
 
 
 async def test_reconfigure_makes_before_it_breaks(house: House) -> None:

@@ -23,6 +23,7 @@ from mooncake.conductor.messages import POOL, Event, Silent
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.conductor.translate import EngineKeys
 from mooncake.log import get_logger
+from mooncake.security.caller import Caller
 from mooncake.types import InstanceId
 
 log = get_logger(__name__)
@@ -31,11 +32,15 @@ log = get_logger(__name__)
 class Followers:
     """One task per followed instance. Use it on one event loop."""
 
-    def __init__(self, settings: SchedulingSettings, post: Callable[[Event], None]) -> None:
+    def __init__(
+        self, settings: SchedulingSettings, post: Callable[[Event], None], caller: Caller | None = None
+    ) -> None:
+        """``caller``: how instances are asked; by default as this process's identity says."""
         self.identities: dict[InstanceId, str] = {}
         """Under which digest an instance's blocks lie in the pool."""
         self._settings = settings
         self._post = post
+        self._caller = caller or Caller()
         self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
         self._context = zmq.asyncio.Context()
         self._inboxes: dict[str, Inbox] = {}
@@ -151,7 +156,9 @@ class Followers:
 
     async def _ask(self, instance: InstanceId) -> _Sources:
         assert self._session is not None, "start() first"
-        async with self._session.get(f"http://{instance}/kv_event_sources") as response:
+        path = "/kv_event_sources"
+        url, headers = self._caller.url(instance, path), self._caller.headers("GET", path)
+        async with self._session.get(url, headers=headers) as response:
             body = await response.read()
             if response.status != 200:
                 return _Sources([], is_ours=False)

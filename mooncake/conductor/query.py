@@ -8,7 +8,6 @@ soon as it is there.
 from __future__ import annotations
 
 import asyncio
-import hmac
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +19,14 @@ from prometheus_client import Counter, Gauge
 from starlette.exceptions import HTTPException
 
 import mooncake
-from mooncake import metrics
+from mooncake import metrics, web
 from mooncake.conductor.events import EventReader, EventSource, follow
 from mooncake.conductor.registry import Query, QueryByHash, Register, Registry, Unregister
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
 from mooncake.security import TRUSTED, HttpDoor, ours
+from mooncake.security.adminkey import AdminKey
+from mooncake.security.door import STANDING
 from mooncake.types import InstanceId
 from mooncake.web import WebServer, listen
 
@@ -121,7 +122,8 @@ class _Invalid(Exception):
 
 
 def make_app(publishers: Publishers, api_key: str = "") -> FastAPI:
-    """Changing what is registered needs ``api_key`` in the header X-API-Key, unless that is empty."""
+    """Changing what is registered needs ``api_key`` in the header X-API-Key; without one it is refused."""
+    key = AdminKey(api_key)
     app = FastAPI(title="Mooncake conductor", version=mooncake.__version__, docs_url=None, redoc_url=None)
 
     @app.exception_handler(_Invalid)
@@ -134,14 +136,14 @@ def make_app(publishers: Publishers, api_key: str = "") -> FastAPI:
 
     @app.post("/register")
     async def register(http: Request) -> Response:
-        _check_key(http, api_key)
+        _check_key(http, key)
         asked = await _body(http, Register)
         publishers.register(asked)
         return _answer(http, {"status": "registered successfully", "instance_id": asked.instance_id})
 
     @app.post("/unregister")
     async def unregister(http: Request) -> Response:
-        _check_key(http, api_key)
+        _check_key(http, key)
         asked = await _body(http, Unregister)
         gone = publishers.unregister(asked)
         if not gone:
@@ -197,11 +199,12 @@ class _File(msgspec.Struct):
 
 
 async def _body(http: Request, shape: type[BodyT], **aliases: str) -> BodyT:
-    text = b""
-    async for part in http.stream():
-        text += part
-        if len(text) > MAX_BODY_BYTES:
-            raise _Invalid(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    try:
+        text = await web.read_body(http, MAX_BODY_BYTES)
+    except web.BodyTooLarge as error:
+        raise _Invalid(413, str(error)) from error
+    except web.BodiesTooMany as error:
+        raise _Invalid(503, str(error)) from error
     try:
         if not aliases:
             return msgspec.json.decode(text, type=shape)
@@ -215,11 +218,10 @@ async def _body(http: Request, shape: type[BodyT], **aliases: str) -> BodyT:
         raise _Invalid(400, f"the body is no JSON: {error}") from error
 
 
-def _check_key(http: Request, expected: str) -> None:
-    given = http.headers.get("x-api-key", "")
-    if expected and not hmac.compare_digest(given.encode(), expected.encode()):
-        what = "is wrong" if given else "is missing"
-        raise _Invalid(401, f"the header X-API-Key {what}; nothing was changed")
+def _check_key(http: Request, key: AdminKey) -> None:
+    refusal = key.refusal(http.headers, http.scope.get(STANDING))
+    if refusal is not None:
+        raise _Invalid(refusal.status, refusal.message)
 
 
 def _answer(http: Request, answer: Any, status: int = 200) -> Response:

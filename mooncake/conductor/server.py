@@ -63,6 +63,7 @@ from mooncake.driver import Driver
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.security import TRUSTED, Access, check_address
+from mooncake.security.caller import Caller
 from mooncake.types import InstanceId
 
 log = get_logger(__name__)
@@ -101,7 +102,7 @@ class ConductorSettings(SchedulingSettings):
     "JSON file with publishers of KV events to follow from the start; `docs/conductor.md` shows one."
 
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
-    "Key that `/register` and `/unregister` want in the header `X-API-Key`; empty lets everybody."
+    "Key that `/register` and `/unregister` want in the header `X-API-Key`; empty refuses them."
 
 
 async def serve(settings: ConductorSettings) -> None:
@@ -145,14 +146,16 @@ class ConductorService:
         self._driver: Driver[Event, Effect] = Driver(self.core, self._perform)
         self._answer: Decision | Refuse | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._followers = Followers(settings, self._driver.post)
+        self._caller = Caller(is_plain=settings.plain_engines)
+        self._followers = Followers(settings, self._driver.post, self._caller)
         self._read: dict[InstanceId, Measured] = {}  # how far its measurements have been read
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
         exposition.show(self.core)
         timeout = aiohttp.ClientTimeout(total=self.settings.probe_timeout_s)
-        self._session = aiohttp.ClientSession(timeout=timeout)
+        connector = aiohttp.TCPConnector(ssl=self._caller.tls or True)
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
         await self._followers.start(self._session)
 
     async def close(self) -> None:
@@ -247,18 +250,21 @@ class ConductorService:
         self._driver.post(Probed(instance, outcome, detail, is_engine))
 
     async def _ask(self, instance: InstanceId) -> tuple[ProbeOutcome, str, bool]:
-        assert self._session is not None
-        async with self._session.get(f"http://{instance}/ready") as response:
+        async with self._get(instance, "/ready") as response:
             if response.status == 200:
                 self._take_measured(instance, await response.read())
                 return ProbeOutcome.READY, "answers", False
             if response.status != 404:
                 return ProbeOutcome.ALIVE, f"/ready answers {response.status}", False
         # vLLM has no /ready; there /health tells all.
-        async with self._session.get(f"http://{instance}/health") as response:
+        async with self._get(instance, "/health") as response:
             if response.status == 200:
                 return ProbeOutcome.READY, "answers", True
             return ProbeOutcome.FAILED, f"/health answers {response.status}", True
+
+    def _get(self, instance: InstanceId, path: str) -> Any:
+        assert self._session is not None
+        return self._session.get(self._caller.url(instance, path), headers=self._caller.headers("GET", path))
 
     def _take_measured(self, instance: InstanceId, body: bytes) -> None:
         """Post what the instance has measured since it was last asked; only our workers tell."""

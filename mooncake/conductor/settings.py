@@ -94,6 +94,9 @@ class SchedulingSettings:
     assumed_tokens: Annotated[int, Meta(ge=0)] = 262_144
     "Tokens whose KV an instance without KV events is taken to keep of the prompts it was given."
 
+    plain_engines: bool = False
+    "Engines are asked without TLS although the cluster has it: those of others, which know none of ours."
+
     def __post_init__(self) -> None:
         for given in self.event_sources:
             if not re.fullmatch(r"[^=\s]+:\d{1,5}(=(tcp|ipc)://[^=\s]+){1,2}", given):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -262,6 +262,27 @@ class Wanted:
     block_ids: list[int]
     address: str
     """Of the sender's listener."""
+
+
+class Listeners:
+    """The prefill engines' listeners that a decode engine takes blocks from.
+
+    Whoever is asked is told where the decode engine's KV memory lies and how to write to it, so a request may
+    choose among the addresses of the configuration and name no other.
+    """
+
+    def __init__(self, configured: str | Sequence[str]) -> None:
+        """``configured``: addresses ``host:port``; text holds one, or several with commas between them."""
+        words = configured.split(",") if isinstance(configured, str) else configured
+        self.addresses = [str(word).strip() for word in words if str(word).strip()]
+
+    def chosen(self, params: Mapping[str, Any]) -> str | None:
+        """Who has the blocks of a request with these ``kv_transfer_params``; None for a stranger."""
+        host, port = params.get("remote_host"), params.get("remote_port")
+        if not host and not port:
+            return self.addresses[0] if self.addresses else None
+        named = f"{host}:{port}"
+        return named if named in self.addresses else None
 
 
 class Receiver:

@@ -146,8 +146,9 @@ class TransferThread:
         """Let go of everything. May be said more than once."""
         if self.loop.is_closed():
             return
+        ending = self._end()
         try:
-            asyncio.run_coroutine_threadsafe(self._end(), self.loop).result(CLOSING_S)
+            asyncio.run_coroutine_threadsafe(ending, self.loop).result(CLOSING_S)
         except (RuntimeError, TimeoutError) as error:  # an interpreter that ends starts no more threads
             log.debug("session_cut_off", reason=str(error))
         finally:
@@ -155,6 +156,7 @@ class TransferThread:
             self._thread.join(CLOSING_S)
             if not self._thread.is_alive():
                 self.loop.close()
+                ending.close()  # a loop that was held has not begun it
             self.transfer.close()
             self._is_let_go.set()
 

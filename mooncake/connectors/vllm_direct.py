@@ -4,7 +4,8 @@ A thin shell around ``direct``. ``kv_transfer_params`` say what a request is (th
 
     to prefill   {"do_remote_decode": true, "transfer_id": ID}                      max_tokens 1
     to decode    {"do_remote_prefill": true, "transfer_id": ID}                     before, after or meanwhile
-                 optionally "remote_host", "remote_port": the listener of this prefill; else ``prefill_addr``
+                 optionally "remote_host", "remote_port": the listener of this prefill, one of those in
+                 ``prefill_addr`` (addresses with commas between them); else the first of them
 
 Rank r of an engine listens at its port + r and is asked by rank r. What fails is computed by decode.
 """
@@ -25,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from mooncake.connectors.direct import Offer, Receiver, Sender, Told, Wanted
+from mooncake.connectors.direct import Listeners, Offer, Receiver, Sender, Told, Wanted
 from mooncake.connectors.session import TransferThread, paths_of
 from mooncake.connectors.vllm_facts import Adapters
 from mooncake.connectors.vllm_memory import begin, registered
@@ -191,7 +192,7 @@ class SchedulerSide:
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._num_ranks = config.parallel_config.world_size
         self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
-        self._prefill = transfer.kv_connector_extra_config.get("prefill_addr", USUAL_ADDRESS)
+        self._listeners = Listeners(transfer.kv_connector_extra_config.get("prefill_addr", USUAL_ADDRESS))
         self._adapters = Adapters(transfer.engine_id)
         self._sendings: dict[str, _Sending] = {}
         self._held: dict[str, tuple[list[int], int]] = {}
@@ -224,6 +225,11 @@ class SchedulerSide:
         if not params.get("transfer_id"):
             log.warning("transfer_without_id", request=request.request_id)
             return 0, False
+        if self._listeners.chosen(params) is None:
+            named = f"{params.get('remote_host')}:{params.get('remote_port')}"
+            reason = f"{named} is none of this engine's prefill_addr"
+            log.warning("transfer_refused", request=request.request_id, reason=reason)
+            return 0, False  # it is computed here
         num_tokens = request.num_prompt_tokens - num_computed_tokens
         self._first_blocks[request.request_id] = num_computed_tokens // self._block_tokens
         return (num_tokens, True) if num_tokens > 0 else (0, False)
@@ -238,9 +244,8 @@ class SchedulerSide:
             return
         params["do_remote_prefill"] = False  # should it be preempted, it is computed
         num_blocks = -(-request.num_prompt_tokens // self._block_tokens)
-        address = self._prefill
-        if params.get("remote_host") and params.get("remote_port"):
-            address = f"{params['remote_host']}:{params['remote_port']}"
+        address = self._listeners.chosen(params)
+        assert address is not None, "matched() has refused it"
         self._wanted[request.request_id] = Wanted(
             str(transfer_id), self._digest(request), first, list(block_ids[first:num_blocks]), address
         )

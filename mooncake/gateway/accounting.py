@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from prometheus_client import Counter
 
-from mooncake import metrics
+from mooncake import clock, metrics
+from mooncake.gateway.clients import Client
 from mooncake.gateway.placing import Route
 from mooncake.inference.latency import e2e_seconds
 from mooncake.inference.openai import Usage
@@ -45,8 +46,12 @@ class Timing:
     e2e_s: float
 
 
-def account(answer_id: str, route: Route, usage: Usage, timing: Timing, slo: Slo) -> None:
+def account(
+    answer_id: str, route: Route, usage: Usage, timing: Timing, slo: Slo, client: Client | None = None
+) -> None:
     """An answer has ended well."""
+    if client is not None:
+        client.used(usage.prompt_tokens, usage.completion_tokens, clock.monotonic())
     e2e_seconds.observe(timing.e2e_s)
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
     for kind, num_tokens in (
@@ -58,6 +63,7 @@ def account(answer_id: str, route: Route, usage: Usage, timing: Timing, slo: Slo
     log.info(
         "answered",
         id=answer_id,
+        client=client.name if client is not None else "",
         prefill=route.prefill,
         decode=route.decode,
         degraded=route.degraded,

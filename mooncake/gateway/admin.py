@@ -1,12 +1,12 @@
 """Who serves: instances come and go at run time; health, state and numbers for people and probes.
 
-Owns the admin calls and their key. Whoever lacks the key changes nothing and learns only what ``/status``
-tells everybody.
+Owns the admin calls. Whoever lacks the key changes nothing and learns little: that the gateway is alive and
+whether it can serve. Details (``/status``, ``/story``, ``/metrics``) are told to who has the key, and at a
+port of their own (``metrics_port``), which listens on loopback unless told otherwise.
 """
 
 from __future__ import annotations
 
-import hmac
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,6 +19,7 @@ from mooncake import metrics
 from mooncake.conductor.messages import AddInstance, Drain
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.gateway.gateway import Gateway
+from mooncake.gateway.reading import read_body
 from mooncake.inference.openai import ApiError
 from mooncake.rpc.client import split_address
 from mooncake.types import Role
@@ -35,8 +36,8 @@ class InstanceChange(msgspec.Struct):
     "Where its connector listens, if the other side needs to know."
 
 
-def add_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Everything but the OpenAI endpoints."""
+def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
+    """Everything but the OpenAI endpoints. ``is_inside``: who reaches this application is an operator."""
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -46,7 +47,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     async def ready() -> dict[str, str]:
         rows = await gateway.scheduling.status()
         if not any(row.health == "ready" for row in rows):
-            states = ", ".join(f"{row.instance} is {row.health}" for row in rows) or "none was added"
+            states = ", ".join(f"one is {row.health}" for row in rows) or "none was added"
             raise ApiError(503, f"no instance is ready: {states}", code="no_instance", retry_after_s=1.0)
         return {"status": "ready"}
 
@@ -54,17 +55,24 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     async def version() -> dict[str, str]:
         return {"version": mooncake.__version__}
 
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics_page() -> Response:
+    @app.get("/metrics", response_class=PlainTextResponse, responses=_KEY_ERRORS)
+    async def metrics_page(http: Request) -> Response:
+        """Prometheus reads it at the port for operators, or sends the key as its bearer token."""
+        _check_key(gateway, http, is_inside)
         return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
 
     @app.get("/status")
-    async def status() -> Response:
-        return _json(await _status(gateway))
+    async def status(http: Request) -> Response:
+        """Who serves, in detail for who has the key; how many to everybody."""
+        found = await _status(gateway)
+        if not is_inside and gateway.admin_key.refusal(http.headers) is not None:
+            found = {name: found[name] for name in _FOR_EVERYBODY}
+        return _json(found)
 
-    @app.get("/story/{key:path}", responses={404: _ERRORS[404], 503: _ERRORS[503]})
-    async def story(key: str) -> Response:
+    @app.get("/story/{key:path}", responses={**_KEY_ERRORS, 404: _ERRORS[404], 503: _ERRORS[503]})
+    async def story(http: Request, key: str) -> Response:
         """What the conductor did for an answer (by its ``id``) or with an instance, and why."""
+        _check_key(gateway, http, is_inside)
         try:
             return _json({"key": key, "story": await gateway.scheduling.story(key)})
         except MooncakeError as error:
@@ -111,6 +119,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"description": "No such instance"},
     503: {"description": "The conductor can't be reached"},
 }
+_KEY_ERRORS: dict[int | str, dict[str, Any]] = {number: _ERRORS[number] for number in (401, 403)}
+_FOR_EVERYBODY = ("model", "degraded", "prefill_node_count", "decode_node_count")
+"""Of ``/status``, what strangers may know."""
+
 _TAKES_CHANGE: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -162,21 +174,8 @@ async def _change(gateway: Gateway, http: Request) -> InstanceChange:
     Raises:
         ApiError: 401 wrong key, 403 no key is set here, 400 naming the wrong field.
     """
-    expected = gateway.settings.admin_api_key
-    if not expected:
-        message = "admin calls are off: start the gateway with ADMIN_API_KEY (or --admin-api-key) set"
-        raise ApiError(403, message, code="admin_key_not_set")
-    given = http.headers.get("x-api-key", "")
-    if not hmac.compare_digest(given.encode(), expected.encode()):
-        what = "is wrong" if given else "is missing"
-        raise ApiError(401, f"the header X-API-Key {what}; nothing was changed", code="invalid_api_key")
-    body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > MAX_ADMIN_BODY_BYTES:
-            raise ApiError(
-                413, f"the body is larger than {MAX_ADMIN_BODY_BYTES} bytes", code="body_too_large"
-            )
+    _check_key(gateway, http, is_inside=False)
+    body = await read_body(http, MAX_ADMIN_BODY_BYTES)
     try:
         change = msgspec.json.decode(body, type=InstanceChange)
     except msgspec.ValidationError as error:
@@ -193,6 +192,13 @@ async def _change(gateway: Gateway, http: Request) -> InstanceChange:
         message = f"instance is {change.instance!r}; allowed: host:port"
         raise ApiError(400, message, param="instance", code="invalid_value") from error
     return change
+
+
+def _check_key(gateway: Gateway, http: Request, is_inside: bool) -> None:
+    """Raises ApiError: 401 wrong key, 403 no key is set here."""
+    refusal = None if is_inside else gateway.admin_key.refusal(http.headers)
+    if refusal is not None:
+        raise ApiError(refusal.status, refusal.message, code=refusal.code)
 
 
 async def _apply(gateway: Gateway, event: AddInstance | Drain) -> None:

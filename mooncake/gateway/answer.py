@@ -16,6 +16,7 @@ import msgspec
 from mooncake import clock
 from mooncake.conductor.messages import Finished
 from mooncake.gateway.accounting import Slo, Timing, account
+from mooncake.gateway.clients import Client
 from mooncake.gateway.route import Choice, Walk
 from mooncake.inference.answers import ChatWriter, Piece, TextWriter
 from mooncake.inference.latency import itl_seconds, mean_of_longest, ttft_seconds
@@ -69,6 +70,7 @@ class Answer:
         max_model_len: int,
         deadline: float,
         slo: Slo,
+        client: Client | None = None,
     ) -> None:
         self._asked = asked
         self._answer_id = answer_id
@@ -77,6 +79,7 @@ class Answer:
         self._max_model_len = max_model_len
         self.deadline = deadline
         self._slo = slo
+        self._client = client
         self._began = clock.monotonic()
         self._num_output_tokens = 0
         """In the pieces given out so far; workers may be ahead."""
@@ -241,7 +244,7 @@ class Answer:
 
     def _account(self) -> None:
         timing = Timing(self._ttft_s or 0.0, self._longest_gap_s, clock.monotonic() - self._began)
-        account(self._answer_id, self._walks[0].route, self._usage(), timing, self._slo)
+        account(self._answer_id, self._walks[0].route, self._usage(), timing, self._slo, self._client)
 
 
 def _first(errors: BaseExceptionGroup[ApiError]) -> ApiError:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from starlette.exceptions import HTTPException
 
 import mooncake
 from mooncake import metrics
-from mooncake.errors import ModelError
+from mooncake.errors import InvalidArgument, ModelError
 from mooncake.gateway import admin, explaining
 from mooncake.gateway.answer import AnyRequest
 from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer
@@ -39,7 +41,7 @@ from mooncake.inference.openai import (
     to_json,
 )
 from mooncake.log import get_logger
-from mooncake.security import check_address
+from mooncake.security import Identity, check_address, is_loopback, ours
 from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
@@ -56,21 +58,99 @@ async def serve(settings: GatewaySettings) -> None:
     """Run a gateway until cancelled.
 
     Raises:
+        InvalidArgument: it would serve strangers, or a file of keys or certificates can't be used.
         ModelError: the model has no usable tokenizer.
         AddressInUse: the port is taken.
     """
     check_address(settings.host)
+    check_who_comes_in(settings, ours())
+    tls = tls_of(settings, ours())
     listening = listen(settings.host, settings.port)
+    for_operators = listen(settings.metrics_host, settings.metrics_port)
     tokenizer = await asyncio.to_thread(_load_tokenizer, settings)
     gateway = Gateway(settings, tokenizer)
-    server = WebServer(create_app(gateway), listening, max_connections=settings.max_connections)
+    server = WebServer(create_app(gateway), listening, tls=tls, max_connections=settings.max_connections)
+    desk = WebServer(create_desk(gateway), for_operators, max_connections=MAX_OPERATORS)
+    keeping = asyncio.create_task(_keep_clients(gateway))
     try:
         await server.start()
-        address = f"http://{settings.host}:{server.port}"
-        log.info("ready", role="gateway", address=address, model=settings.model_name)
+        await desk.start()
+        address = f"{'https' if tls else 'http'}://{settings.host}:{server.port}"
+        metrics_address = f"http://{settings.metrics_host}:{desk.port}"
+        log.info(
+            "ready",
+            role="gateway",
+            address=address,
+            metrics=metrics_address,
+            model=settings.model_name,
+            clients=0 if gateway.clients is None else len(gateway.clients),
+        )
         await server.wait()
     finally:
+        keeping.cancel()
+        await desk.close()
         await server.close()
+
+
+def check_who_comes_in(settings: GatewaySettings, identity: Identity) -> None:
+    """A gateway's clients are strangers by nature: beyond loopback it must know them by something.
+
+    Raises:
+        InvalidArgument: it would serve anybody.
+    """
+    if not is_loopback(settings.metrics_host) and not settings.admin_api_key:
+        raise InvalidArgument(
+            "--metrics-host", settings.metrics_host, "a loopback address without ADMIN_API_KEY"
+        )
+    if settings.api_keys_file or identity.has_tls or is_loopback(settings.host):
+        return
+    if identity.is_open:
+        check_address(settings.host, identity)
+    elif not identity.settings.insecure:
+        allowed = "a loopback address; for others --api-keys-file or --insecure"
+        raise InvalidArgument("--host", settings.host, allowed)
+
+
+def tls_of(settings: GatewaySettings, identity: Identity) -> ssl.SSLContext | None:
+    """What clients are served with: HTTPS as every server has it where they have keys or we a certificate for
+    them; else, where the cluster has TLS, with certificates on both sides.
+
+    Raises:
+        InvalidArgument: a file is not what it should be.
+    """
+    given = identity.settings
+    cert, key = settings.https_cert, settings.https_key
+    if not cert and identity.has_tls and settings.api_keys_file:
+        cert, key = given.tls_cert, given.tls_key
+    if not cert:
+        return identity.server_tls
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(cert, key, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("https_cert", cert, f"a PEM certificate with its key ({error})") from error
+    return context
+
+
+async def _keep_clients(gateway: Gateway) -> None:
+    """The file of keys is read again when it changes, and at SIGHUP."""
+    if gateway.clients is None:
+        return
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.reload_clients)
+    while True:
+        await asyncio.sleep(KEYS_EVERY_S)
+        gateway.reload_clients(is_asked=False)
+
+
+def create_desk(gateway: Gateway) -> FastAPI:
+    """The application of the port for operators; ``create_app`` starts and closes ``gateway``."""
+    app = FastAPI(title="Mooncake gateway, for operators", version=mooncake.__version__)
+    _answer_errors(app)
+    is_inside = is_loopback(gateway.settings.metrics_host)
+    admin.add_routes(app, gateway, is_inside)
+    explaining.add_routes(app, gateway, is_inside)
+    return app
 
 
 def _load_tokenizer(settings: GatewaySettings) -> PromptTokenizer | None:
@@ -91,8 +171,15 @@ def _load_tokenizer(settings: GatewaySettings) -> PromptTokenizer | None:
         return None
 
 
+MAX_OPERATORS = 64
+"""Connections to the port for operators."""
+
+KEYS_EVERY_S = 2.0
+"""How often the file of keys is looked at."""
+
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong; `error.param` names it"},
+    401: {"description": "Clients need a key here, and there is none or a wrong one"},
     404: {"description": "No such model"},
     413: {"description": "The body is too large"},
     429: {"description": "Too much at once; `Retry-After` says when to come back"},
@@ -114,6 +201,15 @@ def create_app(gateway: Gateway) -> FastAPI:
             await gateway.close()
 
     app = FastAPI(title="Mooncake gateway", version=mooncake.__version__, lifespan=lifespan)
+    _answer_errors(app)
+    _add_models(app, gateway)
+    admin.add_routes(app, gateway)
+    explaining.add_routes(app, gateway)
+    return app
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Whatever goes wrong is said as the public API says it."""
 
     @app.exception_handler(ApiError)
     async def _refused(http: Request, error: ApiError) -> Response:
@@ -136,6 +232,10 @@ def create_app(gateway: Gateway) -> FastAPI:
         broken = ApiError(500, "the gateway failed; its log has the traceback", code="internal_error")
         return Response(broken.body(), 500, media_type="application/json")
 
+
+def _add_models(app: FastAPI, gateway: Gateway) -> None:
+    """The public API."""
+
     @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest), responses=_ERRORS)
     async def completions(http: Request) -> Response:
         return await _either(gateway, http, partial(parse_request, CompletionRequest))
@@ -145,20 +245,18 @@ def create_app(gateway: Gateway) -> FastAPI:
         return await _either(gateway, http, partial(parse_request, ChatCompletionRequest))
 
     @app.get("/v1/models")
-    async def models() -> Response:
+    async def models(http: Request) -> Response:
+        _know(gateway, http)
         return Response(to_json(ModelList(await _cards(gateway))), media_type="application/json")
 
     @app.get("/v1/models/{model:path}", responses={404: _ERRORS[404]})
-    async def model(model: str) -> Response:
+    async def model(http: Request, model: str) -> Response:
+        _know(gateway, http)
         cards = await _cards(gateway)
         for card in cards:
             if card.id == model:
                 return Response(to_json(card), media_type="application/json")
         raise model_not_found(model, ", ".join(card.id for card in cards))
-
-    admin.add_routes(app, gateway)
-    explaining.add_routes(app, gateway)
-    return app
 
 
 def _takes(shape: type[AnyRequest]) -> dict[str, Any]:
@@ -188,6 +286,7 @@ async def _either(
     gateway: Gateway, http: Request, parse: Callable[[bytes], CompletionRequest | ChatCompletionRequest]
 ) -> Response:
     """One answer, by our workers or by other engines."""
+    _know(gateway, http)  # before a byte of the body is read
     content = await read_body(http, gateway.settings.max_body_bytes)
     if await gateway.fronts_engines():
         response = await relay(gateway, http, _endpoint(http), content)
@@ -195,6 +294,11 @@ async def _either(
         response = await route(gateway, http, await decoded(content, parse))
     _requests.labels(_endpoint(http), 200).inc()
     return response
+
+
+def _know(gateway: Gateway, http: Request) -> None:
+    """Remember with the request who sent it. Raises ApiError, 401, where a key is needed and wrong."""
+    http.state.client = None if gateway.clients is None else gateway.clients.of(http.headers)
 
 
 async def _cards(gateway: Gateway) -> list[ModelCard]:

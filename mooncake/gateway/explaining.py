@@ -3,12 +3,11 @@
 Owns who may ask. An explanation tells what was cached and how busy workers were, so it is for the client of
 that request and for operators. An id that this server made up (of the answer, or a request id that the client
 left to us) can't be guessed: who names it has it from the answer. A request id that a client chose can be
-guessed, so it takes the admin key.
+guessed, so it takes the admin key. Where clients have keys of their own, an explanation is for the key that
+the request came with. Operators may ask for all: with the admin key, or at the gateway's port for them.
 """
 
 from __future__ import annotations
-
-import hmac
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -28,12 +27,20 @@ class ExplainAnswer(msgspec.Struct):
     prompts: list[Explanation]
 
 
-def add_routes(app: FastAPI, gateway: Gateway) -> None:
+def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
+    """``is_inside``: who reaches this application is an operator."""
+
     @app.get("/v1/requests/{name:path}/explain", responses=_ERRORS)
     async def explain(http: Request, name: str) -> Response:
         """What was weighed, chosen, predicted and measured for a request, and why its blocks missed."""
         names = gateway.named.find(name)
-        if names is None:
+        if is_inside or gateway.admin_key.refusal(http.headers) is None:
+            names = names or Names(name, "", True, [name])
+        elif gateway.clients is not None:
+            client = gateway.clients.of(http.headers)
+            if names is None or names.client != client.name:
+                raise _unknown(name)  # as if it did not exist: it may be somebody else's
+        elif names is None:
             # The conductor may remember what this gateway, lately started, does not.
             names = Names(name, "", True, [name])
         elif name != names.id and not names.is_secret:
@@ -44,8 +51,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
             raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
         known = [one for one in found if one is not None]
         if not known:
-            message = f"nothing is remembered of a request {name[:128]!r}; only the latest ones are"
-            raise ApiError(404, message, param="id", code="request_not_found")
+            raise _unknown(name)
         answer = ExplainAnswer(names.id, names.request_id, known)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
@@ -57,10 +63,13 @@ _ERRORS: dict[int | str, dict[str, str]] = {
 }
 
 
+def _unknown(name: str) -> ApiError:
+    message = f"nothing is remembered of a request {name[:128]!r}; only the latest ones are"
+    return ApiError(404, message, param="id", code="request_not_found")
+
+
 def _check_key(gateway: Gateway, http: Request) -> None:
-    expected = gateway.settings.admin_api_key
-    given = http.headers.get("x-api-key", "")
-    if not expected or not hmac.compare_digest(given.encode(), expected.encode()):
+    if gateway.admin_key.refusal(http.headers) is not None:
         message = (
             "this X-Request-ID was chosen by its client and could be guessed: ask by the answer's id "
             "(X-Mooncake-ID), or send X-API-Key"

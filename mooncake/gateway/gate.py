@@ -9,6 +9,7 @@ from __future__ import annotations
 from prometheus_client import Gauge
 
 from mooncake import metrics
+from mooncake.gateway.clients import Client
 from mooncake.inference.openai import ApiError
 
 _in_flight = Gauge(
@@ -16,6 +17,31 @@ _in_flight = Gauge(
     "Answers under way, one per prompt and choice.",
     registry=metrics.registry,
 )
+
+
+class Entry:
+    """A request's place at the gate and in its client's quota, from ``enter`` to ``leave``."""
+
+    def __init__(self, gate: Gate, client: Client | None, num_answers: int, now: float) -> None:
+        """Raises ApiError: 400 when it never fits, 429 with the time to come back."""
+        self._gate, self._client, self._num_answers, self._began = gate, client, num_answers, now
+        gate.enter(num_answers)
+        if client is not None:
+            try:
+                client.enter(num_answers, now)
+            except BaseException:
+                gate.leave(num_answers, 0.0)
+                raise
+        self._is_inside = True
+
+    def leave(self, now: float) -> None:
+        """Harmless when repeated."""
+        if not self._is_inside:
+            return
+        self._is_inside = False
+        self._gate.leave(self._num_answers, now - self._began)
+        if self._client is not None:
+            self._client.leave(self._num_answers)
 
 
 class Gate:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -20,6 +21,7 @@ from mooncake.conductor.server import ConductorService
 from mooncake.conductor.settings import SchedulingSettings, Seconds
 from mooncake.config import AlsoFrom, Port, Secret, Size
 from mooncake.errors import InvalidArgument
+from mooncake.gateway.clients import Clients, read_clients
 from mooncake.gateway.engines import Engines
 from mooncake.gateway.gate import Gate
 from mooncake.gateway.naming import NamedRequests
@@ -29,6 +31,8 @@ from mooncake.gateway.workers import WorkerFailed, Workers
 from mooncake.inference.openai import ApiError, ModelCard
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
+from mooncake.security.adminkey import AdminKey
+from mooncake.security.caller import Caller
 from mooncake.types import InstanceId, Role
 
 log = get_logger(__name__)
@@ -70,8 +74,23 @@ class GatewaySettings(SchedulingSettings):
     conductor: str = ""
     "`host:port` of a conductor; empty runs one inside this process with the scheduling settings."
 
+    metrics_host: str = "127.0.0.1"
+    "Address of the port for operators. On loopback it asks for no key, elsewhere for that of admin calls."
+
+    metrics_port: Port = 0
+    "Port for operators: `/metrics`, `/status`, `/story`, every request's `explain`; 0 takes a free one."
+
+    api_keys_file: str = ""
+    "File with clients' keys, tenants and quotas (`docs/gateway.md`); empty: clients need no key."
+
+    https_cert: str = ""
+    "PEM file with a certificate to serve clients over HTTPS with, without asking for theirs."
+
+    https_key: str = ""
+    "PEM file with that certificate's private key, without a password."
+
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
-    "What admin calls must send as X-API-Key; empty refuses them all."
+    "What operators must send as X-API-Key to change or see details; empty refuses them all."
 
     trust_clients: bool = False
     "Whether clients' `kv_transfer_params` reach engines of others; never what names a host or a transfer."
@@ -95,6 +114,9 @@ class GatewaySettings(SchedulingSettings):
         super().__post_init__()
         for name in ("prefill", "decode"):
             read_instances(name, getattr(self, name))
+        for name, other in (("https_cert", "https_key"), ("https_key", "https_cert")):
+            if getattr(self, other) and not getattr(self, name):
+                raise InvalidArgument(name, "", f"the path of a PEM file, since {other} is set")
 
     @property
     def model_name(self) -> str:
@@ -123,6 +145,15 @@ def read_instances(field: str, words: Sequence[str]) -> list[tuple[InstanceId, i
     return found
 
 
+def _stamp(path: str) -> tuple[int, ...]:
+    """Changes when the file does."""
+    try:
+        found = Path(path).expanduser().stat()
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_ino, found.st_size, found.st_mode
+
+
 class PromptTokenizer(typing.Protocol):
     """What a gateway needs of ``mooncake.inference.tokenizer.Tokenizer``."""
 
@@ -148,7 +179,17 @@ class Gateway:
         """Without a ``tokenizer`` all engines are served as those of others are, ours too."""
         self.settings = settings
         self.tokenizer = tokenizer
-        self.workers = Workers(settings.stall_timeout_s)
+        # Engines of others know nothing of our cluster's certificates.
+        is_plain = settings.plain_engines or settings.protocol not in ("auto", "workers")
+        self._as_conductor = replace(settings, plain_engines=is_plain)
+        self.workers = Workers(settings.stall_timeout_s, Caller(is_plain=is_plain))
+        self.admin_key = AdminKey(settings.admin_api_key)
+        self.clients: Clients | None = None
+        """By their keys; None where clients need none."""
+        self._keys_seen: tuple[int, ...] = ()
+        if settings.api_keys_file:
+            self._keys_seen = _stamp(settings.api_keys_file)
+            self.clients = Clients(read_clients(settings.api_keys_file), clock.monotonic())
         self.instances = {
             Role.PREFILL: read_instances("prefill", settings.prefill),
             Role.DECODE: read_instances("decode", settings.decode),
@@ -185,7 +226,7 @@ class Gateway:
         self._service = (
             RemoteConductor(settings.conductor)
             if settings.conductor
-            else ConductorService(replace(settings, engines_share_blocks=self._engines_share))
+            else ConductorService(replace(self._as_conductor, engines_share_blocks=self._engines_share))
         )
         await self.workers.open()
         await self._service.start()
@@ -222,6 +263,26 @@ class Gateway:
         if self._service is not None:
             await self._service.close()
         await self.workers.close()
+
+    def reload_clients(self, is_asked: bool = True) -> None:
+        """Read the file of keys again; with ``is_asked`` false only if it has changed.
+
+        A file that can't be used changes nothing; the log says why.
+        """
+        path = self.settings.api_keys_file
+        if self.clients is None:
+            return
+        seen = _stamp(path)
+        if seen == self._keys_seen and not is_asked:
+            return
+        self._keys_seen = seen
+        try:
+            entries = read_clients(path)
+        except InvalidArgument as error:
+            log.error("client_keys_not_reloaded", reason=str(error))
+            return
+        self.clients.replace(entries, clock.monotonic())
+        log.info("client_keys_reloaded", keys=len(entries))
 
     def model_card(self) -> ModelCard:
         name = self.settings.model_name

@@ -20,6 +20,8 @@ class Names(msgspec.Struct):
     is_secret: bool
     "The request id was made here."
     place_ids: list[str]
+    client: str = ""
+    "Whose key it came with; empty where clients have none."
 
 
 class NamedRequests:

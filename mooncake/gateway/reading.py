@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from mooncake import web
 from mooncake.errors import InvalidArgument
@@ -164,6 +165,8 @@ async def read_body(http: Request, most_bytes: int) -> bytes:
         return await web.read_body(http, most_bytes)
     except web.BodyTooLarge as error:
         raise ApiError(413, str(error), code=error.code) from error
+    except ClientDisconnect as error:
+        raise ApiError(499, "the client went away", code="client_closed_request") from error
     except web.BodiesTooMany as error:
         raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
 

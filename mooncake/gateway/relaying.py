@@ -20,6 +20,8 @@ from fastapi import Request, Response
 from mooncake import clock
 from mooncake.conductor.messages import Place
 from mooncake.gateway.accounting import account
+from mooncake.gateway.clients import Client
+from mooncake.gateway.gate import Entry
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.naming import Names
 from mooncake.gateway.protocols import without_transfers
@@ -41,12 +43,14 @@ async def relay(gateway: Gateway, http: Request, path: str, content: bytes) -> R
     asked = without_transfers(asked, gateway.settings.trust_clients)
     slo = slo_of(http)
     num_answers = _num_answers(asked)
-    began = clock.monotonic()
-    gateway.gate.enter(num_answers)
+    client: Client | None = http.state.client
+    entry = Entry(gateway.gate, client, num_answers, clock.monotonic())
 
     def leave() -> None:
-        gateway.gate.leave(num_answers, clock.monotonic() - began)
+        entry.leave(clock.monotonic())
 
+    if client is not None:
+        asked["cache_salt"] = client.entry.cache_salt
     try:
         adapter = await _settle_model(gateway, asked)
         answer = await _relay_of(gateway, http, path, asked, adapter)
@@ -79,7 +83,7 @@ async def _accounted(answer: Relay, http: Request, slo: Any) -> AsyncGenerator[b
                 yield b"data: " + piece + b"\n\n" if answer.is_stream else piece
                 has_begun = True
         is_complete = True
-        account(http.state.answer_id, answer.route, answer.counted, answer.timing, slo)
+        account(http.state.answer_id, answer.route, answer.counted, answer.timing, slo, http.state.client)
     except Exception as error:
         if not has_begun:
             raise
@@ -107,7 +111,9 @@ async def _relay_of(gateway: Gateway, http: Request, path: str, asked: dict[str,
     request_id = request_id_of(http)
     answer_id = f"{'chatcmpl' if 'chat' in path else 'cmpl'}-{uuid.uuid4().hex}"
     headers = {**gateway.engines.headers, "X-Request-ID": request_id}
-    headers |= {name: http.headers[name] for name in _HANDED_ON if name in http.headers}
+    # A client's key for this gateway is no business of engines.
+    handed_on = _HANDED_ON if http.state.client is None else _HANDED_ON[:2]
+    headers |= {name: http.headers[name] for name in handed_on if name in http.headers}
     names = await gateway.prompts.name(asked, adapter, headers, gateway.scheduling)
     slo = slo_of(http)
     place = Place(
@@ -125,7 +131,8 @@ async def _relay_of(gateway: Gateway, http: Request, path: str, asked: dict[str,
         is_text=names.is_text,
     )
     is_secret = request_id != http.headers.get("x-request-id")
-    gateway.named.note(Names(answer_id, request_id, is_secret, [answer_id]))
+    name = http.state.client.name if http.state.client is not None else ""
+    gateway.named.note(Names(answer_id, request_id, is_secret, [answer_id], name))
     http.state.answer_id = answer_id
     return Relay(
         gateway.scheduling,

@@ -14,6 +14,8 @@ from mooncake import clock
 from mooncake.conductor.messages import Place
 from mooncake.gateway.accounting import Slo
 from mooncake.gateway.answer import Answer, AnyRequest
+from mooncake.gateway.clients import Client
+from mooncake.gateway.gate import Entry
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.naming import Names
 from mooncake.gateway.reading import names_of, request_id_of, slo_of, tokenize
@@ -31,12 +33,14 @@ async def route(gateway: Gateway, http: Request, asked: AnyRequest) -> Response:
     slo = slo_of(http)
     num_prompts = len(asked.prompts) if isinstance(asked, CompletionRequest) else 1
     num_answers = num_prompts * asked.n
-    began = clock.monotonic()
-    gateway.gate.enter(num_answers)
+    client: Client | None = http.state.client
+    entry = Entry(gateway.gate, client, num_answers, clock.monotonic())
 
     def leave() -> None:
-        gateway.gate.leave(num_answers, clock.monotonic() - began)
+        entry.leave(clock.monotonic())
 
+    if client is not None:
+        asked.cache_salt = client.entry.cache_salt
     try:
         max_model_len = await gateway.context_length()
         assert gateway.tokenizer is not None, "else engines are served as they are"
@@ -91,7 +95,8 @@ def _answer(
     places = [place_of(number, prompt) for number, prompt in enumerate(prompts)]
     request_id = request_id_of(http)
     is_secret = request_id != http.headers.get("x-request-id")
-    gateway.named.note(Names(answer_id, request_id, is_secret, [place.request_id for place in places]))
+    name = http.state.client.name if http.state.client is not None else ""
+    gateway.named.note(Names(answer_id, request_id, is_secret, [place.request_id for place in places], name))
     http.state.answer_id = answer_id
     walks = [
         Walk(
@@ -112,4 +117,5 @@ def _answer(
         max_model_len=max_model_len,
         deadline=clock.monotonic() + settings.request_timeout_s,
         slo=slo,
+        client=http.state.client,
     )

@@ -30,6 +30,7 @@ from mooncake.inference.openai import (
     ModelList,
     Usage,
 )
+from mooncake.security.caller import Caller
 from mooncake.types import InstanceId
 
 ResultT = TypeVar("ResultT")
@@ -84,14 +85,16 @@ class Whole(msgspec.Struct):
 class Workers:
     """The HTTP client side of every worker. ``open`` it on the loop where it is used."""
 
-    def __init__(self, stall_timeout_s: float) -> None:
+    def __init__(self, stall_timeout_s: float, caller: Caller | None = None) -> None:
+        """``caller``: how they are asked; by default as this process's identity says."""
         self._stall_timeout_s = stall_timeout_s
+        self._caller = caller or Caller()
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         # Shorter than a worker keeps idle connections: a request must not meet a connection that is closing.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0, ssl=self._caller.tls or True)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
 
     async def close(self) -> None:
@@ -169,9 +172,9 @@ class Workers:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response with status 200."""
         assert self._session is not None, "open() first"
-        content = {"Content-Type": "application/json", **headers}
-        url = f"http://{instance}{path}"
-        asking = self._session.post(url, data=msgspec.json.encode(body), headers=content)
+        data = msgspec.json.encode(body)
+        content = {"Content-Type": "application/json", **headers, **self._caller.headers("POST", path, data)}
+        asking = self._session.post(self._caller.url(instance, path), data=data, headers=content)
         try:
             response = await self._patiently(instance, asking)
             async with response:
@@ -241,7 +244,8 @@ class Workers:
     async def get(self, instance: InstanceId, path: str, headers: Mapping[str, str] | None = None) -> bytes:
         """The body of what is answered quickly or not at all. Raises WorkerFailed."""
         assert self._session is not None, "open() first"
-        url, timeout_s = f"http://{instance}{path}", HEALTH_TIMEOUT_S
+        url, timeout_s = self._caller.url(instance, path), HEALTH_TIMEOUT_S
+        headers = {**(headers or {}), **self._caller.headers("GET", path)}
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with self._session.get(url, timeout=timeout, headers=headers) as response:

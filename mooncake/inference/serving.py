@@ -23,7 +23,7 @@ from mooncake.inference.generate import Generator
 from mooncake.inference.tokenizer import AnyTokenizer
 from mooncake.kvlayout import KvIdentity
 from mooncake.log import get_logger
-from mooncake.security import check_address
+from mooncake.security import NODES_AND_ADMINS, HttpDoor, check_address, ours
 from mooncake.store import AsyncStore, StoreSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.web import WebServer, listen
@@ -42,10 +42,18 @@ async def serve(running: contextlib.AbstractAsyncContextManager[Api], host: str,
     check_address(host)
     listening = listen(host, port)
     async with running as api:
-        server = WebServer(create_app(api), listening, deadlines=DEADLINES)
+        # Who asks a worker is a gateway or a conductor: nodes of the cluster.
+        app = HttpDoor(create_app(api), levels=NODES_AND_ADMINS, open_paths=("/version",))
+        tls = ours().server_tls
+        server = WebServer(app, listening, tls=tls, deadlines=DEADLINES)
         try:
             await server.start()
-            log.info("ready", role=api.role, address=f"http://{host}:{server.port}", model=api.model)
+            log.info(
+                "ready",
+                role=api.role,
+                address=f"{'https' if tls else 'http'}://{host}:{server.port}",
+                model=api.model,
+            )
             await server.wait()
         finally:
             await server.close()

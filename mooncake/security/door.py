@@ -14,6 +14,7 @@ from typing import Any
 
 from mooncake.errors import AccessDenied
 from mooncake.log import get_logger
+from mooncake.security.adminkey import AdminKey
 from mooncake.security.certificates import standing_of
 from mooncake.security.identity import Identity, ours
 from mooncake.security.signed import HEADER
@@ -36,7 +37,7 @@ class HttpDoor:
     Args:
         identity: what is asked for; by default as this process's.
         open_paths: answered to everybody.
-        api_key: whoever brings it as ``X-API-Key`` counts as an administrator; empty: nobody does.
+        api_key: whoever brings it (``AdminKey``) counts as an administrator; empty: nobody does.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class HttpDoor:
         self._verifier = self._identity.verifier()
         self._levels = levels
         self._open_paths = open_paths
-        self._api_key = api_key.encode()
+        self._admin_key = AdminKey(api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._open_paths:
@@ -74,8 +75,8 @@ class HttpDoor:
         """Who asks, and the digest that the body must have; raises AccessDenied."""
         if self._identity.is_open:
             return OPEN, None
-        given = next((value for key, value in scope["headers"] if key == b"x-api-key"), b"")
-        if self._api_key and hmac.compare_digest(given, self._api_key):
+        said = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        if self._admin_key.matches(said):
             return Standing(Role.ADMIN), None
         certified = standing_of(scope.get(CERTIFICATE)) if self._identity.has_tls else None
         if self._verifier is None:

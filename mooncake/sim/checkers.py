@@ -54,6 +54,9 @@ LOSSES = (
     "unmounted",
 )
 
+ASKED_FOR = ("evicted: ", "removed", "replaced by a newer put", "unmounted: its grace is over")
+"""What takes objects when nothing fails: room for others, and clients and operators."""
+
 IN_VAIN = "unmounted: drained"
 """A segment that was unmounted because it was empty takes no object along."""
 
@@ -284,8 +287,10 @@ class Checkers:
         self._readable_before, self._readable = self._readable, readable
 
     def step_was_lost(self) -> None:
-        """The master ended before it had written down what it did last: nobody heard of it."""
-        self._readable = self._readable_before
+        """The master ended while it wrote down what it did last: some of that may be in the log, and nobody
+        heard of it."""
+        before, after = self._readable_before, self._readable
+        self._readable = {key: one for key, one in before.items() if after.get(key) == one}
 
     def _check_loss(self, master: Master, key: str, object_id: int) -> None:
         marker = f"#{object_id} unlinked: "
@@ -296,7 +301,7 @@ class Checkers:
         allowed: tuple[str, ...] = LOSSES
         faults = self._faults
         if faults.is_calm:
-            allowed = ("evicted: ", "removed", "replaced by a newer put")
+            allowed = ASKED_FOR
         elif self.has_corruption or self.is_ghost(object_id):
             allowed = (*LOSSES, "a reader found wrong checksums", "its bytes are wrong")
         left = self.ledger.vanished(key, reasons[-1])

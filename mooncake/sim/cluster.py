@@ -20,7 +20,7 @@ from mooncake.sim.kernel import Clock, Kernel, Process, SimDriver
 from mooncake.sim.links import End, Network, over_the_wire
 from mooncake.sim.nodes import SimNode, SimSegment
 from mooncake.store import messages as m
-from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
+from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Note, Received, Reply
 from mooncake.store.master import Master
 from mooncake.store.objects import Extent, StoredObject
 from mooncake.store.records import Record, decode, encode
@@ -138,7 +138,7 @@ class SimMaster:
             self._cluster.oplog += content
             if self._cluster.standby is not None:
                 self._cluster.standby.follow(decode(content)[0])
-        else:
+        elif isinstance(effect, Note):
             fields = {name: value for name, value in effect.fields.items() if name != "host"}
             self._cluster.kernel.tell(f"master: {effect.event} {fields}")
 
@@ -159,8 +159,8 @@ class Cluster:
         self.clients: dict[str, SimClient] = {}
         self.on_master_lost: Callable[[], None] = lambda: None
         """Called when it ended by itself, so that somebody starts it again."""
-        self.job_ids: dict[int, None] = {}
-        """Of the jobs that somebody began; each master numbers its own."""
+        self.num_jobs = 0
+        """That somebody asked for; each master numbers those that it began, from 1 on."""
         self.checkers = Checkers(self)
         self.standby: SimStandby | None = None
         self.master = SimMaster(self)

@@ -58,6 +58,7 @@ class FurtherWorker(Worker):
     def _ask(self, message: msgspec.Struct, then: Callable[[object], None]) -> None:
         """``then`` gets the reply; without one the worker goes on with something else."""
         deadline = self._client.now + 3.0
+        self._client.cluster.num_jobs += isinstance(message, (m.Drain, m.CopyObject))
 
         def done(reply: object, error: Exception | None) -> None:
             self._checkers.counts["requests"] = self._checkers.counts.get("requests", 0) + 1
@@ -96,7 +97,6 @@ class FurtherWorker(Worker):
             self._next()
             return
         random, job_id = self._kernel.random, reply.status.job_id
-        self._client.cluster.job_ids[job_id] = None
         cancel = random.random() < 0.6
         ask = m.AskJob(job_id, cancel)
         self._client.process.after(random.choice((0.0, 0.5, 4.0)), lambda: self._ask(ask, self._next))

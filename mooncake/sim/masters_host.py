@@ -21,7 +21,7 @@ from mooncake.sim.masters_log import NoLog, SimLog, as_known_to_old
 from mooncake.sim.masters_network import replies, requests
 from mooncake.sim.pauses import PausingProcess
 from mooncake.store import election as el
-from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Note, Received, Reply
+from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
 from mooncake.store.follow import AGAIN_S, ANSWER_S, Follow, Followed, Following, Leads, WhoLeads
 from mooncake.store.master import Master
 from mooncake.store.role import MasterRole, not_leader
@@ -281,7 +281,7 @@ class MasterHost:
         self.process.then(lambda: self._perform_now(effect) if driver is self._driver else None)
 
     def _perform_now(self, effect: Effect) -> None:
-        if isinstance(effect, Note):
+        if not isinstance(effect, Reply | Keep):
             return
         followers = self.role.followers
         if self.role.has_failed:

@@ -417,7 +417,7 @@ class Carriage:
             at_s = kernel.random.uniform(0.0, took_s)
             if at_s < left_s and not (fails and kernel.chance(0.5)):
                 # Threads that carry bytes go on while the loop is held, and late when they were stopped.
-                copy = lambda number=number: process.when_running(lambda: self._copy(number))  # type: ignore[misc]  # noqa: E731
+                copy = lambda number=number: process.when_running(lambda: self._copy(number))  # noqa: E731
                 kernel.after(process.clock.true_s(at_s), copy)
         if took_s >= left_s:
             process.after(max(0.0, left_s), lambda: self._end(Refusal("expired", "it took too long")))

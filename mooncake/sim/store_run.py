@@ -267,7 +267,8 @@ class StoreRun:
 
     def _take_back(self) -> None:
         """What operators asked for: segments that are drained take objects again, and quotas end."""
-        for job_id in self.cluster.job_ids:
+        # Of some nobody knows the number, because the answer was lost; each may have been begun twice.
+        for job_id in range(1, 2 * self.cluster.num_jobs + 1):
             self._ask(m.AskJob(job_id, cancel=True))
         for tenant in self.load.tenants:
             self._ask(m.SetQuota(tenant, None))

@@ -23,6 +23,8 @@ from mooncake.store.catalog import Catalog
 from mooncake.store.objects import Extent, StoredObject
 from mooncake.store.records import (
     AllRemoved,
+    Doubt,
+    IdsGiven,
     LineBegan,
     ObjectGone,
     ObjectPinned,
@@ -46,6 +48,8 @@ class Applying:
         self._catalog = catalog
         self._resting: dict[str, list[int]] = {}
         """Segment -> offsets, in order, of space that rests or has rested."""
+        self._unseen: dict[ObjectKey, int] = {}
+        """Objects that went, of which no record says that they came."""
         self._how: dict[type, Callable[[Any, float], None]] = {
             SegmentMounted: self._segment_mounted,
             SegmentGone: self._segment_gone,
@@ -58,6 +62,7 @@ class Applying:
             LineBegan: self._line_began,
             QuotaSet: self._quota_set,
             AllRemoved: self._all_removed,
+            IdsGiven: self._ids_given,
         }
 
     def apply(self, records: Sequence[Record], now: float) -> None:
@@ -68,8 +73,15 @@ class Applying:
         self._catalog.records = []
         self._catalog.notes = []
 
-    def settle(self, now: float) -> None:
-        self._catalog.segments.settle(now)
+    def settle(self, now: float, doubt: Doubt) -> None:
+        self._catalog.known_until = 0 if doubt is Doubt.ANY else self._catalog.objects.last_id
+        self._catalog.is_doubted = doubt is not Doubt.NONE
+        if doubt is Doubt.ANY:  # those records are missing, and they are not to come back
+            for key, object_id in self._unseen.items():
+                self._catalog.forget_before(key, object_id + 1)
+        self._unseen = {}
+        self._catalog.segments.settle(now, doubt)
+        self._catalog.look_for_doubt()
         lease_until = now + self._catalog.lasting.lease_s
         for stored in self._catalog.objects.readable.values():
             stored.lease_until = max(stored.lease_until, lease_until)
@@ -113,6 +125,8 @@ class Applying:
         stored = self._find(record.key, record.object_id)
         if stored is not None:
             self._unlink(stored, "gone", now)
+        elif record.object_id:
+            self._unseen[record.key] = record.object_id
         self._catalog.objects.saw(max(record.object_id, record.before - 1))
         if record.before and record.key not in self._catalog.objects.readable:
             self._catalog.forget_before(record.key, record.before)
@@ -134,6 +148,9 @@ class Applying:
             self._catalog.hold(extent, now + self._catalog.lasting.rest_s)
             self._catalog.drop_extent(stored, extent, "gone", now)
             self._rests(extent)
+            if not stored.is_readable:
+                # It has others, which the records lack: it is not removed.
+                self._catalog.went[stored.key] = stored.object_id, self._catalog.cleared_of(stored.key)
 
     def _object_pinned(self, record: ObjectPinned, now: float) -> None:
         stored = self._find(record.key, record.object_id)
@@ -150,7 +167,7 @@ class Applying:
             extent = self._taken(name, offset, record.size_bytes)
             if extent is not None:
                 owner = self._find(record.key, record.object_id) if record.key else None
-                self._catalog.rest([extent], record.size_bytes, until, owner)
+                self._catalog.rest([extent], record.size_bytes, until, of=owner)
                 self._rests(extent)
 
     def _line_began(self, record: LineBegan, _: float) -> None:
@@ -169,6 +186,9 @@ class Applying:
         at = bisect.bisect_left(offsets, extent.offset)
         if offsets[at : at + 1] != [extent.offset]:
             offsets.insert(at, extent.offset)
+
+    def _ids_given(self, record: IdsGiven, _: float) -> None:
+        self._catalog.objects.saw(record.last)
 
     def _all_removed(self, record: AllRemoved, _: float) -> None:
         cleared = self._catalog.cleared

@@ -45,6 +45,8 @@ from mooncake.types import ObjectKey, Tier
 
 STORY_LINES = 100_000
 MAX_WENT = 1 << 18
+NEVER = 1 << 63
+"""No object has such an id."""
 
 
 @dataclasses.dataclass
@@ -139,6 +141,15 @@ class Catalog:
         """Answers that had to wait and are ready now. A part that parks a request answers None first."""
         self.records: list[Record] = []
         """What must be written down before that event is answered."""
+        self.must_last = False
+        """Its answer says that something survives a loss of power, so what is written down must."""
+        self.known_until = NEVER
+        """Objects of earlier masters with ids up to this one are in the records of theirs that came in, or
+        are gone; what is beyond may have been lost with the end of those records."""
+        self.is_doubted = False
+        """Records may be missing, and not every node that may know has been heard yet."""
+        self.lost: dict[int, None] = {}
+        """Meanwhile: ids of objects that went with a node, and may be on another that has not been heard."""
         self._timers: list[tuple[float, int, StoredObject, Extent | None]] = []
         """(instant, tie-breaker, object, its extent): a deadline for writing, or the release of space."""
         self._order = itertools.count()
@@ -381,6 +392,25 @@ class Catalog:
         """The least object id that came after the key's tenant was emptied last; 0: it never was."""
         return self.cleared.get(split_scoped(key)[0], 0) if self.cleared else 0
 
+    def is_news(self, key: ObjectKey, object_id: int) -> bool:
+        """Whether an object that an earlier master knew is newer than all that is known of ``key``.
+
+        What this master gave an id to is newer than that, whatever the numbers say: the clock of one
+        before may have been ahead.
+        """
+        stored, objects = self.objects.readable.get(key), self.objects
+        least = self.news_of(key) if stored is None else stored.object_id + 1
+        is_ours = objects.is_own(least) or objects.is_own(least - 1)
+        return object_id >= least and (not is_ours or objects.is_own(object_id))
+
+    def is_later(self, object_id: int) -> bool:
+        """Its record may have been lost with the end of an earlier master's."""
+        return object_id > self.known_until and not self.objects.is_own(object_id)
+
+    def is_lost(self, object_id: int) -> bool:
+        """It was there, and nobody removed it."""
+        return object_id in self.lost
+
     # Replicas
 
     def add_extent(self, stored: StoredObject, segment: Segment, now: float, until: float) -> Extent | None:
@@ -515,11 +545,21 @@ class Catalog:
         return 0
 
     def rest(
-        self, extents: list[Extent], size_bytes: int, until: float, of: StoredObject | None = None
+        self,
+        extents: list[Extent],
+        size_bytes: int,
+        until: float,
+        *,
+        put_id: int = 0,
+        of: StoredObject | None = None,
     ) -> None:
-        """Space, each of ``size_bytes``, that was promised and is no replica, or was one of ``of``."""
+        """Space, each of ``size_bytes``, that was promised and is no replica, or was one of ``of``.
+
+        Args:
+            put_id: of the put that it was promised to; 0: by an earlier master.
+        """
         if of is None:
-            of = StoredObject("", 0, 0, size_bytes, size_bytes, [], 0.0)
+            of = StoredObject("", 0, put_id, size_bytes, size_bytes, [], 0.0)
             of.state = State.UNLINKED
         of.resting += extents
         for extent in extents:
@@ -530,7 +570,7 @@ class Catalog:
     def give_in_advance(self, extents: list[Extent], size_bytes: int, until: float) -> None:
         """Allocated space that a writer may write until then, for objects yet to be named."""
         self.records.append(_held(extents, size_bytes))
-        self.rest(extents, size_bytes, until + self.settings.grace_s)
+        self.rest(extents, size_bytes, until + self.settings.grace_s, put_id=1)
 
     def begin_written(
         self, key: ObjectKey, put_id: int, size_bytes: int, given: Extent, now: float
@@ -597,6 +637,14 @@ class Catalog:
         self.eviction.forget(segment)
         self.counts.lost_objects += num_lost
         self.note("segment_gone", segment, reason=reason, num_lost=num_lost)
+        self.look_for_doubt()
+
+    def look_for_doubt(self) -> None:
+        """A node was heard, or is gone: perhaps it was the last of those that may know what is missing."""
+        if self.is_doubted and not any(one.doubt for one in self.segments.mounted.values()):
+            self.is_doubted = False
+            self.lost = {}
+            self.notes.append(Note("records_whole", {"num_objects": len(self.objects.readable)}))
 
     # Time
 

@@ -10,7 +10,8 @@ exist, are leases and soft pins; and jobs end with the master that has them (``r
 A copy is made in pieces, because neither a standby nor a log may keep the master from answering for as long
 as it takes to write down a million objects. What happens in the meantime goes between the pieces, except
 what is about a key that is still to come, whose piece will tell. So at every instant the copy is what the
-master knows, less the keys that are still to come. Last comes the space that was promised.
+master knows, less the keys that are still to come. Then comes the space that was promised, and last, how far
+ids were given out: a copy without that has lost its end, and what it lacks is not gone for that reason.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from mooncake.store.catalog import Catalog, acknowledged, record_of_segment
-from mooncake.store.records import AllRemoved, ObjectGone, Record
+from mooncake.store.records import AllRemoved, IdsGiven, ObjectGone, Record
 from mooncake.store.segments import Segment
 from mooncake.types import ObjectKey
 
@@ -49,10 +50,11 @@ class Copy:
         key, and what is promised or given up later is written down."""
         self._offsets: list[int] = []
         """In the last of them."""
+        self._is_ended = False
 
     @property
     def is_over(self) -> bool:
-        return not self._head and not self._keys and not self._went and self._segments == []
+        return self._is_ended
 
     def piece(self, count: int = PIECE) -> list[Record]:
         """The next records."""
@@ -67,6 +69,9 @@ class Copy:
                     self._tell(key, records)
         else:
             self._tell_held(10 * count, records)
+            if not self._segments:
+                self._is_ended = True
+                records.append(IdsGiven(self._catalog.objects.last_id))
         return records
 
     def _tell(self, key: ObjectKey, records: list[Record]) -> None:

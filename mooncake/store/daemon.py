@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.errors import InvalidArgument
+from mooncake.files import NotOurs, OsDirectory
 from mooncake.log import get_logger
 from mooncake.security import check_address
 from mooncake.store import messages as m
@@ -82,11 +83,14 @@ class DaemonSettings:
     oplog: str = ""
     "File that keeps the master's metadata; empty: `master.oplog` beside the SSD tier, if there is one."
 
+    repair: bool = False
+    "Start with what is whole of a damaged oplog or index of the SSD, and keep copies of them."
+
     metrics_port: Port = 0
     "Port of the master's `/metrics` and admin calls; 0 takes a free one."
 
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
-    "What admin calls that change something must send as X-API-Key; empty lets everybody."
+    "What admin calls that change something must send as X-API-Key; empty refuses them all."
 
     def __post_init__(self) -> None:
         if bool(self.nvme_path) != bool(self.capacity_nvme):
@@ -114,6 +118,7 @@ class DaemonSettings:
             hbm_device=self.hbm_device,
             log_blocks=self.log_blocks,
             metadata=self.metadata,
+            ssd_repair=self.repair,
         )
 
     def of_master(self) -> MasterSettings:
@@ -124,6 +129,7 @@ class DaemonSettings:
             metrics_port=self.metrics_port,
             admin_api_key=self.admin_api_key,
             oplog=self.oplog or beside,
+            oplog_repair=self.repair,
         )
 
 
@@ -173,7 +179,9 @@ async def serve(settings: DaemonSettings) -> None:
 
 def _make_folder(path: str) -> None:
     try:
-        Path(path).expanduser().mkdir(parents=True, exist_ok=True)
+        OsDirectory(Path(path).expanduser(), is_private=True).close()
+    except NotOurs as error:
+        raise InvalidArgument("nvme_path", path, error.told) from error
     except OSError as error:
         raise InvalidArgument("nvme_path", path, f"a directory that can be written ({error})") from error
 

@@ -124,13 +124,13 @@ class Disk:
         self.log.drop(self.index.overlapping(offset, size_bytes))
 
     def flush(self) -> None:
-        """What was written and entered before survives a loss of power; it blocks.
+        """The bytes that were written before survive a loss of power; it blocks. Of what was entered, see
+        ``IndexLog.flush``.
 
         Raises:
             StorageError: the disk refuses.
         """
         self._engine.flush(self.region)
-        self.log.flush()
 
     def close(self) -> None:
         self._closers.close()
@@ -179,7 +179,7 @@ class Disk:
                 self._folder.directory.sync()
         finally:
             data.close()
-        return self._engine.open_file(self._folder.path / DATA, header.size_bytes)
+        return self._engine.open_file(self._folder.path / DATA, header.size_bytes)  # no link: it was opened
 
 
 def _steps(offset: int, size_bytes: int) -> range:

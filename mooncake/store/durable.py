@@ -72,7 +72,8 @@ class Durable:
                 if refusal is not None:
                     parked.outcomes[index] = refusal
             if not parked.waiting:
-                self._catalog.replies.append(Reply(parked.event.origin, m.Outcomes(parked.outcomes)))
+                answer = m.Outcomes(parked.outcomes)
+                self._catalog.replies.append(Reply(parked.event.origin, answer, must_last=True))
         self._parked = [parked for parked in self._parked if parked.waiting]
 
     def readable(self, stored: StoredObject, now: float) -> None:

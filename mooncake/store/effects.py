@@ -31,6 +31,8 @@ class Reply:
 
     origin: Any
     message: msgspec.Struct
+    must_last: bool = False
+    """Not before what was kept so far survives a loss of power."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,5 +50,10 @@ class Keep:
     records: list[Record]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heard:
+    """Effect: the nodes have been heard; what the records of an earlier master lacked is known."""
+
+
 Event = Received | ConnectionLost
-Effect = Reply | Note | Keep
+Effect = Reply | Note | Keep | Heard

@@ -85,7 +85,7 @@ class Folder:
     def trouble(self, error: OSError) -> MooncakeError:
         """What it means for whoever chose the directory."""
         if isinstance(error, NotOurs):
-            return self.wrong(f"{error.allowed}; it is not, as for {error.filename}")
+            return self.wrong(error.told)
         match error.errno:
             case errno.ENOSPC | errno.EDQUOT:
                 return OutOfSpace(f"{self.path}: {error.strerror}; make room")

@@ -1,6 +1,7 @@
 """What an SSD segment holds: entries and tombstones, folded from a log and written to one.
 
-The log is the truth that outlives the process: an entry is appended after its bytes are in place, a
+The log is the truth that outlives the process: an entry is appended after its bytes are in place (where
+copies are flushed: after they would survive a loss of power), a
 tombstone (``Gone``) before its space is written again. Folding it drops a torn tail; of entries that
 overlap, the later one stands, because its bytes were written over the earlier one's. Which file the
 records go to, and what is done about damage there, is ``indexlog.py``'s business; here are only their

@@ -12,6 +12,7 @@ records are bound; one without that line is of an earlier release, and is writte
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Iterable
 
@@ -59,33 +60,8 @@ class IndexLog:
     def _read(self, repairs: bool) -> None:
         content = self._file.read()
         path = str(self._folder.path / NAME)
-        headers = headers_in(MAGIC, content)
-        is_wrong = bool(headers) and not (
-            len(headers) == 2 and headers[0] == headers[1] and headers[1].is_whole
-        )
-        begin = 0
-        if is_unbegun(MAGIC, content):
-            content = b""
-        elif headers:
-            begin = _HEADER_BYTES
-            # With neither line whole, a number under which there are records is the right one.
-            framings = [BoundFraming(one.salt) for one in headers]
-            is_clear = headers[0].is_whole or len(framings) == 1
-            scanned = (
-                framings[:1]
-                if is_clear
-                else sorted(framings, key=lambda one: -len(one.scan(content, begin).bodies))
-            )
-            self._framing = scanned[0]
-        elif len(content) > UNBEGUN_BYTES and not PLAIN.scan(content).bodies:
-            raise self._folder.wrong(f"a directory whose {NAME} is an index; it is something else")
-        try:
-            self.index = Index(content, self._framing, begin)
-        except msgspec.MsgspecError as error:
-            raise self._folder.wrong(f"a directory of this release ({error})") from error
+        self.index, self._framing = parsed(self._folder, content)
         found = self.index.found
-        if is_wrong and content:
-            found.damages.insert(0, damage.Damage(0, _HEADER_BYTES))
         if found.damages and not repairs:
             how = f"`mooncake store repair {self._folder.path}` shows what can be saved"
             raise self._folder.wrong(
@@ -102,8 +78,10 @@ class IndexLog:
             log.warning("index_tail_dropped", path=path, num_bytes=len(torn), copy=copy)
             self._file.truncate(self.index.num_bytes)
         if found.damages or self._framing is PLAIN:
-            self.end_compaction(self._folder.fresh(NAME, self._compacted(self.begin_compaction())))
-            self._folder.directory.sync()
+            fresh = self._folder.fresh(NAME, self._compacted(self.begin_compaction()))
+            self.end_compaction(fresh)
+            if found.damages and self._file is not fresh:
+                raise OSError(errno.EIO, "the repaired index could not take its place")
 
     def hold(self, entry: Entry) -> None:
         """Its bytes are in place.
@@ -214,3 +192,33 @@ class IndexLog:
             raise self._folder.trouble(error) from error
         if self._since is not None:
             self._since += self._framing.bodies(content)
+
+
+def parsed(folder: Folder, content: bytes) -> tuple[Index, Framing]:
+    """An index from its file, and how that is framed; damage of its header is among ``Index.found``.
+
+    Raises:
+        InvalidArgument: it is of another version, or something else.
+    """
+    headers = headers_in(MAGIC, content)
+    framing: Framing = PLAIN
+    begin = 0
+    if is_unbegun(MAGIC, content):
+        content = b""
+    elif headers:
+        begin = _HEADER_BYTES
+        # With neither line whole, a number under which there are records is the right one.
+        framings = [BoundFraming(one.salt) for one in headers]
+        if headers[0].is_whole:
+            framing = framings[0]
+        else:
+            framing = max(framings, key=lambda one: len(one.scan(content, begin).bodies))
+    elif len(content) > UNBEGUN_BYTES and not PLAIN.scan(content).bodies:
+        raise folder.wrong(f"a directory whose {NAME} is an index; it is something else")
+    try:
+        index = Index(content, framing, begin)
+    except msgspec.MsgspecError as error:
+        raise folder.wrong(f"a directory of this release ({error})") from error
+    if headers and content and not (len(headers) == 2 and headers[0] == headers[1] and headers[1].is_whole):
+        index.found.damages.insert(0, damage.Damage(0, _HEADER_BYTES))
+    return index, framing

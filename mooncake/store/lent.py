@@ -107,8 +107,10 @@ class Lent:
         )
         self._errands = e.Errands(offer.name, descriptor.epoch)
         self._porter = Porter(engine, own, self._describe)
-        flush = Together(offer.disk.flush) if offer.disk is not None and offer.is_flushed else None
-        self._target = Target(offer.region, offer.tier, offer.disk, flush)
+        self._target = Target(offer.region, offer.tier, offer.disk, None)
+        if offer.disk is not None and offer.is_flushed:
+            flushes = Together(offer.disk.flush), Together(offer.disk.log.flush)
+            self._target = Target(offer.region, offer.tier, offer.disk, *flushes)
         self._held: dict[int, m.Entry] = {}
         """The journal of memory."""
         self._owed: deque[Callable[[], None]] = deque()

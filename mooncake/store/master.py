@@ -30,7 +30,7 @@ from mooncake.store.applying import Applying
 from mooncake.store.asking import Asking
 from mooncake.store.catalog import Catalog, Counts
 from mooncake.store.copying import Copy
-from mooncake.store.effects import ConnectionLost, Effect, Event, Keep, Received, Reply
+from mooncake.store.effects import ConnectionLost, Effect, Event, Heard, Keep, Received, Reply
 from mooncake.store.eviction import Eviction
 from mooncake.store.hot import Hot
 from mooncake.store.mounting import Mounting
@@ -39,7 +39,7 @@ from mooncake.store.pinning import Pinning
 from mooncake.store.putqueue import PutQueue
 from mooncake.store.quotas import QuotaKeeping
 from mooncake.store.reading import Reading
-from mooncake.store.records import Record
+from mooncake.store.records import Doubt, Record
 from mooncake.store.removing import Removing
 from mooncake.store.replication import Replication
 from mooncake.store.segments import Segments
@@ -129,13 +129,15 @@ class Master:
 
     def handle(self, event: Event | Wake, now: float) -> list[Effect]:
         catalog = self.catalog
+        was_doubted = catalog.is_doubted
         if now >= self._soonest:
             catalog.expire(now)
         effects: list[Effect] = []
         if isinstance(event, Received):
+            catalog.must_last = False
             answer = self._answer(event, now)
             if answer is not None:
-                effects.append(Reply(event.origin, answer))
+                effects.append(Reply(event.origin, answer, catalog.must_last))
         elif isinstance(event, ConnectionLost):
             for segment in catalog.segments.connection_lost(event.connection, now):
                 catalog.note("segment_suspected", segment, reason="connection lost")
@@ -148,6 +150,8 @@ class Master:
         if catalog.records:
             effects.insert(0, Keep(catalog.records))
             catalog.records = []
+        if was_doubted and not catalog.is_doubted:
+            effects.append(Heard())
         deadline = catalog.deadline()
         self._soonest = math.inf if deadline is None else deadline
         return effects
@@ -220,24 +224,25 @@ class Master:
         self._soonest = -math.inf
         self._applying.apply(records, now)
 
-    def settle(self, now: float) -> None:
+    def settle(self, now: float, doubt: Doubt = Doubt.NONE) -> None:
         """From now on this master answers: what it knows by ``apply`` is under promises it does not know.
 
         Objects are hidden until their nodes mount here, then all there. Every object is taken to be
-        leased; space that was promised rests.
+        leased; space that was promised rests. ``doubt``: what may be missing, so that nodes are asked and
+        believed (``mounting.py``); Heard follows when they have all been heard, unless it is so at once.
         """
         self._soonest = -math.inf
-        self._applying.settle(now)
+        self._applying.settle(now, doubt)
 
     def begin_term(self, now: float) -> None:
         """From now on this master makes promises. Whoever calls has it handle an event next."""
         self._soonest = -math.inf
         self.catalog.lasting.begin(self.catalog.segments.line, now)
 
-    def restore(self, records: Sequence[Record], now: float) -> None:
+    def restore(self, records: Sequence[Record], now: float, doubt: Doubt = Doubt.NONE) -> None:
         """Begin with what ``records`` say; call before anything else."""
         self.apply(records, now)
-        self.settle(now)
+        self.settle(now, doubt)
 
     def snapshot(self) -> list[Record]:
         """The shortest records from which ``restore`` makes this state: a whole ``Copy`` at once."""

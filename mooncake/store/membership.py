@@ -201,6 +201,7 @@ class Membership:
             self._heartbeat_s = message.heartbeat_s
             rest_s = max(message.rest_s, self._mount.rest_s)
             self._mount = msgspec.structs.replace(self._mount, rest_s=rest_s, line=message.line)
+            self._hear(message.last_id)
             self._backoff_s = FIRST_BACKOFF_S
             fields = {"segment": self._mount.segment, "num_objects": message.num_objects}
             if message.wants_report:
@@ -214,6 +215,7 @@ class Membership:
             self._is_beat_open = False
             self._wake_at = now + self._heartbeat_s
             self._is_confirmed = message.is_known
+            self._hear(message.last_id)
             if not message.is_known:
                 return [Note("master_forgot_us", {"segment": self._mount.segment}), *self._send_mount(now)]
         return []
@@ -230,8 +232,14 @@ class Membership:
 
     def _send_mount(self, now: float) -> list[Effect]:
         self._is_confirmed = False
+        self._hear(max((entry.object_id for entry in self._held()), default=0))
         self._enter(Phase.MOUNTING, now, ANSWER_S)
         return [Send(self._mount)]
+
+    def _hear(self, object_id: int) -> None:
+        """Of a master or from the journal; a later master is told, whose clock may be behind."""
+        if object_id > self._mount.largest_id:
+            self._mount = msgspec.structs.replace(self._mount, largest_id=object_id)
 
     def _closed(self, reason: str, now: float) -> list[Effect]:
         if self.phase is Phase.LEAVING:

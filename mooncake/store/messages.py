@@ -324,6 +324,8 @@ class Mount(msgspec.Struct, frozen=True, array_like=True, tag="mount"):
     """The name under which one process serves several segments; "": that of the segment."""
     line: int = 0
     """``Mounted.line`` of the last master that used this memory; 0: there was none."""
+    largest_id: int = 0
+    """The largest object id that this node has heard of from any master: new objects get larger ones."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -422,6 +424,8 @@ class Mounted(msgspec.Struct, frozen=True, array_like=True, tag="mounted"):
     """The master does not know this content: say what it holds."""
     line: int = 0
     """Names the line of masters that know each other's promises: say it in the next Mount."""
+    last_id: int = 0
+    """The largest object id so far: say it in the next Mount."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
@@ -432,6 +436,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     is_known: bool
     """False: mount again."""
+    last_id: int = 0
+    """The largest object id so far: say it in the next Mount."""
 
 
 class Unmount(msgspec.Struct, frozen=True, array_like=True, tag="unmount"):

@@ -1,8 +1,14 @@
 """The master's part for nodes: segments come, stay and go, and what lies there is told.
 
 What a report says of content that this master does not know is believed: that is how an index comes
-back that was lost with its master. Of two contents of one key the newer has the larger object id. Of
-content that it knows, the master is the authority, and the report brings the node up to date.
+back that was lost with its master. Of two contents of one key the newer has the larger object id, but what
+this master gave an id to is newer than anything of those before (``catalog.is_news``). Of content that it
+knows, the master is the authority, and the report brings the node up to date.
+
+A master that read the records of another knows what these say. They may lack their end, or, after damage,
+any part (``records.Doubt``). What a node holds is never given up for that: an object whose id is beyond the
+records is taken in, after damage every one that they do not say is gone, and where they have something else
+in its place, the node is right.
 """
 
 from __future__ import annotations
@@ -13,8 +19,8 @@ from mooncake.store import messages as m
 from mooncake.store.allocator import ALIGNMENT_BYTES, PAGE_BYTES
 from mooncake.store.catalog import Catalog, record_of_segment
 from mooncake.store.effects import Note, Received
-from mooncake.store.objects import Extent, StoredObject, check_put, is_of, split_scoped
-from mooncake.store.records import ObjectReadable, ReplicaAdded
+from mooncake.store.objects import MAX_ID, Extent, StoredObject, check_put, is_of, split_scoped
+from mooncake.store.records import Doubt, ObjectReadable, ReplicaAdded
 from mooncake.store.segments import Segment
 from mooncake.store.tasks import Tasks, entry_of
 from mooncake.types import Tier
@@ -49,6 +55,7 @@ class Mounting:
             if replaced.name != segment.name:
                 why = f"its content came back as {segment.name}"
             self._catalog.empty(replaced, why, now)
+        self._catalog.objects.ids_above(message.largest_id)
         if is_back and segment.epoch != epoch:
             self._rebased(segment, now)
         if not is_back or segment.epoch != epoch:
@@ -59,8 +66,8 @@ class Mounting:
         what = "segment_back" if is_back else "segment_mounted"
         rest_s = max(0.0, segment.rests_until - now)
         self._catalog.note(what, segment, num_objects=num_objects, rest_s=rest_s)
-        line, wants_report = self._catalog.segments.line, segment.wants_report
-        return m.Mounted(None, num_objects, settings.heartbeat_s, settings.rest_s, wants_report, line)
+        what_next = (segment.wants_report, self._catalog.segments.line, self._catalog.objects.last_id)
+        return m.Mounted(None, num_objects, settings.heartbeat_s, settings.rest_s, *what_next)
 
     def _rebased(self, segment: Segment, now: float) -> None:
         """Another process serves the content: what lies there is readable at other addresses."""
@@ -75,22 +82,85 @@ class Mounting:
         if segment is None:
             return Failure("not_found", f"segment {message.segment!r} is not mounted; mount it first")
         settings = self._catalog.settings
-        is_known = not segment.wants_report
-        if not is_known:
+        if segment.wants_report and segment.doubt is not Doubt.END:
             # Whatever was there may have been promised; and a report that goes on keeps its space.
             is_first = message.entries and not segment.reported
             rest_s = settings.rest_s if is_first else 0.0 if message.is_last else BETWEEN_REPORTS_S
             segment.rests_until = max(segment.rests_until, now + rest_s)
         unwanted = []
         for entry in message.entries:
-            is_wanted = self._knows(segment, entry) if is_known else self._adopt(segment, entry, now)
-            if is_wanted:
+            if self._takes(segment, entry, now):
                 segment.reported[entry.object_id] = None
             else:
                 unwanted.append(entry.object_id)
         if message.is_last:
             self._end_report(segment, now)
         return m.Reported(unwanted)
+
+    def _takes(self, segment: Segment, entry: m.Entry, now: float) -> bool:
+        """Whether that is held there from now on, as far as this master is concerned."""
+        if self._knows(segment, entry):
+            return True
+        if segment.wants_report and not segment.doubt:
+            return self._adopt(segment, entry, now)
+        stored = self._catalog.objects.readable.get(entry.key)
+        is_replica = stored is not None and stored.object_id == entry.object_id
+        is_there = is_replica or self._catalog.is_lost(entry.object_id) or segment.doubt is Doubt.ANY
+        if not (self._catalog.is_later(entry.object_id) or (segment.doubt and is_there)):
+            return False
+        return self._makes_way(segment, entry, now) and self._adopt(segment, entry, now)
+
+    def _makes_way(self, segment: Segment, entry: m.Entry, now: float) -> bool:
+        """What the records of an earlier master have in the place of ``entry`` is not there any more."""
+        if not _is_sound(entry) or entry.offset + entry.size_bytes > segment.allocator.size_bytes:
+            return False
+        catalog = self._catalog
+        stored = catalog.objects.readable.get(entry.key)
+        is_elsewhere = stored is not None and stored.object_id == entry.object_id and _is_same(stored, entry)
+        extent = stored.on(segment) if stored is not None and is_elsewhere else None
+        if stored is not None and extent is not None:
+            if not segment.doubt:
+                return False
+            self._give_up(stored, extent, now)
+        elif not catalog.is_news(entry.key, entry.object_id) and not is_elsewhere:
+            return False
+        at, end = entry.offset, entry.offset + entry.size_bytes
+        # Mostly space that was promised for this very object, and rests.
+        if at in segment.holders and not self._vacates(segment, at, now):
+            return False
+        if segment.allocator.take(at, entry.size_bytes):
+            segment.allocator.free(at)
+            return True
+        taken = list(segment.allocator.allocations.items())
+        there = [offset for offset, size_bytes in taken if offset < end and offset + size_bytes > at]
+        return all(self._vacates(segment, offset, now) for offset in there)
+
+    def _vacates(self, segment: Segment, offset: int, now: float) -> bool:
+        """What an earlier master's records have there is given up; not what this one has promised."""
+        holder = segment.holders.get(offset)
+        if holder is None:
+            return True  # with its group
+        if self._catalog.objects.is_own(holder.object_id) or holder.put_id:
+            return False
+        extent = holder.on(segment)
+        if holder.is_readable and extent is not None and extent.offset == offset:
+            if not extent.is_complete:
+                return False
+            self._give_up(holder, extent, now)
+        else:
+            self._catalog.release(segment, offset)
+        return True
+
+    def _give_up(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        """A replica that the node knows to be gone. The object itself may come with the next entry."""
+        catalog, went = self._catalog, self._catalog.went.get(stored.key)
+        catalog.drop_extent(stored, extent, "its node has something else there", now)
+        if extent.is_resting and extent in stored.resting:
+            catalog.release(extent.segment, extent.offset)
+        if went is None:
+            catalog.went.pop(stored.key, None)
+        else:
+            catalog.went[stored.key] = went
 
     def _knows(self, segment: Segment, entry: m.Entry) -> bool:
         """Whether that is there indeed, or is just being written by a task."""
@@ -105,6 +175,8 @@ class Mounting:
             # A lost object may come back itself, a removed one not. An incomplete copy says neither.
             is_removed = extent.is_complete and extent.segment.is_mounted
             self._catalog.forget_before(stored.key, stored.object_id + is_removed)
+            if self._catalog.is_doubted and not extent.segment.is_mounted:
+                self._catalog.lost[stored.object_id] = None
 
     def _adopt(self, segment: Segment, entry: m.Entry, now: float) -> bool:
         """Believe the node that its segment holds this."""
@@ -124,8 +196,7 @@ class Mounting:
             self._catalog.records.append(added)
             self._catalog.tell(now, stored.key, "#{} is on {} too, says its node", *_what(entry, segment))
             return True
-        news = stored.object_id if stored is not None else self._catalog.news_of(entry.key)
-        if entry.object_id < news:
+        if not self._catalog.is_news(entry.key, entry.object_id):
             return False
         if not segment.allocator.take(entry.offset, entry.size_bytes):
             return False
@@ -162,12 +233,14 @@ class Mounting:
             self._catalog.note("segment_reported", segment, num_objects=len(segment.reported))
             segment.wants_report = False
             self._catalog.records.append(record_of_segment(segment))
+        segment.doubt = Doubt.NONE
         segment.report_asked = None
         segment.reported = {}
+        self._catalog.look_for_doubt()
 
     def heartbeat(self, message: m.Heartbeat, event: Received, now: float) -> m.Beat:
         segment = self._catalog.segments.beat(message.segment, message.epoch, event.connection, now)
-        return m.Beat(segment is not None)
+        return m.Beat(segment is not None, self._catalog.objects.last_id)
 
     def unmount(self, message: m.Unmount, _: Received, now: float) -> m.Beat:
         segment = self._catalog.segments.find(message.segment, message.epoch)
@@ -208,4 +281,6 @@ def _check_mount(message: m.Mount) -> Refusal | None:
         return Refusal("invalid_size", f"{message.size_bytes} bytes; at least {least_bytes}")
     if not 0 <= message.rest_s <= MAX_REST_S:
         return Refusal("invalid_rest", f"{message.rest_s} s; 0 to {MAX_REST_S:.0f}")
+    if not 0 <= message.largest_id <= MAX_ID:
+        return Refusal("invalid_id", f"{message.largest_id}; 0 to {MAX_ID}")
     return None

@@ -80,6 +80,9 @@ class NodeSettings:
     ssd_flush: bool = True
     "Announce a copy on SSD only when it would survive a loss of power, not only the end of the process."
 
+    ssd_repair: bool = False
+    "Start with what is whole of a damaged index of the SSD, and keep a copy of it."
+
     hbm_size_bytes: Annotated[int, Size, Meta(ge=0)] = 0
     "Device memory that this node lends to the store; 0: none."
 
@@ -240,7 +243,7 @@ class Node:
 
     def _open_disk(self) -> Disk:
         path = Path(self.settings.ssd_path).expanduser()
-        self._disk = Disk(self.engine, path, self.settings.ssd_size_bytes)
+        self._disk = Disk(self.engine, path, self.settings.ssd_size_bytes, self.settings.ssd_repair)
         self._regions.append(self._disk.region)
         return self._disk
 

@@ -332,6 +332,8 @@ def is_of(tenant: str, scoped_name: str) -> bool:
 
 LEAP = 1 << 30
 """More ids than a master gives out for objects of which its successor does not know."""
+MAX_ID = (1 << 63) - (1 << 36)
+"""Beyond what clocks and terms give (``role.py``), and with room for LEAPs within 63 bits."""
 
 
 class Objects:
@@ -343,6 +345,10 @@ class Objects:
         self.groups: dict[str, Group] = {}
         """Of readable objects, by scoped name."""
         self._last_id = last_id
+        self._own_from = last_id + 1
+        """From here to the last id, all were given out by this master."""
+        self._own_before: list[tuple[int, int]] = []
+        """The same of ranges before: (first, last)."""
 
     @property
     def last_id(self) -> int:
@@ -355,11 +361,28 @@ class Objects:
 
     def saw(self, object_id: int) -> None:
         """Another master gave that one out."""
-        self._last_id = max(self._last_id, object_id)
+        if object_id > self._last_id:
+            self._go_to(object_id)
 
     def ids_from(self, first: int) -> None:
         """Give out none that another master may have given out, of which nothing is known here."""
-        self._last_id = max(first, self._last_id + LEAP)
+        self._go_to(max(first, self._last_id + LEAP))
+
+    def ids_above(self, heard: int) -> None:
+        """An earlier master has given out this one: whatever comes now is newer, and has larger ids."""
+        if heard > self._last_id:
+            self._go_to(heard + LEAP)
+
+    def is_own(self, object_id: int) -> bool:
+        """This master gave it out, so that its object is newer than those of all before."""
+        if self._own_from <= object_id <= self._last_id:
+            return True
+        return any(first <= object_id <= last for first, last in self._own_before)
+
+    def _go_to(self, last_id: int) -> None:
+        if self._own_from <= self._last_id:
+            self._own_before.append((self._own_from, self._last_id))
+        self._last_id, self._own_from = last_id, last_id + 1
 
     def begin(
         self,

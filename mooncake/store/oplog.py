@@ -35,6 +35,8 @@ from mooncake.store.logheader import header_of, headers_in, is_unbegun, num_byte
 from mooncake.store.records import (
     Closed,
     Doubt,
+    IdsGiven,
+    LineBegan,
     Mark,
     Opened,
     Record,
@@ -104,7 +106,7 @@ class Oplog:
         except BlockingIOError as error:
             raise self._wrong("a file that no other master uses") from error
         except NotOurs as error:
-            raise self._wrong(f"{error.allowed}; it is not, as for {error.filename}") from error
+            raise self._wrong(error.told) from error
         except OSError as error:
             raise self._wrong(f"a file that can be read and written ({error})") from error
         except msgspec.MsgspecError as error:
@@ -134,9 +136,14 @@ class Oplog:
             self._repair(content, found)
         elif found.torn is not None:
             self._torn = content[found.torn.offset :]
-        self.doubt = self._doubt(marks, is_closed, bool(found.torn), bool(found.damages))
-        if found.damages or self._framing is PLAIN:
+        is_plain = self._framing is PLAIN
+        has_lost = bool(found.damages) or not (is_plain or _has_all_of_copy(records))
+        self.doubt = self._doubt(marks, is_closed, bool(found.torn), has_lost)
+        if found.damages:
             self._anew = records
+        elif is_plain:
+            ids = (getattr(record, "object_id", 0) for record in records)
+            self._anew = [*records, IdsGiven(max(ids, default=0))]
         self._compacted_bytes = self._size_bytes
         try:
             self._open()
@@ -145,6 +152,18 @@ class Oplog:
                 raise
             log.warning("oplog_not_written", path=str(self.path), reason=str(error))
         return records
+
+    def look(self, content: bytes) -> Scan:
+        """What is in such a file; touches none. Raises InvalidArgument when it is something else."""
+        self._repairs = True
+        try:
+            if is_unbegun(MAGIC, content):
+                return Scan([], 0, 0, [])
+            found = self._scan(content)
+            records_of(found.bodies)
+        except msgspec.MsgspecError as error:
+            raise self._wrong(f"a file of this version ({error})") from error
+        return found
 
     def append(self, records: Iterable[Record | Mark]) -> None:
         """Raises OSError when the disk does not take it; then nothing may be acknowledged any more, and
@@ -200,11 +219,12 @@ class Oplog:
         self._torn = self._anew = None
         self._is_open = True
 
-    def is_whole(self) -> None:
-        """The nodes have been heard: nothing is in doubt any more. Raises OSError."""
+    def is_whole(self, last_id: int) -> None:
+        """The nodes have been heard: nothing is in doubt any more, and what is not here of the objects up to
+        that id is gone. Raises OSError."""
         if self.doubt:
+            self.append([IdsGiven(last_id), Whole()])
             self.doubt = Doubt.NONE
-            self.append([Whole()])
 
     def close(self) -> None:
         """Says that nothing is missing, if that is so and the disk takes it."""
@@ -387,3 +407,10 @@ class Rewriting:
             self._file = None
             with contextlib.suppress(OSError):
                 self._directory.remove(self._name)
+
+
+def _has_all_of_copy(records: list[Record]) -> bool:
+    """A log begins with what its master knew at once (``copying.py``); without the last record of that, it
+    is cut off there."""
+    is_copy = bool(records) and type(records[0]) is LineBegan
+    return not is_copy or any(type(record) is IdsGiven for record in records)

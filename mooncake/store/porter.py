@@ -45,7 +45,9 @@ class Target:
     disk: Disk | None
     """Of an SSD: its index."""
     flush: Callable[[], Awaitable[None]] | None
-    """Makes what was written and entered durable; None: not asked for."""
+    """Makes what was written durable; None: not asked for."""
+    flush_index: Callable[[], Awaitable[None]] | None = None
+    """The same for what was entered."""
 
 
 class _Load:
@@ -252,18 +254,26 @@ class Together:
 
 
 async def _entered(loads: Sequence[_Load], target: Target, disk: Disk) -> list[Refusal | None]:
-    """Enter what is in place in the index, and make it durable if that is asked for."""
+    """Enter what is in place in the index, and make it durable if that is asked for.
+
+    The bytes come first: an entry that survives a loss of power without its bytes would be an object that
+    is newer than the one it replaces, and can't be read.
+    """
     outcomes: list[Refusal | None] = []
+    try:
+        if target.flush is not None:
+            await target.flush()
+    except MooncakeError as error:
+        return [_refusal_of(error)] * len(loads)
     for load in loads:
         try:
             disk.log.hold(load.task.entry)
             outcomes.append(None)
         except MooncakeError as error:
             outcomes.append(_refusal_of(error))
-    if target.flush is None:
-        return outcomes
     try:
-        await target.flush()
+        if target.flush_index is not None:
+            await target.flush_index()
     except MooncakeError as error:
         disk.log.drop(load.task.entry.object_id for load in loads)
         return [_refusal_of(error)] * len(loads)

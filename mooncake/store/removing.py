@@ -67,6 +67,7 @@ class Removing:
         def end(now: float) -> m.Removed:
             if not message.pattern:
                 self._catalog.clear_before(tenant, before)
+                self._catalog.must_last = True
             return removed
 
         return cast("m.Removed | Failure | None", self._walks.begin(event, look, end, now))
@@ -77,6 +78,8 @@ class Removing:
         if stored.lease_until > now and not force:
             return _leased(stored.lease_until - now)
         self._catalog.counts.removed_objects += 1
+        # What is on SSD would come back with it after a loss of power.
+        self._catalog.must_last |= stored.before is not None or bool(stored.complete(Tier.SSD))
         if stored.before is not None:
             gone = ObjectGone(stored.key, stored.before.object_id, stored.object_id + 1)
             self._catalog.records.append(gone)

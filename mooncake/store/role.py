@@ -19,7 +19,7 @@ from mooncake.store.effects import Keep, Reply
 from mooncake.store.election import Election
 from mooncake.store.follow import Follow, Followed, Followers
 from mooncake.store.master import Master
-from mooncake.store.records import Record
+from mooncake.store.records import Doubt, Record
 from mooncake.store.settings import MasterSettings
 
 FIRST_ID_OF_TERMS = 1 << 62
@@ -67,9 +67,12 @@ class MasterRole:
         """Becomes ``master`` once it knows all that the leader knows."""
         self._needs_settling = True
         """``master`` comes from a log, or a leader: it does not know what was promised."""
+        self._doubt = Doubt.NONE
+        """Of the log that it comes from."""
 
-    def begin(self, records: list[Record], now: float) -> None:
-        """Take over what an earlier master wrote down in the log."""
+    def begin(self, records: list[Record], now: float, doubt: Doubt = Doubt.NONE) -> None:
+        """Take over what an earlier master wrote down in the log, of which some may be missing."""
+        self._doubt = doubt
         self.master.apply(records, now)
         if not records:
             self._kept(lambda: self._log.keep(self.master.snapshot(), self.master.catalog))
@@ -88,7 +91,7 @@ class MasterRole:
             self._kept(self._log.begin_copy)
             self._kept(lambda: self._log.copied(self.master.snapshot(), is_complete=True))
         elif self._needs_settling:
-            self.master.settle(now)
+            self.master.settle(now, self._doubt)
         first_id = self._first_id()
         if election is not None:
             first_id = max(first_id, FIRST_ID_OF_TERMS + (election.term << TERM_BITS))
@@ -154,7 +157,7 @@ class MasterRole:
         if not answer.is_complete:
             return False
         self.master, self._copied = master, None
-        self._needs_settling = True
+        self._needs_settling, self._doubt = True, Doubt.NONE
         return True
 
     def _kept(self, write: Callable[[], None]) -> None:

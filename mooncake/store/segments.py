@@ -34,6 +34,7 @@ from mooncake.errors import Refusal
 from mooncake.store.allocator import ALIGNMENT_BYTES, PAGE_BYTES, Allocator
 from mooncake.store.changes import Changes
 from mooncake.store.messages import Mount
+from mooncake.store.records import Doubt
 from mooncake.types import Tier
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Segment:
         "connection",
         "content_id",
         "descriptor",
+        "doubt",
         "epoch",
         "gone_at",
         "heard_at",
@@ -103,6 +105,8 @@ class Segment:
         """``state is ALIVE``, as a plain attribute because every lookup of every key reads it."""
         self.was_restored = False
         """Known from an earlier master's records, and not mounted since."""
+        self.doubt = Doubt.NONE
+        """How much of what is here those records may lack; until its node has reported."""
         self.is_confirmed = False
         """A heartbeat has come since the mount."""
         self.gone_at = 0.0
@@ -198,7 +202,7 @@ class Segments:
                 known.heard_at = now
                 if known.was_restored:
                     known.was_restored = False
-                    known.rests_until = max(known.rests_until, now + self._rest_s(mount))
+                    known.rests_until = max(known.rests_until, now + self._rest_s(known, mount))
                 known.set_state(SegmentState.ALIVE)
                 self._look_by(now + self._patience_s)
                 return known, None
@@ -210,7 +214,7 @@ class Segments:
                 )
             if _is_same_content(known, mount):
                 known.rebase(mount, connection, now)
-                known.rests_until = max(known.rests_until, now + self._rest_s(mount))
+                known.rests_until = max(known.rests_until, now + self._rest_s(known, mount))
                 self._look_by(now + self._patience_s)
                 return known, None
         if known is None:
@@ -244,20 +248,28 @@ class Segments:
         """Elsewhere another process was seen to serve the same content, at another address."""
         segment.epoch, segment.address, segment.descriptor = mount.epoch, mount.address, mount.descriptor
 
-    def settle(self, now: float) -> None:
-        """This master takes over: nodes have from now on to come."""
+    def settle(self, now: float, doubt: Doubt = Doubt.NONE) -> None:
+        """This master takes over: nodes have from now on to come.
+
+        Where the records that it has may lack some, they say what they hold before space is given out: of
+        an SSD always, because what lies there was to last; of memory, if promises may be missing as well.
+        """
         self._look_at = None
         for segment in self.mounted.values():
             segment.was_restored = True
+            if doubt and segment.wants_report:
+                segment.doubt = Doubt.ANY  # it had not been heard by the master before, either
+            elif doubt >= (Doubt.END if segment.tier is Tier.SSD else Doubt.PROMISES):
+                segment.doubt, segment.wants_report = doubt, True
             self._suspect(segment, now)
 
-    def _rest_s(self, mount: Mount) -> float:
+    def _rest_s(self, segment: Segment, mount: Mount) -> float:
         """How long a segment rests that this master knows from its predecessors.
 
         They wrote down what they promised. A master of another line, which may have used the memory
         in between, did so elsewhere.
         """
-        return 0.0 if mount.line == self.line else mount.rest_s
+        return 0.0 if mount.line == self.line and segment.doubt < Doubt.PROMISES else mount.rest_s
 
     def _add(self, segment: Segment) -> None:
         self.mounted[segment.name] = segment

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import importlib
 import secrets
@@ -21,7 +22,7 @@ import msgspec
 
 from mooncake import clock
 from mooncake.driver import Driver
-from mooncake.errors import AccessDenied, AddressInUse, MooncakeError, Unavailable
+from mooncake.errors import AccessDenied, AddressInUse, MooncakeError, Refusal, Unavailable
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.metrics import registry
@@ -33,10 +34,10 @@ from mooncake.store import follow, tenantfile
 from mooncake.store import messages as m
 from mooncake.store.admin.desk import Leadership, Publisher
 from mooncake.store.admin.exported import summary
-from mooncake.store.effects import ConnectionLost, Effect, Event, Note, Received, Reply
+from mooncake.store.effects import ConnectionLost, Effect, Event, Heard, Keep, Note, Received, Reply
 from mooncake.store.election import Election, Standby
 from mooncake.store.exports import MasterMetrics
-from mooncake.store.follow import Follow, Followed, Leads, WhoLeads
+from mooncake.store.follow import Follow, Followed, Followers, Leads, WhoLeads
 from mooncake.store.keeping import Keeping
 from mooncake.store.master import Master
 from mooncake.store.role import MasterRole, not_leader
@@ -59,7 +60,7 @@ class MasterServer:
         self.identity = identity or ours()
         self.settings = settings
         self.publisher: Publisher | None = None
-        self._keeping = Keeping(settings.oplog)
+        self._keeping = Keeping(settings.oplog, settings.oplog_flush, settings.oplog_repair)
         self._role = MasterRole(settings, self._keeping, _first_id)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises when this master must not go on."""
@@ -130,9 +131,10 @@ class MasterServer:
 
             ballot = make_ballot(settings.election, settings.cluster_id, settings.election_lease_s / 4)
         records, now = self._keeping.read(), clock.monotonic()
-        self._guarded(lambda: self._role.begin(records, now))
+        self._guarded(lambda: self._role.begin(records, now, self._keeping.doubt))
         if settings.oplog:
-            log.info("oplog_read", path=settings.oplog, num_objects=len(self.master.objects.readable))
+            num_objects, doubt = len(self.master.objects.readable), self._keeping.doubt.name.lower()
+            log.info("oplog_read", path=settings.oplog, num_objects=num_objects, doubt=doubt)
         if ballot is None:
             self.lead(0, True)
         port = await self._rpc.start(settings.host, settings.port)
@@ -226,6 +228,9 @@ class MasterServer:
             leader = self._succession.leader if self._succession is not None else ""
             event.origin.reply(Failure("not_leader", "" if leader == self.address else leader))
             return
+        if self._keeping.trouble and isinstance(event.message, _CHANGES):
+            event.origin.reply(_refused(event.message, self._keeping.trouble, self.settings.put_s))
+            return
         self._driver.post(event)
 
     def _check_owner(self, message: m.Unmount | m.Drain, call: Call) -> None:
@@ -255,12 +260,39 @@ class MasterServer:
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Note):
             log.info(effect.event, **effect.fields)
-            return
-        self._guarded(lambda: _send(self._role.carry_out(effect, clock.monotonic())))
-        if isinstance(effect, Reply) and self._role.followers is not None and self._role.followers.num_held:
+        elif isinstance(effect, Heard):
+            self._keeping.heard(self.master.catalog)
+        elif isinstance(effect, Keep):
+            self._guarded(lambda: self._keep(effect))
+        elif self._keeping.trouble and isinstance(effect.message, _ACKNOWLEDGEMENTS):
+            effect.origin.reply(Failure(_CODE, self._keeping.trouble))
+        elif effect.must_last:
+            self._keeping.flushed(functools.partial(self._answer_lasting, effect, self._role.followers))
+        else:
+            self._answer(effect)
+
+    def _answer(self, reply: Reply) -> None:
+        self._guarded(lambda: _send(self._role.carry_out(reply, clock.monotonic())))
+        if self._role.followers is not None and self._role.followers.num_held:
             self._all_said.clear()
             if self._timer is None:
                 self._arm()
+
+    def _answer_lasting(self, reply: Reply, followers: Followers | None, trouble: str) -> None:
+        """What it says survives a loss of power, or ``trouble`` says why nobody knows."""
+        if trouble:
+            reply.origin.reply(Failure(_CODE, trouble))
+        elif followers is self._role.followers and self._role.is_leading:
+            self._answer(reply)
+        else:
+            _send([not_leader(reply)])  # it was asked in another term
+
+    def _keep(self, effect: Keep) -> None:
+        """Where standbys have everything, one of them can do what this master can't; else it waits for space
+        and serves who reads. Raises Unavailable."""
+        _send(self._role.carry_out(effect, clock.monotonic()))
+        if self._keeping.trouble and self.num_standbys:
+            raise Unavailable(self._keeping.trouble)
 
     def _fail(self, error: MooncakeError) -> None:
         """Nobody is answered any more, and no standby may copy what was not written down."""
@@ -319,6 +351,8 @@ class MasterServer:
         election = self._succession.election if self._succession is not None else None
         session = secrets.randbits(40)
         self._guarded(lambda: self._role.lead(is_complete, election, session, clock.monotonic()))
+        if not self.master.catalog.is_doubted:
+            self._keeping.heard(self.master.catalog)
         if election is not None:
             num_objects = len(self.master.objects.readable)
             log.info("leads", term=term, num_objects=num_objects, is_complete=is_complete)
@@ -350,6 +384,8 @@ class MasterServer:
             if self._role.take(answer, clock.monotonic()):
                 self._gone = []
                 log.info("in_step_with_leader", num_objects=len(self.master.objects.readable))
+            if self._keeping.trouble:  # the leader must not hear that it is here
+                raise Unavailable(self._keeping.trouble)
 
         self._guarded(enter)
 
@@ -370,8 +406,40 @@ class MasterServer:
         log.info("handed_over", successor=successor.address if successor else "")
 
 
+_CODE = "storage_error"
+_CHANGES = (
+    m.PutStart,
+    m.PutWritten,
+    m.PutEnd,
+    m.Remove,
+    m.RemoveMatching,
+    m.DropReplicas,
+    m.Corrupt,
+    m.Pin,
+    m.Poll,
+    m.CopyObject,
+    m.Drain,
+    m.SetQuota,
+)
+"""What is refused while nothing can be written down; reads, and what nodes say of themselves, are not."""
+_ACKNOWLEDGEMENTS = (m.PutStarted, m.PutsWritten, m.Outcomes, m.Removed, m.Polled)
+"""What may say that something was written down."""
+
+
+def _refused(message: msgspec.Struct, why: str, put_s: float) -> msgspec.Struct:
+    refusal = Refusal(_CODE, why)
+    if isinstance(message, m.PutStart):
+        return m.PutStarted(
+            put_s, [None] * len(message.keys), dict.fromkeys(range(len(message.keys)), refusal)
+        )
+    if isinstance(message, m.PutWritten):
+        return m.PutsWritten([refusal] * len(message.keys))
+    return Failure(_CODE, why)
+
+
 def _first_id() -> int:
-    """Larger than what masters before this one began with, so that the newer of two objects is known."""
+    """Larger than what masters before this one began with, if the clock was never set back. A node that has
+    heard larger ones says so when it mounts (``Mount.largest_id``), before anything can be put there."""
     return (int(clock.wall() * 1000) << 20) + secrets.randbits(20)
 
 
@@ -453,10 +521,10 @@ def _listen(settings: MasterSettings) -> socket.socket:
 async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
     """Its HTTP side; yields the address. Loaded when clients are served already: that takes half a second."""
     await asyncio.to_thread(importlib.import_module, "mooncake.store.admin.app")
-    from mooncake.store.admin.app import make_app
+    from mooncake.store.admin.app import OPEN_PATHS, make_app
 
     key, identity = server.settings.admin_api_key, server.identity
-    door = HttpDoor(make_app(server), identity, TRUSTED, open_paths=("/health",), api_key=key)
+    door = HttpDoor(make_app(server), identity, TRUSTED, open_paths=OPEN_PATHS, api_key=key)
     web = WebServer(door, sock, tls=identity.server_tls)
     try:
         await web.start()

@@ -33,10 +33,16 @@ class MasterSettings:
     "Address that these are served on; empty takes `host`."
 
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
-    "What admin calls that change something must send as X-API-Key; empty lets everybody."
+    "What admin calls that change something must send as X-API-Key; empty refuses them all."
 
     oplog: str = ""
     "File that keeps the metadata over a restart of the master; empty keeps it in memory only."
+
+    oplog_flush: bool = True
+    "Answer durable puts, and removals from SSD, when the oplog would show them after a loss of power."
+
+    oplog_repair: bool = False
+    "Start with what is whole of a damaged oplog, keep a copy of it, and ask all nodes what they hold."
 
     election: str = ""
     "`etcd://host:port[;host:port]`, `redis://host:port` or `file:///path` that elects; empty: leads alone."

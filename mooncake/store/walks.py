@@ -20,6 +20,7 @@ import msgspec
 from mooncake.rpc.wire import Failure
 from mooncake.store.catalog import Catalog
 from mooncake.store.effects import Received, Reply
+from mooncake.store.messages import Removed
 from mooncake.types import ObjectKey
 
 MAX_WALKS = 8
@@ -96,7 +97,9 @@ class Walks:
         if self._is_over(walk, now):
             reply = walk.end(now)
             self.on_end(walk.event.message, reply)
-            self._catalog.replies.append(Reply(walk.event.origin, reply))
+            self._catalog.replies.append(
+                Reply(walk.event.origin, reply, must_last=isinstance(reply, Removed))
+            )
         else:
             self._walks.append(walk)
         self._slice_at = now + PAUSE_S if self._walks else None

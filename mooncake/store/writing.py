@@ -133,6 +133,7 @@ class Writing:
             readable = catalog.objects.readable.get(key)
             if known is True and policy.is_durable and readable and not readable.complete(Tier.SSD):
                 return Refusal("no_ssd", "it is stored, but no copy of it is on SSD")
+            catalog.must_last |= known is True and policy.is_durable
             return known if isinstance(known, m.Reserved) else None
         if policy.is_durable and not placement.segments:
             return Refusal("no_ssd", "a durable put needs memory on a node whose SSD is mounted")
@@ -211,6 +212,8 @@ class Writing:
                 self._catalog.tell(now, key, "put of #{} refused at its end: {}", object_id, outcome)
             elif self._durable.is_awaited(stored := self._catalog.objects.readable[key]):
                 waiting[index] = stored
+            else:
+                self._catalog.must_last |= stored.policy.is_durable
         if not waiting:
             return m.Outcomes(outcomes)
         self._durable.park(event, outcomes, waiting, now)

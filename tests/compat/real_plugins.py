@@ -267,7 +267,8 @@ class Lmcache:
     def engine(self, address: str, memory: Memory, extra: dict[str, Any], **changes: Any) -> Any:
         plugin = "storage_plugin.mooncake"
         words = {f"{plugin}.module_path": "mooncake.connectors.lmcache"}
-        words |= {f"{plugin}.class_name": "MooncakeBackend", "mooncake_store_addr": address, **extra}
+        words |= {f"{plugin}.class_name": "MooncakeBackend", "mooncake_store_addr": address}
+        words |= {"engine_facts": "the double above", **extra}  # no engine could be asked
         config = self._config.from_defaults(
             chunk_size=CHUNK,
             local_cpu=False,

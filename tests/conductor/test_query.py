@@ -28,6 +28,7 @@ from mooncake.store.settings import MasterSettings
 from mooncake.web import listen
 from tests.conductor.test_events import LossyWire
 
+KEY = "a key of this test"
 TOKENS = list(range(500, 564))
 OURS = block_hashes(TOKENS, 16, root_hash())
 NAMES = sequence_hashes(TOKENS, 16, 3)
@@ -56,6 +57,8 @@ class Router:
         await self._session.close()
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """With the key, unless another is given."""
+        headers = headers or {"X-API-Key": KEY}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self._session.post(self._url + path, data=data, headers=headers) as response:
             return response.status, await response.json()
@@ -96,7 +99,7 @@ def registration(source: KvEventSource, instance: str, **more: Any) -> dict[str,
 @pytest.fixture
 async def router() -> AsyncIterator[Router]:
     publishers = Publishers(seed=3)
-    server = QueryServer(publishers, "127.0.0.1", 0)
+    server = QueryServer(publishers, "127.0.0.1", 0, KEY)
     await server.start()
     router = Router(server, publishers)
     yield router
@@ -343,14 +346,28 @@ async def test_what_is_no_request(router: Router) -> None:
 
 async def test_changes_need_the_key() -> None:
     publishers = Publishers(0)
-    server = QueryServer(publishers, "127.0.0.1", 0, "secret")
+    server = QueryServer(publishers, "127.0.0.1", 0, KEY)
     await server.start()
     router = Router(server, publishers)
     body = registration(KvEventSource("tcp://127.0.0.1:9", None, ""), "one")
-    assert (await router.post("/register", body))[0] == 401
+    assert (await router.post("/register", body, **{"X-API-Key": ""}))[0] == 401
     assert (await router.post("/unregister", body, **{"X-API-Key": "wrong"}))[0] == 401
-    assert (await router.post("/register", body, **{"X-API-Key": "secret"}))[0] == 200
+    assert (await router.post("/register", body, **{"X-API-Key": KEY}))[0] == 200
     assert await router.query() == {"default": {}}, "asking needs none"
+    await router.close()
+    await server.close()
+
+
+async def test_without_a_key_set_nobody_registers_anything() -> None:
+    publishers = Publishers(0)
+    server = QueryServer(publishers, "127.0.0.1", 0)
+    await server.start()
+    router = Router(server, publishers)
+    body = registration(KvEventSource("tcp://127.0.0.1:9", None, ""), "one")
+    for path in ("/register", "/unregister"):
+        status, answer = await router.post(path, body)
+        assert status == 403 and "ADMIN_API_KEY" in answer["error"]
+    assert not publishers.registry.registered
     await router.close()
     await server.close()
 

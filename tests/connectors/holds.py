@@ -20,6 +20,9 @@ class Hold:
         self._began.set()
         self._go.wait(LONGEST_S)
 
+    def has_begun(self) -> bool:
+        return self._began.is_set()
+
     def wait(self) -> None:
         assert self._began.wait(LONGEST_S)
 

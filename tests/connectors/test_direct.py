@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mooncake.connectors.direct import Offer, Receiver, Sender, Take, Told, Wanted
+from mooncake.connectors.direct import Listeners, Offer, Receiver, Sender, Take, Told, Wanted
 from mooncake.connectors.memory import SlabMemory
 from mooncake.errors import InvalidArgument
 from mooncake.kvlayout import SlabLayout
@@ -161,6 +161,18 @@ async def test_memory_told_to_a_sender_that_is_lost_is_taken_back_and_told_to_th
         pair.sender.offer(Offer("again", b"p", [2]))
         assert await pair.receiver.receive(pair.wanted("again", [1])) == ""
         assert pair.decoding.blocks([1]) == pair.computed.blocks([2])
+
+
+def test_a_request_names_no_listener_that_is_not_configured() -> None:
+    """Whoever is asked is told how to write to the decode engine's memory."""
+    both = Listeners("10.0.0.1:8200, 10.0.0.2:8200")
+    assert both.chosen({}) == "10.0.0.1:8200", "the first, if a request names none"
+    assert both.chosen({"remote_host": "10.0.0.2", "remote_port": 8200}) == "10.0.0.2:8200"
+    assert both.chosen({"remote_host": "10.0.0.2", "remote_port": "8200"}) == "10.0.0.2:8200"
+    for host, port in (("10.6.6.6", 8200), ("10.0.0.2", 666), ("10.0.0.1", None), (None, 8200), ({}, [])):
+        named = both.chosen({"remote_host": host, "remote_port": port})
+        assert named == ("10.0.0.1:8200" if not host and not port else None)
+    assert Listeners(["h:1"]).chosen({}) == "h:1" and Listeners("").chosen({}) is None
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan"), 1e9])

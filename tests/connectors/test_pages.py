@@ -94,8 +94,8 @@ def test_nothing_is_asked_of_nothing(pages: Pages) -> None:
 
 # What stood still must not go on in memory that the engine has back
 
-PATIENT_S = 0.3
-GIVEN_UP_S = 2.0
+PATIENT_S = 1.0
+GIVEN_UP_S = 3.0
 """Much longer than the impatient clients below wait."""
 
 
@@ -103,9 +103,8 @@ GIVEN_UP_S = 2.0
 def impatient(daemon: StoreConnector, request: pytest.FixtureRequest) -> Iterator[Pages]:
     """It gives up soon; its loop can be held for longer."""
     pool = PoolSettings(daemon.address, tenant=str(request.node.name))
-    client = Pages(pool, LinkSettings(lookup_timeout_s=PATIENT_S / 5, load_timeout_s=PATIENT_S))
-    warm = noise([100], 9)
-    assert client.save([page("warm", warm)]) == [True], "it knows the node by now"
+    client = Pages(pool, LinkSettings(lookup_timeout_s=0.15, load_timeout_s=PATIENT_S))
+    client.find(["anything"])  # it is connected by now
     yield client
     client.close()
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mooncake.errors import InvalidArgument
+from mooncake.gateway.app import check_who_comes_in, create_desk
+from mooncake.gateway.gateway import GatewaySettings
 from mooncake.inference.tokenizer import Tokenizer
+from mooncake.security import Identity, SecuritySettings
+from mooncake.security.keys import written_secret
+from mooncake.web import WebServer, listen
 from tests.gateway.conftest import ADMIN_KEY, House, running
 
 KEY = {"X-API-Key": ADMIN_KEY}
@@ -58,7 +65,7 @@ async def test_without_a_key_set_it_says_how_to_set_one(tokenizer: Tokenizer) ->
             status, answer, _ = await house.post("/instances/add", body, headers)
             assert status == 403
             assert "ADMIN_API_KEY" in answer["error"]["message"]
-        assert len(await instances(house)) == 3
+        assert len(await house.health()) == 3
 
 
 @pytest.mark.parametrize(
@@ -113,3 +120,89 @@ async def test_health_ready_and_version(house: House) -> None:
     for path in ("/health", "/ready", "/version"):
         status, _ = await house.get(path)
         assert status == 200
+
+
+# --- what strangers learn
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}, {"Authorization": "Bearer wrong"}])
+async def test_strangers_learn_neither_instances_nor_answers(house: House, headers: dict[str, str]) -> None:
+    answer = await house.complete([20, 21])
+    addresses = [one.address for one in (*house.prefill, *house.decode)]
+    for path in ("/status", "/story/" + addresses[0], "/story/" + answer["id"], "/metrics", "/ready"):
+        async with house.session.get(house.url + path, headers=headers) as response:
+            text = await response.text()
+            assert response.status == (200 if path in ("/status", "/ready") else 401), path
+        assert not any(address in text for address in addresses) and answer["id"] not in text, path
+    _, status = await house.get("/status", headers)
+    assert status == {"model": "tiny", "degraded": "", "prefill_node_count": 1, "decode_node_count": 2}
+
+
+async def test_operators_learn_all_at_a_port_of_their_own(house: House) -> None:
+    answer = await house.complete([20, 21])
+    desk = WebServer(create_desk(house.gateway), listen("127.0.0.1", 0))
+    await desk.start()
+    url = f"http://127.0.0.1:{desk.port}"
+    try:
+        for path in ("/metrics", "/status", f"/story/{answer['id']}", f"/v1/requests/{answer['id']}/explain"):
+            async with house.session.get(url + path) as response:
+                assert response.status == 200, path
+        async with house.session.get(url + "/status") as response:
+            assert len((await response.json())["instances"]) == 3
+        async with house.session.post(url + "/v1/completions", json={"prompt": "w20"}) as response:
+            assert response.status == 404, "it serves no clients"
+        change = {"type": "decode", "instance": house.decode[0].address}
+        async with house.session.post(url + "/instances/remove", json=change) as response:
+            assert response.status == 401, "who sees may not change"
+    finally:
+        await desk.close()
+
+
+async def test_a_scraper_may_send_the_key_as_its_token(house: House) -> None:
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    async with house.session.get(house.url + "/metrics", headers=headers) as response:
+        assert response.status == 200 and "mooncake_gateway_requests" in await response.text()
+
+
+async def test_elsewhere_than_on_loopback_operators_need_the_key(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer, metrics_host="0.0.0.0") as house:
+        desk = WebServer(create_desk(house.gateway), listen("127.0.0.1", 0))
+        await desk.start()
+        try:
+            for headers, status in (({}, 401), (KEY, 200)):
+                async with house.session.get(
+                    f"http://127.0.0.1:{desk.port}/metrics", headers=headers
+                ) as response:
+                    assert response.status == status
+        finally:
+            await desk.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "may"),
+    [
+        ({}, True),
+        ({"host": "0.0.0.0"}, False),
+        ({"host": "0.0.0.0", "api_keys_file": "keys"}, True),
+        ({"metrics_host": "0.0.0.0"}, False),
+        ({"metrics_host": "0.0.0.0", "admin_api_key": "k"}, True),
+    ],
+)
+def test_beyond_loopback_clients_must_be_known(fields: dict[str, Any], may: bool) -> None:
+    settings = GatewaySettings(**fields)
+    if may:
+        check_who_comes_in(settings, Identity())
+    else:
+        with pytest.raises(InvalidArgument, match="loopback"):
+            check_who_comes_in(settings, Identity())
+
+
+def test_the_cluster_s_key_is_none_of_clients(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(written_secret(b"k" * 32))
+    file.chmod(0o600)
+    identity = Identity(SecuritySettings(cluster_key_file=str(file)))
+    with pytest.raises(InvalidArgument, match="api-keys-file"):
+        check_who_comes_in(GatewaySettings(host="0.0.0.0"), identity)
+    insecure = Identity(SecuritySettings(cluster_key_file=str(file), insecure=True))
+    check_who_comes_in(GatewaySettings(host="0.0.0.0"), insecure)

@@ -12,7 +12,7 @@ import pytest
 from mooncake.errors import InvalidArgument
 from mooncake.gateway.gateway import GatewaySettings
 from mooncake.inference.tokenizer import Tokenizer
-from tests.gateway.conftest import House, running
+from tests.gateway.conftest import ADMIN_KEY, House, running
 from tests.gateway.doubles import MAX_MODEL_LEN, answer_ids, answer_text
 
 PROMPT = list(range(20, 32))
@@ -197,7 +197,7 @@ async def test_a_wrong_slo_is_named(house: House, value: str) -> None:
 
 async def test_slos_are_counted(house: House) -> None:
     await house.post(TEXT, {"prompt": PROMPT}, {"x-slo-ttft-ms": "60000", "x-slo-tbt-ms": "0.000001"})
-    async with house.session.get(house.url + "/metrics") as response:
+    async with house.session.get(house.url + "/metrics", headers={"X-API-Key": ADMIN_KEY}) as response:
         page = await response.text()
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     assert 'mooncake_gateway_slo_total{met="yes",slo="ttft"}' in page

@@ -57,3 +57,9 @@ def test_many_token_ids_come_in_order() -> None:
 @pytest.mark.parametrize("text", [b"[1, 2]", b'"x"', b"7"])
 def test_what_is_no_object_is_itself(text: bytes) -> None:
     assert bigjson.decode(text) == json.loads(text)
+
+
+def test_a_long_last_item_ends_the_cutting() -> None:
+    """No comma follows the place of the next cut."""
+    items = [*range(100_000), "x" * 400_000]
+    assert bigjson.decode(json.dumps({"prompt": items}).encode()) == {"prompt": items}

@@ -127,7 +127,7 @@ def leaves_half_a_copy(patch: pytest.MonkeyPatch) -> None:
             done(self, message, *rest)  # type: ignore[arg-type]
 
     def for_ever(self: catalog.Catalog, *given: object) -> object:
-        return add_extent(self, *given[:-1], given[-1] + 1e4)  # type: ignore[arg-type, operator]
+        return add_extent(self, *given[:-1], given[-1] + 1e4)  # type: ignore[arg-type, operator, call-arg]
 
     patch.setattr(tasks.Tasks, "_done", ignored)
     patch.setattr(catalog.Catalog, "add_extent", for_ever)
@@ -187,7 +187,9 @@ def takes_its_clock_for_everybodys(patch: pytest.MonkeyPatch) -> None:
     def broken(self: writing.Writing, message: messages.PutStart, *rest: object) -> object:
         reply = put_start(self, message, *rest)  # type: ignore[arg-type]
         now: float = rest[-1]  # type: ignore[assignment]
-        return msgspec.structs.replace(reply, put_s=reply.put_s + now) if now > 500.0 else reply  # type: ignore[union-attr]
+        if now <= 500.0 or not isinstance(reply, messages.PutStarted):
+            return reply
+        return msgspec.structs.replace(reply, put_s=reply.put_s + now)
 
     patch.setattr(writing.Writing, "put_start", broken)
 
@@ -306,7 +308,7 @@ def lets_writers_write_for_ever(patch: pytest.MonkeyPatch) -> None:
     begin = catalog.Catalog.begin
 
     def broken(self: catalog.Catalog, *given: object) -> objects.StoredObject:
-        return begin(self, *given[:-1], given[-1] + 1e4)  # type: ignore[arg-type, operator]
+        return begin(self, *given[:-1], given[-1] + 1e4)  # type: ignore[arg-type, operator, call-arg]
 
     patch.setattr(catalog.Catalog, "begin", broken)
 
@@ -342,6 +344,8 @@ LATE = Faults(transfer_failure_chance=0.3, slow_transfer_chance=0.3, has_checksu
 LATE_SUCCESSION = dataclasses.replace(LATE, crash_master_every_s=4.0, has_oplog=True)
 SUCCESSION = Faults(crash_master_every_s=4.0, has_oplog=True)
 TAKEOVER = Faults(crash_master_every_s=20.0, has_oplog=True, has_standby=True)
+QUICK_TAKEOVER = Faults(crash_master_every_s=14.0, restart_s=0.1, has_oplog=True, has_standby=True)
+MOVES = Load(view=10.0, copy=10.0)
 VIEWS = Load(view=8.0, copy=4.0, drain=0.5)
 OPERATED = Load(drain=2.0, copy=1.0)
 TENANTS = Load(quota=2.0, tenants=("shop", "bank"))
@@ -352,10 +356,10 @@ BUGS = (
     Bug(forgets_what_was_removed, Rule.VALUE, SUCCESSION),
     Bug(says_removed_and_keeps_it, Rule.PHANTOM, Faults()),
     Bug(says_replaced_and_keeps_the_old_one, Rule.STALE, Faults()),
-    Bug(reuses_space_at_once, Rule.LEASE),
+    Bug(reuses_space_at_once, Rule.LEASE, begin=4),
     Bug(forgets_the_last_master, Rule.SPACE, dataclasses.replace(LATE, crash_master_every_s=4.0)),
-    Bug(renews_what_it_does_not_keep, Rule.LEASE, TAKEOVER, VIEWS),
-    Bug(tells_no_successor_of_renewed_space, Rule.SPACE, TAKEOVER, VIEWS),
+    Bug(renews_what_it_does_not_keep, Rule.SPACE, TAKEOVER, VIEWS, begin=6),
+    Bug(tells_no_successor_of_renewed_space, Rule.SPACE, QUICK_TAKEOVER, MOVES, begin=20),
     Bug(
         lets_nodes_write_late,
         Rule.SPACE,
@@ -378,7 +382,7 @@ BUGS = (
     ),
     Bug(never_gives_a_drained_segment_back, Rule.HEALTH, Faults(), OPERATED),
     Bug(never_mounts_again, Rule.HEALTH, Faults(crash_master_every_s=15.0)),
-    Bug(acknowledges_what_is_not_on_ssd, Rule.PROMISE, Faults(crash_node_every_s=2.0)),
+    Bug(acknowledges_what_is_not_on_ssd, Rule.PROMISE, Faults(crash_node_every_s=2.0), begin=8),
     Bug(forgets_to_write_some_objects_down, Rule.REASON, SUCCESSION),
     Bug(lets_writers_write_for_ever, Rule.WRITING, Faults(crash_client_every_s=3.0)),
     Bug(leaves_half_a_copy, Rule.COPYING, Faults(transfer_failure_chance=0.3)),

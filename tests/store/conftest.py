@@ -41,7 +41,7 @@ class Voice:
             elif isinstance(effect, Keep):
                 assert not replies, "records come before what they are about is acknowledged"
                 self.records += effect.records
-            else:
+            elif isinstance(effect, Note):
                 self.notes.append(effect)
         self.master.check()
         assert len(replies) == 1

@@ -8,7 +8,7 @@ import msgspec
 
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
-from mooncake.store.effects import Keep, Note, Received, Reply
+from mooncake.store.effects import Heard, Keep, Note, Received, Reply
 from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
 from tests.store.conftest import Voice
@@ -40,7 +40,7 @@ class Nodes(Voice):
                 self.records += effect.records
             elif isinstance(effect, Reply):
                 self.late.setdefault(effect.origin, []).append(effect.message)
-            else:
+            elif not isinstance(effect, Heard):
                 assert isinstance(effect, Note)
                 self.notes.append(effect)
 

@@ -7,11 +7,13 @@ import errno
 import itertools
 import os
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
-from mooncake.errors import Unavailable
+from mooncake.metrics import page
+from mooncake.sim.files import SimDirectory
 from mooncake.store import copying, keeping, oplog
 from mooncake.store.effects import Keep
 from mooncake.store.keeping import Keeping
@@ -26,7 +28,7 @@ class Kept:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.keeping = Keeping(str(path))
+        self.keeping = self._keeping()
         self.keeping.read()
         self.voice = Voice(SETTINGS)
         self.keeping.keep(self.voice.master.snapshot(), self.voice.master.catalog)
@@ -41,11 +43,16 @@ class Kept:
 
         self.voice.master.handle = kept  # type: ignore[method-assign]
 
+    def _keeping(self) -> Keeping:
+        return Keeping(str(self.path))
+
     def restored(self) -> dict[str, int]:
         """What a successor would know."""
         copy = self.path.with_suffix(".copy")
         copy.write_bytes(self.path.read_bytes())
-        log = Oplog(copy)
+        return self._known_by(Oplog(copy))
+
+    def _known_by(self, log: Oplog) -> dict[str, int]:
         records = log.read()
         log.close()
         master = Master(SETTINGS)
@@ -113,23 +120,128 @@ async def test_a_disk_that_is_full_while_it_is_written_anew_costs_nothing(
     kept.keeping.close()
 
 
-async def test_a_disk_that_is_full_ends_the_master_with_the_file_named(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch
+class Simulated(Kept):
+    """On a disk that may refuse."""
+
+    def __init__(self, path: Path, **more: Any) -> None:
+        self.disk = SimDirectory(Random(1))
+        self._more = more
+        super().__init__(path)
+
+    def _keeping(self) -> Keeping:
+        return Keeping(str(self.path), directory=self.disk, **self._more)
+
+    def restored(self) -> dict[str, int]:
+        copy = SimDirectory(Random(1))
+        copy.open("log").append(self.disk.content("log"))
+        return self._known_by(Oplog(self.path, directory=copy))
+
+
+@pytest.fixture
+def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulated:
+    monkeypatch.setattr(keeping, "AGAIN_S", 0.0)
+    kept = Simulated(tmp_path / "log")
+    kept.voice.mount(size_bytes=1 << 20)
+    return kept
+
+
+async def until_well(kept: Kept) -> None:
+    async with asyncio.timeout(10):
+        while kept.keeping.trouble:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO])
+async def test_what_a_disk_refuses_is_written_when_it_takes_it(simulated: Simulated, number: int) -> None:
+    simulated.voice.put("before", size_bytes=100)
+    simulated.disk.write_error = number
+    simulated.voice.put("during", size_bytes=100)
+    simulated.voice.put("during too", size_bytes=100)
+    assert "the oplog" in simulated.keeping.trouble and os.strerror(number) in simulated.keeping.trouble
+    assert list(simulated.restored()) == ["before"], "what was cut off was never acknowledged"
+    await asyncio.sleep(0.01)
+    assert simulated.keeping.trouble, "it is full still"
+    simulated.disk.write_error = 0
+    await until_well(simulated)
+    simulated.voice.put("after", size_bytes=100)
+    assert simulated.restored() == simulated.known() and len(simulated.known()) == 4
+    assert "mooncake_store_oplog_unwritable 0.0" in page().decode()
+    simulated.keeping.close()
+
+
+async def test_with_too_much_to_write_the_log_is_written_anew(
+    simulated: Simulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept.voice.put("before", size_bytes=100)
-    write = os.write
+    monkeypatch.setattr(keeping, "MAX_UNWRITTEN", 10)
+    simulated.voice.put("before", size_bytes=100)
+    simulated.disk.capacity_bytes = len(simulated.disk.content("log"))
+    for number in range(20):
+        simulated.voice.put(f"k{number}", size_bytes=100)
+    simulated.disk.capacity_bytes = None
+    await until_well(simulated)
+    assert simulated.restored() == simulated.known() and len(simulated.known()) == 21
+    simulated.keeping.close()
 
-    def half(file: int, content: Any) -> int:
-        if len(content) > 20:
-            return write(file, content[:20])
-        raise OSError(errno.ENOSPC, "no space left on device")
 
-    monkeypatch.setattr(os, "write", half)
-    with pytest.raises(Unavailable, match=f"{kept.path} can't be written.*no space left"):
-        kept.voice.put("after", size_bytes=100)
-    monkeypatch.undo()
-    assert list(kept.restored()) == ["before"], "a record that was cut off was never acknowledged"
+async def flushed(kept: Kept) -> str:
+    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    kept.keeping.flushed(told.set_result)
+    return await asyncio.wait_for(told, 10)
+
+
+async def test_one_flush_is_for_all_who_wait(simulated: Simulated) -> None:
+    before = simulated.disk.num_syncs
+    simulated.voice.put("k", size_bytes=100)
+    told: list[str] = []
+    for _ in range(10):
+        simulated.keeping.flushed(told.append)
+    assert not told, "a flush blocks, so it is another thread's"
+    assert await flushed(simulated) == "" and told == [""] * 10
+    assert simulated.disk.num_syncs == before + 1
+    simulated.keeping.flushed(told.append)
+    assert len(told) == 11, "nothing was kept since"
+    simulated.disk.lose_power()
+    assert list(simulated.restored()) == ["k"]
+
+
+async def test_who_wants_no_flush_waits_for_none(tmp_path: Path) -> None:
+    kept = Simulated(tmp_path / "log", flushes=False)
+    kept.voice.mount(size_bytes=1 << 20)
+    before = kept.disk.num_syncs
+    kept.voice.put("k", size_bytes=100)
+    assert await flushed(kept) == "" and kept.disk.num_syncs == before
     kept.keeping.close()
+
+
+async def test_after_a_flush_that_failed_nothing_is_believed_of_the_log_but_written_anew(
+    simulated: Simulated,
+) -> None:
+    """The system takes what it could not write for written: a second flush would say that all is well."""
+    simulated.disk.sync_error = errno.EIO
+    simulated.voice.put("k", size_bytes=100)
+    assert "look at the disk" in await flushed(simulated)
+    simulated.voice.put("l", size_bytes=100)
+    assert "look at the disk" in await flushed(simulated)
+    simulated.disk.sync_error = 0
+    await until_well(simulated)
+    assert await flushed(simulated) == ""
+    simulated.disk.lose_power()
+    assert list(simulated.restored()) == ["k", "l"]
+
+
+async def test_a_compaction_does_not_lose_what_was_flushed_while_it_ran(
+    simulated: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came to the new file after it was synced is flushed in the old one only."""
+    monkeypatch.setattr(oplog, "MIN_COMPACTION_BYTES", 1000)
+    for seed in range(20):
+        simulated.disk.random.seed(seed)
+        for number in range(30):
+            simulated.voice.put(f"{seed} {number}", size_bytes=100)
+            assert await flushed(simulated) == ""
+        assert simulated.restored() == simulated.known(), f"seed {seed}"
+    simulated.disk.lose_power()
+    assert simulated.restored() == simulated.known()
 
 
 async def test_without_a_file_nothing_is_kept() -> None:

@@ -560,7 +560,7 @@ def test_a_snapshot_says_the_same_in_fewer_words(voice: Voice) -> None:
     voice.put("k", "l")
     assert len(voice.records) == 20
     snapshot = voice.master.snapshot()
-    assert len(snapshot) == 4
+    assert len(snapshot) == 5
     again = Voice(voice.master.settings)
     again.master.restore(snapshot, 0.0)
     assert again.master.snapshot() == snapshot

@@ -151,7 +151,7 @@ def test_a_master_that_asks_is_told_before_the_first_heartbeat() -> None:
         **about,  # type: ignore[arg-type]
     )
     member.wake()
-    mount = m.Mount("a", 7, "h", 4096, 1 << 20, b"descriptor", 0.0, Tier.SSD, 5, "n")
+    mount = m.Mount("a", 7, "h", 4096, 1 << 20, b"descriptor", 0.0, Tier.SSD, 5, "n", largest_id=m.MAX_KEYS)
     assert member.tell(Opened()) == [Send(mount)]
     told = member.tell(Answered(m.Mounted(None, 0, 1.0, 35.0, wants_report=True)))
     assert told[1] == Send(m.Report("a", 7, held[:-1], is_last=False))

@@ -8,7 +8,10 @@ import pytest
 
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
+from mooncake.store.effects import Heard
 from mooncake.store.master import Master
+from mooncake.store.objects import MAX_ID
+from mooncake.store.records import Doubt, ObjectGone, Record
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, TTL_S
 from tests.store.nodes import SSD_BYTES, Nodes, Place, with_ssd
@@ -282,6 +285,163 @@ def test_a_segment_is_described_with_its_host(nodes: Nodes) -> None:
     Place(nodes, "a", host="rack 1")
     described = nodes.say(m.Describe([("a", 7), ("a", 8)]))
     assert described == m.Described([b"", None], ["rack 1", ""])
+
+
+# Ids of masters whose clocks differ
+
+
+def test_an_older_value_with_a_larger_id_never_takes_the_place_of_what_was_put_here(nodes: Nodes) -> None:
+    """The master before had a clock that was ahead, and the node that has its object was away."""
+    away = [entry("k", 1 << 40), entry("l", (1 << 40) + 1, 4096), entry("gone", (1 << 40) + 2, 8192)]
+    Place(nodes, "b")
+    (put,) = nodes.put("k", host="b")
+    nodes.put("gone", host="b")
+    nodes.say(m.Remove(["gone"], force=True))
+    back = Place(nodes, "a", 1 << 20, rest_s=35.0, entries=away)
+    found = nodes.find("k")
+    assert found is not None and found.object_id == put.object_id
+    assert [one.key for one in back.held.values()] == ["l"], "what nobody put here is taken in"
+    assert nodes.find("gone") is None
+
+
+def test_new_ids_are_larger_than_any_that_a_node_has_heard_of(nodes: Nodes) -> None:
+    heard = 1 << 50
+    mount = m.Mount("a", 7, "a", 1 << 30, 65536, b"", 0.0, largest_id=heard)
+    mounted = nodes.say(mount, "node a 7")
+    assert mounted.last_id > heard
+    assert nodes.say(m.Heartbeat("a", 7), "node a 7").last_id == mounted.last_id
+    (put,) = nodes.put("k", host="a")
+    assert put.object_id == mounted.last_id + 1
+    nodes.say(msgspec.structs.replace(mount, segment="b", largest_id=heard + 5), "node b 7")
+    (later,) = nodes.put("l", host="a")
+    assert later.object_id == put.object_id + 1, "less than those of now"
+
+
+def test_an_id_that_would_use_up_all_ids_is_refused(nodes: Nodes) -> None:
+    mount = m.Mount("a", 7, "a", 1 << 30, 65536, b"", 0.0)
+    for largest_id in (-1, MAX_ID + 1):
+        mounted = nodes.say(msgspec.structs.replace(mount, largest_id=largest_id), "node a 7")
+        assert mounted.refusal is not None and mounted.refusal.code == "invalid_id"
+
+
+def test_an_orphan_on_a_slower_clock_goes_on_above_the_ids_of_its_nodes(nodes: Nodes) -> None:
+    """Its first id is from its clock; the node that serves the first put has heard of the leader's."""
+    leader = Nodes(DEMOTES)
+    leader.master.objects.ids_from(1 << 45)
+    theirs = Place(leader, "a")
+    (old,) = leader.put("k", host="a")
+    leader.say(m.Heartbeat("a", 7), theirs.connection)
+    orphan = Nodes(DEMOTES)
+    orphan.master.objects.ids_from(1 << 30)
+    mount = m.Mount("a", 7, "a", 1 << 30, 65536, b"", 0.0, largest_id=leader.master.objects.last_id)
+    orphan.say(mount, "node a 7")
+    orphan.say(m.Heartbeat("a", 7), "node a 7")
+    (new,) = orphan.put("k", host="a")
+    assert new.object_id > old.object_id
+
+
+# Records that lack some
+
+
+def restored(nodes: Nodes, records: list[Record], doubt: Doubt) -> Nodes:
+    """The next master, with these records of the one before."""
+    successor = Nodes(DEMOTES)
+    successor.now = nodes.now + 1.0
+    successor.master.restore(records, successor.now, doubt)
+    successor.master.objects.ids_from(1 << 50)
+    return successor
+
+
+def on_ssd(nodes: Nodes, *keys: str) -> tuple[Place, list[int]]:
+    """Objects with a copy there; where the records begin that speak of each."""
+    _, ssd = with_ssd(nodes)
+    ends = []
+    for key in keys:
+        nodes.put(key, host="a")
+        work(nodes, ssd)
+        ends.append(len(nodes.records))
+    return ssd, ends
+
+
+@pytest.mark.parametrize("doubt", [Doubt.END, Doubt.PROMISES])
+def test_what_came_after_the_records_is_taken_in_and_what_they_say_is_gone_is_not(
+    nodes: Nodes, doubt: Doubt
+) -> None:
+    ssd, ends = on_ssd(nodes, "k", "gone", "l")
+    held = list(ssd.held.values())
+    nodes.say(m.Remove(["gone"], force=True))
+    gone = nodes.records[ends[-1] :]
+    successor = restored(nodes, [*nodes.records[: ends[1]], *gone], doubt)
+    ssd.held = {one.object_id: one for one in held}  # its index was not told of the removal
+    again = ssd_again(successor, ssd)
+    assert again.mounted.wants_report
+    assert [one.key for one in again.held.values()] == ["k", "l"]
+    assert sorted(successor.master.objects.readable) == ["k", "l"]
+    successor.master.check()
+
+
+def test_an_ssd_takes_nothing_before_its_node_was_heard(nodes: Nodes) -> None:
+    ssd, ends = on_ssd(nodes, "k", "l")
+    successor = restored(nodes, nodes.records[: ends[0]], Doubt.END)
+    mount = m.Mount("a/ssd", 8, "a", 1 << 30, SSD_BYTES, b"", 0.0, Tier.SSD, 99, "a")
+    assert successor.say(mount, "ssd").wants_report
+    successor.say(m.Heartbeat("a/ssd", 8), "ssd")
+    segment = successor.master.segments.mounted["a/ssd"]
+    assert segment.is_alive and not segment.takes_objects(successor.now)
+    assert successor.say(m.Report("a/ssd", 8, list(ssd.held.values()), True), "ssd").unwanted == []
+    assert segment.takes_objects(successor.now)
+
+
+def test_after_damage_everything_is_taken_in_that_is_not_known_to_be_gone(nodes: Nodes) -> None:
+    """Whatever record is missing: no object is lost by it, and the master is sound."""
+    ssd, _ = on_ssd(nodes, *"klmno")
+    nodes.say(m.Remove(["l"], force=True))
+    held = list(ssd.held.values())
+    for missing in range(len(nodes.records)):
+        records = [record for number, record in enumerate(nodes.records) if number != missing]
+        ssd.held = {one.object_id: one for one in held}
+        successor = restored(nodes, records, Doubt.ANY)
+        again = ssd_again(successor, ssd)
+        found = sorted(successor.master.objects.readable)
+        is_removal = isinstance(nodes.records[missing], ObjectGone)
+        assert [key for key in found if key != "l"] == ["k", "m", "n", "o"], nodes.records[missing]
+        assert is_removal or "l" not in found
+        assert {one.key for one in again.held.values()} == set(found)
+        assert not successor.master.catalog.is_doubted or "a" in successor.master.segments.mounted
+        successor.master.check()
+
+
+def test_where_the_records_have_something_else_the_node_is_right(nodes: Nodes) -> None:
+    """Old is where new lies: that it went, and that new came there, was in what is missing."""
+    ssd, ends = on_ssd(nodes, "old")
+    (old,) = ssd.held.values()
+    new = msgspec.structs.replace(old, key="new", object_id=old.object_id + 5)
+    successor = restored(nodes, nodes.records[: ends[0]], Doubt.PROMISES)
+    ssd.held = {new.object_id: new}
+    again = ssd_again(successor, ssd)
+    assert list(again.held) == [new.object_id]
+    (stored,) = [one for one in successor.master.objects.readable.values() if one.key == "new"]
+    assert [extent.offset for extent in stored.complete()] == [old.offset]
+    successor.master.check()
+
+
+def test_it_is_said_when_the_last_node_was_heard(nodes: Nodes) -> None:
+    ssd, _ = on_ssd(nodes, "k")
+    heard: list[str] = []
+
+    class Listening(Nodes):
+        def _take(self, effects: list[object]) -> None:
+            heard.extend(type(one).__name__ for one in effects if isinstance(one, Heard))
+            super()._take([one for one in effects if not isinstance(one, Heard)])
+
+    successor = Listening(DEMOTES)
+    successor.now = nodes.now + 1.0
+    successor.master.restore(nodes.records, successor.now, Doubt.ANY)
+    assert successor.master.catalog.is_doubted
+    ssd_again(successor, ssd)
+    assert not heard, "the memory of the node was there, too"
+    successor.wait(TTL_S + 1.0)
+    assert heard == ["Heard"] and not successor.master.catalog.is_doubted
 
 
 def test_a_node_puts_nothing_into_another_tenants_group(nodes: Nodes) -> None:

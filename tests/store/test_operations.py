@@ -402,6 +402,23 @@ def test_a_chunk_may_be_read_in_parts_to_different_places() -> None:
     assert good == [False]
 
 
+def test_a_lease_counts_from_the_question_however_late_the_answer_comes() -> None:
+    """The master counts from an instant between the two, so only the earlier one is safe."""
+    world = World()
+    world.put(b"value")
+
+    def late(message: msgspec.Struct) -> None:
+        world.voice.now += 2.0
+
+    world.after_ask = late
+    began = world.voice.now
+    grant = world.open_read("k0")
+    assert world.voice.now == began + 2.0 and grant.expires_at == began + SETTINGS.lease_s
+    began = world.voice.now
+    assert world.run(world.operations.renew([grant], world.deadline)) == [True]
+    assert grant.expires_at == began + SETTINGS.lease_s
+
+
 def test_renewing_moves_the_end_of_the_lease() -> None:
     world = World()
     world.put(b"value")

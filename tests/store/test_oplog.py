@@ -10,7 +10,7 @@ from mooncake.errors import InvalidArgument
 from mooncake.sim.files import SimDirectory
 from mooncake.store import logheader, oplog
 from mooncake.store.oplog import Oplog
-from mooncake.store.records import Doubt, ObjectGone, Record, encode
+from mooncake.store.records import Doubt, IdsGiven, LineBegan, ObjectGone, Record, encode
 
 
 def records(first: int, count: int) -> list[Record]:
@@ -173,7 +173,7 @@ def test_a_repair_keeps_the_file_and_takes_every_record_that_is_whole(
     assert (log.doubt, log.id != "") == (Doubt.ANY, True)
     assert (tmp_path / "log.damaged").read_bytes() == before
     (event,) = said(caplog, "oplog_damaged")
-    assert event["offset"] == at and event["num_bytes"] == 29
+    assert event["offset"] == at and event["num_bytes"] == 30
     log.append(records(200, 1))
     log.close()
     # It is as good as any other file now, but for what nodes have yet to say.
@@ -183,7 +183,7 @@ def test_a_repair_keeps_the_file_and_takes_every_record_that_is_whole(
     log.abandon()
     log, _ = opened(path)
     assert log.doubt is Doubt.ANY
-    log.is_whole()
+    log.is_whole(0)
     log.close()
     log, _ = opened(path)
     assert log.doubt is Doubt.NONE
@@ -265,7 +265,21 @@ def test_a_file_of_the_version_before_is_read_and_written_anew(tmp_path: Path) -
     log.append(records(5, 1))
     log.close()
     assert path.read_bytes().startswith(oplog.MAGIC)
-    assert opened(path)[1] == records(0, 6)
+    assert opened(path)[1] == [*records(0, 5), IdsGiven(4), *records(5, 1)]
+
+
+def test_a_copy_without_its_end_says_nothing_of_what_is_gone(tmp_path: Path) -> None:
+    """A log begins with a copy of all that its master knew: it is no reason to give up what it lacks."""
+    doubts: list[Doubt] = []
+    begins: list[list[Record]] = [[LineBegan(1), *records(0, 3)], [LineBegan(1), IdsGiven(7)]]
+    for number, begin in enumerate(begins):
+        log, _ = opened(tmp_path / f"{number}")
+        log.append(begin)
+        log.close()
+        log, _ = opened(tmp_path / f"{number}")
+        doubts.append(log.doubt)
+        log.close()
+    assert doubts == [Doubt.ANY, Doubt.NONE]
 
 
 def test_damage_in_a_file_of_the_version_before_is_no_torn_tail(tmp_path: Path) -> None:
@@ -274,7 +288,7 @@ def test_damage_in_a_file_of_the_version_before_is_no_torn_tail(tmp_path: Path) 
     for at in range(34, 34 + len(encode(records(0, 4)))):
         path.write_bytes(content)
         damaged(path, at)
-        with pytest.raises(InvalidArgument, match="damage of 25 bytes at offset"):
+        with pytest.raises(InvalidArgument, match="damage of 26 bytes at offset"):
             Oplog(path).read()
     log = Oplog(path, repairs=True)
     assert log.read() == [*records(0, 3), *records(4, 1)] and log.doubt is Doubt.ANY
@@ -392,7 +406,7 @@ def test_a_full_disk_lets_a_log_be_read_and_takes_it_on_when_there_is_room() -> 
 def test_a_link_and_a_file_that_others_may_write_are_refused(tmp_path: Path) -> None:
     (tmp_path / "target").write_bytes(b"")
     (tmp_path / "log").symlink_to(tmp_path / "target")
-    with pytest.raises(InvalidArgument, match="but a link"):
+    with pytest.raises(InvalidArgument, match="is a link"):
         Oplog(tmp_path / "log").read()
     (tmp_path / "target").chmod(0o666)
     with pytest.raises(InvalidArgument, match="only its owner may write"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,3 +44,28 @@ def test_a_damaged_record_ends_the_log(place: int, change: int) -> None:
     content[place % len(content)] ^= change
     records, num_bytes = decode(bytes(content))
     assert records == RECORDS[: len(records)] and num_bytes <= place % len(content)
+
+
+def test_masters_of_two_versions_read_each_others_records() -> None:
+    """Fields that came later are passed over by the older one, and are nothing where they are missing."""
+
+    class OldGone(msgspec.Struct, frozen=True, array_like=True, tag="object_gone"):
+        key: str
+        object_id: int
+
+    class OldMounted(msgspec.Struct, frozen=True, array_like=True, tag="segment_mounted"):
+        segment: str
+        epoch: int
+        host: str
+        address: int
+        size_bytes: int
+        descriptor: bytes
+
+    gone = ObjectGone("k", 0, 7)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(gone), type=OldGone) == OldGone("k", 0)
+    told = msgspec.msgpack.encode(OldGone("k", 5))
+    assert msgspec.msgpack.decode(told, type=Record) == ObjectGone("k", 5)
+    mounted = SegmentMounted("a", 1, "h", 0, 64, b"", wants_report=True)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(mounted), type=OldMounted).segment == "a"
+    older = msgspec.msgpack.encode(OldMounted("a", 1, "h", 0, 64, b""))
+    assert msgspec.msgpack.decode(older, type=Record) == SegmentMounted("a", 1, "h", 0, 64, b"")

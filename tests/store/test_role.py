@@ -12,7 +12,7 @@ from mooncake.store.catalog import Catalog
 from mooncake.store.effects import Keep, Received, Reply
 from mooncake.store.follow import Followed
 from mooncake.store.master import Master
-from mooncake.store.records import LineBegan, Record
+from mooncake.store.records import IdsGiven, LineBegan, Record
 from mooncake.store.role import MasterRole
 from tests.store.conftest import SETTINGS
 
@@ -101,4 +101,4 @@ def test_who_takes_over_without_having_everything_begins_with_nothing() -> None:
     assert other.master.segments.mounted
     other.lead(False, None, 1, 3.0)
     assert not other.master.segments.mounted and isinstance(other.master, Master)
-    assert [type(record) for record in own.records] == [LineBegan]
+    assert [type(record) for record in own.records] == [LineBegan, IdsGiven]

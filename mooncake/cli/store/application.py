@@ -54,6 +54,7 @@ def make_application() -> typer.Typer:
         ("unpin", unpin, "mooncake store unpin greeting"),
         ("drain", operating.drain, "mooncake store drain node-1 --to node-2"),
         ("verify", operating.verify, "mooncake store verify --prefix kv/"),
+        ("repair", operating.repair, "mooncake store repair /var/lib/mooncake/master.oplog"),
         ("top", operating.top, "mooncake store top"),
     ):
         application.command(name, epilog=f"Example: {example}")(command)

@@ -1,10 +1,11 @@
-"""What operators do with a store: drain a node, verify what is stored, watch it."""
+"""What operators do with a store: drain a node, verify what is stored, repair its files, watch it."""
 
 from __future__ import annotations
 
 import sys
 import time
 from itertools import islice
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -20,6 +21,7 @@ from mooncake.cli.store.application import DEFAULT, HERE, Json, Master, Tenant, 
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.store import Store
 from mooncake.store import messages as m
+from mooncake.store import repair as repairing
 
 VERIFIED_AT_A_TIME = 64
 ASK_EVERY_S = 0.2
@@ -109,6 +111,26 @@ def verify(
         print(f"{len(verdicts) - len(wrong) - len(missing)} good, {len(wrong)} wrong{gone}")
     if wrong or (keys and missing):
         raise SystemExit(1)
+
+
+def repair(
+    path: Annotated[Path, typer.Argument(help="An oplog of a master, or the directory of a node's SSD.")],
+    does_it: Annotated[bool, typer.Option("--yes", help="Do it; else it is only shown.")] = False,
+) -> None:
+    """Show what can be saved of a damaged oplog or index of an SSD, and, with `--yes`, save it.
+
+    The file as it was is kept beside it. Stop the master, or the node, first.
+    """
+    what = repairing.plan(path)
+    for line in what.lines():
+        print(line)
+    if not what.is_damaged:
+        return
+    if not does_it:
+        print(f"nothing was changed; `mooncake store repair {path} --yes` does this")
+        raise SystemExit(1)
+    repairing.repair(path)
+    print("repaired")
 
 
 def top(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import hmac
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
 
+from mooncake import web
 from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
+from mooncake.security.adminkey import AdminKey
+from mooncake.security.door import STANDING
 
 MAX_BODY_BYTES = 1 << 20
 
@@ -69,21 +71,23 @@ def good(reply: Any, not_found: str = "not_found") -> Any:
     return reply
 
 
-def check_key(http: Request, expected: str) -> None:
-    """Raises Refused when ``expected`` is set and not what the caller sent."""
-    given = http.headers.get("x-api-key", "")
-    if expected and not hmac.compare_digest(given.encode(), expected.encode()):
-        what = "is wrong" if given else "is missing"
-        raise Refused("access_denied", f"the header X-API-Key {what}; nothing was changed")
+def check_key(http: Request, key: AdminKey) -> None:
+    """Raises Refused for who may change nothing: 401 for a wrong key, 403 where none is set."""
+    refusal = key.refusal(http.headers, http.scope.get(STANDING))
+    if refusal is not None:
+        refused = Refused("access_denied", refusal.message)
+        refused.status = refusal.status
+        raise refused
 
 
 async def read_body(http: Request, shape: Any) -> Any:
     """The JSON body as ``shape``. Raises Refused, naming the field."""
-    body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise Refused("invalid_argument", f"the body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        body = await web.read_body(http, MAX_BODY_BYTES)
+    except web.BodyTooLarge as error:
+        raise Refused("invalid_argument", str(error)) from error
+    except web.BodiesTooMany as error:
+        raise Refused("unavailable", str(error)) from error
     try:
         return msgspec.json.decode(body, type=shape)
     except msgspec.MsgspecError as error:

@@ -11,15 +11,20 @@ from starlette.exceptions import HTTPException
 import mooncake
 from mooncake import metrics
 from mooncake.errors import StorageError
+from mooncake.security.adminkey import AdminKey
 from mooncake.store import messages as m
 from mooncake.store.admin import changing, exported, looking
 from mooncake.store.admin.answers import Refused, check_key, json
 from mooncake.store.admin.desk import Desk
 
+OPEN_PATHS = ("/health", "/ready", "/version")
+"""What is answered to everybody, also where the cluster has a credential."""
+
 
 def make_app(desk: Desk) -> FastAPI:
     """The HTTP side of ``desk`` as an ASGI application."""
     app = FastAPI(title="Mooncake master", version=mooncake.__version__, docs_url=None, redoc_url=None)
+    key = AdminKey(desk.settings.admin_api_key)
 
     @app.exception_handler(Refused)
     async def _refused(_: Request, error: Refused) -> Response:
@@ -80,8 +85,8 @@ def make_app(desk: Desk) -> FastAPI:
 
     @app.get("/status")
     async def status(http: Request) -> Response:
-        """Segments, counts, and who reported wrong bytes. With a key, if there is one: it names machines."""
-        check_key(http, desk.settings.admin_api_key)
+        """Segments, counts, and who reported wrong bytes. With the admin key: it names machines."""
+        check_key(http, key)
         return json(msgspec.structs.asdict(exported.status_here(desk)))
 
     @app.get("/metrics")

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from msgspec import Meta
 
+from mooncake.security.adminkey import AdminKey
 from mooncake.store import messages as m
 from mooncake.store import tenantfile
 from mooncake.store.admin.answers import Refused, check_key, good, json, read_body
@@ -36,7 +37,7 @@ class QuotaRequest(msgspec.Struct):
 
 def router(desk: Desk) -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
-    key = desk.settings.admin_api_key
+    key = AdminKey(desk.settings.admin_api_key)
 
     @routes.post("/drain_jobs")
     async def drain(http: Request) -> Response:

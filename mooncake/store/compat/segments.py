@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -162,19 +163,26 @@ def _release(segment: Segment) -> None:
 
 
 def _map(session: Session, path: str, size: int, offset: int) -> Region:
-    """Part of a file as memory, which other processes may have mapped, too."""
+    """Part of a file as memory, which other processes may have mapped, too.
+
+    Whoever reads and writes the pool reads and writes it: neither a link nor somebody else's file is taken.
+    """
     if size < MIN_SEGMENT_BYTES or offset < 0 or offset % mmap.ALLOCATIONGRANULARITY:
         raise InvalidArgument(
             "size and offset", (size, offset), f"{MIN_SEGMENT_BYTES} or more, and a multiple of a page"
         )
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # Not blocking: a pipe would wait for its other end.
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except PermissionError as error:
         raise AccessDenied(f"mount {path!r}: {error.strerror}") from error
     except OSError as error:
         raise InvalidArgument("path", path, f"a file that can be opened ({error.strerror})") from error
     try:
-        room = os.fstat(file).st_size
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise AccessDenied(f"mount {path!r}: only a plain file of this process's user can be lent")
+        room = found.st_size
         if offset + size > room:
             raise InvalidArgument("size", size, f"at most {room - offset}, what {path} has from {offset} on")
         mapped = mmap.mmap(file, size, offset=offset)

@@ -18,7 +18,7 @@ from typing import Annotated
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from mooncake import clock
+from mooncake import clock, web
 from mooncake.config import Port
 from mooncake.errors import Refusal
 from mooncake.log import get_logger
@@ -225,12 +225,13 @@ def make_app(entries: Entries | None = None, identity: Identity | None = None) -
             if not removed:
                 return PlainTextResponse("metadata not found", 404)
             return PlainTextResponse("metadata deleted")
-        received = bytearray()
-        async for part in request.stream():
-            received += part
-            if len(received) > MAX_VALUE_BYTES:
-                return PlainTextResponse(f"metadata is larger than {MAX_VALUE_BYTES} bytes", 413)
-        refusal = entries.put(key, bytes(received), ttl_s, now, owner, rules_all)
+        try:
+            received = await web.read_body(request, MAX_VALUE_BYTES)
+        except web.BodyTooLarge:
+            return PlainTextResponse(f"metadata is larger than {MAX_VALUE_BYTES} bytes", 413)
+        except web.BodiesTooMany as error:
+            return PlainTextResponse(str(error), 503)
+        refusal = entries.put(key, received, ttl_s, now, owner, rules_all)
         if refusal is not None:
             return PlainTextResponse(str(refusal), 403 if refusal.code == "not_owner" else 507)
         return PlainTextResponse("metadata updated")

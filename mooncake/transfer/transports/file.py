@@ -133,7 +133,8 @@ def open_file(
     depth: int,
 ) -> Region:
     """See ``TransferEngine.open_file``."""
-    name = os.fspath(path)
+    # Links are the caller's choice here, and followed now; the native core follows none that comes later.
+    name = os.path.realpath(path)
     if size_bytes is not None and size_bytes <= 0:
         raise InvalidArgument("size_bytes", size_bytes, "more than 0, or None for the size that it has")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from tests.contract.metadata_servers import MetadataServer
 
 pytestmark = pytest.mark.processes
 PATIENCE_S = 30.0
+KEY = {"X-API-Key": "a key of this test"}
 
 
 class Program:
@@ -29,7 +31,10 @@ class Program:
         command = [sys.executable, "-c", f"from {main.__module__} import main; main()"]
         ports = ["--rpc_port=0", "--port=0", "--metrics_port=0", "--rpc_address=127.0.0.1"]
         self.process = subprocess.Popen(
-            [*command, *ports, "--metrics_host=127.0.0.1", *flags], stderr=subprocess.PIPE, text=True
+            [*command, *ports, "--metrics_host=127.0.0.1", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "ADMIN_API_KEY": KEY["X-API-Key"]},
         )
         assert self.process.stderr is not None
         self.url = self.address = ""
@@ -43,7 +48,7 @@ class Program:
     def ask(self, path: str, method: str = "GET") -> tuple[int, Any]:
         try:
             with urllib.request.urlopen(
-                urllib.request.Request(self.url + path, method=method), timeout=10
+                urllib.request.Request(self.url + path, method=method, headers=KEY), timeout=10
             ) as answer:
                 text = answer.read().decode()
                 return answer.status, json.loads(text) if text.startswith("{") else text

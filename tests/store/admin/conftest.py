@@ -25,6 +25,8 @@ class House:
         self.server, self.url, self.http, self.rpc = server, url, http, rpc
 
     async def ask(self, path: str, method: str = "GET", **more: Any) -> tuple[int, Any]:
+        """With the key, unless headers are given."""
+        more = {"headers": {"X-API-Key": KEY}, **more}
         async with self.http.request(method, self.url + path, **more) as response:
             if response.content_type == "application/json":
                 return response.status, await response.json()
@@ -57,11 +59,12 @@ async def opened(settings: MasterSettings) -> AsyncIterator[House]:
 
 @pytest.fixture
 async def house() -> AsyncIterator[House]:
-    async for one in opened(MasterSettings(port=0)):
+    async for one in opened(MasterSettings(port=0, admin_api_key=KEY)):
         yield one
 
 
 @pytest.fixture
-async def locked() -> AsyncIterator[House]:
-    async for one in opened(MasterSettings(port=0, admin_api_key=KEY)):
+async def keyless() -> AsyncIterator[House]:
+    """A master without a key."""
+    async for one in opened(MasterSettings(port=0)):
         yield one

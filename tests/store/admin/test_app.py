@@ -109,12 +109,22 @@ CHANGES = [
 @pytest.mark.parametrize(("method", "path", "body"), CHANGES)
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}])
 async def test_changes_need_the_key(
-    locked: House, method: str, path: str, body: str, headers: dict[str, str]
+    house: House, method: str, path: str, body: str, headers: dict[str, str]
 ) -> None:
-    status, answer = await locked.ask(path, method, data=body, headers=headers)
+    status, answer = await house.ask(path, method, data=body, headers=headers)
     assert status == 401 and "X-API-Key" in answer["error"]
-    assert (await locked.ask(path, method, data=body, headers={"X-API-Key": KEY}))[0] != 401
-    assert (await locked.ask("/get_all_keys"))[0] == 200
+    assert (await house.ask(path, method, data=body, headers={"X-API-Key": KEY}))[0] != 401
+    assert (await house.ask("/get_all_keys", headers={}))[0] == 200
+
+
+@pytest.mark.parametrize(("method", "path", "body"), CHANGES)
+@pytest.mark.parametrize("headers", [{}, {"X-API-Key": ""}, {"X-API-Key": KEY}])
+async def test_without_a_key_set_nobody_changes_anything(
+    keyless: House, method: str, path: str, body: str, headers: dict[str, str]
+) -> None:
+    status, answer = await keyless.ask(path, method, data=body, headers=headers)
+    assert status == 403 and "ADMIN_API_KEY" in answer["error"]
+    assert (await keyless.ask("/get_all_keys", headers={}))[0] == 200
 
 
 async def test_kv_events_are_off_unless_asked_for(house: House) -> None:
@@ -204,16 +214,16 @@ async def test_a_drain_that_has_work_is_cancelled(house: House) -> None:
     assert told["status"] == "CANCELED"
 
 
-async def test_the_status_and_the_metrics_name_who_reported_wrong_bytes(locked: House) -> None:
-    await locked.mount()
-    await locked.put("k")
-    object_id = locked.server.master.objects.readable["k"].object_id
-    await locked.rpc.call(m.Corrupt(["k"], [object_id], reporter='bad "one"'), 5)
-    assert (await locked.ask("/status"))[0] == 401, "it names machines"
-    code, status = await locked.ask("/status", headers={"X-API-Key": KEY})
+async def test_the_status_and_the_metrics_name_who_reported_wrong_bytes(house: House) -> None:
+    await house.mount()
+    await house.put("k")
+    object_id = house.server.master.objects.readable["k"].object_id
+    await house.rpc.call(m.Corrupt(["k"], [object_id], reporter='bad "one"'), 5)
+    assert (await house.ask("/status"))[0] == 401, "it names machines"
+    code, status = await house.ask("/status", headers={"X-API-Key": KEY})
     assert code == 200 and status["counts"]["corrupt_reports"] == 1 and status["num_objects"] == 1
     (reporter,) = status["reporters"]
     assert (reporter["reporter"], reporter["num_reports"], reporter["num_refuted"]) == ('bad "one"', 1, 0)
-    _, text = await locked.ask("/metrics")
+    _, text = await house.ask("/metrics")
     assert 'mooncake_store_reporters{outcome="all",reporter="bad \\"one\\""} 1.0' in text
     assert "mooncake_store_corrupt_reports_total 1.0" in text

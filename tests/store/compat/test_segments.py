@@ -34,6 +34,29 @@ def test_memory_comes_and_goes() -> None:
     master.close()
 
 
+def test_neither_a_link_nor_a_pipe_is_lent(tmp_path: Path) -> None:
+    master = RunningMaster()
+    file = tmp_path / "private"
+    file.write_bytes(bytes(MIB))
+    (tmp_path / "link").symlink_to(file)
+    os.mkfifo(tmp_path / "pipe")
+    with a_store(master, segment_bytes=0) as store:
+        for name in ("link", "pipe"):
+            assert store.mount_segment(str(tmp_path / name), MIB)["ret"] == -1
+    master.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of somebody else")
+def test_a_file_of_somebody_else_is_not_lent(tmp_path: Path) -> None:
+    master = RunningMaster()
+    file = tmp_path / "theirs"
+    file.write_bytes(bytes(MIB))
+    os.chown(file, 12345, 12345)
+    with a_store(master, segment_bytes=0) as store:
+        assert store.mount_segment(str(file), MIB)["ret"] == -1
+    master.close()
+
+
 def test_a_file_becomes_a_segment(tmp_path: Path) -> None:
     master = RunningMaster()
     file = tmp_path / "segment"

@@ -1,0 +1,31 @@
+"""How this process asks another HTTP server of its cluster: over TLS, signed, both, or plainly.
+
+Owns nothing but the joint of an identity with a URL and headers; the HTTP client is somebody else's.
+"""
+
+from __future__ import annotations
+
+import ssl
+
+from mooncake.security.identity import Identity, ours
+
+
+class Caller:
+    """Asks as ``identity`` says (by default this process's).
+
+    Args:
+        is_plain: without TLS whatever the identity says, for engines of others, which have none of ours.
+    """
+
+    def __init__(self, identity: Identity | None = None, is_plain: bool = False) -> None:
+        identity = identity or ours()
+        self._signer = identity.signer()
+        self.tls: ssl.SSLContext | None = None if is_plain else identity.client_tls
+
+    def url(self, address: str, path: str) -> str:
+        """``address``: ``host:port``."""
+        return f"{'https' if self.tls is not None else 'http'}://{address}{path}"
+
+    def headers(self, method: str, path: str, body: bytes = b"") -> dict[str, str]:
+        """What to send besides; ``path`` with its query, as it is sent."""
+        return {} if self._signer is None else self._signer.headers(method, path, body)

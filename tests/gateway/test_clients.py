@@ -1,0 +1,241 @@
+"""Clients by their keys: who they are, what they may ask for, and a file that keeps its secrets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from mooncake import metrics
+from mooncake.errors import InvalidArgument
+from mooncake.gateway.clients import Bucket, ClientEntry, Clients, read_clients
+from mooncake.gateway.gateway import GatewaySettings
+from mooncake.inference.openai import ApiError
+from mooncake.inference.tokenizer import Tokenizer
+from tests.gateway.conftest import ADMIN_KEY, House, running
+from tests.gateway.engines import fronting
+
+ANNA, BORIS, CLARA = "sk-anna-0123456789", "sk-boris-0123456789", "sk-clara-0123456789"
+PROMPT = list(range(20, 32))
+TEXT = "/v1/completions"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def written(folder: Path, rows: Any, suffix: str = ".json", mode: int = 0o600) -> Path:
+    file = folder / f"keys{suffix}"
+    file.write_text(rows if isinstance(rows, str) else json.dumps({"keys": rows}))
+    file.chmod(mode)
+    return file
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    rows = [
+        {"name": "anna", "key": ANNA, "tenant": "a"},
+        {"name": "boris", "sha256": hashlib.sha256(BORIS.encode()).hexdigest(), "max_in_flight": 2},
+        {"name": "clara", "key": CLARA, "tenant": "a", "requests_per_minute": 2},
+    ]
+    return written(tmp_path, rows)
+
+
+@pytest.fixture
+async def house(tokenizer: Tokenizer, keys: Path) -> AsyncIterator[House]:
+    async with running(tokenizer, api_keys_file=str(keys)) as house:
+        yield house
+
+
+# --- the file
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [
+        (".toml", f'[[keys]]\nname = "n"\nkey = "{ANNA}"\n'),
+        (".yaml", f"keys:\n- name: n\n  key: {ANNA}\n"),
+        (".json", json.dumps({"keys": [{"name": "n", "key": ANNA}]})),
+    ],
+)
+def test_a_file_may_be_written_in_three_ways(tmp_path: Path, suffix: str, text: str) -> None:
+    [entry] = read_clients(written(tmp_path, text, suffix))
+    assert (entry.name, entry.tenant_name, len(entry.cache_salt)) == ("n", "n", 64)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
+def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(InvalidArgument, match="chmod 600"):
+        read_clients(written(tmp_path, [{"name": "n", "key": ANNA}], mode=mode))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"name": "n"}],
+        [{"name": "n", "key": ANNA, "sha256": "0" * 64}],
+        [{"name": "n", "key": "short"}],
+        [{"name": "n", "sha256": ANNA}],
+        [{"name": "has space", "key": ANNA}],
+        [{"name": "n", "key": ANNA, "max_inflight": 3}],
+        [{"name": "n", "key": ANNA, "max_in_flight": -1}],
+        [{"name": "n", "key": ANNA}, {"name": "n", "key": BORIS}],
+        [{"name": "n", "key": ANNA}, {"name": "m", "key": ANNA}],
+        f'{{"keys": [{{"name": "n", "key": "{ANNA}"',
+        "[]",
+    ],
+)
+def test_a_wrong_file_is_refused_and_no_key_is_told(tmp_path: Path, rows: Any) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        read_clients(written(tmp_path, rows))
+    assert ANNA not in str(refused.value) and "api_keys_file" in str(refused.value)
+
+
+# --- quotas
+
+
+def test_a_bucket_fills_again() -> None:
+    bucket = Bucket(60.0, 0.0)
+    assert bucket.wait_s(1.0, 0.0) == 0.0
+    bucket.charge(60.0, 0.0)
+    assert bucket.wait_s(1.0, 0.0) == pytest.approx(1.0)
+    assert bucket.wait_s(1.0, 0.5) == pytest.approx(0.5)
+    bucket.charge(100.0, 0.5)
+    assert bucket.wait_s(1.0, 0.5) == pytest.approx(100.5), "what was used beyond it is paid back"
+    assert bucket.wait_s(1000.0, 10_000.0) == 0.0, "a full one has all there can be"
+
+
+def test_each_quota_says_when_to_come_back() -> None:
+    rows = [ClientEntry("n", ANNA, max_in_flight=2, requests_per_minute=3, tokens_per_minute=600)]
+    clients = Clients(rows, 0.0)
+    client = clients.of({"authorization": f"bearer {ANNA}"})
+    client.enter(2, 0.0)
+    for num_answers, status, code in ((3, 400, "invalid_value"), (1, 429, "quota_in_flight")):
+        with pytest.raises(ApiError) as refused:
+            client.enter(num_answers, 0.0)
+        assert (refused.value.status, refused.value.detail.code) == (status, code)
+    client.leave(2)
+    client.used(500, 700, 0.0)
+    with pytest.raises(ApiError) as refused:
+        client.enter(1, 0.0)
+    assert refused.value.detail.code == "quota_tokens"
+    assert refused.value.retry_after_s == pytest.approx(60.1), "600 too many at 10 a second, and one"
+    for _ in range(2):
+        client.enter(1, 100.0)
+        client.leave(1)
+    client.enter(1, 100.0)
+    client.leave(1)
+    with pytest.raises(ApiError) as refused:
+        client.enter(1, 100.0)
+    assert refused.value.detail.code == "quota_requests"
+    assert refused.value.retry_after_s == pytest.approx(20.0)
+
+
+def test_a_new_file_keeps_who_is_under_way() -> None:
+    clients = Clients([ClientEntry("n", ANNA, max_in_flight=2)], 0.0)
+    client = clients.of(bearer_lower(ANNA))
+    client.enter(1, 0.0)
+    clients.replace([ClientEntry("n", BORIS, max_in_flight=2, tenant="t")], 1.0)
+    with pytest.raises(ApiError):
+        clients.of(bearer_lower(ANNA))
+    assert clients.of(bearer_lower(BORIS)) is client and client.entry.tenant == "t"
+    assert client.num_in_flight == 1
+
+
+def bearer_lower(key: str) -> dict[str, str]:
+    return {name.lower(): value for name, value in bearer(key).items()}
+
+
+# --- through the gateway
+
+
+@pytest.mark.parametrize("headers", [{}, bearer("sk-nobody-0123456789"), {"Authorization": f"Basic {ANNA}"}])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", TEXT, "/v1/chat/completions"])
+async def test_without_a_key_there_is_nothing(house: House, path: str, headers: dict[str, str]) -> None:
+    method = "POST" if "completions" in path else "GET"
+    async with house.session.request(method, house.url + path, data=b"{", headers=headers) as response:
+        answer = await response.json()
+    assert response.status == 401
+    assert (answer["error"]["type"], answer["error"]["code"]) == ("authentication_error", "invalid_api_key")
+    for open_path in ("/health", "/ready", "/version"):
+        assert (await house.get(open_path, {}))[0] == 200
+
+
+async def test_the_official_client_is_known_by_its_key(house: House) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key=ANNA, max_retries=0) as client:
+        answer = await client.completions.create(model="tiny", prompt="w20 w21", max_tokens=2)
+        assert answer.usage is not None and answer.usage.completion_tokens == 2
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="sk-wrong-key-wrong").models.list()
+    page = metrics.page().decode()
+    assert 'mooncake_gateway_client_tokens_total{client="anna",kind="output"}' in page
+    assert ANNA not in page and BORIS not in page
+
+
+async def test_the_salt_comes_from_the_key_whatever_a_client_says(house: House) -> None:
+    for key in (ANNA, BORIS, CLARA):
+        body = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": "of another tenant"}
+        status, _, _ = await house.post(TEXT, body, bearer(key))
+        assert status == 200
+    salts = [call["cache_salt"] for call in house.prefill[0].calls]
+    assert salts[0] == salts[2] != salts[1], "anna and clara are one tenant"
+    assert "of another tenant" not in salts
+
+
+async def test_engines_of_others_get_the_salt_and_not_the_key(keys: Path) -> None:
+    async with fronting(api_keys_file=str(keys), engine_api_key="the engines' own") as front:
+        body = {"prompt": "w20 w21 w22 w23 w24", "max_tokens": 2, "cache_salt": "x"}
+        status, _, _ = await front.post(TEXT, body, bearer(ANNA))
+        assert status == 200
+        for one in front.engines:
+            assert [call["cache_salt"] for call in one.calls] == [read_clients(keys)[0].cache_salt]
+            assert one.headers[0]["authorization"] == "Bearer the engines' own"
+
+
+async def test_quotas_are_refused_with_a_pause(house: House) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    for number in range(3):
+        status, answer, headers = await house.post(TEXT, body, bearer(CLARA))
+        assert status == (200 if number < 2 else 429)
+    assert answer["error"]["code"] == "quota_requests" and int(headers["retry-after"]) >= 1
+    assert (await house.post(TEXT, body, bearer(ANNA)))[0] == 200, "each has its own"
+    status, answer, _ = await house.post(TEXT, {**body, "n": 3}, bearer(BORIS))
+    assert (status, answer["error"]["param"]) == (400, "n")
+    assert house.gateway.gate.num_in_flight == 0
+
+
+async def test_an_explanation_is_for_whose_request_it_was(house: House) -> None:
+    _, answer, headers = await house.post(TEXT, {"prompt": PROMPT, "max_tokens": 1}, bearer(ANNA))
+    for name in (answer["id"], headers["x-request-id"]):
+        path = f"/v1/requests/{name}/explain"
+        assert (await house.get(path, bearer(ANNA)))[0] == 200
+        assert (await house.get(path, bearer(BORIS)))[0] == 404, "as if it did not exist"
+        assert (await house.get(path, {}))[0] == 401
+        assert (await house.get(path, {"X-API-Key": ADMIN_KEY}))[0] == 200
+
+
+async def test_a_changed_file_counts_at_once_and_a_broken_one_not(house: House, keys: Path) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    written(keys.parent, [{"name": "dora", "key": "sk-dora-0123456789"}])
+    house.gateway.reload_clients(is_asked=False)
+    assert (await house.post(TEXT, body, bearer(ANNA)))[0] == 401
+    assert (await house.post(TEXT, body, bearer("sk-dora-0123456789")))[0] == 200
+    written(keys.parent, "{")
+    house.gateway.reload_clients()
+    os.remove(keys)
+    house.gateway.reload_clients(is_asked=False)
+    assert (await house.post(TEXT, body, bearer("sk-dora-0123456789")))[0] == 200
+
+
+def test_https_needs_both_files() -> None:
+    with pytest.raises(InvalidArgument, match="https_key"):
+        GatewaySettings(https_cert="x")
+    with pytest.raises(InvalidArgument, match="https_cert"):
+        GatewaySettings(https_key="x")

@@ -1,0 +1,18 @@
+"""What came of a run: how many things were damaged, what was seen then, and what should not have been."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+
+@dataclasses.dataclass
+class Outcome:
+    num_flips: int = 0
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    """How the reads after a flip ended: ``miss``, ``right``, ``error``."""
+    wrong: list[str] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        ended = ", ".join(f"{number} {what}" for what, number in sorted(self.counts.items()))
+        return f"{self.num_flips} flips; reads after them: {ended}; {len(self.wrong)} wrong"
