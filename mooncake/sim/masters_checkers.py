@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mooncake.sim.checkers import Checkers
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 State: TypeAlias = dict[str, Any]
 """By a name for people: what a master knows that its successor must know."""
+
+Space: TypeAlias = dict[tuple[str, int], tuple[StoredObject, float]]
+"""(segment, offset) -> who has it, and until when it rests."""
 
 MAX_STATES = 2000
 
@@ -91,6 +95,10 @@ class MastersCheckers(Checkers):
         self._readable = {}
         self.ledger.index_lost()
 
+    def forget_promises(self) -> None:
+        """Records of space that was promised went with the end of a log, which nobody else has."""
+        self._promises = []
+
     def _find_ghosts(self, before: Master) -> None:
         """What is in the journals of nodes and went before they had heard so: the nodes bring it back."""
         for node in self._cluster.nodes.values():
@@ -109,7 +117,7 @@ class Replication:
         self._leader: MasterHost | None = None
         self._states: dict[int, State] = {}
         """Of the leader's term, by number; none before the last one on which an answer was given."""
-        self._spaces: dict[int, dict[tuple[str, int], StoredObject]] = {}
+        self._spaces: dict[int, Space] = {}
         self._possible: list[State] = [{}]
         """With any of these the next leader is complete."""
         self._rested: dict[tuple[str, int], float] = {}
@@ -189,42 +197,40 @@ class Replication:
             raise Violation(f"two masters act: {[host.name for host in acting]}")
 
 
-def _space(host: MasterHost) -> dict[tuple[str, int], StoredObject]:
-    """What is taken, of all segments: (segment, offset) -> who has it."""
+def _space(host: MasterHost) -> Space:
+    """What is taken, of all segments."""
     return {
-        (segment.name, offset): stored
+        (segment.name, offset): (stored, _rests_until(stored, segment.name, offset))
         for segment in host.master.segments.mounted.values()
         for offset, stored in segment.holders.items()
     }
 
 
+def _rests_until(stored: StoredObject, name: str, offset: int) -> float:
+    """Infinite where it does not only rest."""
+    return next(
+        (one.release_at for one in stored.resting if (one.segment.name, one.offset) == (name, offset)),
+        math.inf,
+    )
+
+
 def _not_held(
-    master: Master,
-    leader: MasterHost,
-    then: dict[tuple[str, int], StoredObject],
-    rested: dict[tuple[str, int], float],
+    master: Master, leader: MasterHost, then: Space, rested: dict[tuple[str, int], float]
 ) -> str | None:
-    """A place that the leader held then and holds still, and this master does not."""
+    """A place that the leader held then, for longer than until now, and holds still; this master does not.
+
+    What rested as the term began does so for promises of predecessors: how long they last is a guess.
+    """
     now = leader.process.now
-    for (name, offset), stored in then.items():
+    for (name, offset), (stored, until) in then.items():
         segment = leader.master.segments.mounted.get(name)
         own = master.segments.mounted.get(name)
         if segment is None or own is None or segment.holders.get(offset) is not stored:
             continue
-        if offset in own.allocator.allocations or _is_over(stored, name, offset, now, rested):
+        if offset in own.allocator.allocations or until <= now or until == rested.get((name, offset)):
+            continue
+        if _rests_until(stored, name, offset) <= now:
             continue
         if not any(start <= offset < start + taken for start, taken in own.allocator.allocations.items()):
             return f"{offset} of {name} ({stored})"
     return None
-
-
-def _is_over(
-    stored: StoredObject, name: str, offset: int, now: float, rested: dict[tuple[str, int], float]
-) -> bool:
-    """It only rests, and no more, or for a promise that is not the leader's own."""
-    return any(
-        extent.offset == offset
-        and extent.segment.name == name
-        and (extent.release_at <= now or extent.release_at == rested.get((name, offset)))
-        for extent in stored.resting
-    )

@@ -114,6 +114,8 @@ class MasterHost:
         self.process.then(lambda: self._perform_election_now(effect))
 
     def _perform_election_now(self, effect: el.Effect) -> None:
+        if not self.process.is_alive:
+            return
         if isinstance(effect, el.Look | el.Swap):
             self.world.ballot.ask(self, effect, self._post_election)
         elif isinstance(effect, el.Lead):
@@ -139,7 +141,10 @@ class MasterHost:
                 effect.is_complete, self.election, world.kernel.random.getrandbits(40), self.process.now
             )
         except Unavailable:
-            self._exit()
+            # Nothing of what a leader does follows, not even a renewal that says it has begun.
+            world.tell(f"{self.name} can't write its log, and does not begin")
+            world.counts["failed logs"] += 1
+            self._end()
             return
         world.led(self, effect.is_complete)
         self._numbers = {}

@@ -177,6 +177,7 @@ class MastersWorld(Cluster):
         if has_forgotten:
             self.tell(f"{host.name} may have forgotten the end of its log, and nobody else was listed")
             self.replication.forgot()
+            self.checkers.forget_promises()
         before = self._last.master if self._last is not None and self._last is not host else None
         self.replication.led(host, is_complete)
         self._last = host
