@@ -13,6 +13,8 @@ import pytest
 from mooncake.cli.ports import free_ports
 from mooncake.cli.processes import HttpCheck, Plan, Processes, is_serving, last_lines
 from mooncake.cli.supervise import RoleSpec, State
+from mooncake.security import Identity
+from mooncake.security.caller import Caller
 
 pytestmark = pytest.mark.processes
 
@@ -29,6 +31,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in sys.argv else lamb
 server.serve_forever()
 """
 READY = HttpCheck("/ready")
+PLAIN = Caller(Identity())
 REFUSER = "import sys; print('error: port is 70000; allowed: less', file=sys.stderr); sys.exit(2)"
 
 
@@ -81,10 +84,10 @@ async def test_start_ready_restart_after_sigkill_and_stop(tmp_path: Path) -> Non
     world = World(tmp_path, server("a"), server("b", after=("a",)))
     await world.until(lambda: world.num_all_ready == 1)
     port = world.processes.plans["b"].port
-    assert await is_serving("127.0.0.1", port, HttpCheck("/ready"))
-    assert await is_serving("127.0.0.1", 1, HttpCheck("/ready", "\nmounted 1", port))
-    assert not await is_serving("127.0.0.1", port, HttpCheck("/ready", "\nmounted 2"))
-    assert not await is_serving("127.0.0.1", port, HttpCheck("/nowhere"))
+    assert await is_serving("127.0.0.1", port, HttpCheck("/ready"), PLAIN)
+    assert await is_serving("127.0.0.1", 1, HttpCheck("/ready", "\nmounted 1", port), PLAIN)
+    assert not await is_serving("127.0.0.1", port, HttpCheck("/ready", "\nmounted 2"), PLAIN)
+    assert not await is_serving("127.0.0.1", port, HttpCheck("/nowhere"), PLAIN)
     first = world.processes.pid("a")
     assert first is not None
     assert os.getpgid(first) == first, "Ctrl-C in the terminal would reach the role"
@@ -145,7 +148,7 @@ async def test_a_program_that_is_not_there_is_a_death(tmp_path: Path) -> None:
 
 async def test_nobody_serves_on_a_free_port() -> None:
     [port] = free_ports("127.0.0.1", 1, Random())
-    assert not await is_serving("127.0.0.1", port, None)
+    assert not await is_serving("127.0.0.1", port, None, PLAIN)
 
 
 def test_last_lines_of_a_log(tmp_path: Path) -> None:
