@@ -7,9 +7,9 @@ cluster computing the same number of tokens cold. What it can't show: a network 
 host, blocks move through shared memory) and a GPU (prefill on a CPU is slow, which flatters any cache).
 
 With ``--tls`` or ``--cluster-key`` it measures what that costs instead, both if both are said: a cluster with
-the credential and one without run side by side, with two prefill workers and one decode worker each, and answer
-the same prompts in turns, so that what else the machine does meets both. "more" is the median, over the
-prompts, of one time divided by the other, and between which the middle half of these lies.
+the credential and one without run side by side, with two prefill workers and one decode worker each, and
+answer the same prompts in turns, so that what else the machine does meets both. "more" is the median, over
+the prompts, of one time divided by the other; "middle half" is between which quartiles these quotients lie.
 """
 
 from __future__ import annotations
@@ -94,8 +94,10 @@ def compare(result: Result, arguments: argparse.Namespace, rounds: int, lengths:
         for name, identity in found.items():
             with contextlib.ExitStack() as stack:
                 flags = ("--scheduling", "round_robin", *SMALL)
-                plain = stack.enter_context(running_cluster(*flags))
-                closed = stack.enter_context(running_cluster(*flags, identity=identity))
+                # A newcomer would get less than its turn, and a warm prompt land where it was computed.
+                at_once = {f"MOONCAKE_{role}_SLOW_START_S": "0" for role in ("GATEWAY", "CONDUCTOR")}
+                plain = stack.enter_context(running_cluster(*flags, environment=at_once))
+                closed = stack.enter_context(running_cluster(*flags, environment=at_once, identity=identity))
                 for _ in range(2):
                     for cluster in (plain, closed):
                         measure(cluster, random_prompt(64, random))

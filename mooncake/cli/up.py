@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mooncake.cli import board
 from mooncake.cli.board import Board, Credentials
-from mooncake.cli.plan import INSIDE, UpSettings, plan_cluster, public_side
+from mooncake.cli.plan import INSIDE, UpSettings, plan_cluster
 from mooncake.cli.ports import check_free
 from mooncake.cli.processes import Processes
 from mooncake.cli.roles import Given
@@ -68,9 +68,10 @@ async def _run(settings: UpSettings, given: Given, model_folder: str, log_folder
     admin_key = settings.admin_api_key or secrets.token_urlsafe(18)
     plans = plan_cluster(settings, given, model_folder, admin_key, log_folder)
     master, gateway = plans["master"], plans["gateway"]
-    public = public_side(given)
-    url = f"{public.scheme}://{gateway.address}"
-    credentials = Credentials(ours().settings, shows_certificate=public == "mutual")
+    assert gateway.ready is not None
+    over = gateway.ready.over
+    url = f"{'http' if over == 'http' else 'https'}://{gateway.address}"
+    credentials = Credentials(ours().settings, shows_certificate=over == "member")
     is_ready = False
 
     with Board() as screen:

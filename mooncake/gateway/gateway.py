@@ -49,10 +49,6 @@ class Public(StrEnum):
     MUTUAL = "mutual"
     "HTTPS, and clients show a certificate of the cluster's authority."
 
-    @property
-    def scheme(self) -> str:
-        return "http" if self is Public.HTTP else "https"
-
 
 _BY_CACHE = ("overlap", "kvcache_centric", "cache_aware")
 

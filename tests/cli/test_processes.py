@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,11 +11,14 @@ from random import Random
 
 import pytest
 
+from mooncake.cli.certs import CertsSettings, make, make_cluster_key
 from mooncake.cli.ports import free_ports
 from mooncake.cli.processes import HttpCheck, Plan, Processes, is_serving, last_lines
 from mooncake.cli.supervise import RoleSpec, State
-from mooncake.security import Identity
+from mooncake.security import HttpDoor, Identity, SecuritySettings
 from mooncake.security.caller import Caller
+from mooncake.security.door import Receive, Scope, Send
+from mooncake.web import WebServer, listen
 
 pytestmark = pytest.mark.processes
 
@@ -162,3 +166,54 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
     with log.open("ab") as more:
         more.write(b"a new life\n")
     assert last_lines(log, start) == ["a new life"]
+
+
+async def test_roles_with_a_credential_are_asked_as_members_ask(tmp_path: Path) -> None:
+    make(CertsSettings(folder=tmp_path))
+    make_cluster_key(tmp_path / "cluster.key")
+    files = [str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem")]
+    key = str(tmp_path / "cluster.key")
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"mounted 1"})
+
+    ways = {
+        "tls": SecuritySettings(*files),
+        "key": SecuritySettings(cluster_key_file=key),
+        "both": SecuritySettings(*files, cluster_key_file=key),
+    }
+    check = HttpCheck("/ready", "mounted 1")
+    for way, settings in ways.items():
+        identity = Identity(settings)
+        server = WebServer(HttpDoor(answer, identity), listen("127.0.0.1", 0), tls=identity.server_tls)
+        await server.start()
+        try:
+            assert await is_serving("127.0.0.1", server.port, check, Caller(identity)), way
+            assert await is_serving("127.0.0.1", server.port, None, Caller(identity)), way
+            assert not await is_serving("127.0.0.1", server.port, check, PLAIN), way
+            public = HttpCheck("/ready", "mounted 1", over="https")
+            assert not await is_serving("127.0.0.1", server.port, public, Caller(identity)), way
+        finally:
+            await server.close()
+
+
+async def test_a_public_https_side_is_asked_as_anybody_may(tmp_path: Path) -> None:
+    make(CertsSettings(folder=tmp_path))
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "node.pem", tmp_path / "node.key")
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+    server = WebServer(answer, listen("127.0.0.1", 0), tls=tls)
+    await server.start()
+    try:
+        for over, serves in {"https": True, "http": False, "member": False}.items():
+            check = HttpCheck("/ready", over=over)  # type: ignore[arg-type]
+            assert await is_serving("127.0.0.1", server.port, check, PLAIN) is serves, over
+    finally:
+        await server.close()
