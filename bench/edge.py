@@ -8,7 +8,6 @@ reference is the same gateway left alone.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -24,6 +23,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench.report import Result, Table, measured, options
 from mooncake.cli.ports import free_ports
 from tests.gateway.doubles import WorkerDouble, save_tokenizer
 
@@ -143,7 +143,9 @@ async def not_reading(gateway: Measured, count: int) -> None:
             opened.close()
 
 
-async def row(name: str, gateway: Measured, attack: Callable[[], Awaitable[None]], seconds: float) -> None:
+async def row(
+    table: Table, name: str, gateway: Measured, attack: Callable[[], Awaitable[None]], seconds: float
+) -> None:
     # In a process of its own, or the measuring client would wait for the attackers.
     attacking = get_context("fork").Process(target=lambda: asyncio.run(attack()), daemon=True)  # type: ignore[arg-type]
     attacking.start()
@@ -162,13 +164,10 @@ async def row(name: str, gateway: Measured, attack: Callable[[], Awaitable[None]
     attacking.join()
     took.sort()
     at = [took[min(len(took) - 1, int(len(took) * share))] * 1000 for share in (0.5, 0.99, 1.0)]
-    print(
-        f"{name:<44} {at[0]:8.1f} {at[1]:8.1f} {at[2]:8.1f} {len(took):7} {failed:6} {most:8.0f} {slots:6}",
-        flush=True,
-    )
+    table.add(name, *at, len(took), failed, most, slots, samples={"health_s": took})
 
 
-async def main(seconds: float) -> None:
+async def main(seconds: float, result: Result) -> None:
     worker = Endless()
     await worker.start()
     with tempfile.TemporaryDirectory() as folder:
@@ -184,11 +183,10 @@ async def main(seconds: float) -> None:
             ids = json.dumps({"prompt": [12345] * 4_000_000}).encode()
             below = json.dumps({"prompt": [12345] * 1_100_000}).encode()
             text = json.dumps({"prompt": "w20 w21 " * 1_000_000}).encode()
-            print(f"load {os.getloadavg()[0]:.1f}, ulimit -n {FILES}, requests end after {TIMEOUT_S:g} s")
-            heads = ("p50 ms", "p99 ms", "max ms", "answers", "none", "MiB", "slots")
-            print(
-                f"{'':<44} {heads[0]:>8} {heads[1]:>8} {heads[2]:>8} {heads[3]:>7} {heads[4]:>6} "
-                f"{heads[5]:>8} {heads[6]:>6}"
+            table = result.table(
+                *("attack", ("p50, ms", 1), ("p99, ms", 1), ("max, ms", 1)),
+                *(("answers", 0), ("none", 0), ("memory, MiB", 0), ("slots left taken", 0)),
+                title=f"/health of others; ulimit -n {FILES}, requests end after {TIMEOUT_S:g} s",
             )
 
             def bodies(body: bytes) -> Callable[[], Awaitable[None]]:
@@ -208,7 +206,7 @@ async def main(seconds: float) -> None:
                 ("16 readers that read nothing", lambda: not_reading(gateway, 16)),
             ]
             for name, attack in attacks:
-                await row(name, gateway, attack, seconds)
+                await row(table, name, gateway, attack, seconds)
         finally:
             gateway.process.terminate()
             gateway.process.wait(20)
@@ -220,6 +218,8 @@ async def many(count: int, one: Callable[[], Awaitable[None]]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, "bench.edge")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each; longer than a request may take")
-    asyncio.run(main(parser.parse_args().seconds))
+    asked = parser.parse_args()
+    with measured("edge", asked) as result:
+        asyncio.run(main(asked.seconds, result))

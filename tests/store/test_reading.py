@@ -110,7 +110,7 @@ def test_a_view_of_a_replica_that_the_master_gave_up_is_not_renewed() -> None:
 
 
 def test_a_view_of_a_replica_that_left_is_renewed_by_the_master_that_keeps_its_space() -> None:
-    """Its successor lets the space rest, but does not know for whom."""
+    """Its successor lets the space rest for the same reader."""
     voice = Voice(SETTINGS)
     voice.mount("a", host="left")
     voice.mount("b", host="right")
@@ -125,7 +125,7 @@ def test_a_view_of_a_replica_that_left_is_renewed_by_the_master_that_keeps_its_s
     successor.master.restore(voice.master.snapshot(), successor.now)
     for name in ("a", "b"):
         successor.mount(name, host="left" if name == "a" else "right")
-    assert renewed(successor, place, gone) == b"\0"
+    assert renewed(successor, place, gone) == b"\1"
 
 
 def test_replicas_that_are_not_one_for_each_key_are_refused(voice: Voice) -> None:

@@ -110,14 +110,14 @@ class Session:
         log.info(f"listening for handshakes at {engine.handshake}")
 
     def _bind_or_fall_back(self, choice: Choice, settings: TransferSettings) -> Engine:
-        """Without rdma when the kernel knows a device that is of no use, unless told to fail."""
+        """Without rdma when the kernel knows a device that is of no use, unless told to fail or given its name."""
         try:
             return self._bind(choice, settings)
         except (InvalidArgument, Unavailable) as error:
             field = getattr(error, "field", "transports")
             if "rdma" not in settings.transports or field not in ("transports", "rdma_devices"):
                 raise
-            if self._knobs.force_hca or field == "rdma_devices":
+            if self._knobs.force_hca or field == "rdma_devices" or settings.rdma_devices:
                 raise Refused(Code.DEVICE_NOT_FOUND, str(error)) from error
             rest = tuple(scheme for scheme in settings.transports if scheme != "rdma")
             log.warning(f"initialize: {error}; {' and '.join(rest)} will carry the bytes")

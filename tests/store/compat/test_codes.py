@@ -18,7 +18,7 @@ from mooncake.store.compat.codes import OF_REFUSALS, SAFE, Code, code_of, code_o
 STORE = Path(__file__).parents[3] / "mooncake" / "store"
 CORES = [file for file in STORE.glob("*.py") if file.name not in ("server.py", "daemon.py")]
 NODES_ONLY = {
-    *("name_taken", "invalid_name", "invalid_rest", "corrupt"),
+    *("name_taken", "invalid_name", "invalid_rest", "invalid_id", "corrupt"),
     *("cancelled", "draining", "timed_out", "unmounted"),
 }
 """What only nodes are told."""
