@@ -185,6 +185,8 @@ class Door:
         self._socket = listening
         self._tls = tls
         self._watched: dict[Connection, Watched | None] = {}
+        self._beginning: dict[Connection, socket.socket] = {}
+        """Those whose TLS handshake is not over."""
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._lifts: list[asyncio.Task[None]] = []
 
@@ -238,9 +240,12 @@ class Door:
         self._end(one)
 
     def _end(self, one: Connection) -> None:
-        watched = self._watched.get(one)
+        watched, sock = self._watched.get(one), self._beginning.get(one)
         if watched is not None:
             watched.abort()
+        elif sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # its handshake fails with that
 
     async def _accept(self, factory: Callable[[Connection], asyncio.Protocol]) -> None:
         loop = asyncio.get_running_loop()
@@ -270,6 +275,7 @@ class Door:
         self, sock: socket.socket, one: Connection, factory: Callable[[Connection], asyncio.Protocol]
     ) -> None:
         handshake_s = self.connections.deadlines.header_s if self._tls is not None else None
+        self._beginning[one] = sock
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -283,10 +289,12 @@ class Door:
             sock.close()
             self.closed(one)
             raise
+        finally:
+            del self._beginning[one]
 
     def _make_room(self) -> bool:
         victim = self.connections.victim(clock.monotonic())
-        if victim is None or self._watched.get(victim) is None:
+        if victim is None or (self._watched.get(victim) is None and victim not in self._beginning):
             return False
         self.cut(victim, "full")
         self.closed(victim)

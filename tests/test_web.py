@@ -272,3 +272,22 @@ async def test_tls_handshakes_have_a_deadline_too(tmp_path: Path) -> None:
         async with asyncio.timeout(20):
             while len(server.door.connections):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+async def test_strangers_in_their_tls_handshakes_make_room(tmp_path: Path) -> None:
+    make(CertsSettings(folder=tmp_path, name="n"))
+    cert, key, ca = (str(tmp_path / name) for name in ("n.pem", "n.key", "ca.pem"))
+    identity = Identity(SecuritySettings(cert, key, ca))
+    patient = Deadlines(header_s=300.0)
+    async with edge(tls=identity.server_tls, deadlines=patient, max_connections=4) as server:
+        idle = [await opened(server) for _ in range(4)]
+        async with asyncio.timeout(20):
+            while len(server.door.connections) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", server.port, ssl=identity.client_tls, server_hostname="n"
+            )
+            writer.write(b"GET /hello HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert (await reader.read()).endswith(b"hello")
+        for _, one in (*idle, (reader, writer)):
+            one.close()

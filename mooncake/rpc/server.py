@@ -440,14 +440,17 @@ class RpcServer:
     def admit(self, connection: Connection) -> bool:
         """Whether there is room for it. A stranger that has been there for longer makes room."""
         if self._num_connections >= self._max_connections:
-            if not self._strangers:
+            if not self._strangers and self.other is not None and self.other.make_room():
+                pass  # nobody here knows who those are
+            elif not self._strangers:
                 self.refusals.add(
                     "connection_refused", "full", peer=connection.peer, limit=self._max_connections
                 )
                 return False
-            oldest = next(iter(self._strangers))
-            oldest.cut("crowded", f"all {self._max_connections} connections were taken")
-            self.dismiss(oldest)
+            else:
+                oldest = next(iter(self._strangers))
+                oldest.cut("crowded", f"all {self._max_connections} connections were taken")
+                self.dismiss(oldest)
         self.connections[connection] = None
         self._strangers[connection] = None
         CONNECTIONS.labels(self.name).inc()
