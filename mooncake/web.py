@@ -12,19 +12,24 @@ accepted here, and its protocol tells us how far each is.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import errno
 import resource
 import socket
 import ssl
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
 import uvicorn
 from prometheus_client import Counter, Gauge
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -40,6 +45,9 @@ FILES_FOR_OTHERS = 64
 
 MOST_FILES = 1 << 16
 """The soft limit of files is raised up to this, where the hard limit allows it."""
+
+MOST_READERS = 64
+"""Connections of a server that shows pages and nothing else."""
 
 LOOKS_EVERY_S = 0.25
 """How often deadlines are looked at."""
@@ -157,10 +165,12 @@ def listen(host: str, port: int) -> socket.socket:
 def most_connections(wanted: int = 0) -> int:
     """How many connections a server may have: ``wanted`` (0: any number), below the process's limit of files.
 
-    The soft limit is raised first. Half of the files are left to what answering needs: a gateway has a
+    The soft limit is raised first, where it is too low. Half of the files are left to what answering needs: a gateway has a
     connection to a worker for each of its clients.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if wanted and soft != resource.RLIM_INFINITY and wanted <= (soft - FILES_FOR_OTHERS) // 2:
+        return wanted
     goal = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < goal:
         with contextlib.suppress(OSError, ValueError):
@@ -553,3 +563,53 @@ class WebServer:
             await asyncio.wait([*self._server.server_state.tasks], timeout=LAST_WORDS_S)
         await self.door.end()
         self._socket.close()
+
+
+class WebThread:
+    """A ``WebServer`` of pages on a loop of its own, in a thread, for processes without either."""
+
+    def __init__(self, app: Any, listening: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        self._web = WebServer(app, listening, tls=tls, max_connections=MOST_READERS)
+        self.port = self._web.port
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="web", daemon=True)
+        self._thread.start()
+        started.result()
+
+    def close(self) -> None:
+        """Stop. Harmless when repeated."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._over.set)
+            self._thread.join()
+
+    def _run(self, started: concurrent.futures.Future[None]) -> None:
+        try:
+            self._loop.run_until_complete(self._serve(started))
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            self._loop.close()
+
+    async def _serve(self, started: concurrent.futures.Future[None]) -> None:
+        try:
+            await self._web.start()
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        await self._over.wait()
+        await self._web.close()
+
+
+def serve_metrics(host: str, port: int, tls: ssl.SSLContext | None = None) -> WebThread:
+    """Serve the metrics at every path, from a thread, for roles that have no HTTP server of their own.
+
+    Raises:
+        AddressInUse: the port is taken.
+    """
+
+    def page(_: Request) -> Response:
+        return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    return WebThread(Starlette(routes=[Route("/{path:path}", page)]), listen(host, port), tls)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import resource
 import socket
+import threading
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,16 @@ from mooncake.cli.certs import CertsSettings, make
 from mooncake.connections import Deadlines, Phase
 from mooncake.errors import AddressInUse
 from mooncake.security import Identity, SecuritySettings
-from mooncake.web import BodiesTooMany, BodyTooLarge, WebServer, listen, most_connections, read_body
+from mooncake.web import (
+    MOST_READERS,
+    BodiesTooMany,
+    BodyTooLarge,
+    WebServer,
+    listen,
+    most_connections,
+    read_body,
+    serve_metrics,
+)
 
 app = FastAPI()
 
@@ -291,3 +301,20 @@ async def test_strangers_in_their_tls_handshakes_make_room(tmp_path: Path) -> No
             assert (await reader.read()).endswith(b"hello")
         for _, one in (*idle, (reader, writer)):
             one.close()
+
+
+def test_strangers_leave_room_for_who_reads_the_metrics() -> None:
+    server = serve_metrics("127.0.0.1", 0)
+    try:
+        num_threads = threading.active_count()
+        idle = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(2 * MOST_READERS)]
+        page = fetch(f"http://127.0.0.1:{server.port}/metrics")
+        assert b"mooncake_http_connections" in page
+        assert threading.active_count() < num_threads + 50
+        for one in idle:
+            one.close()
+        with pytest.raises(AddressInUse, match=str(server.port)):
+            serve_metrics("127.0.0.1", server.port)
+    finally:
+        server.close()
+        server.close()
