@@ -504,7 +504,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument(
-        "--insecure", action="store_true", help="answer callers on other hosts without a key, too, and lend memory"
+        "--insecure", action="store_true", help="lend memory to, and answer, other hosts without a key, too"
     )
     parser.add_argument("--max-wait-time", type=float, default=60.0, help="seconds to wait for the master")
     return parser

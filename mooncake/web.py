@@ -34,14 +34,11 @@ from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mooncake import clock, metrics
-from mooncake.connections import Connection, Connections, Deadlines
+from mooncake.connections import Connection, Connections, Deadlines, room_in
 from mooncake.errors import AddressInUse, MooncakeError
 from mooncake.log import get_logger
 
 log = get_logger(__name__)
-
-FILES_FOR_OTHERS = 64
-"""Files that a process opens beside its connections: listeners, logs, the store, the model."""
 
 MOST_FILES = 1 << 16
 """The soft limit of files is raised up to this, where the hard limit allows it."""
@@ -165,19 +162,17 @@ def listen(host: str, port: int) -> socket.socket:
 def most_connections(wanted: int = 0) -> int:
     """How many connections a server may have: ``wanted`` (0: any number), below the process's limit of files.
 
-    The soft limit is raised first, where it is too low. Half of the files are left to what answering needs: a gateway has a
-    connection to a worker for each of its clients.
+    The soft limit is raised first, where it is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if wanted and soft != resource.RLIM_INFINITY and wanted <= (soft - FILES_FOR_OTHERS) // 2:
+    if wanted and wanted <= room_in(soft):
         return wanted
     goal = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < goal:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (goal, hard))
             soft = goal
-    files = MOST_FILES if soft == resource.RLIM_INFINITY else soft
-    room = max(8, (files - FILES_FOR_OTHERS) // 2)
+    room = room_in(soft)
     return min(wanted, room) if wanted else room
 
 
@@ -196,7 +191,7 @@ class Door:
         self._tls = tls
         self._watched: dict[Connection, Watched | None] = {}
         self._beginning: dict[Connection, socket.socket] = {}
-        """Those whose TLS handshake is not over."""
+        """Those that have no transport yet, or whose TLS handshake is not over."""
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._lifts: list[asyncio.Task[None]] = []
 
@@ -275,7 +270,7 @@ class Door:
                 self._turn_away(sock)
                 continue
             one = self.connections.opened(clock.monotonic())
-            self._watched[one] = None
+            self._watched[one], self._beginning[one] = None, sock
             _connections.inc()
             task = loop.create_task(self._begin(sock, one, factory))
             self._tasks[task] = None
@@ -285,7 +280,6 @@ class Door:
         self, sock: socket.socket, one: Connection, factory: Callable[[Connection], asyncio.Protocol]
     ) -> None:
         handshake_s = self.connections.deadlines.header_s if self._tls is not None else None
-        self._beginning[one] = sock
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -300,11 +294,11 @@ class Door:
             self.closed(one)
             raise
         finally:
-            del self._beginning[one]
+            self._beginning.pop(one, None)
 
     def _make_room(self) -> bool:
         victim = self.connections.victim(clock.monotonic())
-        if victim is None or (self._watched.get(victim) is None and victim not in self._beginning):
+        if victim is None:
             return False
         self.cut(victim, "full")
         self.closed(victim)

@@ -57,9 +57,7 @@ def without_transfers(asked: Mapping[str, Any], are_trusted: bool) -> dict[str, 
 
 
 def _is_of_transfers(name: str) -> bool:
-    return (
-        name in _OF_TRANSFERS or name.startswith(_OF_TRANSFERS_BEGIN) or name.endswith(_OF_TRANSFERS_END)
-    )
+    return name in _OF_TRANSFERS or name.startswith(_OF_TRANSFERS_BEGIN) or name.endswith(_OF_TRANSFERS_END)
 
 
 def _is_ours(name: str) -> bool:

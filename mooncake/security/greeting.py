@@ -2,10 +2,11 @@
 
 The side that connects says which key it has and a fresh random number; the side that listens answers with
 one of its own and proves that it has the key too; then the first side proves it. Every proof covers both
-numbers, the direction, the role, the tenant, the version of the protocol and the *binding*: what kind of server
-is asked, and with TLS which certificate it shows. So no proof serves twice, in the other direction, for another
-role, or in the hands of somebody who passes it on to a server that was not meant. The key itself never travels. A greeting is told apart from everything
-that comes after it by its place, and is small: nothing else is read from a peer that has not ended it.
+numbers, the direction, the role, the tenant, the version of the protocol and the *binding*: what kind of
+server is asked, and with TLS which certificate it shows. So no proof serves twice, in the other direction,
+for another role, or in the hands of somebody who passes it on to a server that was not meant. The key itself
+never travels. A greeting is told apart from everything that comes after it by its place, and is small:
+nothing else is read from a peer that has not ended it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def binding_of(is_peer: bool, certificate: bytes) -> bytes:
     """What both sides know of the server without being told.
 
     Args:
-        is_peer: it is one that any process may run (an engine); else it is one of those that serve the cluster.
+        is_peer: it is one that any process may run (an engine); else one of those that serve the cluster.
         certificate: the SHA-256 of what it shows in TLS; empty without TLS.
     """
     return (b"peer" if is_peer else b"cluster") + certificate
