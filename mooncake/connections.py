@@ -27,7 +27,7 @@ MOST_CONNECTIONS = 1 << 14
 
 
 def room_in(num_files: int) -> int:
-    """How many connections one server may have in a process that may open ``num_files`` (negative: any number).
+    """How many connections fit where a process may open ``num_files`` (negative: any number).
 
     Half of the files are left to what answering needs: a gateway has a connection to a worker for each of its
     clients.

@@ -15,7 +15,7 @@ import pytest
 
 from mooncake.errors import AccessDenied, DeadlineExceeded, PeerLost, ProtocolError
 from mooncake.rpc import AsyncClient, BlockingClient, Call, Limits, RpcServer
-from mooncake.security import EVERYBODY, Access, Identity, Role, SecuritySettings
+from mooncake.security import EVERYBODY, Access, Identity, SecuritySettings
 from mooncake.security.keys import written_secret
 
 pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
@@ -135,7 +135,7 @@ async def test_a_member_cannot_stand_between_a_node_and_its_master(
     file.write_text(written_secret(b"k" * 32))
 
     def member(name: str) -> Identity:
-        make(CertsSettings(folder=authority, name=name, role=Role.CLIENT))
+        make(CertsSettings(folder=authority, name=name, role="client"))
         cert, key = (str(authority / f"{name}.{ending}") for ending in ("pem", "key"))
         return Identity(SecuritySettings(cert, key, ours.settings.tls_ca, cluster_key_file=str(file)))
 
