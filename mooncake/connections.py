@@ -20,6 +20,23 @@ STALLED_S = 0.5
 """Who has sent nothing of its body for so long makes room for a newcomer."""
 
 
+FILES_FOR_OTHERS = 64
+"""Files that a process opens beside its connections: listeners, logs, the store, the model."""
+
+MOST_CONNECTIONS = 1 << 14
+
+
+def room_in(num_files: int) -> int:
+    """How many connections fit where a process may open ``num_files`` (negative: any number).
+
+    Half of the files are left to what answering needs: a gateway has a connection to a worker for each of its
+    clients.
+    """
+    if num_files < 0:
+        return MOST_CONNECTIONS
+    return min(MOST_CONNECTIONS, max(8, (num_files - FILES_FOR_OTHERS) // 2))
+
+
 class Phase(StrEnum):
     """What a connection waits for."""
 

@@ -23,11 +23,12 @@ from aiohttp import web
 
 from mooncake import clock
 from mooncake.connections import Deadlines
-from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, Unavailable
+from mooncake.errors import AccessDenied, AddressInUse, InvalidArgument, MooncakeError, Unavailable
 from mooncake.log import get_logger, setup_logging
 from mooncake.mooncake_config import MooncakeConfig, _of, _parse_segment_size
-from mooncake.security import ours, warn_if_open
+from mooncake.security import TRUSTED, ours, warn_if_open
 from mooncake.security.adminkey import AdminKey
+from mooncake.security.certificates import standing_of
 from mooncake.store import MooncakeDistributedStore
 from mooncake.web import Door, Observed, Watched, listen
 
@@ -60,9 +61,10 @@ class MooncakeStoreService:
         config_path: a ``mooncake.json``; without it the environment says (see ``MooncakeConfig``).
         cli_config: fields of ``MooncakeConfig`` that beat those of the file.
         api_key: what every call but ``/health`` must send as ``X-API-Key``. Without one, objects are there
-            for everybody who reaches the port, as with the existing package; memory is lent and taken back,
-            and everything removed, for callers on this host only.
-        lends_to_anybody: without a key, for callers elsewhere, too.
+            for everybody who reaches the port, as with the existing package, unless the cluster has a
+            credential: then for members by their certificates, or for callers on this host. Memory is lent
+            and taken back, and everything removed, for callers on this host only.
+        lends_to_anybody: without a key, all of this for callers elsewhere, too.
     """
 
     def __init__(
@@ -195,6 +197,12 @@ class MooncakeStoreService:
             refusal = self._key.refusal(request.headers)
             if refusal is not None:
                 return _error(refusal.message, refusal.status)
+        elif request.path != "/health" and not self._lends_to_anybody and not _is_member(request):
+            message = (
+                "who are you? This service acts for a member of a cluster with a credential: start it with "
+                "ADMIN_API_KEY set and send that as X-API-Key, or start it with --insecure"
+            )
+            return _error(message, 403)
         elif request.path in FOR_THIS_HOST and not self._lends_to_anybody and not _is_here(request):
             message = (
                 f"{request.path} from another host takes a key: start the service with ADMIN_API_KEY set and "
@@ -407,6 +415,18 @@ def _ids(body: dict[str, Any]) -> list[str]:
     return ids
 
 
+def _is_member(request: web.Request) -> bool:
+    """Whether the caller may do what this process may, where the cluster has a credential: it is a member by
+    its certificate and of no tenant or, where there is only a cluster key, on this host."""
+    identity = ours()
+    if not identity.has_tls:
+        return identity.is_open or _is_here(request)
+    try:
+        return standing_of(request.get_extra_info("peercert")).level in TRUSTED
+    except AccessDenied:
+        return False
+
+
 def _is_here(request: web.Request) -> bool:
     """Whether the caller is on this host, or reaches us through a proxy that is."""
     try:
@@ -484,7 +504,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument(
-        "--insecure", action="store_true", help="lend memory to callers on other hosts without a key, too"
+        "--insecure", action="store_true", help="lend memory to, and answer, other hosts without a key, too"
     )
     parser.add_argument("--max-wait-time", type=float, default=60.0, help="seconds to wait for the master")
     return parser

@@ -12,34 +12,39 @@ accepted here, and its protocol tells us how far each is.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import errno
 import resource
 import socket
 import ssl
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
 import uvicorn
 from prometheus_client import Counter, Gauge
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mooncake import clock, metrics
-from mooncake.connections import Connection, Connections, Deadlines
+from mooncake.connections import Connection, Connections, Deadlines, room_in
 from mooncake.errors import AddressInUse, MooncakeError
 from mooncake.log import get_logger
 
 log = get_logger(__name__)
 
-FILES_FOR_OTHERS = 64
-"""Files that a process opens beside its connections: listeners, logs, the store, the model."""
-
 MOST_FILES = 1 << 16
 """The soft limit of files is raised up to this, where the hard limit allows it."""
+
+MOST_READERS = 64
+"""Connections of a server that shows pages and nothing else."""
 
 LOOKS_EVERY_S = 0.25
 """How often deadlines are looked at."""
@@ -157,17 +162,17 @@ def listen(host: str, port: int) -> socket.socket:
 def most_connections(wanted: int = 0) -> int:
     """How many connections a server may have: ``wanted`` (0: any number), below the process's limit of files.
 
-    The soft limit is raised first. Half of the files are left to what answering needs: a gateway has a
-    connection to a worker for each of its clients.
+    The soft limit is raised first, where it is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if wanted and wanted <= room_in(soft):
+        return wanted
     goal = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < goal:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (goal, hard))
             soft = goal
-    files = MOST_FILES if soft == resource.RLIM_INFINITY else soft
-    room = max(8, (files - FILES_FOR_OTHERS) // 2)
+    room = room_in(soft)
     return min(wanted, room) if wanted else room
 
 
@@ -185,6 +190,8 @@ class Door:
         self._socket = listening
         self._tls = tls
         self._watched: dict[Connection, Watched | None] = {}
+        self._beginning: dict[Connection, socket.socket] = {}
+        """Those that have no transport yet, or whose TLS handshake is not over."""
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._lifts: list[asyncio.Task[None]] = []
 
@@ -238,9 +245,12 @@ class Door:
         self._end(one)
 
     def _end(self, one: Connection) -> None:
-        watched = self._watched.get(one)
+        watched, sock = self._watched.get(one), self._beginning.get(one)
         if watched is not None:
             watched.abort()
+        elif sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # its handshake fails with that
 
     async def _accept(self, factory: Callable[[Connection], asyncio.Protocol]) -> None:
         loop = asyncio.get_running_loop()
@@ -260,7 +270,7 @@ class Door:
                 self._turn_away(sock)
                 continue
             one = self.connections.opened(clock.monotonic())
-            self._watched[one] = None
+            self._watched[one], self._beginning[one] = None, sock
             _connections.inc()
             task = loop.create_task(self._begin(sock, one, factory))
             self._tasks[task] = None
@@ -283,10 +293,12 @@ class Door:
             sock.close()
             self.closed(one)
             raise
+        finally:
+            self._beginning.pop(one, None)
 
     def _make_room(self) -> bool:
         victim = self.connections.victim(clock.monotonic())
-        if victim is None or self._watched.get(victim) is None:
+        if victim is None:
             return False
         self.cut(victim, "full")
         self.closed(victim)
@@ -545,3 +557,53 @@ class WebServer:
             await asyncio.wait([*self._server.server_state.tasks], timeout=LAST_WORDS_S)
         await self.door.end()
         self._socket.close()
+
+
+class WebThread:
+    """A ``WebServer`` of pages on a loop of its own, in a thread, for processes without either."""
+
+    def __init__(self, app: Any, listening: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        self._web = WebServer(app, listening, tls=tls, max_connections=MOST_READERS)
+        self.port = self._web.port
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="web", daemon=True)
+        self._thread.start()
+        started.result()
+
+    def close(self) -> None:
+        """Stop. Harmless when repeated."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._over.set)
+            self._thread.join()
+
+    def _run(self, started: concurrent.futures.Future[None]) -> None:
+        try:
+            self._loop.run_until_complete(self._serve(started))
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            self._loop.close()
+
+    async def _serve(self, started: concurrent.futures.Future[None]) -> None:
+        try:
+            await self._web.start()
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        await self._over.wait()
+        await self._web.close()
+
+
+def serve_metrics(host: str, port: int, tls: ssl.SSLContext | None = None) -> WebThread:
+    """Serve the metrics at every path, from a thread, for roles that have no HTTP server of their own.
+
+    Raises:
+        AddressInUse: the port is taken.
+    """
+
+    def page(_: Request) -> Response:
+        return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    return WebThread(Starlette(routes=[Route("/{path:path}", page)]), listen(host, port), tls)

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mooncake.connections import MIB, Connection, Connections, Deadlines, Phase
+from mooncake.connections import MIB, Connection, Connections, Deadlines, Phase, room_in
 
 ALLOWED = Deadlines(header_s=10.0, body_s=30.0, send_s=20.0, idle_s=75.0, refused_s=2.0, header_bytes=100)
 
@@ -163,3 +163,8 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_room_is_below_the_limit_of_files() -> None:
+    assert [room_in(files) for files in (0, 64, 256, 1024, 1 << 20, -1)] == [8, 8, 96, 480, 1 << 14, 1 << 14]
+    assert all(2 * room_in(files) + 64 <= files for files in range(80, 40_000))

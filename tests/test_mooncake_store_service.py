@@ -11,15 +11,18 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from mooncake import mooncake_store_service
 from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.mooncake_store_service import MooncakeStoreService
+from mooncake.security import Identity
 from mooncake.security.adminkey import AdminKey
+from mooncake.security.keys import KeyRing
 
 CONFIG = {
     "local_hostname": "localhost",
@@ -251,6 +254,45 @@ async def test_memory_is_lent_to_callers_of_this_host_only(
     assert (await house.ask("GET", "/api/get/k"))[0] == 200, "objects are there as before"
     house.service._lends_to_anybody = True
     assert (await house.ask(method, path, body))[0] == 200
+
+
+@pytest.mark.parametrize("is_certified", [False, True])
+async def test_in_a_cluster_with_a_credential_strangers_get_nothing(
+    house: House, monkeypatch: pytest.MonkeyPatch, is_certified: bool
+) -> None:
+    """The service acts as a member of the cluster: whoever it answers has that member's rights."""
+    member = Identity()
+    member.has_tls = is_certified
+    member.keys = KeyRing((b"k" * 32,))
+    monkeypatch.setattr(mooncake_store_service, "ours", lambda: member)
+    monkeypatch.setattr(mooncake_store_service, "_is_here", lambda request: False)
+    house.store.values["k"] = b"v"
+    for method, path in (("GET", "/api/get/k"), ("GET", "/api/exist/k"), ("DELETE", "/api/remove/k")):
+        status, answer = await house.ask(method, path)
+        assert status == 403 and "who are you" in answer["error"]
+    assert house.store.values and (await house.ask("GET", "/health"))[0] == 200
+    monkeypatch.setattr(mooncake_store_service, "_is_here", lambda request: True)
+    assert (await house.ask("GET", "/api/get/k"))[0] == (403 if is_certified else 200)
+    house.service._lends_to_anybody = True
+    assert (await house.ask("GET", "/api/get/k"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "is_member"),
+    [("mooncake://node", True), ("mooncake://client/acme", False), ("elsewhere://x", True)],
+)
+def test_a_certificate_of_a_tenant_gets_no_more_than_its_tenant(
+    monkeypatch: pytest.MonkeyPatch, name: str, is_member: bool
+) -> None:
+    member = Identity()
+    member.has_tls = True
+    monkeypatch.setattr(mooncake_store_service, "ours", lambda: member)
+
+    class Asked:
+        def get_extra_info(self, what: str) -> object:
+            return {"subjectAltName": (("URI", name),)} if what == "peercert" else None
+
+    assert mooncake_store_service._is_member(cast(web.Request, Asked())) is is_member
 
 
 @pytest.mark.parametrize(("method", "path", "body"), [*LENDING, ("GET", "/api/get/k", None)])

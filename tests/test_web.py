@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import resource
 import socket
+import threading
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,16 @@ from mooncake.cli.certs import CertsSettings, make
 from mooncake.connections import Deadlines, Phase
 from mooncake.errors import AddressInUse
 from mooncake.security import Identity, SecuritySettings
-from mooncake.web import BodiesTooMany, BodyTooLarge, WebServer, listen, most_connections, read_body
+from mooncake.web import (
+    MOST_READERS,
+    BodiesTooMany,
+    BodyTooLarge,
+    WebServer,
+    listen,
+    most_connections,
+    read_body,
+    serve_metrics,
+)
 
 app = FastAPI()
 
@@ -272,3 +282,39 @@ async def test_tls_handshakes_have_a_deadline_too(tmp_path: Path) -> None:
         async with asyncio.timeout(20):
             while len(server.door.connections):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+async def test_strangers_in_their_tls_handshakes_make_room(tmp_path: Path) -> None:
+    make(CertsSettings(folder=tmp_path, name="n"))
+    cert, key, ca = (str(tmp_path / name) for name in ("n.pem", "n.key", "ca.pem"))
+    identity = Identity(SecuritySettings(cert, key, ca))
+    patient = Deadlines(header_s=300.0)
+    async with edge(tls=identity.server_tls, deadlines=patient, max_connections=4) as server:
+        idle = [await opened(server) for _ in range(4)]
+        async with asyncio.timeout(20):
+            while len(server.door.connections) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", server.port, ssl=identity.client_tls, server_hostname="n"
+            )
+            writer.write(b"GET /hello HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert (await reader.read()).endswith(b"hello")
+        for _, one in (*idle, (reader, writer)):
+            one.close()
+
+
+def test_strangers_leave_room_for_who_reads_the_metrics() -> None:
+    server = serve_metrics("127.0.0.1", 0)
+    try:
+        num_threads = threading.active_count()
+        idle = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(2 * MOST_READERS)]
+        page = fetch(f"http://127.0.0.1:{server.port}/metrics")
+        assert b"mooncake_http_connections" in page
+        assert threading.active_count() < num_threads + 50
+        for one in idle:
+            one.close()
+        with pytest.raises(AddressInUse, match=str(server.port)):
+            serve_metrics("127.0.0.1", server.port)
+    finally:
+        server.close()
+        server.close()

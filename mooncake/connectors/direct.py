@@ -129,7 +129,10 @@ class Sender:
         self._offers: dict[str, asyncio.Future[Offer | str]] = {}
         """What is offered, or why it won't be; a future that is not done is waited for by somebody."""
         self._server = RpcServer(
-            {Take: self._take, Greet: lambda greet, call: Taken()}, access=ACCESS, name="direct"
+            {Take: self._take, Greet: lambda greet, call: Taken()},
+            access=ACCESS,
+            name="direct",
+            is_peer=True,
         )
         self.port = 0
 

@@ -24,8 +24,14 @@ Protocol = Literal["auto", "workers", "pool", "sequential", "push", "bootstrap"]
 
 _ONLY_FOR_DECODE = ("stream_options", "n", "best_of", "min_tokens", "logprobs", "top_logprobs", "echo")
 
-_OF_TRANSFERS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-"""Fields of a body by which SGLang's engines are told of the other side."""
+_OF_TRANSFERS = ("data_parallel_rank", "routed_dp_rank")
+"""Fields of a body by which engines are told of the rank that has a prompt's blocks, beside those below."""
+
+_OF_TRANSFERS_BEGIN = ("bootstrap_", "disagg_")
+"""Those by which SGLang's engines are told of the other side."""
+
+_OF_TRANSFERS_END = "_transfer_params"
+"""Those of vLLM's: of KV, and of what encoders made."""
 
 _NEVER_OF_CLIENTS = ("transfer_id", "tp_size", "dp_rank", "data_parallel_rank")
 """Keys of ``kv_transfer_params`` that only the gateway sets, beside those that begin as below."""
@@ -37,17 +43,21 @@ Params = dict[str, Any]
 
 def without_transfers(asked: Mapping[str, Any], are_trusted: bool) -> dict[str, Any]:
     """``asked`` without what a client says of transfers between engines."""
-    body = {name: value for name, value in asked.items() if name not in _OF_TRANSFERS}
-    given = body.pop("kv_transfer_params", None)
+    body = {name: value for name, value in asked.items() if not _is_of_transfers(name)}
+    given = asked.get("kv_transfer_params")
     if are_trusted and isinstance(given, Mapping):
         kept = {name: value for name, value in given.items() if not _is_ours(name)}
         if kept:
             body["kv_transfer_params"] = kept
     more = body.get("vllm_xargs")
-    if isinstance(more, Mapping) and "kv_transfer_params" in more:
+    if isinstance(more, Mapping) and any(map(_is_of_transfers, more)):
         # vLLM hands these on to the same place.
-        body["vllm_xargs"] = {name: value for name, value in more.items() if name != "kv_transfer_params"}
+        body["vllm_xargs"] = {name: value for name, value in more.items() if not _is_of_transfers(name)}
     return body
+
+
+def _is_of_transfers(name: str) -> bool:
+    return name in _OF_TRANSFERS or name.startswith(_OF_TRANSFERS_BEGIN) or name.endswith(_OF_TRANSFERS_END)
 
 
 def _is_ours(name: str) -> bool:

@@ -45,7 +45,7 @@ from mooncake.rpc.wire import (
 )
 from mooncake.security import NODES_AND_ADMINS, Identity, ours
 from mooncake.security.certificates import standing_of
-from mooncake.security.greeting import Asking
+from mooncake.security.greeting import Asking, binding_of
 from mooncake.security.standing import Level
 
 FIRST_BACKOFF_S = 0.02
@@ -113,6 +113,8 @@ class _Wire(asyncio.Protocol):
     def _greet(self) -> None:
         assert self.transport is not None
         self._has_greeted = True
+        shown = self._tls.certificate_digest if self._tls is not None else b""
+        self._asking.binding = binding_of(self._client.servers != NODES_AND_ADMINS, shown)
         self.transport.write(opening_of(self._asking))
         if self._asking.is_over:
             self._begin()
@@ -373,7 +375,8 @@ class BlockingClient:
         is_patient: try to connect until the call's deadline; otherwise the first failure is PeerLost.
         identity: who this client is, instead of who this process is. A peer that does not prove what it
             asks for is AccessDenied at once, one that does not speak TLS as we do is ProtocolError.
-        servers: what the certificate of a server may say that it is, where no key proves it.
+        servers: what the certificate of a server may say that it is, where no key proves it. Any others than
+            nodes and administrators, and the server must be made with ``is_peer``.
     """
 
     def __init__(
@@ -560,6 +563,8 @@ class BlockingClient:
                 sock = TlsSocket(plain, self._identity.client_tls, self._host, deadline - time.monotonic())
                 check_server(sock.certificate, self._servers, self._identity, "it")
             asking, frames = self._identity.asking(), FrameDecoder()
+            shown = sock.certificate_digest if isinstance(sock, TlsSocket) else b""
+            asking.binding = binding_of(self._servers != NODES_AND_ADMINS, shown)
             sock.sendall(opening_of(asking))
             while not asking.is_over:
                 remaining_s = deadline - time.monotonic()

@@ -14,13 +14,13 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
+from mooncake.connections import room_in
 from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.rpc.wire import MAX_BODY_BYTES
 
 log = get_logger(__name__)
 
-MAX_CONNECTIONS = 16384
 CROWDED_GREETING_S = 0.3
 """For a greeting when three quarters of the connections are taken."""
 LOG_EVERY_S = 1.0
@@ -51,7 +51,7 @@ class Limits:
     stall_s: float = 60.0
     "For one request to arrive, or replies to be taken, and a second more per MiB."
     max_connections: int = 0
-    "0: half of the files that this process may open, at most ``MAX_CONNECTIONS``."
+    "0: what the process's limit of files has room for (``mooncake.connections``)."
     max_body_bytes: int = MAX_BODY_BYTES
     max_pending_bytes: int = 2 * MAX_BODY_BYTES
     "Of unfinished frames, of all connections together."
@@ -60,8 +60,8 @@ class Limits:
 
 
 def default_max_connections() -> int:
-    """Half of the files that this process may open, so that peers can't take them all."""
-    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, MAX_CONNECTIONS)
+    """About half of the files that this process may open, so that peers can't take them all."""
+    return room_in(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def raise_file_limit() -> None:

@@ -45,7 +45,7 @@ from mooncake.rpc.wire import (
 from mooncake.security import OPEN, TRUSTED, Access, Identity, Standing, ours
 from mooncake.security.certificates import standing_of
 from mooncake.security.contexts import server_context
-from mooncake.security.greeting import Answering, Hello
+from mooncake.security.greeting import Answering, Hello, binding_of
 
 log = get_logger(__name__)
 
@@ -191,7 +191,7 @@ class Connection(asyncio.Protocol):
                 certified = None
                 if self._tls is not None:
                     certified = standing_of(self._tls.certificate)
-                self._greeting = self._server.identity.answering(certified)
+                self._greeting = self._server.identity.answering(certified, self._server.binding)
             if isinstance(message, Hello):
                 challenge = self._greeting.hello(message)
                 if challenge is not None:
@@ -404,6 +404,7 @@ class RpcServer:
         limits: Limits | None = None,
         other: str = "",
         name: str = "rpc",
+        is_peer: bool = False,
     ) -> None:
         """
         Args:
@@ -411,6 +412,7 @@ class RpcServer:
             identity: instead of that of this process.
             other: Unix socket of the server for clients that open with another protocol.
             name: of this server on the metrics page.
+            is_peer: any process may run such a server; what is proven to it serves at no master or conductor.
         """
         self.handlers = dict(handlers)
         self.decoder = decoder_for(self.handlers)
@@ -418,6 +420,7 @@ class RpcServer:
         self.access = access or Access()
         self.identity = identity or ours()
         self.name = name
+        self.binding = binding_of(is_peer, self.identity.certificate_digest)
         self.refusals = Refusals(name)
         self.connections: dict[Connection, None] = {}
         self._strangers: dict[Connection, None] = {}
@@ -440,14 +443,17 @@ class RpcServer:
     def admit(self, connection: Connection) -> bool:
         """Whether there is room for it. A stranger that has been there for longer makes room."""
         if self._num_connections >= self._max_connections:
-            if not self._strangers:
+            if not self._strangers and self.other is not None and self.other.make_room():
+                pass  # nobody here knows who those are
+            elif not self._strangers:
                 self.refusals.add(
                     "connection_refused", "full", peer=connection.peer, limit=self._max_connections
                 )
                 return False
-            oldest = next(iter(self._strangers))
-            oldest.cut("crowded", f"all {self._max_connections} connections were taken")
-            self.dismiss(oldest)
+            else:
+                oldest = next(iter(self._strangers))
+                oldest.cut("crowded", f"all {self._max_connections} connections were taken")
+                self.dismiss(oldest)
         self.connections[connection] = None
         self._strangers[connection] = None
         CONNECTIONS.labels(self.name).inc()

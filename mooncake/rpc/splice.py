@@ -126,6 +126,13 @@ class Splices:
         there.write(first)
         outer.join(inner, there)
 
+    def make_room(self) -> bool:
+        """Cut off the one for which nothing has gone to and fro for longest; False: there is none."""
+        rested = min(self._ends, key=lambda end: self._ends[end].moved_at, default=None)
+        if rested is not None:
+            self._cut(rested, "crowded", "all connections were taken")
+        return rested is not None
+
     def look(self, now: float) -> None:
         """Cut off those that have used up their time."""
         for end, watch in list(self._ends.items()):

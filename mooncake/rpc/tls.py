@@ -11,6 +11,7 @@ asyncio's own TLS. Contexts come from above.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import socket
 import ssl
 import threading
@@ -36,6 +37,8 @@ class TlsSocket:
         self._session = context.wrap_bio(self._in, self._out, server_hostname=host)
         self.certificate: dict[str, Any] | None = None
         """The peer's, as Python's ``ssl`` shows it."""
+        self.certificate_digest = b""
+        """The SHA-256 of the peer's."""
         self._lock = threading.Lock()
         deadline = time.monotonic() + timeout_s
         while True:
@@ -43,6 +46,7 @@ class TlsSocket:
                 self._session.do_handshake()
                 sock.sendall(self._out.read())
                 self.certificate = self._session.getpeercert()
+                self.certificate_digest = _digest_of(self._session)
                 return
             except ssl.SSLWantReadError:
                 sock.sendall(self._out.read())
@@ -118,6 +122,11 @@ class TlsTransport:
     def certificate(self) -> dict[str, Any] | None:
         return self._session.getpeercert() if self.is_ready else None
 
+    @property
+    def certificate_digest(self) -> bytes:
+        """The SHA-256 of the peer's."""
+        return _digest_of(self._session)
+
     def feed(self, data: bytes) -> bytes:
         """What ``data`` says in plain, once the handshake is over.
 
@@ -181,6 +190,10 @@ class TlsTransport:
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._transport.set_protocol(protocol)
+
+
+def _digest_of(session: ssl.SSLObject) -> bytes:
+    return hashlib.sha256(session.getpeercert(binary_form=True) or b"").digest()
 
 
 def _words(error: ssl.SSLError) -> str:

@@ -7,6 +7,7 @@ is wrong.
 
 from __future__ import annotations
 
+import hashlib
 import ssl
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +27,7 @@ class Files(Protocol):
 
 
 CERTIFICATE = "-----BEGIN CERTIFICATE-----"
+_END = "-----END CERTIFICATE-----"
 
 
 def server_context(settings: Files) -> ssl.SSLContext:
@@ -60,6 +62,16 @@ def _filled(settings: Files, context: ssl.SSLContext) -> ssl.SSLContext:
             field = "tls_key"
         raise wrong_file(settings, field, str(error)) from error
     return context
+
+
+def certificate_digest(settings: Files) -> bytes:
+    """SHA-256 of the certificate that its owner shows: the first in its file."""
+    text = Path(settings.tls_cert).read_text(encoding="ascii", errors="replace")
+    first = text[text.index(CERTIFICATE) :].partition(_END)[0] + _END
+    try:
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
+    except ValueError as error:
+        raise wrong_file(settings, "tls_cert", str(error)) from error
 
 
 def check_files(settings: Files) -> None:

@@ -2,9 +2,11 @@
 
 The side that connects says which key it has and a fresh random number; the side that listens answers with
 one of its own and proves that it has the key too; then the first side proves it. Every proof covers both
-numbers, the direction, the role, the tenant and the version of the protocol, so no proof serves twice, in the
-other direction, or for another role. The key itself never travels. A greeting is told apart from everything
-that comes after it by its place, and is small: nothing else is read from a peer that has not ended it.
+numbers, the direction, the role, the tenant, the version of the protocol and the *binding*: what kind of
+server is asked, and with TLS which certificate it shows. So no proof serves twice, in the other direction,
+for another role, or in the hands of somebody who passes it on to a server that was not meant. The key itself
+never travels. A greeting is told apart from everything that comes after it by its place, and is small:
+nothing else is read from a peer that has not ended it.
 """
 
 from __future__ import annotations
@@ -47,17 +49,29 @@ class Proof(msgspec.Struct, frozen=True, array_like=True, tag="proof"):
     proof: bytes
 
 
-def _mac(credential: Credential, side: bytes, asking: bytes, answering: bytes) -> bytes:
+def binding_of(is_peer: bool, certificate: bytes) -> bytes:
+    """What both sides know of the server without being told.
+
+    Args:
+        is_peer: it is one that any process may run (an engine); else one of those that serve the cluster.
+        certificate: the SHA-256 of what it shows in TLS; empty without TLS.
+    """
+    return (b"peer" if is_peer else b"cluster") + certificate
+
+
+def _mac(credential: Credential, side: bytes, asking: bytes, answering: bytes, binding: bytes) -> bytes:
     tenant = credential.tenant.encode()
     words = (VERSION, side, credential.role.value.encode(), len(tenant).to_bytes(2, "big") + tenant)
-    return hmac.digest(credential.key, b"\0".join(words) + asking + answering, "sha256")
+    # The numbers have one length, so what is bound can't be taken for a part of them.
+    return hmac.digest(credential.key, b"\0".join(words) + asking + answering + binding, "sha256")
 
 
 class Asking:
-    """The side that connects. ``nonce``: fresh and random."""
+    """The side that connects. ``nonce``: fresh and random. ``binding`` is set before the challenge comes."""
 
-    def __init__(self, credential: Credential | None, nonce: bytes) -> None:
+    def __init__(self, credential: Credential | None, nonce: bytes, binding: bytes = b"") -> None:
         assert len(nonce) == NONCE_BYTES
+        self.binding = binding
         self._credential = credential
         self._nonce = nonce
         self.is_over = credential is None
@@ -75,11 +89,11 @@ class Asking:
             raise ProtocolError("it sent a challenge that nobody waits for")
         if len(challenge.nonce) != NONCE_BYTES:
             raise ProtocolError("its challenge has the wrong size")
-        expected = _mac(self._credential, b"server", self._nonce, challenge.nonce)
+        expected = _mac(self._credential, b"server", self._nonce, challenge.nonce, self.binding)
         if not hmac.compare_digest(expected, challenge.proof):
             raise AccessDenied("it can't prove that it has the cluster's key; it is another than was meant")
         self.is_over = True
-        return Proof(_mac(self._credential, b"client", self._nonce, challenge.nonce))
+        return Proof(_mac(self._credential, b"client", self._nonce, challenge.nonce, self.binding))
 
 
 class Answering:
@@ -89,10 +103,14 @@ class Answering:
         keys: None where no key is asked for.
         nonce: fresh and random.
         certified: what the peer's certificate says, where there is TLS.
+        binding: ``binding_of`` this server.
     """
 
-    def __init__(self, keys: KeyRing | None, nonce: bytes, certified: Standing | None = None) -> None:
+    def __init__(
+        self, keys: KeyRing | None, nonce: bytes, certified: Standing | None = None, binding: bytes = b""
+    ) -> None:
         assert len(nonce) == NONCE_BYTES
+        self._binding = binding
         self._keys = keys
         self._nonce = nonce
         self._certified = certified
@@ -121,14 +139,15 @@ class Answering:
         if found is None:
             raise AccessDenied("who are you? That key is not of this cluster (any more), or not of that role")
         self._asked = found, hello.nonce
-        return Challenge(self._nonce, _mac(found, b"server", hello.nonce, self._nonce))
+        return Challenge(self._nonce, _mac(found, b"server", hello.nonce, self._nonce, self._binding))
 
     def prove(self, proof: Proof) -> Standing:
         """Raises AccessDenied: it has another key, or its certificate is of somebody else."""
         if self._asked is None or self.standing is not None:
             raise ProtocolError("it sent a proof that nobody asked for")
         credential, nonce = self._asked
-        if not hmac.compare_digest(_mac(credential, b"client", nonce, self._nonce), proof.proof):
+        expected = _mac(credential, b"client", nonce, self._nonce, self._binding)
+        if not hmac.compare_digest(expected, proof.proof):
             raise AccessDenied("who are you? That is no proof")
         standing = Standing(credential.role, credential.tenant)
         if self._certified is not None and not _agree(self._certified, standing):

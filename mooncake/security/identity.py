@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mooncake import clock, config
 from mooncake.errors import InvalidArgument
-from mooncake.security.contexts import client_context, server_context
+from mooncake.security.contexts import certificate_digest, client_context, server_context
 from mooncake.security.greeting import NONCE_BYTES, Answering, Asking
 from mooncake.security.keys import KeyRing, parsed
 from mooncake.security.signed import Signer, Verifier
@@ -78,7 +78,7 @@ class Identity:
         self.credential = self.keys.credential(role, tenant) if self.keys is not None else None
         self.has_tls = bool(self.settings.tls_cert)
         if self.has_tls:  # what is wrong with the files is said now, not at the first connection
-            _ = self.server_tls, self.client_tls
+            _ = self.server_tls, self.client_tls, self.certificate_digest
 
     def __repr__(self) -> str:
         return f"<Identity {'tls ' * self.has_tls}{self.credential or ''}>"
@@ -103,13 +103,18 @@ class Identity:
             return None
         return client_context(self.settings, check_host=self.settings.tls_check_host)
 
+    @functools.cached_property
+    def certificate_digest(self) -> bytes:
+        """SHA-256 of the certificate that this process shows; empty without TLS."""
+        return certificate_digest(self.settings) if self.has_tls else b""
+
     def asking(self) -> Asking:
         """The greeting of a connection that this process opens."""
         return Asking(self.credential, secrets.token_bytes(NONCE_BYTES))
 
-    def answering(self, certified: Standing | None = None) -> Answering:
+    def answering(self, certified: Standing | None = None, binding: bytes = b"") -> Answering:
         """The greeting of a connection that this process accepts."""
-        return Answering(self.keys, secrets.token_bytes(NONCE_BYTES), certified)
+        return Answering(self.keys, secrets.token_bytes(NONCE_BYTES), certified, binding)
 
     def signer(self) -> Signer | None:
         """Signs HTTP requests; None without a cluster key."""
@@ -129,7 +134,7 @@ class Identity:
         )
         other.keys, other.credential, other.has_tls = self.keys, self.credential, bool(cert)
         if other.has_tls:
-            _ = other.server_tls, other.client_tls
+            _ = other.server_tls, other.client_tls, other.certificate_digest
         return other
 
 

@@ -15,6 +15,7 @@ import hmac
 import json
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from mooncake.errors import AccessDenied
 from mooncake.security.keys import MAX_TENANT_BYTES, Credential, KeyRing
@@ -24,6 +25,7 @@ HEADER = "X-Mooncake-Signature"
 WINDOW_S = 30.0
 """How far the clocks of two hosts may be apart, with the time that a request takes."""
 MAX_REMEMBERED = 1 << 17
+"""Requests of one role and tenant."""
 MAX_HEADER_BYTES = 1024
 _NONCE_BYTES = 16
 
@@ -51,17 +53,28 @@ class Signer:
         return {HEADER: base64.urlsafe_b64encode(json.dumps(words).encode()).decode()}
 
 
+@dataclass
+class _Remembered:
+    """The requests of one role and tenant that were seen."""
+
+    seen: set[str] = field(default_factory=set)
+    order: deque[tuple[float, float, str]] = field(default_factory=deque)
+    """When they arrived, when they were signed, their random numbers."""
+    floor: float = 0.0
+    """Requests signed before this are refused, because some that were signed then are forgotten."""
+
+
 class Verifier:
-    """Checks requests against ``keys``. ``wall()`` is handed in."""
+    """Checks requests against ``keys``. ``wall()`` is handed in.
+
+    What it remembers is kept apart for each role and tenant, so that a client which sends more than can be
+    remembered has its own requests refused, and nobody else's.
+    """
 
     def __init__(self, keys: KeyRing, wall: Callable[[], float]) -> None:
         self._keys = keys
         self._wall = wall
-        self._seen: dict[str, None] = {}
-        self._order: deque[tuple[float, float, str]] = deque()
-        """When they arrived, when they were signed, their random numbers."""
-        self._floor = 0.0
-        """Requests signed before this are refused, because some that were signed then are forgotten."""
+        self._remembered: dict[Standing, _Remembered] = {}
 
     def check(self, header: str | None, method: str, path: str) -> tuple[Standing, bytes]:
         """Who signed, and the digest that the body must have (``digest_of``).
@@ -73,9 +86,9 @@ class Verifier:
             raise AccessDenied(f"who are you? Requests must be signed with the cluster's key ({HEADER})")
         words = _words(header)
         role, tenant, key_id, at, nonce, digest, mac = words
-        if role not in [one.value for one in Role] or len(tenant.encode()) > MAX_TENANT_BYTES:
-            raise AccessDenied("the signature can't be understood")
         try:
+            if role not in [one.value for one in Role] or len(tenant.encode()) > MAX_TENANT_BYTES:
+                raise ValueError  # as what ``encode`` raises for half a surrogate pair
             credential = self._keys.find(Role(role), tenant, bytes.fromhex(key_id))
             signed_at, digest_bytes, given = float(at), bytes.fromhex(digest), bytes.fromhex(mac)
         except ValueError:
@@ -84,34 +97,36 @@ class Verifier:
             raise AccessDenied("who are you? That key is not of this cluster (any more), or not of that role")
         if not hmac.compare_digest(_mac(credential, method, path, words[:-1]), given):
             raise AccessDenied("the signature is not that of this request")
-        self._once(signed_at, nonce)
-        return Standing(credential.role, credential.tenant), digest_bytes
+        standing = Standing(credential.role, credential.tenant)
+        self._once(standing, signed_at, nonce)
+        return standing, digest_bytes
 
-    def _once(self, signed_at: float, nonce: str) -> None:
+    def _once(self, standing: Standing, signed_at: float, nonce: str) -> None:
         now = self._wall()
         if not abs(now - signed_at) <= WINDOW_S:
             raise AccessDenied(
                 f"the request was signed {now - signed_at:.0f} s ago; at most {WINDOW_S:.0f} s are allowed: "
                 "do the clocks of both hosts agree?"
             )
+        known = self._remembered.setdefault(standing, _Remembered())
         # Entries are in the order of arrival. Signed later than a window from now nothing is taken, so what
         # arrived two windows ago can't be taken again.
-        while self._order and self._order[0][0] < now - 2 * WINDOW_S:
-            del self._seen[self._order.popleft()[2]]
-        if nonce in self._seen:
+        while known.order and known.order[0][0] < now - 2 * WINDOW_S:
+            known.seen.discard(known.order.popleft()[2])
+        if nonce in known.seen:
             raise AccessDenied("the request was seen before")
-        if signed_at <= self._floor:
+        if signed_at <= known.floor:
             raise AccessDenied("the request is older than what is remembered; sign it again")
-        if len(self._order) >= MAX_REMEMBERED:
-            _, forgotten_at, forgotten = self._order.popleft()
-            del self._seen[forgotten]
-            self._floor = max(self._floor, forgotten_at)
-        self._seen[nonce] = None
-        self._order.append((now, signed_at, nonce))
+        if len(known.order) >= MAX_REMEMBERED:
+            _, forgotten_at, forgotten = known.order.popleft()
+            known.seen.discard(forgotten)
+            known.floor = max(known.floor, forgotten_at)
+        known.seen.add(nonce)
+        known.order.append((now, signed_at, nonce))
 
     @property
     def num_remembered(self) -> int:
-        return len(self._seen)
+        return sum(len(one.seen) for one in self._remembered.values())
 
 
 def _words(header: str) -> list[str]:

@@ -20,13 +20,14 @@ from prometheus_client import Gauge
 from mooncake.config import Port, Size
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.log import get_logger
-from mooncake.metrics import registry, serve_metrics
+from mooncake.metrics import registry
 from mooncake.security import Identity, check_address, ours
 from mooncake.store import messages as m
 from mooncake.store.disk import Disk
 from mooncake.store.lent import Lent, Offer
 from mooncake.transfer import Region, TransferEngine, TransferSettings
 from mooncake.types import Tier
+from mooncake.web import serve_metrics
 
 log = get_logger(__name__)
 
@@ -286,11 +287,10 @@ async def serve(settings: NodeSettings) -> None:
     # Journals are many long-lived objects and no cycles, as in the master: full collections cost pauses.
     gc.set_threshold(100_000, 50, 1_000_000)
     identity = ours()
-    files = identity.settings
-    tls = (files.tls_cert, files.tls_key, files.tls_ca) if identity.has_tls else None
+    tls = identity.server_tls
     # A scraper can't prove that it has a cluster's key.
     metrics_host = settings.host if tls or identity.is_open else "127.0.0.1"
-    metrics, metrics_port = serve_metrics(metrics_host, settings.metrics_port, tls)
+    metrics = serve_metrics(metrics_host, settings.metrics_port, tls)
     node = Node(settings)
     try:
         await node.start()
@@ -298,9 +298,9 @@ async def serve(settings: NodeSettings) -> None:
         log.info("pool_allocated", **tiers, engine=repr(node.engine))
         await node.mounted.wait()
         descriptor = node.engine.describe()
-        address, metrics_address = descriptor.endpoints["tcp"], f"{metrics_host}:{metrics_port}"
+        address, metrics_address = descriptor.endpoints["tcp"], f"{metrics_host}:{metrics.port}"
         log.info("ready", role="node", address=address, segment=node.name, metrics=metrics_address)
         await asyncio.Event().wait()
     finally:
         await node.close()
-        metrics.shutdown()
+        await asyncio.to_thread(metrics.close)

@@ -138,6 +138,7 @@ class Listener:
             access=ACCESS,
             identity=identity,
             name="handshake",
+            is_peer=True,
         )
         started: concurrent.futures.Future[int] = concurrent.futures.Future()
         address = numeric_host(host, "listen_host")  # a name may have several; one port fits them all badly

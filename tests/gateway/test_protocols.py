@@ -35,7 +35,12 @@ def test_other_ways_to_say_it_are_closed_too(are_trusted: bool) -> None:
         "bootstrap_host": "10.6.6.6",
         "bootstrap_port": 666,
         "bootstrap_room": 1,
-        "vllm_xargs": {"kv_transfer_params": HOSTILE, "a": 1},
+        "bootstrap_pair_key": "k",
+        "disagg_prefill_dp_rank": 1,
+        "routed_dp_rank": 1,
+        "data_parallel_rank": 1,
+        "ec_transfer_params": HOSTILE,
+        "vllm_xargs": {"kv_transfer_params": HOSTILE, "ec_transfer_params": HOSTILE, "a": 1},
     }
     assert without_transfers(asked, are_trusted) == {"prompt": "p", "vllm_xargs": {"a": 1}}
 

@@ -212,14 +212,14 @@ def send_all(opened: socket.socket, head: bytes) -> None:
 
 async def test_more_connections_than_files_are_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mooncake.rpc.limits.resource.getrlimit", lambda which: (256, 256))
-    assert default_max_connections() == 128
+    assert default_max_connections() == 96
 
     async def test(server: RpcServer) -> None:
         idle = [connected(server, OPEN_GREETING) for _ in range(300)]
         for number in range(3):
             client = AsyncClient(f"127.0.0.1:{server.port}", [Answer])
             assert await client.call(Ask(number), PATIENCE_S) == Answer(bytes(number))
-            assert len(server.connections) <= 128
+            assert len(server.connections) <= 96
             await client.close()
         for opened in idle:
             opened.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mooncake.rpc import AsyncClient, Call, RpcServer
+from mooncake.rpc import AsyncClient, Call, Limits, RpcServer
 
 BIG = 8 << 20
 
@@ -87,4 +87,23 @@ async def test_closing_the_server_ends_what_was_handed_on(tmp_path: Path) -> Non
     with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
         await reader.readexactly(1)
     writer.close()
+    other.close()
+
+
+async def test_strangers_that_are_handed_on_leave_room_for_clients(tmp_path: Path) -> None:
+    path = str(tmp_path / "other")
+    other = await asyncio.start_unix_server(echo, path)
+    server = RpcServer({Question: answer}, other=path, limits=Limits(max_connections=4))
+    port = await server.start("127.0.0.1", 0)
+    strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+    for reader, writer in strangers:
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        assert await reader.readexactly(5) == b"hello"
+    client = AsyncClient(f"127.0.0.1:{port}", (Reply,))
+    assert (await client.call(Question("hello"), 20)).text == "HELLO"
+    assert server.other is not None and server.other.num_open == 3
+    await client.close()
+    for _, writer in strangers:
+        writer.close()
+    await server.close()
     other.close()

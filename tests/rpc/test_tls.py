@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import ssl
 from collections.abc import AsyncIterator
@@ -12,9 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mooncake.errors import DeadlineExceeded, PeerLost, ProtocolError
-from mooncake.rpc import BlockingClient, Call, Limits, RpcServer
+from mooncake.errors import AccessDenied, DeadlineExceeded, PeerLost, ProtocolError
+from mooncake.rpc import AsyncClient, BlockingClient, Call, Limits, RpcServer
 from mooncake.security import EVERYBODY, Access, Identity, SecuritySettings
+from mooncake.security.keys import written_secret
 
 pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
 
@@ -121,3 +123,53 @@ async def test_a_silent_server_costs_no_more_than_the_deadline(
         await asyncio.to_thread(client.call, Echo(b"hello"), 0.2)
     client.close()
     silent.close()
+
+
+async def test_a_member_cannot_stand_between_a_node_and_its_master(
+    tmp_path: Path, server: RpcServer, ours: Identity
+) -> None:
+    """With a key besides, certificates need no role; but a proof is for the server that showed its own."""
+    authority = Path(ours.settings.tls_ca).parent
+    file = tmp_path / "key"
+    file.touch(0o600)
+    file.write_text(written_secret(b"k" * 32))
+
+    def member(name: str) -> Identity:
+        make(CertsSettings(folder=authority, name=name, role="client"))
+        cert, key = (str(authority / f"{name}.{ending}") for ending in ("pem", "key"))
+        return Identity(SecuritySettings(cert, key, ours.settings.tls_ca, cluster_key_file=str(file)))
+
+    honest, false = member("honest"), member("false")
+    access = Access({Echo: EVERYBODY})
+    master = RpcServer({Echo: echo}, access=access, identity=honest)
+    port = await master.start("127.0.0.1", 0)
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, onward = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=false.client_tls, server_hostname="x"
+        )
+
+        async def copy(one: asyncio.StreamReader, other: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while data := await one.read(1 << 16):
+                    other.write(data)
+            other.close()
+
+        await asyncio.gather(copy(reader, onward), copy(there, writer))
+
+    between = await asyncio.start_server(pass_on, "127.0.0.1", 0, ssl=false.server_tls)
+    direct = client_of(master, honest)
+    assert (await asyncio.to_thread(direct.call, Echo(b"x"), 20)).data == b"x"
+    direct.close()
+    address = f"127.0.0.1:{between.sockets[0].getsockname()[1]}"
+    for kind in (BlockingClient, AsyncClient):
+        victim = kind(address, [Echo], "the false master", is_patient=False, identity=honest)
+        with pytest.raises(AccessDenied, match="another than was meant"):
+            if isinstance(victim, AsyncClient):
+                await victim.call(Echo(b"x"), 20)
+            else:
+                await asyncio.to_thread(victim.call, Echo(b"x"), 20)
+        if isinstance(victim, AsyncClient):
+            await victim.close()
+    between.close()
+    await master.close()

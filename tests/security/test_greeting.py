@@ -13,6 +13,7 @@ from mooncake.security.greeting import (
     Challenge,
     Hello,
     Proof,
+    binding_of,
 )
 from mooncake.security.keys import KeyRing, derive
 from mooncake.security.standing import OPEN, Role, Standing
@@ -160,3 +161,23 @@ def test_a_greeting_is_small() -> None:
     assert challenge is not None
     for message in (asking.hello(), challenge, asking.prove(challenge)):
         assert len(msgspec.msgpack.encode(message)) <= MAX_GREETING_BYTES
+
+
+@pytest.mark.parametrize(
+    ("meant", "reached"),
+    [
+        (binding_of(True, b""), binding_of(False, b"")),
+        (binding_of(False, b""), binding_of(True, b"")),
+        (binding_of(False, b"a" * 32), binding_of(False, b"b" * 32)),
+        (binding_of(False, b"a" * 32), binding_of(False, b"")),
+    ],
+)
+def test_what_is_said_to_one_server_cannot_be_passed_on_to_another(meant: bytes, reached: bytes) -> None:
+    """A node asks an engine of somebody else, who hands every word on to a master, and back."""
+    asking = Asking(derive(SECRET, Role.NODE), nonce(1), meant)
+    master = Answering(RING, nonce(2), None, reached)
+    challenge = master.hello(asking.hello())
+    assert challenge is not None
+    with pytest.raises(AccessDenied, match="another than was meant"):
+        asking.prove(challenge)
+    assert greeted(Asking(derive(SECRET, Role.NODE), nonce(1), meant), Answering(RING, nonce(2), None, meant))

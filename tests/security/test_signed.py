@@ -114,6 +114,7 @@ def test_nothing_of_a_signature_can_be_changed(place: int, value: str) -> None:
         base64.b64encode(b"{}").decode(),
         base64.b64encode(json.dumps(["a"] * 7).encode()).decode(),
         base64.b64encode(json.dumps(["node", "", "", "nan", "", "", ""]).encode()).decode(),
+        base64.b64encode(json.dumps(["client", "\ud800", "", "1", "", "", ""]).encode()).decode(),
     ],
 )
 def test_what_is_no_signature_is_refused(header: str | None) -> None:
@@ -133,3 +134,17 @@ def test_another_cluster_is_refused() -> None:
     header = make(clock, b"t" * 32).headers("GET", "/")[HEADER]
     with pytest.raises(AccessDenied, match="not of this cluster"):
         Verifier(RING, clock).check(header, "GET", "/")
+
+
+def test_a_tenant_that_floods_keeps_out_nobody_but_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signed, "MAX_REMEMBERED", 8)
+    clock, later = Clock(), Clock()
+    later.now += WINDOW_S - 1
+    verifier, flooding = Verifier(RING, clock), make(later, role=Role.CLIENT, tenant="acme")
+    for _ in range(20):
+        later.now += 0.01
+        verifier.check(flooding.headers("GET", "/")[HEADER], "GET", "/")
+    assert verifier.check(make(clock).headers("GET", "/")[HEADER], "GET", "/")[0] == Standing(Role.NODE)
+    with pytest.raises(AccessDenied, match="older than what is remembered"):
+        one = make(clock, role=Role.CLIENT, tenant="acme").headers("GET", "/")[HEADER]
+        verifier.check(one, "GET", "/")

@@ -137,7 +137,7 @@ async def _serve(asked: Asked) -> None:
         words.master_server_addr,
         words.tenant_id,
     )
-    server = RpcServer({AskClient: lambda _, __: told}, access=ACCESS, name="client")
+    server = RpcServer({AskClient: lambda _, __: told}, access=ACCESS, name="client", is_peer=True)
     try:
         port = await server.start(host, asked.port)
         log.info("ready", role="client", address=f"{host}:{port}", segment=session.hostname)

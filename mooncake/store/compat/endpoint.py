@@ -1,20 +1,25 @@
 """The HTTP side of a client: is it well, and what did it do. For load balancers and scrapers.
 
 ``/health`` (200 or 503), ``/metrics`` in Prometheus' format with the existing package's names beside ours,
-``/metrics/summary`` in one line.
+``/metrics/summary`` in one line. Where the cluster has a credential, strangers are told ``/health`` only.
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import threading
+import asyncio
+import os
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from mooncake.errors import AddressInUse
 from mooncake.metrics import CONTENT_TYPE, page
+from mooncake.security import TRUSTED, HttpDoor, Identity, ours
 from mooncake.store.compat.measures import Measures
+from mooncake.web import WebThread, listen
 
 STATES = ("healthy", "not_initialized", "master_unreachable")
 """By what ``health_check`` answers."""
@@ -27,45 +32,36 @@ class ClientEndpoint:
         AddressInUse: the port is taken.
     """
 
-    def __init__(self, port: int, health: Callable[[], int], measures: Measures) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                _answer(self, health, measures)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Scrapes are not worth a line each."""
-
+    def __init__(
+        self, port: int, health: Callable[[], int], measures: Measures, identity: Identity | None = None
+    ) -> None:
+        identity = identity or ours()
+        key = os.environ.get("ADMIN_API_KEY", "")
+        app = HttpDoor(_app(health, measures), identity, TRUSTED, open_paths=("/health",), api_key=key)
         try:
-            self._server = ThreadingHTTPServer(("0.0.0.0", port), Handler)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
+            listening = listen("0.0.0.0", port)
+        except AddressInUse as error:
             raise AddressInUse(f"client_http_port {port} is in use; free it or choose another") from error
-        self._server.daemon_threads = True
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="store-http", daemon=True)
-        self._thread.start()
+        self._server = WebThread(app, listening, identity.server_tls)
+        self.port = self._server.port
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
 
-def _answer(request: BaseHTTPRequestHandler, health: Callable[[], int], measures: Measures) -> None:
-    path = request.path.partition("?")[0]
-    status, kind = 200, "text/plain; charset=utf-8"
-    if path == "/health":
-        state = STATES[health()]
-        body = json.dumps({"status": state}).encode()
-        status, kind = 200 if state == STATES[0] else 503, "application/json"
-    elif path == "/metrics":
-        body, kind = page() + measures.page(), CONTENT_TYPE
-    elif path == "/metrics/summary":
-        body = measures.summary().encode()
-    else:
-        status, body = 404, b"not found: /health, /metrics or /metrics/summary\n"
-    request.send_response(status)
-    request.send_header("Content-Type", kind)
-    request.send_header("Content-Length", str(len(body)))
-    request.end_headers()
-    request.wfile.write(body)
+def _app(health: Callable[[], int], measures: Measures) -> Starlette:
+    async def state(_: Request) -> Response:
+        found = STATES[await asyncio.to_thread(health)]
+        return JSONResponse({"status": found}, 200 if found == STATES[0] else 503)
+
+    def metrics(_: Request) -> Response:
+        return Response(page() + measures.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    def summary(_: Request) -> Response:
+        return PlainTextResponse(measures.summary())
+
+    def nothing(_: Request) -> Response:
+        return PlainTextResponse("not found: /health, /metrics or /metrics/summary\n", 404)
+
+    answers = {"/health": state, "/metrics": metrics, "/metrics/summary": summary, "/{path:path}": nothing}
+    return Starlette(routes=[Route(path, answer) for path, answer in answers.items()])

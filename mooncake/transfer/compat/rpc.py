@@ -239,7 +239,9 @@ class _Server:
         self._pool = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="mooncake-rpc")
         self._parts: dict[tuple[Connection, int], bytearray] = {}
         self._gathered_bytes = 0
-        self._rpc = RpcServer({Piece: self._take}, on_lost=self._lost, access=ACCESS, name="rpc_interface")
+        self._rpc = RpcServer(
+            {Piece: self._take}, on_lost=self._lost, access=ACCESS, name="rpc_interface", is_peer=True
+        )
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         started: concurrent.futures.Future[None] = concurrent.futures.Future()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
+from mooncake.security import Identity, SecuritySettings
+from mooncake.security.keys import written_secret
 from mooncake.store import MooncakeDistributedStore
 from mooncake.store.compat.endpoint import ClientEndpoint
 from mooncake.store.compat.measures import Measures, kind_of
@@ -53,6 +58,24 @@ def test_one_that_does_not(health: int, state: str) -> None:
     status, body = fetch(endpoint.port, "/health")
     assert (status, json.loads(body)["status"]) == (503, state)
     endpoint.close()
+
+
+def test_strangers_get_no_page_and_no_thread(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.touch(0o600)
+    file.write_text(written_secret(b"k" * 32))
+    identity = Identity(SecuritySettings(cluster_key_file=str(file)))
+    endpoint = ClientEndpoint(0, lambda: 0, Measures(), identity)
+    num_threads = threading.active_count()
+    idle = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) for _ in range(100)]
+    try:
+        assert fetch(endpoint.port, "/health")[0] == 200
+        assert [fetch(endpoint.port, path)[0] for path in ("/metrics", "/metrics/summary", "/x")] == [401] * 3
+        assert threading.active_count() < num_threads + 50
+    finally:
+        for one in idle:
+            one.close()
+        endpoint.close()
 
 
 def test_calls_are_of_four_kinds() -> None:
