@@ -50,6 +50,7 @@ class IndexLog:
         self._framing: Framing = PLAIN
         self._fresh: Framing = PLAIN
         """Of the log that a compaction writes."""
+        self._num_renames = self._num_kept_renames = 0
         self._file = folder.directory.open(NAME)
         try:
             self._read(repairs)
@@ -120,13 +121,20 @@ class IndexLog:
             StorageError: the disk refuses.
         """
         while True:
-            file = self._file
+            file, num_renames = self._file, self._num_renames
             try:
                 file.sync()
-                return
             except OSError as error:
                 if file is self._file:
                     raise self._folder.trouble(error) from error
+                continue  # another has taken its place
+            try:
+                if num_renames != self._num_kept_renames:
+                    self._folder.directory.sync()
+                    self._num_kept_renames = num_renames
+                return
+            except OSError as error:
+                raise self._folder.trouble(error) from error
 
     # Compaction, in three steps, because the long one must not keep anybody waiting
 
@@ -161,17 +169,23 @@ class IndexLog:
             if since:
                 fresh.append(self._fresh.frame(since, fresh.size_bytes))
                 fresh.sync()
-            self._folder.put(NAME)
+            self._folder.rename(NAME)
         except OSError as error:
             fresh.close()
             log.warning("index_not_compacted", path=str(self._folder.path), reason=str(error))
             return
         old, self._file = self._file, fresh
         old.close()
+        self._num_renames += 1
         self._framing = self._fresh
         self.index.compacted_to(fresh.size_bytes, self._framing)
         fields = {"was_bytes": was_bytes, "num_bytes": self.index.num_bytes}
         log.info("index_compacted", path=str(self._folder.path), **fields)
+        try:
+            self._folder.directory.sync()
+            self._num_kept_renames = self._num_renames
+        except OSError as error:  # the file has its name all the same, and ``flush`` tries again
+            log.warning("index_name_not_synced", path=str(self._folder.path), reason=str(error))
 
     def close(self) -> None:
         self._file.close()
