@@ -33,6 +33,8 @@ log = get_logger(__name__)
 NAME = "mooncake.index"
 MAGIC = b"mooncake-index-2 "
 _HEADER_BYTES = num_bytes(MAGIC)
+_PLAIN_BEGINS = (b"\x92\xa4held", b"\x92\xa4gone")
+"""What follows the frame's header in an index of an earlier release."""
 
 
 class IndexLog:
@@ -227,7 +229,11 @@ def parsed(folder: Folder, content: bytes) -> tuple[Index, Framing]:
             framing = framings[0]
         else:
             framing = max(framings, key=lambda one: len(one.scan(content, begin).bodies))
-    elif len(content) > UNBEGUN_BYTES and not PLAIN.scan(content).bodies:
+    elif (
+        len(content) > UNBEGUN_BYTES
+        and not PLAIN.scan(content).bodies
+        and not content[PLAIN.header_bytes :].startswith(_PLAIN_BEGINS)
+    ):
         raise folder.wrong(f"a directory whose {NAME} is an index; it is something else")
     try:
         index = Index(content, framing, begin)

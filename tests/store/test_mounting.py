@@ -425,6 +425,20 @@ def test_where_the_records_have_something_else_the_node_is_right(nodes: Nodes) -
     successor.master.check()
 
 
+def test_a_standby_that_takes_over_before_the_nodes_were_heard_believes_them_as_much(nodes: Nodes) -> None:
+    """What the leader had in doubt is in its copy: the segments that had not reported."""
+    ssd, ends = on_ssd(nodes, "old")
+    (old,) = ssd.held.values()
+    new = msgspec.structs.replace(old, key="new", object_id=old.object_id + 5)
+    leader = restored(nodes, nodes.records[: ends[0]], Doubt.PROMISES)
+    standby = restored(nodes, leader.master.snapshot(), Doubt.NONE)
+    ssd.held = {new.object_id: new}
+    again = ssd_again(standby, ssd)
+    assert list(again.held) == [new.object_id]
+    assert "new" in standby.master.objects.readable, "it is not dropped from its SSD"
+    standby.master.check()
+
+
 def test_it_is_said_when_the_last_node_was_heard(nodes: Nodes) -> None:
     ssd, _ = on_ssd(nodes, "k")
     heard: list[str] = []
