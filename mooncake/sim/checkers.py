@@ -197,6 +197,8 @@ class Checkers:
             replica.address,
             self._instant(client, piece.expires_at) + self._cluster.faults.late_write_s,
         )
+        if ends_at <= self._cluster.kernel.now:
+            return None  # given back too late to be written again
         who = f"{client.name} in advance #{piece.advance_id}"
         end = start + piece.size_bytes
         promise = Promise(segment, start, end, ends_at, who, True, self._life, piece.advance_id)

@@ -81,6 +81,8 @@ class Applying:
                 self._catalog.forget_before(key, object_id + 1)
         self._unseen = {}
         self._catalog.segments.settle(now, doubt)
+        # The leader whose copy this is may have been in doubt.
+        self._catalog.is_doubted |= any(one.doubt for one in self._catalog.segments.mounted.values())
         self._catalog.look_for_doubt()
         lease_until = now + self._catalog.lasting.lease_s
         for stored in self._catalog.objects.readable.values():

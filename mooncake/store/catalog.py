@@ -379,6 +379,7 @@ class Catalog:
 
     def clear_before(self, tenant: str, object_id: int) -> None:
         """The same as ``forget_before`` for everything of a tenant."""
+        object_id = max(object_id, self.cleared.get(tenant, 0))  # of two removals the later may end first
         self.cleared[tenant] = object_id
         self.records.append(AllRemoved(tenant, object_id))
 

@@ -71,8 +71,12 @@ class Folder:
         return file
 
     def put(self, name: str) -> None:
-        self.directory.rename(f"{name}.new", name)
+        self.rename(name)
         self.directory.sync()
+
+    def rename(self, name: str) -> None:
+        """As ``put``, but a loss of power may undo it until the directory is synced."""
+        self.directory.rename(f"{name}.new", name)
 
     def replace(self, name: str, content: bytes) -> None:
         """All of it or nothing. Raises OSError."""

@@ -33,6 +33,8 @@ log = get_logger(__name__)
 NAME = "mooncake.index"
 MAGIC = b"mooncake-index-2 "
 _HEADER_BYTES = num_bytes(MAGIC)
+_PLAIN_BEGINS = (b"\x92\xa4held", b"\x92\xa4gone")
+"""What follows the frame's header in an index of an earlier release."""
 
 
 class IndexLog:
@@ -50,6 +52,7 @@ class IndexLog:
         self._framing: Framing = PLAIN
         self._fresh: Framing = PLAIN
         """Of the log that a compaction writes."""
+        self._num_renames = self._num_kept_renames = 0
         self._file = folder.directory.open(NAME)
         try:
             self._read(repairs)
@@ -120,13 +123,20 @@ class IndexLog:
             StorageError: the disk refuses.
         """
         while True:
-            file = self._file
+            file, num_renames = self._file, self._num_renames
             try:
                 file.sync()
-                return
             except OSError as error:
                 if file is self._file:
                     raise self._folder.trouble(error) from error
+                continue  # another has taken its place
+            try:
+                if num_renames != self._num_kept_renames:
+                    self._folder.directory.sync()
+                    self._num_kept_renames = num_renames
+                return
+            except OSError as error:
+                raise self._folder.trouble(error) from error
 
     # Compaction, in three steps, because the long one must not keep anybody waiting
 
@@ -161,17 +171,23 @@ class IndexLog:
             if since:
                 fresh.append(self._fresh.frame(since, fresh.size_bytes))
                 fresh.sync()
-            self._folder.put(NAME)
+            self._folder.rename(NAME)
         except OSError as error:
             fresh.close()
             log.warning("index_not_compacted", path=str(self._folder.path), reason=str(error))
             return
         old, self._file = self._file, fresh
         old.close()
+        self._num_renames += 1
         self._framing = self._fresh
         self.index.compacted_to(fresh.size_bytes, self._framing)
         fields = {"was_bytes": was_bytes, "num_bytes": self.index.num_bytes}
         log.info("index_compacted", path=str(self._folder.path), **fields)
+        try:
+            self._folder.directory.sync()
+            self._num_kept_renames = self._num_renames
+        except OSError as error:  # the file has its name all the same, and ``flush`` tries again
+            log.warning("index_name_not_synced", path=str(self._folder.path), reason=str(error))
 
     def close(self) -> None:
         self._file.close()
@@ -213,7 +229,11 @@ def parsed(folder: Folder, content: bytes) -> tuple[Index, Framing]:
             framing = framings[0]
         else:
             framing = max(framings, key=lambda one: len(one.scan(content, begin).bodies))
-    elif len(content) > UNBEGUN_BYTES and not PLAIN.scan(content).bodies:
+    elif (
+        len(content) > UNBEGUN_BYTES
+        and not PLAIN.scan(content).bodies
+        and not content[PLAIN.header_bytes :].startswith(_PLAIN_BEGINS)
+    ):
         raise folder.wrong(f"a directory whose {NAME} is an index; it is something else")
     try:
         index = Index(content, framing, begin)

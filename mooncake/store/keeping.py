@@ -202,8 +202,13 @@ class Keeping:
                 else:
                     oplog.append(self._unwritten)
                     self._unwritten = []
+            except OSError as error:
+                log.debug("oplog_unwritable_still", path=self.path, reason=str(error))
+                continue
+            try:
                 await asyncio.to_thread(oplog.flush)
             except OSError as error:
+                self._must_be_anew = True  # nobody knows what of it is on the disk
                 log.debug("oplog_unwritable_still", path=self.path, reason=str(error))
                 continue
             if not self._unwritten and not self._must_be_anew:
@@ -240,7 +245,7 @@ class Keeping:
             self._anew = None
         if self._log is not None:
             try:
-                self._anew = self._log.begin_anew()
+                self._anew = self._log.begin_anew(has_all=True)
             except OSError as error:
                 raise self._failure(error) from error
 

@@ -40,7 +40,7 @@ class Mounting:
 
     def mount(self, message: m.Mount, event: Received, now: float) -> m.Mounted:
         settings = self._catalog.settings
-        refusal = _check_mount(message)
+        refusal = _check_mount(message, self._largest_id)
         before = self._catalog.segments.mounted.get(message.segment)
         epoch = None if before is None else before.epoch
         outcome = refusal or self._catalog.segments.mount(message, event.connection, now)
@@ -77,6 +77,11 @@ class Mounting:
                 stored.refresh()
                 self._catalog.tell(now, stored.key, "#{} is back on {}", stored.object_id, segment.name)
 
+    @property
+    def _largest_id(self) -> int:
+        """That a node may speak of."""
+        return max(MAX_ID, self._catalog.objects.last_id)
+
     def report(self, message: m.Report, _: Received, now: float) -> m.Reported | Failure:
         segment = self._catalog.segments.find(message.segment, message.epoch)
         if segment is None:
@@ -101,6 +106,8 @@ class Mounting:
         """Whether that is held there from now on, as far as this master is concerned."""
         if self._knows(segment, entry):
             return True
+        if not 0 < entry.object_id <= self._largest_id:
+            return False
         if segment.wants_report and not segment.doubt:
             return self._adopt(segment, entry, now)
         stored = self._catalog.objects.readable.get(entry.key)
@@ -272,7 +279,7 @@ def _is_same(stored: StoredObject, entry: m.Entry) -> bool:
     return shape == (entry.size_bytes, entry.chunk_bytes, entry.checksums)
 
 
-def _check_mount(message: m.Mount) -> Refusal | None:
+def _check_mount(message: m.Mount, largest_id: int) -> Refusal | None:
     for what, name in (("segment", message.segment), ("node", message.node), ("host", message.host)):
         if len(name.encode()) > m.MAX_KEY_BYTES or not (name or what != "segment") or "\0" in name:
             return Refusal("invalid_name", f"a {what}'s name has 1 to {m.MAX_KEY_BYTES} bytes and no NUL")
@@ -281,6 +288,6 @@ def _check_mount(message: m.Mount) -> Refusal | None:
         return Refusal("invalid_size", f"{message.size_bytes} bytes; at least {least_bytes}")
     if not 0 <= message.rest_s <= MAX_REST_S:
         return Refusal("invalid_rest", f"{message.rest_s} s; 0 to {MAX_REST_S:.0f}")
-    if not 0 <= message.largest_id <= MAX_ID:
-        return Refusal("invalid_id", f"{message.largest_id}; 0 to {MAX_ID}")
+    if not 0 <= message.largest_id <= largest_id:
+        return Refusal("invalid_id", f"{message.largest_id}; 0 to {largest_id}")
     return None

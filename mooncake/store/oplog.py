@@ -203,13 +203,17 @@ class Oplog:
         """There is no room for it now."""
         self._compacted_bytes = self._size_bytes
 
-    def begin_anew(self) -> Rewriting:
-        """A file that will take this one's place; raises OSError."""
-        assert self._directory is not None
-        return Rewriting(self, self._directory, self._marks())
+    def begin_anew(self, has_all: bool = False) -> Rewriting:
+        """A file that will take this one's place; raises OSError.
 
-    def replaced(self, file: File, framing: Framing, size_bytes: int) -> None:
-        """The Rewriting is complete, and has its name."""
+        Args:
+            has_all: it will hold all that a leader knows, so that what this one lacks does not matter.
+        """
+        assert self._directory is not None
+        return Rewriting(self, self._directory, Doubt.NONE if has_all else self.doubt)
+
+    def replaced(self, file: File, framing: Framing, size_bytes: int, doubt: Doubt) -> None:
+        """The Rewriting is complete, and has its name; the file says that so much is in doubt."""
         old, self._file = self._file, file
         if old is not None:
             old.close()
@@ -217,6 +221,7 @@ class Oplog:
         self._framing = framing
         self._size_bytes = self._compacted_bytes = size_bytes
         self._torn = self._anew = None
+        self.doubt = doubt
         self._is_open = True
 
     def is_whole(self, last_id: int) -> None:
@@ -339,13 +344,16 @@ class Oplog:
             header = header_of(MAGIC, self.id, self._framing.salt)
             file.append(header)
             self._size_bytes = len(header)
-        self._append(self._marks())
+        self._append(self.marks(self.doubt))
         file.sync()
         directory.sync()
         self._is_open = True
 
-    def _marks(self) -> list[Mark]:
-        return [Opened(self._boot), Repaired()] if self.doubt is Doubt.ANY else [Opened(self._boot)]
+    def marks(self, doubt: Doubt) -> list[Mark]:
+        """With which a file begins, or goes on, of which so much is in doubt."""
+        if doubt is Doubt.PROMISES:  # it was opened on a system that is gone
+            return [Opened(""), Opened(self._boot)]
+        return [Opened(self._boot), Repaired()] if doubt is Doubt.ANY else [Opened(self._boot)]
 
     def _append(self, records: Iterable[Record | Mark]) -> None:
         assert self._file is not None
@@ -364,9 +372,10 @@ class Oplog:
 class Rewriting:
     """The log's next content; the log itself is not touched before ``commit``. All raise OSError."""
 
-    def __init__(self, log: Oplog, directory: Directory, marks: list[Mark]) -> None:
+    def __init__(self, log: Oplog, directory: Directory, doubt: Doubt) -> None:
         self._log = log
         self._directory = directory
+        self._doubt = doubt
         self._name = log.path.name + ".new"
         self._file: File | None = directory.open(self._name, is_locked=True)
         self._file.truncate(0)
@@ -374,7 +383,7 @@ class Rewriting:
         header = header_of(MAGIC, log.id, self._framing.salt)
         self._file.append(header)
         self._size_bytes, self._synced_bytes = len(header), 0
-        self.append(marks)
+        self.append(log.marks(doubt))
 
     def append(self, records: Iterable[Record | Mark]) -> None:
         assert self._file is not None
@@ -394,10 +403,13 @@ class Rewriting:
         that its content does not; and before it is said of anything that follows that it is durable,
         ``Oplog.flush`` syncs the directory."""
         assert self._file is not None
+        if self._doubt and not self._log.doubt:  # the nodes have been heard meanwhile
+            self.append([Whole()])
+            self._doubt = Doubt.NONE
         if self._synced_bytes < self._size_bytes:
             self.sync()
         self._directory.rename(self._name, self._log.path.name)
-        self._log.replaced(self._file, self._framing, self._size_bytes)
+        self._log.replaced(self._file, self._framing, self._size_bytes, self._doubt)
         self._file = None
 
     def abandon(self) -> None:

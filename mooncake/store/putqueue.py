@@ -31,6 +31,8 @@ class _Waiting:
     retry: Callable[[float], bool]
     """Try what is still missing; whether something still is."""
     answer: Callable[[float], m.PutStarted]
+    must_last: bool
+    """As ``Catalog.must_last``: one of the objects is there already, and durable."""
 
 
 class PutQueue:
@@ -61,7 +63,7 @@ class PutQueue:
         now: float,
     ) -> None:
         until = now + min(wait_s, self._catalog.settings.put_s / 2)
-        self._waiting.append(_Waiting(event, until, retry, answer))
+        self._waiting.append(_Waiting(event, until, retry, answer, self._catalog.must_last))
 
     def demoted(self) -> None:
         """One has ended, whatever came of it."""
@@ -77,13 +79,15 @@ class PutQueue:
         is_freeing = self._is_freeing()
         left: list[_Waiting] = []
         for one in self._waiting:
+            self._catalog.must_last = one.must_last
             is_missing = one.retry(now) if has_news else True
+            one.must_last = self._catalog.must_last
             if is_missing and is_freeing and one.until > now:
                 left.append(one)
                 continue
             reply = one.answer(now)
             self.on_end(one.event.message, reply)
-            self._catalog.replies.append(Reply(one.event.origin, reply))
+            self._catalog.replies.append(Reply(one.event.origin, reply, one.must_last))
         self._waiting = left
 
     def check(self) -> None:

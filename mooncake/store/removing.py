@@ -65,12 +65,14 @@ class Removing:
             return cost + REMOVAL_COST
 
         def end(now: float) -> m.Removed:
-            if not message.pattern:
-                self._catalog.clear_before(tenant, before)
-                self._catalog.must_last = True
+            self._catalog.must_last |= not message.pattern
             return removed
 
-        return cast("m.Removed | Failure | None", self._walks.begin(event, look, end, now))
+        answer = cast("m.Removed | Failure | None", self._walks.begin(event, look, end, now))
+        if not message.pattern and not isinstance(answer, Failure):
+            # At once, because what a node brings back while the walk goes on is not among its keys.
+            self._catalog.clear_before(tenant, before)
+        return answer
 
     def _remove(self, stored: StoredObject | None, force: bool, now: float) -> bool | Refusal:
         if stored is None or not stored.is_readable:

@@ -257,7 +257,7 @@ class Segments:
         self._look_at = None
         for segment in self.mounted.values():
             segment.was_restored = True
-            if doubt and segment.wants_report:
+            if segment.wants_report:
                 segment.doubt = Doubt.ANY  # it had not been heard by the master before, either
             elif doubt >= (Doubt.END if segment.tier is Tier.SSD else Doubt.PROMISES):
                 segment.doubt, segment.wants_report = doubt, True

@@ -254,7 +254,7 @@ class MasterServer:
             return
         if self._role.is_leading and self._driver is not None:
             self._driver.post(ConnectionLost(connection))
-        else:
+        elif any(one.connection is connection for one in self.master.segments.mounted.values()):
             self._gone.append(connection)
 
     def _perform(self, effect: Effect) -> None:

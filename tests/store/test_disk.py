@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mooncake.errors import InvalidArgument, OutOfSpace
+from mooncake.errors import InvalidArgument, OutOfSpace, StorageError
+from mooncake.files import OsDirectory
 from mooncake.store.disk import Disk
+from mooncake.store.index import compacted
 from mooncake.store.messages import Entry
 from mooncake.transfer import Op, Region, Status, TransferEngine, TransferSettings
 
@@ -244,3 +247,44 @@ def test_a_nearly_full_disk_gives_what_it_has(
     with pytest.raises(OutOfSpace):
         disk.provide(5 * MIB, 2 * MIB)
     disk.close()
+
+
+def test_a_compacted_index_has_its_name_even_if_the_directory_is_not_synced(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is entered next goes to the file that the next start reads."""
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(entry(1))
+
+    def refused(self: OsDirectory) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    fresh = disk.log.write_compacted(disk.log.begin_compaction())
+    with monkeypatch.context() as patch:
+        patch.setattr(OsDirectory, "sync", refused)
+        disk.log.end_compaction(fresh)
+        disk.log.hold(entry(2, 4096))
+        with pytest.raises(StorageError):
+            disk.log.flush()
+    disk.log.flush()
+    disk.close()
+    assert list(Disk(engine, path, MIB).index.entries) == [1, 2]
+
+
+def test_an_index_of_an_earlier_release_whose_only_record_is_torn_is_read(
+    engine: TransferEngine, path: Path
+) -> None:
+    Disk(engine, path, MIB).close()
+    torn = compacted([Entry("k", 1, 4096, 4, b"crc!" * 1024, 0)])[:-1500]
+    (path / "mooncake.index").write_bytes(torn)
+    disk = Disk(engine, path, MIB)
+    assert not disk.index.entries
+    assert (path / "mooncake.index.torn").read_bytes() == torn
+    disk.log.hold(entry(2))
+    disk.close()
+    disk = Disk(engine, path, MIB)
+    assert list(disk.index.entries) == [2]
+    disk.close()
+    (path / "mooncake.index").write_bytes(b"something else " * 100)
+    with pytest.raises(InvalidArgument, match="something else"):
+        Disk(engine, path, MIB)

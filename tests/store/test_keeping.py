@@ -19,7 +19,7 @@ from mooncake.store.effects import Keep
 from mooncake.store.keeping import Keeping
 from mooncake.store.master import Master
 from mooncake.store.oplog import Oplog
-from mooncake.store.records import Record
+from mooncake.store.records import Doubt, Record
 from tests.store.conftest import SETTINGS, Voice
 
 
@@ -268,3 +268,42 @@ async def test_a_leaders_log_takes_the_place_of_the_own_when_it_is_complete(kept
     assert list(kept.restored()) == ["theirs"]
     kept.keeping.keep([], leader.master.catalog)
     kept.keeping.close()
+
+
+async def test_a_flush_that_fails_while_the_disk_recovers_is_not_made_good_by_the_next(
+    simulated: Simulated,
+) -> None:
+    simulated.disk.write_error = errno.ENOSPC
+    simulated.voice.put("k", size_bytes=100)
+    assert await flushed(simulated)
+    simulated.disk.sync_error, simulated.disk.write_error = errno.EIO, 0
+    num_syncs = simulated.disk.num_syncs
+    async with asyncio.timeout(10):
+        while simulated.disk.num_syncs == num_syncs:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    simulated.disk.sync_error = 0
+    await until_well(simulated)
+    assert await flushed(simulated) == ""
+    simulated.disk.lose_power()
+    assert list(simulated.restored()) == ["k"]
+
+
+async def test_a_copy_of_the_leaders_log_leaves_nothing_in_doubt(tmp_path: Path) -> None:
+    """What this master's own log lacked does not matter any more: it may lead with the copy."""
+    disk, leader = SimDirectory(Random(1)), Voice(SETTINGS)
+    leader.mount(size_bytes=1 << 20)
+    kept = Oplog(tmp_path / "log", directory=disk, boot="before")
+    kept.read()
+    kept.append(leader.master.snapshot())
+    kept.abandon()
+    doubts: list[tuple[Doubt, bool]] = []
+    for is_copied in (True, False):
+        keeping = Keeping(str(tmp_path / "log"), directory=disk)
+        keeping.read()
+        doubts.append((keeping.doubt, keeping.is_whole))
+        if is_copied:
+            keeping.begin_copy()
+            keeping.copied(leader.master.snapshot(), is_complete=True)
+            assert keeping.doubt is Doubt.NONE
+        keeping.close()
+    assert doubts == [(Doubt.PROMISES, False), (Doubt.NONE, True)]

@@ -425,6 +425,20 @@ def test_where_the_records_have_something_else_the_node_is_right(nodes: Nodes) -
     successor.master.check()
 
 
+def test_a_standby_that_takes_over_before_the_nodes_were_heard_believes_them_as_much(nodes: Nodes) -> None:
+    """What the leader had in doubt is in its copy: the segments that had not reported."""
+    ssd, ends = on_ssd(nodes, "old")
+    (old,) = ssd.held.values()
+    new = msgspec.structs.replace(old, key="new", object_id=old.object_id + 5)
+    leader = restored(nodes, nodes.records[: ends[0]], Doubt.PROMISES)
+    standby = restored(nodes, leader.master.snapshot(), Doubt.NONE)
+    ssd.held = {new.object_id: new}
+    again = ssd_again(standby, ssd)
+    assert list(again.held) == [new.object_id]
+    assert "new" in standby.master.objects.readable, "it is not dropped from its SSD"
+    standby.master.check()
+
+
 def test_it_is_said_when_the_last_node_was_heard(nodes: Nodes) -> None:
     ssd, _ = on_ssd(nodes, "k")
     heard: list[str] = []
@@ -460,3 +474,21 @@ def test_no_name_has_a_nul(nodes: Nodes, field: str) -> None:
     mount = m.Mount("a", 7, "h", 1 << 30, 65536, b"", 0.0, node="n")
     refusal = nodes.say(msgspec.structs.replace(mount, **{field: "x\0y"})).refusal
     assert refusal.code == "invalid_name"
+
+
+@pytest.mark.parametrize("object_id", [0, MAX_ID + 1, (1 << 64) - 1])
+def test_an_object_with_an_id_that_no_master_gives_is_not_believed(nodes: Nodes, object_id: int) -> None:
+    """The next id would be larger still, and none that can be written down."""
+    ssd = reported(nodes, entry("k", object_id), entry("good", 9, 8192))
+    assert ssd.held.keys() == {9}
+    assert nodes.master.objects.last_id < MAX_ID
+
+
+def test_one_node_that_speaks_of_the_largest_id_keeps_no_other_out(nodes: Nodes) -> None:
+    mount = m.Mount("a", 7, "a", 1 << 30, 65536, b"", 0.0, largest_id=MAX_ID)
+    last_id = nodes.say(mount, "node a 7").last_id
+    assert last_id > MAX_ID
+    honest = msgspec.structs.replace(mount, segment="b", node="b", largest_id=last_id)
+    assert nodes.say(honest, "node b 7").refusal is None
+    held = reported(nodes, entry("k", last_id), name="c/ssd").held
+    assert held.keys() == {last_id}, "and what was put meanwhile is not lost"

@@ -422,3 +422,32 @@ def test_a_folder_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None
     folder.chmod(0o1777)
     Oplog(folder / "log").read()
     assert (folder / "log").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("is_heard", [False, True])
+@pytest.mark.parametrize("doubt", [Doubt.PROMISES, Doubt.ANY])
+def test_a_log_that_is_written_anew_says_what_is_in_doubt_still(
+    tmp_path: Path, doubt: Doubt, is_heard: bool
+) -> None:
+    path = tmp_path / "log"
+    log = Oplog(path, boot="before")
+    log.read()
+    log.append([LineBegan(1), IdsGiven(9), *records(0, 5)])
+    size_bytes = log.size_bytes
+    log.append(records(5, 5))
+    log.abandon()
+    if doubt is Doubt.ANY:
+        damaged(path, size_bytes)
+    log = Oplog(path, repairs=True, boot="now")
+    found = log.read()
+    assert log.doubt is doubt
+    anew = log.begin_anew()
+    anew.append(found)
+    if is_heard:
+        log.is_whole(9)
+    anew.commit()
+    log.abandon()
+    log = Oplog(path, boot="now")
+    log.read()
+    assert log.doubt is (Doubt.END if is_heard else doubt)
+    log.close()

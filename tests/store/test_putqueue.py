@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mooncake.store import messages as m
+from mooncake.store.effects import Reply
 from mooncake.store.putqueue import MAX_WAITING
 from tests.store.conftest import PUT_S, SETTINGS
 from tests.store.nodes import Nodes, Place, with_ssd
@@ -189,3 +190,24 @@ def test_so_many_may_wait_and_no_more() -> None:
     scene.start("k")
     assert scene.answer("k") is not None
     assert isinstance(scene.memory, Place)
+
+
+def test_what_was_found_durable_while_it_waited_must_last() -> None:
+    scene = Scene()
+    scene.poll()
+    scene.copy_one()
+    scene.start("a", "x", "y")
+    assert scene.nodes.master.put_queue.num_waiting == 1
+    replies: list[Reply] = []
+    take = scene.nodes._take
+
+    def seen(effects: list[Any]) -> None:
+        replies.extend(one for one in effects if isinstance(one, Reply) and one.origin == "a")
+        take(effects)
+
+    scene.nodes._take = seen  # type: ignore[method-assign]
+    scene.copy_one()
+    (reply,) = replies
+    assert reply.must_last, "the record that it is on SSD may not be flushed yet"
+    started = scene.answer("a")
+    assert started is not None and started.reserved[0] is None and not started.refusals

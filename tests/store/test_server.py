@@ -13,6 +13,7 @@ from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.metrics import page
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
+from mooncake.store.follow import Leads, WhoLeads
 from mooncake.store.records import ObjectReadable
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
@@ -103,3 +104,21 @@ async def test_others_are_answered_while_a_master_walks(server: MasterServer) ->
         assert await walk == m.Removed(0, 0)
         assert num_answers > 1
         assert await clients[0].call(m.RemoveMatching("^a{60}![0-9]+$", True), 60.0) == m.Removed(2000, 0)
+
+
+async def test_a_master_that_does_not_lead_remembers_no_lost_connections_of_strangers(
+    server: MasterServer,
+) -> None:
+    """They come and go for as long as it stands by."""
+    node = AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES)
+    await mount(node)
+    server._role.is_leading = False
+    for _ in range(3):
+        stranger = AsyncClient(f"127.0.0.1:{server.port}", (*m.REPLIES, Leads))
+        await stranger.call(WhoLeads(), 5)
+        await stranger.close()
+    await node.close()
+    async with asyncio.timeout(5):
+        while server.num_clients:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert len(server._gone) == 1, "the node's: its segment is to be suspected"

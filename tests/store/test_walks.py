@@ -11,6 +11,7 @@ from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.records import AllRemoved, ObjectReadable
 from mooncake.store.walks import MAX_OF_ONE, MAX_WALKS, PAUSE_S, SLICE_COST
+from mooncake.types import Tier
 from tests.store.conftest import SETTINGS
 from tests.store.nodes import Nodes, Place
 
@@ -152,3 +153,23 @@ def test_a_nul_names_nobody_elses_keys(scene: Scene) -> None:
     for message in (m.ListKeys("bank\0", 10), m.ListKeys("", 10, "bank\0s")):
         scene.ask(message, connection="stranger")
         assert scene.answer().keys == []
+
+
+def test_what_its_node_brings_back_while_all_is_removed_is_removed_too(scene: Scene) -> None:
+    old = scene.nodes.master.objects.last_id
+    scene.put("later")
+    scene.ask(m.RemoveMatching("", True))
+    assert "walk" not in scene.nodes.late
+    back = m.Entry("away", old, 1000, 1000, b"crc!", 0)
+    ssd = Place(scene.nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5, entries=[back], polls=False)
+    assert not ssd.held
+    scene.turns()
+    assert list(scene.nodes.master.objects.readable) == []
+
+
+def test_of_two_removals_of_everything_the_later_one_holds_whichever_ends_first(scene: Scene) -> None:
+    catalog = scene.nodes.master.catalog
+    for before in (200, 100):
+        catalog.clear_before("", before)
+    assert catalog.cleared_of("k") == 200
+    assert not catalog.is_news("k", 150)
