@@ -67,8 +67,8 @@ def identities(folder: Path, has_tls: bool, has_key: bool) -> dict[str, Identity
         made["cluster key"] = SecuritySettings(cluster_key_file=str(folder / "cluster.key"))
     if has_tls:
         make(CertsSettings(folder=folder))
-        files = ("node.pem", "node.key", "ca.pem")
-        made["TLS"] = SecuritySettings(*(str(folder / name) for name in files))
+        cert, key, ca = (str(folder / name) for name in ("node.pem", "node.key", "ca.pem"))
+        made["TLS"] = SecuritySettings(cert, key, ca)
     return {name: Identity(settings) for name, settings in made.items()}
 
 

@@ -175,7 +175,7 @@ def test_the_footer_of_an_answer_without_usage() -> None:
 def test_a_gateway_that_wants_certificates_is_shown_ours(openai: OpenAi, tmp_path: Path) -> None:
     make(CertsSettings(folder=tmp_path))
     identity = Identity(
-        SecuritySettings(*(str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem")))
+        SecuritySettings(str(tmp_path / "node.pem"), str(tmp_path / "node.key"), str(tmp_path / "ca.pem"))
     )
     assert identity.server_tls is not None
     openai.socket = identity.server_tls.wrap_socket(

@@ -96,7 +96,7 @@ def test_children_log_and_are_configured_as_we_are(tmp_path: Path) -> None:
 def certified(tmp_path: Path) -> Iterator[SecuritySettings]:
     """This process has a certificate."""
     make(CertsSettings(folder=tmp_path))
-    files = SecuritySettings(*(str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem")))
+    files = SecuritySettings(str(tmp_path / "node.pem"), str(tmp_path / "node.key"), str(tmp_path / "ca.pem"))
     install(Identity(files))
     yield files
     install(None)

@@ -171,7 +171,7 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
 async def test_roles_with_a_credential_are_asked_as_members_ask(tmp_path: Path) -> None:
     make(CertsSettings(folder=tmp_path))
     make_cluster_key(tmp_path / "cluster.key")
-    files = [str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem")]
+    cert, private, ca = (str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem"))
     key = str(tmp_path / "cluster.key")
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -180,9 +180,9 @@ async def test_roles_with_a_credential_are_asked_as_members_ask(tmp_path: Path) 
             await send({"type": "http.response.body", "body": b"mounted 1"})
 
     ways = {
-        "tls": SecuritySettings(*files),
+        "tls": SecuritySettings(cert, private, ca),
         "key": SecuritySettings(cluster_key_file=key),
-        "both": SecuritySettings(*files, cluster_key_file=key),
+        "both": SecuritySettings(cert, private, ca, cluster_key_file=key),
     }
     check = HttpCheck("/ready", "mounted 1")
     for way, settings in ways.items():

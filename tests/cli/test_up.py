@@ -12,8 +12,10 @@ from mooncake.errors import InvalidArgument
 from mooncake.security import Identity, SecuritySettings
 
 
-def identity_of(folder: Path, authority: Path | None = None, **more: tuple[str, ...]) -> Identity:
-    make(CertsSettings(folder=folder, **more))
+def identity_of(
+    folder: Path, authority: Path | None = None, host: tuple[str, ...] = CertsSettings.host
+) -> Identity:
+    make(CertsSettings(folder=folder, host=host))
     ca = (authority or folder) / "ca.pem"
     return Identity(SecuritySettings(str(folder / "node.pem"), str(folder / "node.key"), str(ca)))
 

@@ -26,7 +26,9 @@ def identity_of(way: str, folder: Path) -> Identity:
         make_cluster_key(folder / "cluster.key")
         return Identity(SecuritySettings(cluster_key_file=str(folder / "cluster.key")))
     make(CertsSettings(folder=folder))
-    return Identity(SecuritySettings(*(str(folder / name) for name in ("node.pem", "node.key", "ca.pem"))))
+    return Identity(
+        SecuritySettings(str(folder / "node.pem"), str(folder / "node.key"), str(folder / "ca.pem"))
+    )
 
 
 def answers(server: OpenAiServer) -> tuple[str, list[int]]:
