@@ -20,7 +20,7 @@ from typing import Any
 from mooncake.cli.ports import free_ports
 from mooncake.rpc import BlockingClient
 from mooncake.store import messages as m
-from tests.cluster import OpenAiServer, wait_for
+from tests.cluster import ADMIN_KEY, Answer, OpenAiServer, wait_for
 
 READY_WITHIN_S = 600.0
 HOST = "127.0.0.1"
@@ -162,11 +162,15 @@ class Gateway(OpenAiServer):
     def url(self) -> str:
         return f"http://{HOST}:{self._port}"
 
+    def details(self, path: str) -> Answer:
+        """``GET path`` as an operator."""
+        return self.request("GET", path, None, headers={"X-API-Key": ADMIN_KEY})
+
     def wait_until_routable(self, timeout_s: float = 120.0) -> None:
         """Return when it counts every engine as ready."""
 
         def all_ready() -> bool:
-            rows = self.request("GET", "/status", None).body["instances"]
+            rows = self.details("/status").body["instances"]
             return bool(rows) and all(row["health"] == "ready" for row in rows)
 
         wait_for(all_ready, "every engine to be ready in /status", timeout_s)
@@ -179,7 +183,8 @@ def running_gateway(folder: Path, model: Path, *flags: str) -> Iterator[Gateway]
     command = [sys.executable, "-m", "mooncake", "gateway", "--model", str(model)]
     command += ["--served-model-name", "smollm2", "--host", HOST, "--port", gateway.url.rpartition(":")[2]]
     with gateway.log_path.open("a") as log:
-        process = subprocess.Popen([*command, *flags], stdout=log, stderr=log)
+        environment = {**os.environ, "ADMIN_API_KEY": ADMIN_KEY}
+        process = subprocess.Popen([*command, *flags], stdout=log, stderr=log, env=environment)
     try:
         wait_for(
             lambda: process.poll() is not None or gateway.request("GET", "/health", None).status > 0,

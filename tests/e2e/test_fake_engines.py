@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.cluster import ADMIN_KEY
 from tests.gateway.doubles import save_tokenizer
 from tests.program import Program, programs
 
@@ -64,7 +65,7 @@ class House:
     async def until(self, condition: Callable[[Any], bool], url: str) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                async with self.http.get(url) as answer:
+                async with self.http.get(url, headers={"X-API-Key": ADMIN_KEY}) as answer:
                     if condition(await answer.json()):
                         return
                 await asyncio.sleep(0.05)
@@ -118,7 +119,7 @@ async def test_answers_are_a_lone_engines_whoever_dies(steady: Steady, protocol:
         *("gateway", "--model", str(steady.folder), "--served-model-name", "fake", "--protocol", protocol),
         *("--prefill", steady.prefill.address, "--prefill", prefill.address),
         *("--decode", steady.decode.address, "--decode", decode.address),
-        *("--scheduling", "round_robin", "--probe-interval-s", "0.2"),
+        *("--scheduling", "round_robin", "--probe-interval-s", "0.2", "--admin-api-key", ADMIN_KEY),
     )
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2 * PATIENCE_S)) as http:
         house = House(gateway, prefill, decode, steady.truth, http)

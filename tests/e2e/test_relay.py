@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import Cluster, wait_for
+from tests.cluster import ADMIN_KEY, Cluster, wait_for
 from tests.contract.metadata_servers import free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(600)]
@@ -32,13 +32,14 @@ def front(cluster: Cluster) -> Iterator[str]:
     command = [sys.executable, "-m", "mooncake", "gateway", "--port", str(port), "--protocol", "sequential"]
     command += ["--prefill", *workers["prefill"], "--decode", *workers["decode"]]
     command += ["--scheduling", "cache_aware"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "ADMIN_API_KEY": ADMIN_KEY}
     process = subprocess.Popen(command, env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
 
         def is_ready() -> bool:
-            with urllib.request.urlopen(f"{url}/status", timeout=10) as answer:
+            asking = urllib.request.Request(f"{url}/status", headers={"X-API-Key": ADMIN_KEY})
+            with urllib.request.urlopen(asking, timeout=10) as answer:
                 rows = json.loads(answer.read())["instances"]
                 return all(row["health"] == "ready" for row in rows)
 

@@ -110,7 +110,7 @@ class Fleet:
         self.restarts_s.append(time.monotonic() - began)
 
     def _ready(self) -> set[str]:
-        rows = self.gateway.request("GET", "/status", None).body["instances"]
+        rows = self.gateway.details("/status").body["instances"]
         return {row["instance"] for row in rows if row["health"] == "ready"}
 
     def pause(self, seen: Seen) -> None:
@@ -135,7 +135,7 @@ class Fleet:
         if self.restarts_s:
             median, worst = statistics.median(self.restarts_s), max(self.restarts_s)
             print(f"from a kill until it serves again: median {median:.0f} s, worst {worst:.0f} s")
-        lines = self.gateway.request("GET", "/metrics", None).body.splitlines()
+        lines = self.gateway.details("/metrics").body.splitlines()
         retries = [line for line in lines if line.startswith("mooncake_gateway_retries_total")]
         print("\n".join(retries))
         missed = sum(server.log().count("transfer_missed") for server in self.servers.values())

@@ -219,7 +219,7 @@ async def test_the_status_and_the_metrics_name_who_reported_wrong_bytes(house: H
     await house.put("k")
     object_id = house.server.master.objects.readable["k"].object_id
     await house.rpc.call(m.Corrupt(["k"], [object_id], reporter='bad "one"'), 5)
-    assert (await house.ask("/status"))[0] == 401, "it names machines"
+    assert (await house.ask("/status", headers={}))[0] == 401, "it names machines"
     code, status = await house.ask("/status", headers={"X-API-Key": KEY})
     assert code == 200 and status["counts"]["corrupt_reports"] == 1 and status["num_objects"] == 1
     (reporter,) = status["reporters"]
