@@ -262,7 +262,9 @@ class ElectionRun:
             process = voter.process
             kernel.after(random.uniform(0.1, 3.0), lambda: self._kill(voter) if process.is_alive else None)
         elif choice < 0.05:
-            voter.stopped_until = kernel.now + random.uniform(0.5, 4.0)
+            stops_s = random.uniform(0.5, 4.0)
+            voter.stopped_until = kernel.now + stops_s
+            kernel.after(stops_s, lambda: None)  # when it goes on, it may answer before its timers come
             kernel.tell(f"{voter.name} stands still until {voter.stopped_until:.3f}")
         elif choice < 0.3 and voter.election.is_leading and voter.followers:
             voter.strike()

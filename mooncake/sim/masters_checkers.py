@@ -11,10 +11,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mooncake.sim.checkers import Checkers
+from mooncake.sim.masters_faults import MastersFaults
 from mooncake.sim.rules import Violation
 from mooncake.store.follow import Followed, Following
 from mooncake.store.master import Master
@@ -72,6 +74,12 @@ def difference(one: State, other: State) -> str:
 
 class MastersCheckers(Checkers):
     """The checkers of one master, told that another leads now."""
+
+    def __init__(self, world: MastersWorld) -> None:
+        super().__init__(world)
+        if world.faults_of_masters != MastersFaults():
+            # What goes wrong with masters is not among the faults that these know.
+            self._faults = dataclasses.replace(self._faults, crash_master_every_s=1.0)
 
     def took_over(self, master: Master, is_complete: bool, before: Master | None) -> None:
         """Objects and space are followed from what the new leader has."""
