@@ -110,7 +110,7 @@ class Session:
         log.info(f"listening for handshakes at {engine.handshake}")
 
     def _bind_or_fall_back(self, choice: Choice, settings: TransferSettings) -> Engine:
-        """Without rdma when a device that the kernel knows is of no use, unless told to fail or given its name."""
+        """Without rdma when the kernel knows a device of no use, unless told to fail or given its name."""
         try:
             return self._bind(choice, settings)
         except (InvalidArgument, Unavailable) as error:
