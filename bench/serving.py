@@ -5,27 +5,40 @@ scheduling, so that the second time a prompt is sent its prefill lands on the ot
 memory has none of it: what is warm there came from the pool. The reference, in the same run, is the same
 cluster computing the same number of tokens cold. What it can't show: a network (everything is on one
 host, blocks move through shared memory) and a GPU (prefill on a CPU is slow, which flatters any cache).
+
+With ``--tls`` or ``--cluster-key`` it measures what that costs instead, both if both are said: a cluster with
+the credential and one without run side by side, with two prefill workers and one decode worker each, and
+answer the same prompts in turns, so that what else the machine does meets both. "more" is the median, over
+the prompts, of one time divided by the other; "middle half" is between which quartiles these quotients lie.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from bench.report import measured, options
-from mooncake.cli.certs import make_cluster_key
+from bench.report import Result, measured, options
+from mooncake.cli.certs import CertsSettings, make, make_cluster_key
+from mooncake.security import Identity, SecuritySettings
 from tests.cluster import Cluster, running_cluster
 
 LENGTHS = (512, 1024, 2048, 4096)
 DECODE_TOKENS = 64
+SMALL = ("--prefill", "2", "--decode", "1", "--pool-size", "1GiB", "--kv-cache-size", "256MiB")
+"""Flags of a cluster that runs beside another one."""
 
 
-def measure(cluster: Cluster, num_tokens: int, random: Random) -> dict[str, float]:
-    """Cold and warm TTFT of one fresh random prompt, the warm one on the other prefill worker."""
-    prompt = [random.randrange(1000, 40_000) for _ in range(num_tokens)]
+def random_prompt(num_tokens: int, random: Random) -> list[int]:
+    return [random.randrange(1000, 40_000) for _ in range(num_tokens)]
+
+
+def measure(cluster: Cluster, prompt: list[int]) -> dict[str, float]:
+    """Cold and warm TTFT of a fresh prompt, the warm one on the other prefill worker."""
     cold = cluster.stream(prompt, 2)
     warm = cluster.stream(prompt, 2)
     assert cold.error is None and warm.error is None, (cold.error, warm.error)
@@ -40,36 +53,105 @@ def measure(cluster: Cluster, num_tokens: int, random: Random) -> dict[str, floa
 
 def decode_speed(cluster: Cluster, random: Random) -> float:
     """Tokens per second of one answer after its first token."""
-    prompt = [random.randrange(1000, 40_000) for _ in range(64)]
+    prompt = random_prompt(64, random)
     answer = cluster.stream(prompt, DECODE_TOKENS, ignore_eos=True)
     assert answer.error is None, answer.error
     return (len(answer.token_ids) - 1) / (answer.total_s - answer.ttft_s)
 
 
+def identities(folder: Path, has_tls: bool, has_key: bool) -> dict[str, Identity]:
+    """The credentials that were asked for, as ``mooncake certs`` makes them."""
+    made = {}
+    if has_key:
+        make_cluster_key(folder / "cluster.key")
+        made["cluster key"] = SecuritySettings(cluster_key_file=str(folder / "cluster.key"))
+    if has_tls:
+        make(CertsSettings(folder=folder))
+        files = ("node.pem", "node.key", "ca.pem")
+        made["TLS"] = SecuritySettings(*(str(folder / name) for name in files))
+    return {name: Identity(settings) for name, settings in made.items()}
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    if len(values) < 2:
+        return (values[0],) * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def compare(result: Result, arguments: argparse.Namespace, rounds: int, lengths: Sequence[int]) -> None:
+    """A table of what each credential costs."""
+    random = Random(7)
+    kinds = ("cold", "warm")
+    columns: list[str | tuple[str, int]] = ["credential", "prompt tokens", "prompts"]
+    for kind in kinds:
+        columns += [(f"TTFT {kind}, none, ms", 1), ("with it, ms", 1), ("more, %", 1), "middle half, %"]
+    table = result.table(
+        *columns, title="What a credential on everything costs: SmolLM2-135M on CPU, one host"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        found = identities(Path(folder), arguments.tls, arguments.cluster_key)
+        for name, identity in found.items():
+            with contextlib.ExitStack() as stack:
+                flags = ("--scheduling", "round_robin", *SMALL)
+                # A newcomer would get less than its turn, and a warm prompt land where it was computed.
+                at_once = {f"MOONCAKE_{role}_SLOW_START_S": "0" for role in ("GATEWAY", "CONDUCTOR")}
+                plain = stack.enter_context(running_cluster(*flags, environment=at_once))
+                closed = stack.enter_context(running_cluster(*flags, environment=at_once, identity=identity))
+                for _ in range(2):
+                    for cluster in (plain, closed):
+                        measure(cluster, random_prompt(64, random))
+                for num_tokens in lengths:
+                    samples: dict[str, list[float]] = {
+                        f"{kind}_{way}_s": [] for kind in kinds for way in ("none", "with")
+                    }
+                    for number in range(rounds):
+                        prompt = random_prompt(num_tokens, random)
+                        turns = [("none", plain), ("with", closed)]
+                        for way, cluster in turns if number % 2 else reversed(turns):
+                            measures = measure(cluster, prompt)
+                            for kind in kinds:
+                                samples[f"{kind}_{way}_s"].append(measures[f"{kind}_s"])
+                    cells: list[str | float] = []
+                    for kind in kinds:
+                        none, other = samples[f"{kind}_none_s"], samples[f"{kind}_with_s"]
+                        more = [100 * (b / a - 1) for a, b in zip(none, other, strict=True)]
+                        low, middle, high = quartiles(more)
+                        cells += [statistics.median(none) * 1e3, statistics.median(other) * 1e3]
+                        cells += [middle, f"{low:+.1f} to {high:+.1f}"]
+                    table.add(name, num_tokens, rounds, *cells, samples=samples)
+    result.note("can't show: a network between hosts (blocks move through shared memory here), a GPU")
+
+
 def main() -> None:
     parser = options(__doc__, "bench.serving")
     parser.add_argument("--rounds", type=int, help="prompts per length, 3 unless told; medians are printed")
-    parser.add_argument("--cluster-key", action="store_true", help="with a cluster key for everything")
+    parser.add_argument("--lengths", type=int, nargs="+", help="prompt lengths in tokens")
+    parser.add_argument("--cluster-key", action="store_true", help="what a cluster key on everything costs")
+    parser.add_argument("--tls", action="store_true", help="what TLS on everything costs")
     arguments = parser.parse_args()
     rounds = arguments.rounds or (1 if arguments.quick else 3)
+    lengths = arguments.lengths or (LENGTHS[:1] if arguments.quick else LENGTHS)
+    with measured("serving", arguments) as result:
+        if arguments.tls or arguments.cluster_key:
+            compare(result, arguments, rounds, lengths)
+        else:
+            whole(result, rounds, lengths)
+
+
+def whole(result: Result, rounds: int, lengths: Sequence[int]) -> None:
+    """A table of times and one of speeds, of a cluster as ``mooncake up`` starts it."""
     random = Random(7)
-    with contextlib.ExitStack() as stack:
-        result = stack.enter_context(measured("serving", arguments))
-        flags = ["--scheduling", "round_robin"]
-        if arguments.cluster_key:
-            key = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "cluster.key"
-            make_cluster_key(key)
-            flags += ["--cluster-key-file", str(key)]
-        cluster = stack.enter_context(running_cluster(*flags))
+    with running_cluster("--scheduling", "round_robin") as cluster:
         table = result.table(
             *("prompt tokens", ("TTFT cold, ms", 0), ("TTFT warm, other worker, ms", 0), ("cold/warm", 1)),
             "cached tokens",
             title="SmolLM2-135M on CPU, one host",
         )
-        measure(cluster, 64, random)
-        measure(cluster, 64, random)
-        for num_tokens in LENGTHS[:1] if arguments.quick else LENGTHS:
-            found = [measure(cluster, num_tokens, random) for _ in range(rounds)]
+        for _ in range(2):
+            measure(cluster, random_prompt(64, random))
+        for num_tokens in lengths:
+            found = [measure(cluster, random_prompt(num_tokens, random)) for _ in range(rounds)]
             samples = {name: [entry[name] for entry in found] for name in ("cold_s", "warm_s")}
             cold, warm = (statistics.median(samples[name]) for name in ("cold_s", "warm_s"))
             table.add(num_tokens, cold * 1e3, warm * 1e3, cold / warm, found[0]["cached"], samples=samples)

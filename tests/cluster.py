@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+
+from mooncake.cli.plan import security_flags
+from mooncake.security import Identity
+from mooncake.security.caller import Caller
 
 T = TypeVar("T")
 
@@ -53,6 +58,9 @@ class Streamed:
 class OpenAiServer:
     """Anything that answers the OpenAI API at ``url``."""
 
+    tls: ssl.SSLContext | None = None
+    """For an https address."""
+
     @property
     def url(self) -> str:
         raise NotImplementedError
@@ -76,7 +84,7 @@ class OpenAiServer:
         for name, value in (headers or {}).items():
             request.add_header(name, value)
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            with urllib.request.urlopen(request, timeout=timeout_s, context=self.tls) as answer:
                 return _answer(answer.status, answer.headers, answer.read())
         except urllib.error.HTTPError as error:
             with error:
@@ -107,7 +115,12 @@ class OpenAiServer:
             "stream_options": {"include_usage": True},
             **more,
         }
-        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=timeout_s)
+        scheme, _, address = self.url.partition("://")
+        connection = (
+            http.client.HTTPSConnection(address, timeout=timeout_s, context=self.tls)
+            if scheme == "https"
+            else http.client.HTTPConnection(address, timeout=timeout_s)
+        )
         began = time.perf_counter()
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -137,9 +150,13 @@ class OpenAiServer:
 class Cluster(OpenAiServer):
     """A running ``mooncake up``."""
 
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], folder: Path, identity: Identity | None = None
+    ) -> None:
         self.process = process
         self.folder = folder
+        self.caller = Caller(identity or Identity())
+        self.tls = self.caller.tls
 
     @property
     def status(self) -> dict[str, Any]:
@@ -189,8 +206,9 @@ class Cluster(OpenAiServer):
 
     def get(self, path: str, role: str | None = None) -> Answer:
         """``GET path`` of the gateway as an operator, or of another role that speaks HTTP."""
-        base = None if role is None else f"http://{self.address(role)}"
-        return self.request("GET", path, None, base, {"X-API-Key": ADMIN_KEY})
+        base = None if role is None else self.caller.url(self.address(role), "")
+        headers = {"X-API-Key": ADMIN_KEY, **self.caller.headers("GET", path)}
+        return self.request("GET", path, None, base, headers)
 
 
 def _answer(status: int, headers: Any, body: bytes) -> Answer:
@@ -215,15 +233,21 @@ def wait_for(is_true: Callable[[], T], what: str, timeout_s: float) -> T:
 
 
 @contextmanager
-def running_cluster(*flags: str, environment: dict[str, str] | None = None) -> Iterator[Cluster]:
-    """``mooncake up`` on free ports, ready to answer; stopped, and its files removed, at the end."""
+def running_cluster(
+    *flags: str, environment: dict[str, str] | None = None, identity: Identity | None = None
+) -> Iterator[Cluster]:
+    """``mooncake up`` on free ports, ready to answer; stopped, and its files removed, at the end.
+
+    ``identity``: whose credential all its roles have, and those who ask them here.
+    """
+    flags = (*flags, *(security_flags(identity.settings) if identity is not None else ()))
     with tempfile.TemporaryDirectory(prefix="mooncake-cluster-") as folder:
         command = [sys.executable, "-m", "mooncake", "up", "--port", "0"]
         command += ["--json-status", f"{folder}/status.json", "--log-dir", f"{folder}/logs", *flags]
         environ = {**os.environ, "ADMIN_API_KEY": ADMIN_KEY, "HF_HUB_OFFLINE": "1", **(environment or {})}
         with open(f"{folder}/up.log", "w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, text=True, env=environ)
-        cluster = Cluster(process, Path(folder))
+        cluster = Cluster(process, Path(folder), identity)
         try:
             wait_for(
                 lambda: process.poll() is not None or cluster.status["is_ready"],

@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from rich.text import Text
 from mooncake import clock
 from mooncake.cli.processes import Processes
 from mooncake.cli.supervise import RoleStatus, State
+from mooncake.security import SecuritySettings
 
 STYLES = {
     State.WAITING: "dim",
@@ -105,22 +107,67 @@ def write_status(path: Path, processes: Processes, url: str, is_ready: bool) -> 
     fresh.replace(path)
 
 
-def welcome(url: str, model: str, master: str, admin_key: str, log_folder: Path) -> str:
+@dataclass(frozen=True)
+class Credentials:
+    """What a person at this host shows to the gateway, and programs to the pool."""
+
+    security: SecuritySettings = field(default_factory=SecuritySettings)
+    shows_certificate: bool = False
+    """The gateway's clients show one, too."""
+
+    def curl(self) -> str:
+        """Flags for curl."""
+        if not self.shows_certificate:
+            return ""
+        files = (("--cacert", "tls_ca"), ("--cert", "tls_cert"), ("--key", "tls_key"))
+        return "".join(f" {flag} {self._file(name)}" for flag, name in files)
+
+    def chat(self) -> str:
+        """Flags for a command ``mooncake``."""
+        if not self.shows_certificate:
+            return ""
+        files = (("--tls-ca", "tls_ca"), ("--tls-cert", "tls_cert"), ("--tls-key", "tls_key"))
+        return "".join(f" {flag} {self._file(name)}" for flag, name in files)
+
+    def variables(self) -> str:
+        """The environment of a program that uses the pool."""
+        fields = ("tls_cert", "tls_key", "tls_ca", "cluster_key_file")
+        return " ".join(
+            f"MOONCAKE_SECURITY_{name.upper()}={self._file(name)}"
+            for name in fields
+            if getattr(self.security, name)
+        )
+
+    def _file(self, name: str) -> str:
+        return shlex.quote(str(Path(getattr(self.security, name)).expanduser().absolute()))
+
+
+def welcome(
+    url: str,
+    model: str,
+    master: str,
+    admin_key: str,
+    log_folder: Path,
+    credentials: Credentials | None = None,
+) -> str:
     """What can be done now that everything serves."""
+    credentials = credentials or Credentials()
+    variables = credentials.variables()
+    from_python = f"is the pool, from Python{' with ' + variables if variables else ''}"
     message = {"role": "user", "content": "What is the capital of France?"}
     question = {"model": model, "temperature": 0, "messages": [message]}
     return f"""
 Mooncake serves {model} at {url}
 
-  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl -s{credentials.curl()} {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d {shlex.quote(json.dumps(question))}
 
-  mooncake chat --url {url}
+  mooncake chat --url {url}{credentials.chat()}
       talks to it; /status says who serves, /metrics in numbers
   X-API-Key: {admin_key}
       is the header that admin calls (/instances/add, ...) must bring
   Store("{master}")
-      is the pool, from Python
+      {from_python}
   {log_folder}
       has the logs; Ctrl-C stops everything
 """

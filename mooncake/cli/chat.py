@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import sys
 import time
 import urllib.parse
@@ -21,6 +22,8 @@ from msgspec import Meta
 from mooncake.cli.roles import Given
 from mooncake.config import Secret
 from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+from mooncake.security import ours
+from mooncake.security.contexts import client_context
 
 COMMANDS = "/reset forgets the conversation, /quit leaves"
 
@@ -87,8 +90,15 @@ class Answer:
 class Server:
     """The HTTP side: a model list and streamed answers."""
 
-    def __init__(self, settings: ChatSettings, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: ChatSettings,
+        now: Callable[[], float] = time.monotonic,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """``tls``: for an https address; without it the authorities of this system are trusted."""
         self._settings = settings
+        self._tls = tls
         self._url = urllib.parse.urlsplit(settings.url)
         self._now = now
 
@@ -125,9 +135,13 @@ class Server:
         answer.total_s = self._now() - started
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
-        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         assert self._url.hostname is not None
-        connection = kind(self._url.hostname, self._url.port, timeout=self._settings.timeout_s)
+        host, port, timeout_s = self._url.hostname, self._url.port, self._settings.timeout_s
+        connection = (
+            http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
+            if self._url.scheme == "https"
+            else http.client.HTTPConnection(host, port, timeout=timeout_s)
+        )
         headers = {"Content-Type": "application/json"}
         if self._settings.api_key:
             headers["Authorization"] = f"Bearer {self._settings.api_key}"
@@ -138,6 +152,11 @@ class Server:
         except TimeoutError as error:
             waited = f"{self._settings.timeout_s:g} s"
             raise DeadlineExceeded(f"{self._settings.url} did not answer within {waited}") from error
+        except ssl.SSLError as error:
+            raise ProtocolError(
+                f"no TLS with {self._settings.url} ({error}); a gateway of a cluster with TLS "
+                "wants a certificate: --tls-cert, --tls-key and --tls-ca"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise PeerLost(
                 f"nothing answers at {self._settings.url} ({error}); start a cluster with `mooncake up`, "
@@ -229,7 +248,10 @@ def chat(given: Given) -> None:
     """Talk until /quit, end of input or Ctrl-C at the prompt."""
     settings = given.settings
     assert isinstance(settings, ChatSettings)
-    server = Server(settings)
+    identity = ours()
+    # As curl does: a person names the gateway by its address, and any member has a certificate.
+    tls = client_context(identity.settings, check_host=True) if identity.has_tls else None
+    server = Server(settings, tls=tls)
     model = settings.model or server.first_model()
     is_person = sys.stdin.isatty()
     if is_person:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
@@ -24,6 +24,9 @@ from mooncake.cli.supervise import RoleSpec
 from mooncake.conductor.settings import Scheduling
 from mooncake.config import AlsoFrom, Port, Secret, Size, format_size
 from mooncake.security import SecuritySettings, ours
+
+if TYPE_CHECKING:
+    from mooncake.gateway.gateway import Public
 
 LARGEST_DEFAULT_POOL_BYTES = 2 << 30
 INSIDE = "127.0.0.1"
@@ -125,7 +128,7 @@ def plan_cluster(
     [metrics_port, *event_ports] = free_ports(INSIDE, 3, Random(), besides=ports.values())
     events, replay = (f"tcp://{INSIDE}:{port}" for port in event_ports)
     node_flags = ["--master", at["master"], "--pool-size", pool, "--metrics-port", str(metrics_port)]
-    node_flags += ["--metadata", f"http://{at['metadata']}/metadata"]
+    node_flags += ["--metadata", f"{'https' if ours().has_tls else 'http'}://{at['metadata']}/metadata"]
     is_mounted = HttpCheck("/metrics", "\nmooncake_store_mounted 1", metrics_port)
     instances = ["--prefill", *(at[name] for name in prefill), "--decode", *(at[name] for name in decode)]
 
@@ -165,11 +168,27 @@ def plan_cluster(
             RoleSpec("gateway", ("conductor",), (*prefill, *decode), WORKER_READY_WITHIN_S),
             "gateway",
             [*model, "--conductor", at["conductor"], *instances],
-            HttpCheck("/ready"),
+            HttpCheck("/ready", over=GATEWAY_CHECKS[public_side(given)]),
             {"ADMIN_API_KEY": admin_key},
         ),
     ]
     return {plan.name: plan for plan in plans}
+
+
+GATEWAY_CHECKS: Mapping[str, Literal["member", "http", "https"]] = {
+    "http": "http",
+    "https": "https",
+    "mutual": "member",
+}
+"""How the supervisor asks a gateway, by its ``Public`` side."""
+
+
+def public_side(given: Given) -> Public:
+    """What clients of the gateway speak: its own settings decide, which it reads as we do here."""
+    from mooncake.gateway.gateway import GatewaySettings  # a web framework: here, for who asks for --help
+
+    settings, _ = config.load(GatewaySettings, {}, os.environ, given.file)
+    return settings.public(ours())
 
 
 def role_command(role: str, given: Given, *flags: str) -> tuple[str, ...]:

@@ -12,10 +12,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import ssl
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from mooncake.cli.supervise import (
     AllReady,
@@ -33,6 +35,7 @@ from mooncake.cli.supervise import (
     Terminate,
 )
 from mooncake.driver import Driver
+from mooncake.security.caller import Caller
 
 PROBE_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 5.0
@@ -48,6 +51,9 @@ class HttpCheck:
     text: str = ""
     port: int | None = None
     """When it is not the role's own."""
+    over: Literal["member", "http", "https"] = "member"
+    """How it is asked: as a member of the cluster asks (TLS with our certificate where the cluster has it,
+    signed where it has a key); without TLS; over HTTPS as anybody may, whoever the certificate is from."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +88,19 @@ class Processes:
         say: Callable[[str, str, Sequence[str]], None],
         changed: Callable[[], None],
         all_ready: Callable[[], None],
+        caller: Caller | None = None,
     ) -> None:
-        """``say(role, text, last_log_lines)`` tells people, ``changed()`` is called after every change."""
+        """``say(role, text, last_log_lines)`` tells people, ``changed()`` is called after every change.
+
+        ``caller``: how roles are asked whether they serve; by default as this process's identity says.
+        """
         self.plans = {plan.name: plan for plan in plans}
         self.supervisor = Supervisor([plan.spec for plan in plans])
         self._log_folder = log_folder
         self._say = say
         self._changed = changed
         self._all_ready = all_ready
+        self._caller = caller or Caller()
         self._driver = Driver(self.supervisor, self._perform)
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
@@ -185,29 +196,45 @@ class Processes:
 
     async def _probe(self, plan: Plan) -> None:
         while True:
-            if await is_serving(plan.host, plan.port, plan.ready):
+            if await is_serving(plan.host, plan.port, plan.ready, self._caller):
                 break
             await asyncio.sleep(PROBE_INTERVAL_S)
         self._driver.post(BecameReady(plan.name))
 
 
-async def is_serving(host: str, port: int, check: HttpCheck | None) -> bool:
+async def is_serving(host: str, port: int, check: HttpCheck | None, caller: Caller) -> bool:
     """Whether a role accepts connections and passes its check."""
-    if check is not None and check.port is not None:
-        port = check.port
+    tls = None
+    if check is not None:
+        port = check.port or port
+        tls = {"member": caller.tls, "http": None, "https": _ANYBODYS}[check.over]
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(host, port, ssl=tls)
             try:
-                return check is None or await _passes(check, reader, writer)
+                return check is None or await _passes(check, reader, writer, caller)
             finally:
                 writer.close()
     except (OSError, TimeoutError):
         return False
 
 
-async def _passes(check: HttpCheck, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-    writer.write(f"GET {check.path} HTTP/1.0\r\n\r\n".encode())
+def _unverified() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+_ANYBODYS = _unverified()
+"""For a child of ours with a certificate of any authority: it is told nothing, and its status is read."""
+
+
+async def _passes(
+    check: HttpCheck, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, caller: Caller
+) -> bool:
+    headers = caller.headers("GET", check.path) if check.over == "member" else {}
+    lines = [f"GET {check.path} HTTP/1.0", *(f"{name}: {value}" for name, value in headers.items())]
+    writer.write("".join(f"{line}\r\n" for line in [*lines, ""]).encode())
     status_line = await reader.readline()
     if status_line.split(b" ")[1:2] != [b"200"]:
         return False

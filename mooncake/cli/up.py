@@ -8,20 +8,23 @@ one host and no more: on many hosts the same roles are started by whatever place
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
+import ssl
 import subprocess
 import sys
 from pathlib import Path
 
 from mooncake.cli import board
-from mooncake.cli.board import Board
-from mooncake.cli.plan import UpSettings, plan_cluster
+from mooncake.cli.board import Board, Credentials
+from mooncake.cli.plan import INSIDE, UpSettings, plan_cluster
 from mooncake.cli.ports import check_free
 from mooncake.cli.processes import Processes
 from mooncake.cli.roles import Given
 from mooncake.errors import InvalidArgument
-from mooncake.security import check_address, ours
+from mooncake.security import Identity, check_address, ours
+from mooncake.security.contexts import client_context
 
 __all__ = ["UpSettings", "up"]
 
@@ -31,20 +34,44 @@ def up(given: Given) -> None:
     settings = given.settings
     assert isinstance(settings, UpSettings)
     check_address(settings.host)
-    if ours().has_tls:
-        given_cert = ours().settings.tls_cert
-        raise InvalidArgument("--tls-cert", given_cert, "nothing here: one host needs no TLS within itself")
+    check_certificate(ours())
     check_free(settings.host, settings.port)
     log_folder = prepare_log_folder(settings.log_dir)
     model_folder = prepare_model(settings.model)
     sys.exit(asyncio.run(_run(settings, given, model_folder, log_folder)))
 
 
+def check_certificate(identity: Identity) -> None:
+    """One certificate serves all roles here: it must be good on both sides, and name where they listen.
+
+    Roles would say so one by one and be started again for ever; so it is tried here, without a network.
+
+    Raises:
+        InvalidArgument: it is not of its authority, or does not name the address.
+    """
+    if identity.server_tls is None:
+        return
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client_tls = client_context(identity.settings, check_host=True)
+    client = client_tls.wrap_bio(to_client, to_server, server_hostname=INSIDE)
+    server = identity.server_tls.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for side in (client, server, client, server):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLError as error:
+        allowed = f"a certificate of the authority in tls_ca that names {INSIDE} ({error})"
+        raise InvalidArgument("--tls-cert", identity.settings.tls_cert, allowed) from error
+
+
 async def _run(settings: UpSettings, given: Given, model_folder: str, log_folder: Path) -> int:
     admin_key = settings.admin_api_key or secrets.token_urlsafe(18)
     plans = plan_cluster(settings, given, model_folder, admin_key, log_folder)
     master, gateway = plans["master"], plans["gateway"]
-    url = f"http://{gateway.address}"
+    assert gateway.ready is not None
+    over = gateway.ready.over
+    url = f"{'http' if over == 'http' else 'https'}://{gateway.address}"
+    credentials = Credentials(ours().settings, shows_certificate=over == "member")
     is_ready = False
 
     with Board() as screen:
@@ -56,7 +83,9 @@ async def _run(settings: UpSettings, given: Given, model_folder: str, log_folder
         def all_ready() -> None:
             nonlocal is_ready
             is_ready = True
-            screen.print(board.welcome(url, settings.model_name, master.address, admin_key, log_folder))
+            screen.print(
+                board.welcome(url, settings.model_name, master.address, admin_key, log_folder, credentials)
+            )
 
         processes = Processes(list(plans.values()), log_folder, screen.say, changed, all_ready)
         screen.processes = processes

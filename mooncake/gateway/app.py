@@ -26,7 +26,7 @@ from mooncake import metrics
 from mooncake.errors import InvalidArgument, ModelError
 from mooncake.gateway import admin, explaining
 from mooncake.gateway.answer import AnyRequest
-from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer
+from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer, Public
 from mooncake.gateway.reading import decoded, names_of, read_body, request_id_of
 from mooncake.gateway.relaying import relay
 from mooncake.gateway.routing import route
@@ -112,18 +112,16 @@ def check_who_comes_in(settings: GatewaySettings, identity: Identity) -> None:
 
 
 def tls_of(settings: GatewaySettings, identity: Identity) -> ssl.SSLContext | None:
-    """What clients are served with: HTTPS as every server has it where they have keys or we a certificate for
-    them; else, where the cluster has TLS, with certificates on both sides.
+    """What clients are served with, as ``settings.public`` says; None without TLS.
 
     Raises:
         InvalidArgument: a file is not what it should be.
     """
-    given = identity.settings
-    cert, key = settings.https_cert, settings.https_key
-    if not cert and identity.has_tls and settings.api_keys_file:
-        cert, key = given.tls_cert, given.tls_key
-    if not cert:
+    if settings.public(identity) is not Public.HTTPS:
         return identity.server_tls
+    cert, key = settings.https_cert, settings.https_key
+    if not cert:
+        cert, key = identity.settings.tls_cert, identity.settings.tls_key
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:

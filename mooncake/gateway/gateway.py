@@ -9,6 +9,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,11 +32,23 @@ from mooncake.gateway.workers import WorkerFailed, Workers
 from mooncake.inference.openai import ApiError, ModelCard
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
+from mooncake.security import Identity
 from mooncake.security.adminkey import AdminKey
 from mooncake.security.caller import Caller
 from mooncake.types import InstanceId, Role
 
 log = get_logger(__name__)
+
+
+class Public(StrEnum):
+    """What a gateway's clients speak with it."""
+
+    HTTP = "http"
+    HTTPS = "https"
+    "As every server has it: clients show no certificate."
+    MUTUAL = "mutual"
+    "HTTPS, and clients show a certificate of the cluster's authority."
+
 
 _BY_CACHE = ("overlap", "kvcache_centric", "cache_aware")
 
@@ -117,6 +130,16 @@ class GatewaySettings(SchedulingSettings):
         for name, other in (("https_cert", "https_key"), ("https_key", "https_cert")):
             if getattr(self, other) and not getattr(self, name):
                 raise InvalidArgument(name, "", f"the path of a PEM file, since {other} is set")
+
+    def public(self, identity: Identity) -> Public:
+        """What clients of a gateway with ``identity`` speak.
+
+        HTTPS where they have keys or we a certificate for them; else, where the cluster has TLS, with
+        certificates on both sides.
+        """
+        if self.https_cert or (identity.has_tls and self.api_keys_file):
+            return Public.HTTPS
+        return Public.MUTUAL if identity.has_tls else Public.HTTP
 
     @property
     def model_name(self) -> str:

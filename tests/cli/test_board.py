@@ -6,9 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mooncake.cli.board import Board, welcome, write_status
+from mooncake.cli.board import Board, Credentials, welcome, write_status
 from mooncake.cli.processes import Plan, Processes
 from mooncake.cli.supervise import BecameReady, Begin, Exited, RoleSpec
+from mooncake.security import SecuritySettings
 
 
 def some_processes(folder: Path) -> Processes:
@@ -75,3 +76,17 @@ def test_the_welcome_has_a_line_that_can_be_pasted() -> None:
     }
     assert "curl -s http://127.0.0.1:8000/v1/chat/completions" in text
     assert "X-API-Key: key" in text
+
+
+def test_the_welcome_says_what_to_show() -> None:
+    security = SecuritySettings("/c/node.pem", "/c/node.key", "/c/the ca.pem", cluster_key_file="/c/k")
+    for shows in (True, False):
+        given = Credentials(security, shows)
+        text = welcome("https://127.0.0.1:8000", "m", "127.0.0.1:50051", "key", Path("/logs"), given)
+        curl = (
+            "curl -s --cacert '/c/the ca.pem' --cert /c/node.pem --key /c/node.key https://127.0.0.1:8000/v1/"
+        )
+        chat = "--tls-ca '/c/the ca.pem' --tls-cert /c/node.pem --tls-key /c/node.key"
+        assert (curl in text, chat in text) == (shows, shows)
+        for name in ("TLS_CERT=/c/node.pem", "TLS_CA='/c/the ca.pem'", "CLUSTER_KEY_FILE=/c/k"):
+            assert f"MOONCAKE_SECURITY_{name}" in text

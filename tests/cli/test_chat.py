@@ -5,14 +5,17 @@ import io
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mooncake import config
 from mooncake.cli import main
+from mooncake.cli.certs import CertsSettings, make
 from mooncake.cli.chat import Answer, ChatSettings, Conversation, Server
-from mooncake.errors import InvalidArgument
+from mooncake.errors import InvalidArgument, ProtocolError
+from mooncake.security import Identity, SecuritySettings
 
 
 class OpenAi(http.server.ThreadingHTTPServer):
@@ -167,3 +170,18 @@ def test_the_footer_of_an_answer_without_usage() -> None:
     assert Answer(ttft_s=0.5, finish_reason="length").footer() == (
         "first token after 0.50 s, stopped at the length limit"
     )
+
+
+def test_a_gateway_that_wants_certificates_is_shown_ours(openai: OpenAi, tmp_path: Path) -> None:
+    make(CertsSettings(folder=tmp_path))
+    identity = Identity(
+        SecuritySettings(*(str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem")))
+    )
+    assert identity.server_tls is not None
+    openai.socket = identity.server_tls.wrap_socket(
+        openai.socket, server_side=True, do_handshake_on_connect=False
+    )
+    settings = ChatSettings(url=openai.url.replace("http:", "https:"))
+    assert Server(settings, tls=identity.client_tls).first_model() == "smollm2"
+    with pytest.raises(ProtocolError, match="wants a certificate: --tls-cert, --tls-key and --tls-ca"):
+        Server(settings).first_model()

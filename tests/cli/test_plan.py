@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mooncake.cli import main
+from mooncake.cli.certs import CertsSettings, make
 from mooncake.cli.plan import (
     LARGEST_DEFAULT_POOL_BYTES,
     UpSettings,
@@ -14,10 +16,11 @@ from mooncake.cli.plan import (
     quiet_threads,
     threads_per_worker,
 )
-from mooncake.cli.processes import Plan
+from mooncake.cli.processes import HttpCheck, Plan
 from mooncake.cli.roles import Given
 from mooncake.cli.supervise import Supervisor
 from mooncake.config import LogSettings
+from mooncake.security import Identity, SecuritySettings, install
 
 
 def planned(settings: UpSettings, file: Path | None = None) -> dict[str, Plan]:
@@ -82,10 +85,44 @@ def test_the_admin_key_travels_unseen() -> None:
 
 
 def test_children_log_and_are_configured_as_we_are(tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text("[master]\n")
     for plan in planned(UpSettings(), tmp_path / "m.toml").values():
         assert plan.command[:3] == (sys.executable, "-m", "mooncake")
         assert flag(plan, "--log-level") == "debug"
         assert flag(plan, "--config") == str(tmp_path / "m.toml")
+
+
+@pytest.fixture
+def certified(tmp_path: Path) -> Iterator[SecuritySettings]:
+    """This process has a certificate."""
+    make(CertsSettings(folder=tmp_path))
+    files = SecuritySettings(*(str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem")))
+    install(Identity(files))
+    yield files
+    install(None)
+
+
+def test_with_a_certificate_everything_speaks_tls(certified: SecuritySettings) -> None:
+    plans = planned(UpSettings())
+    for plan in plans.values():
+        for name in ("tls_cert", "tls_key", "tls_ca"):
+            assert flag(plan, f"--{name.replace('_', '-')}") == getattr(certified, name)
+        assert plan.ready is None or plan.ready.over == "member", plan.name
+    assert flag(plans["node"], "--metadata") == f"https://{plans['metadata'].address}/metadata"
+
+
+@pytest.mark.parametrize("has_certificate", [False, True])
+def test_a_gateway_is_asked_as_its_own_settings_say(
+    has_certificate: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if has_certificate:
+        request.getfixturevalue("certified")
+    file = tmp_path / "mooncake.toml"
+    file.write_text('[gateway]\nhttps_cert = "public.pem"\nhttps_key = "public.key"\n')
+    assert [planned(UpSettings(), given)["gateway"].ready for given in (None, file)] == [
+        HttpCheck("/ready", over="member" if has_certificate else "http"),
+        HttpCheck("/ready", over="https"),
+    ]
 
 
 def test_threads_and_pool_fit_the_machine() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,9 +11,14 @@ from random import Random
 
 import pytest
 
+from mooncake.cli.certs import CertsSettings, make, make_cluster_key
 from mooncake.cli.ports import free_ports
 from mooncake.cli.processes import HttpCheck, Plan, Processes, is_serving, last_lines
 from mooncake.cli.supervise import RoleSpec, State
+from mooncake.security import HttpDoor, Identity, SecuritySettings
+from mooncake.security.caller import Caller
+from mooncake.security.door import Receive, Scope, Send
+from mooncake.web import WebServer, listen
 
 pytestmark = pytest.mark.processes
 
@@ -29,6 +35,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in sys.argv else lamb
 server.serve_forever()
 """
 READY = HttpCheck("/ready")
+PLAIN = Caller(Identity())
 REFUSER = "import sys; print('error: port is 70000; allowed: less', file=sys.stderr); sys.exit(2)"
 
 
@@ -81,10 +88,10 @@ async def test_start_ready_restart_after_sigkill_and_stop(tmp_path: Path) -> Non
     world = World(tmp_path, server("a"), server("b", after=("a",)))
     await world.until(lambda: world.num_all_ready == 1)
     port = world.processes.plans["b"].port
-    assert await is_serving("127.0.0.1", port, HttpCheck("/ready"))
-    assert await is_serving("127.0.0.1", 1, HttpCheck("/ready", "\nmounted 1", port))
-    assert not await is_serving("127.0.0.1", port, HttpCheck("/ready", "\nmounted 2"))
-    assert not await is_serving("127.0.0.1", port, HttpCheck("/nowhere"))
+    assert await is_serving("127.0.0.1", port, HttpCheck("/ready"), PLAIN)
+    assert await is_serving("127.0.0.1", 1, HttpCheck("/ready", "\nmounted 1", port), PLAIN)
+    assert not await is_serving("127.0.0.1", port, HttpCheck("/ready", "\nmounted 2"), PLAIN)
+    assert not await is_serving("127.0.0.1", port, HttpCheck("/nowhere"), PLAIN)
     first = world.processes.pid("a")
     assert first is not None
     assert os.getpgid(first) == first, "Ctrl-C in the terminal would reach the role"
@@ -145,7 +152,7 @@ async def test_a_program_that_is_not_there_is_a_death(tmp_path: Path) -> None:
 
 async def test_nobody_serves_on_a_free_port() -> None:
     [port] = free_ports("127.0.0.1", 1, Random())
-    assert not await is_serving("127.0.0.1", port, None)
+    assert not await is_serving("127.0.0.1", port, None, PLAIN)
 
 
 def test_last_lines_of_a_log(tmp_path: Path) -> None:
@@ -159,3 +166,54 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
     with log.open("ab") as more:
         more.write(b"a new life\n")
     assert last_lines(log, start) == ["a new life"]
+
+
+async def test_roles_with_a_credential_are_asked_as_members_ask(tmp_path: Path) -> None:
+    make(CertsSettings(folder=tmp_path))
+    make_cluster_key(tmp_path / "cluster.key")
+    files = [str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem")]
+    key = str(tmp_path / "cluster.key")
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"mounted 1"})
+
+    ways = {
+        "tls": SecuritySettings(*files),
+        "key": SecuritySettings(cluster_key_file=key),
+        "both": SecuritySettings(*files, cluster_key_file=key),
+    }
+    check = HttpCheck("/ready", "mounted 1")
+    for way, settings in ways.items():
+        identity = Identity(settings)
+        server = WebServer(HttpDoor(answer, identity), listen("127.0.0.1", 0), tls=identity.server_tls)
+        await server.start()
+        try:
+            assert await is_serving("127.0.0.1", server.port, check, Caller(identity)), way
+            assert await is_serving("127.0.0.1", server.port, None, Caller(identity)), way
+            assert not await is_serving("127.0.0.1", server.port, check, PLAIN), way
+            public = HttpCheck("/ready", "mounted 1", over="https")
+            assert not await is_serving("127.0.0.1", server.port, public, Caller(identity)), way
+        finally:
+            await server.close()
+
+
+async def test_a_public_https_side_is_asked_as_anybody_may(tmp_path: Path) -> None:
+    make(CertsSettings(folder=tmp_path))
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "node.pem", tmp_path / "node.key")
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+    server = WebServer(answer, listen("127.0.0.1", 0), tls=tls)
+    await server.start()
+    try:
+        for over, serves in {"https": True, "http": False, "member": False}.items():
+            check = HttpCheck("/ready", over=over)  # type: ignore[arg-type]
+            assert await is_serving("127.0.0.1", server.port, check, PLAIN) is serves, over
+    finally:
+        await server.close()
