@@ -24,7 +24,6 @@ from mooncake.store import (
     messages,
     objects,
     operations,
-    reading,
     records,
     removing,
     replication,
@@ -222,10 +221,6 @@ def says_replaced_and_keeps_the_old_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(writing.Writing, "put_end", broken)
 
 
-def renews_what_it_does_not_keep(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reading, "_keeps", lambda stored, replica: True)
-
-
 def tells_no_successor_of_renewed_space(patch: pytest.MonkeyPatch) -> None:
     renew = catalog.Catalog.renew
 
@@ -343,10 +338,8 @@ class Bug:
 LATE = Faults(transfer_failure_chance=0.3, slow_transfer_chance=0.3, has_checksums=False)
 LATE_SUCCESSION = dataclasses.replace(LATE, crash_master_every_s=4.0, has_oplog=True)
 SUCCESSION = Faults(crash_master_every_s=4.0, has_oplog=True)
-TAKEOVER = Faults(crash_master_every_s=20.0, has_oplog=True, has_standby=True)
 QUICK_TAKEOVER = Faults(crash_master_every_s=14.0, restart_s=0.1, has_oplog=True, has_standby=True)
 MOVES = Load(view=10.0, copy=10.0)
-VIEWS = Load(view=8.0, copy=4.0, drain=0.5)
 OPERATED = Load(drain=2.0, copy=1.0)
 TENANTS = Load(quota=2.0, tenants=("shop", "bank"))
 
@@ -358,7 +351,6 @@ BUGS = (
     Bug(says_replaced_and_keeps_the_old_one, Rule.STALE, Faults()),
     Bug(reuses_space_at_once, Rule.LEASE, begin=4),
     Bug(forgets_the_last_master, Rule.SPACE, dataclasses.replace(LATE, crash_master_every_s=4.0)),
-    Bug(renews_what_it_does_not_keep, Rule.SPACE, TAKEOVER, VIEWS, begin=6),
     Bug(tells_no_successor_of_renewed_space, Rule.SPACE, QUICK_TAKEOVER, MOVES, begin=20),
     Bug(
         lets_nodes_write_late,
