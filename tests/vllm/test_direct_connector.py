@@ -53,11 +53,10 @@ def test_decode_takes_what_prefill_computed_and_computes_what_it_cannot_have(
     model: Path, tmp_path: Path
 ) -> None:
     """One pair of engines for all of it: they take long to start."""
-    address = f"{HOST}:{free_port()}"
+    address, other_address = f"{HOST}:{free_port()}", f"{HOST}:{free_port()}"
     first = producer(model, tmp_path / "prefill.log", address)
-    ours = connector("kv_consumer", prefill_addr=address, timeout_s=60)
+    ours = connector("kv_consumer", prefill_addr=f"{address},{other_address}", timeout_s=60)
     consumer = Engine(model, tmp_path / "decode.log", under_multi(ours), core=1)
-    other_address = f"{HOST}:{free_port()}"
     other_kind = producer(model, tmp_path / "bfloat16.log", other_address, "bfloat16")
     engines = [first, consumer, other_kind]
     try:
