@@ -64,21 +64,23 @@ class Fleet:
         self._restarts: list[threading.Thread] = []
         self._random = Random(0)
         flags = ["--protocol", protocol]
+        ports = [free_port() for _ in range(counts[0])]
+        listeners = ",".join(f"{HOST}:{port}" for port in ports)
         for role, count in zip(("prefill", "decode"), counts, strict=True):
             flags += [f"--{role}"] if count else []
             for number in range(count):
-                port = free_port()
                 if store:
                     connector = store_connector(store)
                 elif role == "prefill":
-                    connector = direct_connector("kv_producer", listen_addr=f"{HOST}:{port}")
+                    connector = direct_connector("kv_producer", listen_addr=f"{HOST}:{ports[number]}")
                 else:
-                    connector = direct_connector("kv_consumer")
+                    connector = direct_connector("kv_consumer", prefill_addr=listeners)
                 core = len(self.servers) % (os.cpu_count() or 1)
                 server = VllmServer(f"{role}-{number}", model, folder, connector, core, "float32")
                 stack.callback(server.close)
                 self.servers[f"{role}-{number}"] = server
-                flags += [server.address] + ([str(port)] if role == "prefill" and not store else [])
+                flags += [server.address]
+                flags += [str(ports[number])] if role == "prefill" and not store else []
         self.gateway: Gateway = stack.enter_context(running_gateway(folder, model, *flags))
         for server in self.servers.values():
             server.wait_until_ready(RESTARTED_WITHIN_S)
