@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from prometheus_client import Counter
 from mooncake import metrics
 from mooncake.errors import InvalidArgument
 from mooncake.inference.openai import ApiError
+from mooncake.security.identity import check_private
 
 MAX_FILE_BYTES = 16 << 20
 MIN_KEY_CHARS = 16
@@ -220,11 +220,7 @@ def read_clients(path: str | Path) -> list[ClientEntry]:
 
     try:
         with Path(path).expanduser().open("rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise wrong("it is no plain file")
-            if found.st_mode & 0o077:
-                raise wrong(f"its mode is {stat.S_IMODE(found.st_mode):04o}; chmod 600 it")
+            found = check_private(file, wrong)
             if found.st_uid not in (os.geteuid(), 0):
                 raise wrong("it belongs to somebody else")
             text = file.read(MAX_FILE_BYTES + 1)

@@ -14,8 +14,10 @@ import secrets
 import ssl
 import stat
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from mooncake import clock, config
 from mooncake.errors import InvalidArgument
@@ -152,11 +154,7 @@ def read_key_file(path: str) -> KeyRing:
 
     try:
         with Path(path).expanduser().open("rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise wrong("it is no plain file")
-            if found.st_mode & 0o077:
-                raise wrong(f"its mode is {stat.S_IMODE(found.st_mode):04o}; chmod 600 it")
+            found = check_private(file, wrong)
             if found.st_size > MAX_KEY_FILE_BYTES:
                 raise wrong("it is too large")
             content = file.read(MAX_KEY_FILE_BYTES)
@@ -168,6 +166,20 @@ def read_key_file(path: str) -> KeyRing:
         raise wrong("it is no text") from None
     except ValueError as error:
         raise wrong(str(error)) from error
+
+
+def check_private(file: IO[bytes], wrong: Callable[[str], InvalidArgument]) -> os.stat_result:
+    """The status of an open file of secrets.
+
+    Raises:
+        InvalidArgument: ``wrong`` of the reason: it is no plain file, or others than its owner may use it.
+    """
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode):
+        raise wrong("it is no plain file")
+    if found.st_mode & 0o077:
+        raise wrong(f"its mode is {stat.S_IMODE(found.st_mode):04o}; chmod 600 it")
+    return found
 
 
 _lock = threading.Lock()

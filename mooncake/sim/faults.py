@@ -85,14 +85,7 @@ class Faults:
 
     @property
     def is_calm(self) -> bool:
-        return self == Faults(
-            delay_s=self.delay_s,
-            has_checksums=self.has_checksums,
-            has_oplog=self.has_oplog,
-            has_standby=self.has_standby,
-            clock_offset_s=self.clock_offset_s,
-            clock_drift=self.clock_drift,
-        )
+        return self == dataclasses.replace(self.calmed, delay_s=self.delay_s)
 
     @property
     def calmed(self) -> Faults:
@@ -104,10 +97,6 @@ class Faults:
             clock_offset_s=self.clock_offset_s,
             clock_drift=self.clock_drift,
         )
-
-    @property
-    def has_pauses(self) -> bool:
-        return bool(self.pause_master_every_s or self.pause_node_every_s or self.pause_client_every_s)
 
     @property
     def is_slow_to_answer(self) -> bool:

@@ -142,22 +142,12 @@ class FurtherWorker(Worker):
 
     def _view(self) -> None:
         """Lease, and look at the node's memory while the lease is renewed, for longer than a master lives."""
-        keys, deadline = self._some_keys()[:1], self._deadline
 
-        def opened(grants: list[ReadGrant | None] | None, error: Exception | None) -> None:
-            grant = grants[0] if grants else None
-            if grant is None or not grant.segment.is_alive:
-                self._next()
-                return
-            promises = self._checkers.promised(self._client, grant)
-            if self._checkers.is_ghost(grant.object_id):
-                self._next()
-                return
-            first = grant.segment.read(grant.address, grant.size_bytes)
+        def leased(grant: ReadGrant, first: bytes, promises: list[Promise]) -> None:
             until = self._client.now + self._kernel.random.choice((5.0, 15.0, 40.0))
             self._view_again(grant, first, promises, until)
 
-        self._client.run(self._client.operations.open_reads(keys, deadline), deadline, opened)
+        self._lease(leased)
 
     def _view_again(self, grant: ReadGrant, first: bytes, promises: list[Promise], until: float) -> None:
         now = self._client.now

@@ -305,6 +305,17 @@ class Worker:
 
     def _look(self) -> None:
         """Lease, and look at the node's memory again and again until just before the lease ends."""
+
+        def leased(grant: ReadGrant, first: bytes, promises: list[Promise]) -> None:
+            if not self._checkers.has_corruption:
+                # A writer that overran its deadline or a bit that fell: only checksums catch those.
+                self._checkers.value_read(self._known(grant.key), first, f"{self._client.name}'s look")
+            self._look_again(grant, first, promises, self._kernel.random.randint(0, 2))
+
+        self._lease(leased)
+
+    def _lease(self, leased: Callable[[ReadGrant, bytes, list[Promise]], None]) -> None:
+        """Lease one object and read the node's memory once; without a lease the next request begins."""
         keys, deadline = self._some_keys()[:1], self._deadline
 
         def opened(grants: list[ReadGrant | None] | None, error: Exception | None) -> None:
@@ -317,10 +328,7 @@ class Worker:
                 self._next()
                 return
             first = grant.segment.read(grant.address, grant.size_bytes)
-            if not self._checkers.has_corruption:
-                # A writer that overran its deadline or a bit that fell: only checksums catch those.
-                self._checkers.value_read(self._known(grant.key), first, f"{self._client.name}'s look")
-            self._look_again(grant, first, promises, self._kernel.random.randint(0, 2))
+            leased(grant, first, promises)
 
         self._client.run(self._client.operations.open_reads(keys, deadline), deadline, opened)
 
