@@ -97,12 +97,14 @@ class Tree:
                 shutil.copy2(path, folder / "mooncake" / path.name)
 
     def files(self, mutant: Mutant) -> list[str]:
-        found = [
-            str(path.relative_to(self.folder))
-            for one in mutant.tests
-            for path in sorted(self.folder.glob(one))
-        ]
-        return list(dict.fromkeys(found))
+        """The files of its tests. Raises ValueError for a pattern that matches none: fewer tests would kill it."""
+        found: dict[str, None] = {}
+        for pattern in mutant.tests:
+            matches = sorted(self.folder.glob(pattern))
+            if not matches:
+                raise ValueError(f"no file matches {pattern}")
+            found.update(dict.fromkeys(str(path.relative_to(self.folder)) for path in matches))
+        return list(found)
 
     def fails(self, files: Sequence[str], select: str) -> bool | None:
         """Whether a test fails; None when pytest could not run them."""
@@ -130,11 +132,9 @@ class Tree:
         """What became of a mutant, and what to say of it."""
         try:
             text = made(mutant, self.folder)
+            files = self.files(mutant)
         except ValueError as error:
             return "GONE", str(error)
-        files = self.files(mutant)
-        if not files:
-            return "GONE", f"no file matches {', '.join(mutant.tests)}"
         path = self.folder / mutant.file
         before = path.read_text()
         path.write_text(text)

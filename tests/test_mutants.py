@@ -22,7 +22,7 @@ def test_every_mutant_says_what_it_would_do_and_which_tests_must_fail() -> None:
     for one in found:
         assert one.why and one.tests and one.old != one.new, one.name
         assert one.sample in ("chosen", "unbiased"), one.name
-        assert any(any(ROOT.glob(pattern)) for pattern in one.tests), f"{one.name}: no such tests"
+        assert all(any(ROOT.glob(pattern)) for pattern in one.tests), f"{one.name}: no such tests"
 
 
 def test_a_text_that_is_not_there_once_is_no_mutant(tmp_path: Path) -> None:
