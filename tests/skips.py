@@ -86,7 +86,7 @@ ALLOWED = (
         "the kernel was built without the statistics that the decision reads",
     ),
     Allowed(
-        r"transfer/transports/test_rdma\.py|transfer/compat/test_engine\.py",
+        r"transfer/transports/test_rdma\.py|compat/transfer/test_engine\.py",
         r"this machine has (an RDMA device|RDMA devices)",
         "the case is a machine without such devices",
     ),

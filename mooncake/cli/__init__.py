@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from mooncake.errors import AddressInUse, MooncakeError, Unavailable
-from mooncake.security import keep_defaults_of
+from mooncake.security import keep_upstream_defaults
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     def run() -> None:
-        from mooncake.cli.table import application_for  # here, so that a missing extra can be explained
+        from mooncake.cli.commands import application_for  # here, so that a missing extra can be explained
 
         application_for(words)(args=words, prog_name="mooncake")
 
@@ -56,7 +56,7 @@ def run_program(run: Callable[[], None]) -> NoReturn:
 def daemon_main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The console script ``mooncaked``: a whole store, or (as it was called before there were) its node."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    keep_defaults_of("mooncaked")
+    keep_upstream_defaults("mooncaked")
     main([daemon_role(words, os.environ), *words])
 
 
