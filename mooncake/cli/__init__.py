@@ -2,7 +2,8 @@
 
 This module only finds the words for what went wrong: a broken world (bad settings, a taken port, a model
 that is not there) is one line on standard error and exit status 2, or 1 when trying again later may help;
-only a broken program shows a traceback. ``table.py`` lists the commands, ``roles.py`` derives their flags.
+only a broken program shows a traceback. ``cli/commands.py`` lists the commands, ``role_command.py`` derives
+their flags.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``mooncake up``: a whole cluster on one host.
 
-``plan.py`` says which roles there are, ``supervise.py`` decides when they run, ``processes.py`` runs them,
-``board.py`` shows them; this module introduces them to each other and prepares the disk. A convenience for
-one host and no more: on many hosts the same roles are started by whatever places processes there.
+``plan.py`` says which roles there are, ``supervisor.py`` decides when they run, ``processes.py`` runs them,
+``status_board.py`` shows them; this module introduces them to each other and prepares the disk. A convenience
+for one host and no more: on many hosts the same roles are started by whatever places processes there.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Claim:
             self.log_overdue()
 
     def log_overdue(self) -> None:
-        """Somebody has waited for ``SAID_EVERY_S`` more."""
+        """Somebody has waited for ``LOG_EVERY_S`` more."""
         overdue_seconds.labels(self.operation).inc(LOG_EVERY_S)
         log.warning(
             "memory_kept",

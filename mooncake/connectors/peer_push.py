@@ -1,9 +1,10 @@
 """Handing KV blocks from the engine that computed a prompt straight into the memory of the one that decodes.
 
 Both ends of a small protocol. The decoding end (``Receiver``) has allocated blocks for a request that has a
-``transfer_id``, and asks the computing end's listener (``Sender``) for them: ``Take`` says where its memory
-lies, which blocks, and what they must mean. When the prompt with that ``transfer_id`` is computed, before or
-after, the sender writes them there and answers ``Taken``; or it answers why not. Every wait has a deadline.
+``transfer_id``, and asks the computing end's listener (``Sender``) for them: ``PushRequest`` says where its
+memory lies, which blocks, and what they must mean. When the prompt with that ``transfer_id`` is computed,
+before or after, the sender writes them there and answers ``Taken``; or it answers why not. Every wait has a
+deadline.
 
 Whoever gets no answer, or hears that a write was broken off, can't know what is still on its way. So the
 receiver then takes its memory back from everybody (registers it anew: nothing that addresses the old

@@ -1,8 +1,8 @@
 """The OpenAI endpoints in front of engines that are not our workers.
 
-Owns the way from an HTTP request to a ``Relay`` and back. Of the body it reads what it needs (the model, the
-prompt's beginning, whether to stream); all else is between the client and the engine, which says best what is
-wrong with it.
+Owns the way from an HTTP request to a ``ProxiedRequest`` and back. Of the body it reads what it needs (the
+model, the prompt's beginning, whether to stream); all else is between the client and the engine, which says
+best what is wrong with it.
 """
 
 from __future__ import annotations

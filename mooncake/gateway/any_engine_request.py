@@ -1,10 +1,10 @@
 """One request through engines that are not our workers: as it came in, as it comes out.
 
-Owns the order of the calls to the chosen engines (``protocols.py`` says what they are asked), and trying
+Owns the order of the calls to the chosen engines (``handoff.py`` says what they are asked), and trying
 again elsewhere while nothing has reached the client. What an engine answers is handed on event by event;
 only the count of cached tokens is put right, since the engine that decodes counts all that was handed over
 to it. An engine that says in its answer that it gave up has failed like one that was lost. An answer that has
-begun cannot move: its end is then an error event. HTTP towards the client is ``relaying.py``.
+begun cannot move: its end is then an error event. HTTP towards the client is ``any_engine.py``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The gateway process and its OpenAI endpoints.
 
 Owns the endpoints, and what is counted and said when one fails. A request goes to our workers
-(``routing.py``) or to other engines (``relaying.py``); who serves it is the conductor's choice, which runs
-inside this process or, with ``--conductor``, in one of its own. No torch is needed here: the gateway must
-start quickly and fit on a small machine.
+(``own_workers.py``) or to other engines (``any_engine.py``); who serves it is the conductor's choice, which
+runs inside this process or, with ``--conductor``, in one of its own. No torch is needed here: the gateway
+must start quickly and fit on a small machine.
 """
 
 from __future__ import annotations

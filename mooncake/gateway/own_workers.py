@@ -1,7 +1,8 @@
 """The OpenAI endpoints in front of our workers.
 
 Owns the way from an HTTP request to an ``Answer`` and back: the prompts' tokens, what the conductor is told
-of each, and the headers. What happens to a prompt then is ``route.py``; other engines are ``relaying.py``.
+of each, and the headers. What happens to a prompt then is ``own_workers_request.py``; other engines are
+``any_engine.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One HTTP answer: every prompt of a request with all its choices, whole or as a stream.
 
 Owns the fan-out (a walk per prompt, a decode per choice), the deadline, the counts of ``usage`` and the
-latencies. Formats are ``http/answers.py``, the single walk is ``route.py``.
+latencies. Formats are ``http/answers.py``, the single walk is ``own_workers_request.py``.
 """
 
 from __future__ import annotations

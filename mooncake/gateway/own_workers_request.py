@@ -4,8 +4,8 @@ It owns what a client must never notice: which workers there are and that they d
 token ids. An answer is followed token by token; when its decode worker is lost, what was generated so far
 joins the prompt and another worker goes on behind it, so that the client sees one uninterrupted answer.
 Correctness never rests on the hand-over: a decode worker that finds no KV computes it. HTTP towards the
-client, and several choices or prompts in one request, are above (``answer.py``); calls are below
-(``workers.py``).
+client, and several choices or prompts in one request, are above (``own_workers_answer.py``); calls are below
+(``worker_client.py``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Owns the conversation with the conductor about one request: every placement is told of its end, every instance
 that failed is told on, and a request that fails everywhere is refused. What is asked of an instance is not
-known here; that differs between our workers (``route.py``) and other engines (``relay.py``).
+known here; that differs between our workers (``own_workers_request.py``) and other engines
+(``any_engine_request.py``).
 """
 
 from __future__ import annotations

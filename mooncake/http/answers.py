@@ -111,7 +111,7 @@ class CompletionWriter:
 
 
 class ChatWriter:
-    """Bodies of ``/v1/chat/completions``; the same calls as ``TextWriter``."""
+    """Bodies of ``/v1/chat/completions``; the same calls as ``CompletionWriter``."""
 
     def __init__(self, answer_id: str, created: int, model: str, with_token_ids: bool) -> None:
         self._id = answer_id

@@ -6,7 +6,7 @@ a peer that sends nothing, half a header, or reads nothing costs a file and memo
 When the server has as many connections as it may, whoever has asked for nothing yet goes first, the oldest
 before the others: a real client sends its header as soon as it is connected.
 
-It opens no socket and knows no HTTP; ``web.py`` tells it what happens and closes whom it names.
+It opens no socket and knows no HTTP; ``http/server.py`` tells it what happens and closes whom it names.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Deadlines:
 
 
 class ConnectionState:
-    """One of them, as ``Connections`` knows it."""
+    """One of them, as ``ConnectionTable`` knows it."""
 
     __slots__ = (
         *("heard_at", "is_over", "moved_at", "phase", "since"),
@@ -112,7 +112,7 @@ class ConnectionTable:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(them)} {phase}" for phase, them in self._by_phase.items() if them)
-        return f"<Connections {counts or 'none'}, at most {self.most}>"
+        return f"<ConnectionTable {counts or 'none'}, at most {self.most}>"
 
     def __len__(self) -> int:
         return sum(map(len, self._by_phase.values()))

@@ -360,10 +360,11 @@ class CountingTransport:
 
 
 class TrackedProtocol(asyncio.Protocol):
-    """Another HTTP server's protocol behind ``Door``, for an application that tells how far its requests are.
+    """Another server's protocol behind ``ConnectionAcceptor``, for an application that reports its requests.
 
-    Its transport is a ``Watched``: with that application's ``asked``, ``told`` and ``answered`` of
-    ``Door.connections`` for ``Watched.one`` a connection has all the deadlines there are.
+    Its transport is a ``CountingTransport``: with that application's ``asked``, ``told`` and ``answered`` of
+    ``ConnectionAcceptor.connections`` for ``CountingTransport.one`` a connection has all the deadlines there
+    are.
     """
 
     def __init__(self, acceptor: ConnectionAcceptor, one: ConnectionState, inner: Any) -> None:
@@ -391,7 +392,7 @@ class TrackedProtocol(asyncio.Protocol):
 
 
 class _TrackedUvicornProtocol(HttpToolsProtocol):
-    """uvicorn's, which tells ``Door`` how far a connection is."""
+    """uvicorn's, which tells ``ConnectionAcceptor`` how far a connection is."""
 
     def __init__(self, acceptor: ConnectionAcceptor, one: ConnectionState, **words: Any) -> None:
         super().__init__(**words)
@@ -563,7 +564,7 @@ class HttpServer:
 
 
 class HttpServerThread:
-    """A ``WebServer`` of pages on a loop of its own, in a thread, for processes without either."""
+    """A ``HttpServer`` of pages on a loop of its own, in a thread, for processes without either."""
 
     def __init__(self, app: Any, listening: socket.socket, tls: ssl.SSLContext | None = None) -> None:
         self._web = HttpServer(app, listening, tls=tls, max_connections=MAX_PAGE_CONNECTIONS)

@@ -1,7 +1,7 @@
 """The worker process: a model in an engine, behind HTTP.
 
-Owns the settings and the loading of the model. ``serving.py`` makes a process of it, ``api.py`` has the
-endpoints, ``generate.py`` the way from request to tokens.
+Owns the settings and the loading of the model. ``engine_process.py`` makes a process of it, ``api.py`` has
+the endpoints, ``generator.py`` the way from request to tokens.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Two ways, alone or together: TLS with certificates of the cluster's authority, or a cluster key that is
 proven by challenge and response before anything else is read. Either of them says in which ``Role`` a peer
-speaks, and for which tenant. ``keys.py`` knows the secrets, ``greeting.py`` the challenge, ``signed.py`` the
-signature of an HTTP request, ``door.py`` who may ask an HTTP server, ``certificates.py`` what a certificate
-says, ``identity.py`` the settings.
+speaks, and for which tenant. ``keys.py`` knows the secrets, ``greeting.py`` the challenge,
+``request_signature.py`` the signature of an HTTP request, ``http_auth.py`` who may ask an HTTP server,
+``certificates.py`` what a certificate says, ``identity.py`` the settings.
 
 A process has one identity, and everything that listens or connects in it uses that one unless it is handed
 another: so a server that somebody adds later is closed without anybody having to think of it.

@@ -2,7 +2,7 @@
 
 An ASGI application around another one. It reads nothing of a request's body until its header has proven who
 sent it, and passes a body on whose digest is the signed one. What it found is in the request's scope, under
-``STANDING``; the server puts the peer's certificate there under ``CERTIFICATE`` (``mooncake.http.server``).
+``PRINCIPAL``; the server puts the peer's certificate there under ``CERTIFICATE`` (``mooncake.http.server``).
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class RemoveMatching(msgspec.Struct, frozen=True, array_like=True, tag="remove_m
     """Remove every object of the tenant whose key the regular expression is found in; "" is all of them.
 
     Answered by Removed. Leased ones are left unless ``force``, and what is put after the question always. The
-    expressions are RE2's (``patterns.py``).
+    expressions are RE2's (``key_patterns.py``).
     """
 
     pattern: str

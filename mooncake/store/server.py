@@ -3,7 +3,7 @@
 All requests are handled on one loop, in the order in which they arrive, by plain function calls;
 that is what makes the core's answers consistent without a lock, and fast. Where masters are elected,
 nothing is said before the election is asked whether this one still leads, and before every standby
-that may lead next has what it was said upon (``follow.py``).
+that may lead next has what it was said upon (``standby_replication.py``).
 """
 
 from __future__ import annotations

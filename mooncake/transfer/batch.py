@@ -29,7 +29,7 @@ Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 OK = 0
-"""The status of success. Others are opaque here but for those of ``RETRIED`` and ``TIMED_OUT``."""
+"""The status of success. Others are opaque here but for those of ``RETRIED_STATUSES`` and ``TIMED_OUT``."""
 
 RETRIED_STATUSES = frozenset({1, 6})
 """PEER_LOST and PROTOCOL_ERROR: the path failed, not the request."""

@@ -1,7 +1,7 @@
 """The transfer engine: registers memory, opens segments of peers, moves batches of slices.
 
 It owns the transports of one process, its registered memory and what it knows of its peers; how bytes are
-moved is in ``mover.py``. It knows no keys of objects and no metadata format but its own.
+moved is in ``submission.py``. It knows no keys of objects and no metadata format but its own.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class DescribeReply(msgspec.Struct, frozen=True, array_like=True, tag="described
 
 
 class ProbeRequest(HandshakeRequest, frozen=True, array_like=True, tag="probe"):
-    """Are you there? Answered by ``Alive``."""
+    """Are you there? Answered by ``ProbeReply``."""
 
 
 class ProbeReply(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
@@ -58,7 +58,7 @@ class ProbeReply(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
 
 
 class NotifyRequest(HandshakeRequest, frozen=True, array_like=True, tag="notify"):
-    """Hand this to your program. Answered by ``Done``; may arrive twice and is handed over once."""
+    """Hand this to your program. Answered by ``NotifyReply``; may arrive twice and is handed over once."""
 
     number: int
     "Random; the same when it is sent again."
@@ -68,7 +68,7 @@ class NotifyRequest(HandshakeRequest, frozen=True, array_like=True, tag="notify"
 
 
 class ExchangeRequest(HandshakeRequest, frozen=True, array_like=True, tag="exchange"):
-    """A transport's connection set-up; answered by ``Exchanged``."""
+    """A transport's connection set-up; answered by ``ExchangeReply``."""
 
     scheme: str
     payload: bytes

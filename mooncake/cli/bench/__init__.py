@@ -1,7 +1,7 @@
 """``mooncake bench transfer``: how close every available path comes to what this machine can do.
 
 Two processes on loopback. The machine's ceilings are measured first (``ceilings.py``), then every path beside
-its ceiling in turns (``paths.py``, ``measure.py``); ``report.py`` words it, ``plot.py`` draws it.
+its ceiling in turns (``paths.py``, ``measurements.py``); ``report.py`` words it, ``plot.py`` draws it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The metrics page's part with the existing master's names, so that its dashboards go on working.
 
 Written out here and not by prometheus-client, because some of these counters don't end in ``_total``.
-Everything is looked up when the page is asked for; what counts is the core (``tally.py`` and the counts of
-its parts). Names that stay 0, because what they count does not happen here, are in ``docs/metrics.md``.
+Everything is looked up when the page is asked for; what counts is the core (``request_counters.py`` and the
+counts of its parts). Names that stay 0, because what they count does not happen here, are in
+``docs/metrics.md``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every flag of the existing ``mooncake_master``: its default, what it takes, and what it means here.
 
-A flag either sets a field of ``MasterSettings`` (``field``), is used by ``master.py`` (``USED``), or has no
-effect here, for the reason given; then the program says so when the flag is given another value than its
-default, because a launcher that asks for something should know that it does not get it.
+A flag either sets a field of ``MasterSettings`` (``field``), is used by ``master.py`` (``TRANSLATED``), or
+has no effect here, for the reason given; then the program says so when the flag is given another value than
+its default, because a launcher that asks for something should know that it does not get it.
 """
 
 from __future__ import annotations

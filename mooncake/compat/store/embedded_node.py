@@ -1,7 +1,7 @@
 """A node in a program's own process: its segments are the program's memory, its loop a thread of its own.
 
 The existing package works that way; here it is the exception (``mooncaked`` keeps what a program that
-dies would lose). The thread is a daemon: a program that forgets to close still ends, and ``exits.py``
+dies would lose). The thread is a daemon: a program that forgets to close still ends, and ``exit_hooks.py``
 unmounts what it left.
 """
 

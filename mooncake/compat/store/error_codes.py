@@ -2,7 +2,7 @@
 
 Programs compare these integers. vLLM goes further: a number outside a short list makes it keep its
 buffers pinned until the process ends, because it may mean that somebody still writes to them. Nothing
-here leaves a transfer behind, so ordinary failures stay within that list (``SAFE``).
+here leaves a transfer behind, so ordinary failures stay within that list (``ORDINARY_FAILURES``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A dimension is cut as torch's ``chunk`` cuts it: equal parts, the last ones shorter or empty. Several cuts
 are made one after the other, each of what the one before left. Knows shapes and ranks; where the parts are
-stored and how they are read is ``parallel.py``'s business.
+stored and how they are read is ``tensor_parallel.py``'s business.
 """
 
 from __future__ import annotations

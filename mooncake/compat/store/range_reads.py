@@ -1,4 +1,4 @@
-"""Reads parts of objects under leases, to addresses: what ``ranges.py`` plans, done.
+"""Reads parts of objects under leases, to addresses: what ``read_plan.py`` plans, done.
 
 Shared by whatever reads less than an object, or does not know its size before: sessions, fragments,
 tensors. What can't be believed is left alone or overwritten, never announced.

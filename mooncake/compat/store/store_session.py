@@ -2,7 +2,7 @@
 
 A session is entered and left by every call, so that closing it waits for the calls under way instead of
 pulling the memory from under them. A forked child has none: its parent's sockets are not its own.
-``opening.py`` makes sessions.
+``session_setup.py`` makes sessions.
 """
 
 from __future__ import annotations

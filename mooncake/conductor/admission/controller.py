@@ -78,7 +78,9 @@ class AdmissionController:
         self._promises: dict[str, _AdmittedRequest] = {}
 
     def __repr__(self) -> str:
-        return f"<Admission {self.rule}: {len(self._promises)} admitted, rejected {self.num_rejected}>"
+        return (
+            f"<AdmissionController {self.rule} admitted={len(self._promises)} rejected={self.num_rejected}>"
+        )
 
     def knows(self, request_id: str) -> bool:
         """Whether it was let in and has not ended."""

@@ -12,9 +12,9 @@ pieces holds nobody.
 *Is it worth what it would push out?* In overload somebody must go, and other rules choose whoever comes when
 the queue is full. If a request is worth v and takes c seconds of the bottleneck, taking the largest v / c
 first brings the most: one prompt of 100,000 tokens takes the place of fifty short ones. So prefill seconds
-and decode seconds each have a price (``price.py``), 0 without overload, and a request must be worth its cost
-at both. A cached prefix makes a request cheap, so sessions that have paid for their history go on. Turns keep
-dear requests from starving.
+and decode seconds each have a price (``shadow_price.py``), 0 without overload, and a request must be worth
+its cost at both. A cached prefix makes a request cheap, so sessions that have paid for their history go on.
+Turns keep dear requests from starving.
 """
 
 from __future__ import annotations

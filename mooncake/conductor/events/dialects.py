@@ -33,7 +33,7 @@ class BlockStored(_ReceivedEvent, frozen=True):
     object_key: str | None = None
     "Of a store: the name of the object that is a block."
     seq_hashes: list[int] | None = None
-    "Of a store: the blocks by the standard of ``seqhash.py``."
+    "Of a store: the blocks by the standard of ``sequence_hash.py``."
     tenant_id: str | None = None
     model_name: str | None = None
     additional_salt: str | None = None

@@ -3,8 +3,8 @@
 Three translations. For the index that places our requests there are ``OwnKeys`` (our workers' SHA-256 hashes
 as they are, our store's objects by their names) and ``EngineKeys`` (engines with other hashes, by the tokens
 that travel beside them). ``SequenceKeys`` is for the index that other routers ask, in the standard of
-``seqhash.py``: stores send that standard, engines send tokens. What can't be translated is left out: a hint
-that is missing costs speed, one that is wrong costs more.
+``sequence_hash.py``: stores send that standard, engines send tokens. What can't be translated is left out: a
+hint that is missing costs speed, one that is wrong costs more.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class KeyScope(msgspec.Struct, frozen=True):
 
 
 class SequenceKeys:
-    """To names of ``seqhash.py``. ``scope`` is meant where an event does not say otherwise."""
+    """To names of ``sequence_hash.py``. ``scope`` is meant where an event does not say otherwise."""
 
     def __init__(self, scope: KeyScope, seed: int, *, is_store: bool = False) -> None:
         self._scope, self._seed, self._is_store = scope, seed, is_store

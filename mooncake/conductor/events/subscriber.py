@@ -2,7 +2,7 @@
 
 It owns the subscription: sequence gaps are filled by replay, a restarted publisher is noticed and its old
 blocks are cleared. It refuses to know why an instance is followed and what the facts are good for; how events
-look is ``eventwire.py``, what their block hashes mean ``translate.py``.
+look is ``dialects.py``, what their block hashes mean ``key_translation.py``.
 """
 
 from __future__ import annotations

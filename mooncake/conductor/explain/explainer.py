@@ -1,7 +1,7 @@
 """Why a request went where it went, and what became of it: a bounded memory that people may ask.
 
 It owns a record per request (what was weighed, chosen, predicted, measured), bounded by number and by bytes,
-and decides nothing. What a request missed and why is found by ``misses.py`` when somebody asks, because
+and decides nothing. What a request missed and why is found by ``miss_reasons.py`` when somebody asks, because
 nobody asks about most requests.
 """
 

@@ -4,7 +4,7 @@ It owns this one relation and refuses to know load, health or tokens. What it ho
 is never wrong because the index is, so it may keep 64 bits of a hash where correctness would need 256.
 
 Scopes (whatever makes equal keys mean different blocks: tenants, models, adapters) have a table each, from a
-block to a row of ``holders.py``. Instances have slots, small numbers that stay theirs until they are
+block to a row of ``holder_sets.py``. Instances have slots, small numbers that stay theirs until they are
 forgotten; every array "by slot" has ``num_slots`` places. An instance's blocks are also listed, so that
 forgetting it costs its own blocks and no more; the list is cleaned when half of it is stale. Who has a large
 part of all blocks (the pool has) needs no list: looking through the whole table costs no more.

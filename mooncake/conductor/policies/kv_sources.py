@@ -1,7 +1,7 @@
 """Where the blocks of a prompt may come from, and how fast.
 
 It owns the question who lends: the best of the other instances, and each candidate's own SSD. How much of
-what is lent had better be loaded is for ``fetching.py`` to say.
+what is lent had better be loaded is for ``overlap.py`` to say.
 """
 
 from __future__ import annotations

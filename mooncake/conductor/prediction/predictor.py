@@ -1,8 +1,8 @@
 """What the conductor believes of the future, and how far that was from what came.
 
 One place for every estimate: how long each instance computes a prompt and makes a step of decode
-(``fit.py``), how fast blocks travel (``links.py``), how long answers are (``lengths.py``). Estimates
-begin with the cost models that were handed in and follow what is measured. Every prediction that a
+(``regression.py``), how fast blocks travel (``bandwidth.py``), how long answers are (``output_length.py``).
+Estimates begin with the cost models that were handed in and follow what is measured. Every prediction that a
 decision rests on is compared with what came.
 """
 

@@ -1,8 +1,8 @@
 """The index that other routers ask: who registered, what they hold, how much of a prompt that is.
 
 It owns the registrations of ``POST /register`` and the answers to ``POST /query``; sockets are
-``server.py``'s and HTTP is ``query.py``'s. It is an index beside the one that places our own requests,
-because its blocks have other names (``seqhash.py``) and its instances are not ours to use.
+``server.py``'s and HTTP is ``query/server.py``'s. It is an index beside the one that places our own requests,
+because its blocks have other names (``sequence_hash.py``) and its instances are not ours to use.
 
 An instance is registered once for each data-parallel rank (and adapter, and salt); each registration is an
 instance to the index, and the answers put ranks together again.

@@ -4,11 +4,11 @@
 * Until a lease's end its bytes stay what they are, also for a reader who looks without checking.
 * No space is promised to two at once: not by one master, and not by one and its successor.
 * What was put stays until it is evicted, removed or replaced, or its node is lost; what that promises to
-  clients is in ``ledger.py``.
+  clients is in ``history_checker.py``.
 * A put that is granted leaves its tenant within its quota.
 * Every operation ends by its deadline.
 
-Each of these has a name in ``rules.py``.
+Each of these has a name in ``invariants.py``.
 """
 
 from __future__ import annotations

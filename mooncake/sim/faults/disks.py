@@ -45,7 +45,7 @@ class SimDisk:
         del self._log[self.index.num_bytes :]
         self._flushed_log_bytes = min(self._flushed_log_bytes, len(self._log))
 
-    # As ``disk.py`` and ``indexlog.py`` do it; all of these raise OutOfSpace
+    # As ``ssd.py`` and ``ssd_index_log.py`` do it; all of these raise OutOfSpace
 
     def vacate(self, offset: int, size_bytes: int) -> None:
         self.drop(self.index.overlapping(offset, size_bytes))

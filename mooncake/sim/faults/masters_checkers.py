@@ -1,4 +1,4 @@
-"""What must hold of several masters at every step, besides what ``checkers.py`` and ``ledger.py`` say of any.
+"""Invariants of several masters, besides those of ``checkers.py`` and ``history_checker.py``.
 
 * **One acts**: at no instant two masters would answer, and no answer leaves one after another began to lead.
 * **A prefix**: what a follower that is in step knows after number N is what the leader knew then, and all

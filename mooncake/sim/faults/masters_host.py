@@ -1,4 +1,4 @@
-"""One life of a master among several, as ``server.py`` and ``succession.py`` run it, on virtual time.
+"""One life of a master among several, as ``server.py`` and ``coordinator.py`` run it, on virtual time.
 
 It asks the ballot, follows who leads, keeps a log in a directory that outlives it, and sends what its role
 says. What is decided, the same cores decide: ``Election``, ``MasterRole``, ``Followers``, ``Following``.

@@ -1,6 +1,6 @@
 """A network in which a group may not hear another, in one direction or both, and of whose masters one leads.
 
-A partition holds messages, as ``links.py`` says. Nodes and clients do not name a master: they connect to
+A partition holds messages, as ``network.py`` says. Nodes and clients do not name a master: they connect to
 ``MASTERS``, and are connected to whoever says that it leads, found by the search of live processes.
 """
 
@@ -72,7 +72,7 @@ class DirectedNetwork(Network):
 
 
 class _MasterSearch:
-    """A process looks for the master that leads: one round, as ``leader.py`` does it."""
+    """A process looks for the master that leads: one round, as ``master_client.py`` does it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A master's log in a simulated directory: what ``oplog.py`` and ``keeping.py`` do with real files.
+"""A master's log in a simulated directory: what ``oplog.py`` and ``oplog_writer.py`` do with real files.
 
 Records are appended before anything is said, copied into a new file piece by piece when a leader is followed
 or when the log grew, and read again by the next life of the process. An older version writes records without

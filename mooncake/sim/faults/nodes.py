@@ -1,7 +1,7 @@
 """Nodes on the kernel: segments of memory and SSD, each with its membership and its errands.
 
-What ``lent.py`` and ``porter.py`` do with sockets and transfers, is done here on virtual time; when to mount,
-report, poll and copy, the same cores decide.
+What ``mounted_segment.py`` and ``replica_copier.py`` do with sockets and transfers, is done here on virtual
+time; when to mount, report, poll and copy, the same cores decide.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NODE_ADDRESS = 1 << 30
 """Where a segment begins in its node's address space: far from zero, so that offsets are no addresses."""
 RETIRED = "it was drained and unmounted"
 RETRY_S = 1.0
-"""As in ``lent.py``."""
+"""As in ``mounted_segment.py``."""
 CHANGES = 0
 """The number of the frames of a segment's membership; polls and reports count on from it."""
 
@@ -329,7 +329,7 @@ class SimSegment:
             self._is_telling = False
             self._errand_driver.post(e.ReportEnded(is_complete))
 
-    # The journal, as ``lent.py`` keeps it
+    # The journal, as ``mounted_segment.py`` keeps it
 
     def _enter(self, changes: list[m.SegmentEntry | int]) -> None:
         if self.disk is None:
@@ -375,7 +375,7 @@ class SimSegment:
 
 
 class SimReplicaCopy:
-    """One task under way, as ``porter.py`` does it: chunk by chunk, each at an instant of its own."""
+    """One task under way, as ``replica_copier.py`` does it: chunk by chunk, each at an instant of its own."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """What simulated clients do all day: put, get, look, remove, in whole objects and in parts.
 
-What a ``Load`` adds, such as drains, copies and views that stay open, is in ``further_work.py``.
+What a ``Load`` adds, such as drains, copies and views that stay open, is in ``mixed_workload.py``.
 
 Every value is unique, so that a reader who gets another object's bytes, or an older version's,
 can't be right by accident.

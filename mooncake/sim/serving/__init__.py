@@ -1,8 +1,8 @@
 """Simulate a serving cluster: a trace's requests through the real conductor and simulated nodes.
 
-It owns the one call that runs a cluster; what happens on the way is in ``apart.py`` (prefill and decode on
-instances of their own) and ``onepool.py`` (every node does both). Runs are deterministic by seed and hold no
-request that has ended, only its row of the outcome.
+It owns the one call that runs a cluster; what happens on the way is in ``disaggregated_cluster.py`` (prefill
+and decode on instances of their own) and ``colocated_cluster.py`` (every node does both). Runs are
+deterministic by seed and hold no request that has ended, only its row of the outcome.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
   ids of its own and one id per *full* block of 64 tokens.
 * ``azure``: CSV ``TIMESTAMP,ContextTokens,GeneratedTokens``: arrivals and lengths, nothing about prefixes.
 
-An id names a whole prefix, so behind each id there is one parent, and ``Chain`` holds every row to that in
-bounded memory.
+An id names a whole prefix, so behind each id there is one parent, and ``BlockParents`` holds every row to
+that in bounded memory.
 """
 
 from __future__ import annotations

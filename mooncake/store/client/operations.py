@@ -1,7 +1,7 @@
 """Put, get and the rest, written once: generators that yield what they need and get what came of it.
 
 An operation decides (what to ask, where to move bytes, whether to believe them, when to give up) and
-does nothing: it yields ``Ask``, ``Open``, ``Move`` or ``Pause`` and is resumed with the outcome.
+does nothing: it yields ``Ask``, ``OpenSegment``, ``Move`` or ``Pause`` and is resumed with the outcome.
 ``client.py`` runs these generators blocking and on asyncio, the simulator on virtual time with
 faults. Memory is addresses and lengths here; whose it is and that it is registered with transfer,
 the caller sees to.

@@ -1,7 +1,7 @@
 """A master's part in who leads, as a shell: it asks the ballot, follows the leader, tells its server.
 
-``election.py`` decides when to lead and when to stop; ``follow.py`` is the leader's side of following. The
-ballot is asked in a thread, one question at a time, because its clients block.
+``election.py`` decides when to lead and when to stop; ``standby_replication.py`` is the leader's side of
+following. The ballot is asked in a thread, one question at a time, because its clients block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One search for the master that leads: whom to ask next, and what was heard. It asks nobody itself.
 
 Several masters are tried one after the other; one that does not lead says who does. Where the addresses come
-from, and how one is asked, ``leader.py`` knows for live processes and the simulator for its own.
+from, and how one is asked, ``master_client.py`` knows for live processes and the simulator for its own.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class ServiceLeaseStore:
         self._service.close()
 
     def __repr__(self) -> str:
-        return f"<ServedBallot {self._key} of {self._service!r}>"
+        return f"<ServiceLeaseStore {self._key} of {self._service!r}>"
 
 
 class FileLeaseStore:
@@ -142,7 +142,7 @@ class FileLeaseStore:
         return file
 
     def __repr__(self) -> str:
-        return f"<FileBallot {self._path}>"
+        return f"<FileLeaseStore {self._path}>"
 
 
 def _content(file: int) -> bytes | None:

@@ -1,8 +1,9 @@
 """Finds the master that leads, and finds it again: for clients and nodes, blocking and on asyncio.
 
-A master is named by its address, by those of all that may lead, or by where they elect one (``Guide``). One
-that does not lead says who does. A request that was answered so was not carried out, and is put to the
-leader; one that was lost with its connection is not repeated here: only its owner knows whether it may be.
+A master is named by its address, by those of all that may lead, or by where they elect one
+(``MasterResolver``). One that does not lead says who does. A request that was answered so was not carried
+out, and is put to the leader; one that was lost with its connection is not repeated here: only its owner
+knows whether it may be.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class MasterResolver:
     """Where a cluster's masters are looked for. Thread-safe.
 
     Raises:
-        InvalidArgument: none of ``FORMS``.
+        InvalidArgument: none of ``ADDRESS_FORMS``.
     """
 
     def __init__(self, master: str) -> None:
@@ -80,11 +81,11 @@ class MasterResolver:
             self._lease_store.close()
 
     def __repr__(self) -> str:
-        return f"<Guide to {self.master} [{self.hint or 'no hint'}]>"
+        return f"<MasterResolver to {self.master} [{self.hint or 'no hint'}]>"
 
 
 class BlockingMasterClient:
-    """Calls whoever leads, from any thread; as ``BlockingClient``, with a ``Guide`` for its address."""
+    """Calls the leading master, from any thread: a ``BlockingClient`` that finds it by a ``MasterResolver``."""
 
     def __init__(
         self,
@@ -208,11 +209,11 @@ class BlockingMasterClient:
             probe.close()
 
     def __repr__(self) -> str:
-        return f"<BlockingLeader {self.resolver!r}>"
+        return f"<BlockingMasterClient {self.resolver!r}>"
 
 
 class AsyncMasterClient:
-    """Calls whoever leads, from a loop; as ``AsyncClient``, with a ``Guide`` for its address.
+    """Calls whoever leads, from a loop; as ``AsyncClient``, with a ``MasterResolver`` for its address.
 
     ``doubt_s``: after so long without an answer it asks whether the leader is another by now; infinite where
     answers may take long, and the caller finds out in another way.
@@ -339,4 +340,4 @@ class AsyncMasterClient:
             await probe.close()
 
     def __repr__(self) -> str:
-        return f"<AsyncLeader {self.resolver!r}>"
+        return f"<AsyncMasterClient {self.resolver!r}>"

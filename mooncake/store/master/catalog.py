@@ -127,7 +127,7 @@ class Catalog:
         self.removal_reason = ""
         """To those who are called then: the reason."""
         self.recent: deque[list[ObjectKey]] = deque(maxlen=256)
-        """The keys of the last lookups, a list each; ``hot.py`` looks at them now and then."""
+        """The keys of the last lookups, a list each; ``hot_replicas.py`` looks at them now and then."""
         self.is_evicting = False
         """Watchers may ask whether what goes is evicted."""
         self.tombstones: dict[ObjectKey, tuple[int, int]] = {}

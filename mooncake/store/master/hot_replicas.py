@@ -131,4 +131,4 @@ class HotReplicas:
             assert hot.stored.object_id == object_id
 
     def __repr__(self) -> str:
-        return f"<Hot {len(self._hot)} objects>"
+        return f"<HotReplicas {len(self._hot)} objects>"

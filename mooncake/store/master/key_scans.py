@@ -110,4 +110,4 @@ class KeyScans:
         assert all(walk.keys for walk in self._walks)
 
     def __repr__(self) -> str:
-        return f"<Walks {len(self._walks)} under way>"
+        return f"<KeyScans {len(self._walks)} under way>"

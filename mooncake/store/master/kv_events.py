@@ -1,7 +1,7 @@
 """What the store holds, told as events in the existing master's shape, which is vLLM's and more.
 
 One event for each medium (``cpu``, ``disk``, ``gpu``) on which an object becomes readable, and one when its
-last replica there goes. Follows the catalog as a watcher; ``kvpublisher.py`` sends what ``take`` gives. A
+last replica there goes. Follows the catalog as a watcher; ``kv_publisher.py`` sends what ``take`` gives. A
 queue that grows beyond its bound loses its oldest events, and the sequence a number, so that subscribers
 notice and ask again. A subscriber that comes late is told what there is now (``summary``).
 """
@@ -73,7 +73,7 @@ class KvEvents:
     gone = cold_hit
 
     def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """``_left`` hears of it, too."""
+        """``_until_disconnect`` hears of it, too."""
 
     def _completed(self, stored: StoredObject, extent: Extent, now: float) -> None:
         medium = MEDIA[extent.segment.tier]

@@ -3,7 +3,7 @@
 Few facts suffice: a segment was mounted or went, an object became readable or went, a replica was
 added to it or dropped, it was pinned, a tenant got a quota.
 Promises are not written down (that would cost a record per lookup): a successor assumes the longest
-ones that could exist. How records lie in a file is ``framing.py``'s; the file is ``oplog.py``'s.
+ones that could exist. How records lie in a file is ``frames.py``'s; the file is ``oplog.py``'s.
 """
 
 from __future__ import annotations

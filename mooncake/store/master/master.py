@@ -9,9 +9,9 @@ anyone; nodes and clients come to it. What it must never get wrong, whatever is 
 * Space is given out again only when nobody may touch it under an old promise: not before a reader's
   lease ends, not before a writer's deadline plus ``grace_s`` (a write posted in time may land late).
   So an object that goes while promised is *unlinked* at once and its space *released* later.
-* What it acknowledged it can write down first (``Keep``), and a successor that reads it (``restore``)
-  has every object again, and knows which space was promised. Leases are not written down: it takes
-  every object to be leased (``applying.py``).
+* What it acknowledged it can write down first (``AppendRecords``), and a successor that reads it
+  (``restore``) has every object again, and knows which space was promised. Leases are not written down: it
+  takes every object to be leased (``master/replay.py``).
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class Master:
 
         Objects are hidden until their nodes mount here, then all there. Every object is taken to be
         leased; space that was promised rests. ``doubt``: what may be missing, so that nodes are asked and
-        believed (``mounting.py``); Heard follows when they have all been heard, unless it is so at once.
+        believed (``master/nodes.py``); Heard follows when they have all been heard, unless it is so at once.
         """
         self._soonest = -math.inf
         self._replay.settle(now, doubt)
@@ -261,7 +261,7 @@ class Master:
         self.settle(now, doubt)
 
     def snapshot(self) -> list[Record]:
-        """The shortest records from which ``restore`` makes this state: a whole ``Copy`` at once."""
+        """The shortest records from which ``restore`` makes this state: a whole ``Snapshot`` at once."""
         copy, records = Snapshot(self.catalog), list[Record]()
         while not copy.is_over:
             records += copy.piece()

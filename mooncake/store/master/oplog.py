@@ -1,11 +1,11 @@
 """The file of the master's records: appended before anything is acknowledged, written anew when it grew.
 
 What was appended survives the death of the process. It survives a loss of power when it was flushed, which
-``keeping.py`` sees to before it is said of an object that it is durable. The file begins with an id that
+``oplog_writer.py`` sees to before it is said of an object that it is durable. The file begins with an id that
 stays its own when it is written anew: a master that comes with the log of a leader is that leader
 (``election.py``).
 
-What a crash leaves at the end (``framing.py``: a torn tail) is kept beside the file and cut off. Other damage
+What a crash leaves at the end (``frames.py``: a torn tail) is kept beside the file and cut off. Other damage
 ends the start, with the offset, unless a repair was asked for: then the whole file is kept beside it, every
 record that is whole comes into a new one, and a mark there says that nodes are to be believed until they
 have all been heard. ``doubt`` says how much the records are worth::
@@ -421,7 +421,7 @@ class OplogRewrite:
 
 
 def _has_all_of_copy(records: list[Record]) -> bool:
-    """A log begins with what its master knew at once (``copying.py``); without the last record of that, it
+    """A log begins with what its master knew at once (``snapshot.py``); without the last record of that, it
     is cut off there."""
     is_copy = bool(records) and type(records[0]) is LineBegan
     return not is_copy or any(type(record) is IdsGiven for record in records)

@@ -1,7 +1,7 @@
 """The master's part for small puts that ask once: the bytes are there, and become an object or do not.
 
 What PutStart and PutEnd would say of such a put, one after the other, is decided here in one step, by the
-same rules. Where its space was given in advance, ``advances.py`` says.
+same rules. Where its space was given in advance, ``preallocation.py`` says.
 """
 
 from __future__ import annotations

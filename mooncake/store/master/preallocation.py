@@ -2,7 +2,7 @@
 
 A put of a few KiB is over before the master could be asked twice. So a writer that puts many may get an
 *advance*: pieces of space of one size, promised like that of a put that was started, but for no object yet.
-It writes into a piece and then says once what it wrote, and where (``written.py``).
+It writes into a piece and then says once what it wrote, and where (``preallocated_put.py``).
 
 An advance is a promise like every other. Its pieces may be written for ``put_s``, and rest for ``grace_s``
 when nobody has said by then what is in them; a successor is told that they are held, but not for whom, so to

@@ -17,7 +17,7 @@ from mooncake.store.master.tenants import check_tenant
 from mooncake.types import ObjectKey, Tier
 
 REMOVAL_COST = 30
-"""Microseconds, about (``walks.py``)."""
+"""Microseconds, about (``key_scans.py``)."""
 
 
 class RemoveRequests:

@@ -124,7 +124,7 @@ class Segment:
         self.is_draining = False
         """Nothing new may come here."""
         self.advanced_bytes = 0
-        """Given to writers in advance and not used yet (``advances.py``)."""
+        """Given to writers in advance and not used yet (``preallocation.py``)."""
         self.polls = False
         """Its node has asked for tasks once, so it can do some."""
         self.num_tasks = 0

@@ -5,7 +5,7 @@ that begins to follow, the snapshot of a restart, the simulator and the tests al
 of them can know less than another. It is: the line of masters, segments, quotas, tenants that were emptied,
 for each key the version that was acknowledged, which old versions of a key are out of date, and space that
 is promised without being a replica. Not part of it, because a successor assumes the longest ones that could
-exist, are leases and soft pins; and jobs end with the master that has them (``replication.py``).
+exist, are leases and soft pins; and jobs end with the master that has them (``jobs.py``).
 
 A copy is made in pieces, because neither a standby nor a log may keep the master from answering for as long
 as it takes to write down a million objects. What happens in the meantime goes between the pieces, except
@@ -107,7 +107,7 @@ class Snapshot:
         return [record for record in records if getattr(record, "key", None) not in self._to_come]
 
     def __repr__(self) -> str:
-        return f"<Copy [{len(self._keys)} objects to come]>"
+        return f"<Snapshot [{len(self._keys)} objects to come]>"
 
 
 def _taken(items: list[ItemT], count: int) -> list[ItemT]:

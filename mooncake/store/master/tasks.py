@@ -6,7 +6,7 @@
                 ▲                                     │
                 └── the source was at fault, or late ─┘ ... or given up, and whoever planned it is told
 
-Who plans them, and why, are ``tiers.py`` and ``replication.py``; here is when they run. Space is
+Who plans them, and why, are ``tiering.py`` and ``jobs.py``; here is when they run. Space is
 reserved when a task is handed out, not when it is planned, so that a long queue holds none. A task
 has a deadline like a put has: the node writes nothing later, and the space of one that was given up
 rests for the grace beyond it.

@@ -2,7 +2,7 @@
 
 An account counts what its tenant's objects take in memory, written or being written, once for each
 replica. SSD is not counted: what is demoted has left the quota. Whose an object is, its scoped key
-says (``objects.py``). What follows from a full account, ``space.py`` decides.
+says (``objects.py``). What follows from a full account, ``free_space.py`` decides.
 """
 
 from __future__ import annotations

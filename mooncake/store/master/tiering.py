@@ -360,7 +360,7 @@ class Tiering:
             assert task in self._tasks.of(task.stored), task
 
     def __repr__(self) -> str:
-        return f"<Tiers {len(self._dirty)} objects without a copy on SSD, {len(self._planned)} being copied>"
+        return f"<Tiering not_on_ssd={len(self._dirty)} being_copied={len(self._planned)}>"
 
 
 def _is_open(ssd: Segment) -> bool:

@@ -14,8 +14,8 @@ A node that does not answer (an older release, or an overloaded one) confirms no
 dropped only if reports came from two machines at least, it lies in memory, and another replica can be read.
 
 A reporter must not be able to keep a node's disk busy. Each report that starts a check costs its reporter
-one of ``CREDIT``, which comes back when the report was right, else slowly; the same replica is not read
-again for a while once its node has found it right; and checks are handed out at a limited rate for each
+one of ``REPORT_CREDIT``, which comes back when the report was right, else slowly; the same replica is not
+read again for a while once its node has found it right; and checks are handed out at a limited rate for each
 segment, a few at a time.
 """
 

@@ -1,7 +1,7 @@
 """One segment that a node lends: kept mounted with the master, its tasks done, its journal kept.
 
-``membership.py`` and ``errands.py`` decide; here are the connection to the master that both share, the
-journal (in memory for memory, ``disk.py`` for an SSD), and the log of what came and went.
+``membership.py`` and ``task_agent.py`` decide; here are the connection to the master that both share, the
+journal (in memory for memory, ``ssd.py`` for an SSD), and the log of what came and went.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Memory is shared memory that transfer serves from native threads, so this process does next to nothing
 per object: clients read and write it without it, those on this host by mapping it, and they open the file
-of the SSD themselves. Each pool is a segment with a life of its own (``lent.py``); here is what they share:
-the transfer engine and the directory.
+of the SSD themselves. Each pool is a segment with a life of its own (``mounted_segment.py``); here is what
+they share: the transfer engine and the directory.
 """
 
 from __future__ import annotations

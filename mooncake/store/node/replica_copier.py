@@ -3,7 +3,7 @@
 Bytes go straight between the source (another node, or another tier of this one) and the target's memory or
 file, those of many tasks in one transfer. It computes the checksum of every chunk on the way, and only an
 object whose checksums are those its writer announced is reported as done. Knows segments by what transfer
-needs of them; when tasks come and what is told of them is ``errands.py``'s business.
+needs of them; when tasks come and what is told of them is ``task_agent.py``'s business.
 """
 
 from __future__ import annotations

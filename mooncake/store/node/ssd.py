@@ -125,7 +125,7 @@ class Disk:
 
     def flush(self) -> None:
         """The bytes that were written before survive a loss of power; it blocks. Of what was entered, see
-        ``IndexLog.flush``.
+        ``SsdIndexLog.flush``.
 
         Raises:
             StorageError: the disk refuses.

@@ -2,9 +2,9 @@
 
 The log is the truth that outlives the process: an entry is appended after its bytes are in place (where
 copies are flushed: after they would survive a loss of power), a
-tombstone (``Gone``) before its space is written again. Folding it drops a torn tail; of entries that
+tombstone (``EntryGone``) before its space is written again. Folding it drops a torn tail; of entries that
 overlap, the later one stands, because its bytes were written over the earlier one's. Which file the
-records go to, and what is done about damage there, is ``indexlog.py``'s business; here are only their
+records go to, and what is done about damage there, is ``ssd_index_log.py``'s business; here are only their
 meaning and the moment when most of the log is about what is gone (``wants_compaction``).
 """
 
@@ -141,7 +141,7 @@ class SsdIndex:
         self._offsets = sorted(self._at)
 
     def __repr__(self) -> str:
-        return f"<Index of {len(self.entries)} objects, {self.num_bytes} bytes>"
+        return f"<SsdIndex of {len(self.entries)} objects, {self.num_bytes} bytes>"
 
 
 def compacted(entries: Iterable[SegmentEntry], framing: Framing = PLAIN, begin: int = 0) -> bytes:

@@ -1,10 +1,10 @@
-"""The file of an SSD's index: what ``index.py`` says goes here, and comes back after a restart.
+"""The file of an SSD's index: what ``ssd_index.py`` says goes here, and comes back after a restart.
 
 An append is one ``write``: what the kernel has taken survives the death of the process; ``flush`` makes it
 survive a loss of power. A record that could not be written whole is cut off again, because what follows a
 torn record would be lost with it.
 
-What a crash leaves at the end (``framing.py``: a torn tail) is kept beside the file and cut off. Other damage
+What a crash leaves at the end (``frames.py``: a torn tail) is kept beside the file and cut off. Other damage
 ends the start, with the offset, unless a repair was asked for: then the file is kept beside it, and a new
 one holds what the whole records say. The file begins with a line that has a number of its own, to which its
 records are bound; one without that line is of an earlier release, and is written anew.
@@ -210,7 +210,7 @@ class SsdIndexLog:
 
 
 def parsed(folder: LockedDirectory, content: bytes) -> tuple[SsdIndex, Framing]:
-    """An index from its file, and how that is framed; damage of its header is among ``Index.found``.
+    """An index from its file, and how that is framed; damage of its header is among ``SsdIndex.found``.
 
     Raises:
         InvalidArgument: it is of another version, or something else.

@@ -82,7 +82,7 @@ class CheckEnded:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportEnded:
-    """What ``Tell`` asked for is over; ``is_complete``: the master has heard everything."""
+    """What ``SendReport`` asked for is over; ``is_complete``: the master has heard everything."""
 
     is_complete: bool
 
@@ -144,7 +144,7 @@ Effect = SendPoll | UpdateJournal | RunTask | RunCheck | SendReport | Remount
 
 
 class TaskAgent:
-    """A machine for one segment; begins with ``Began``."""
+    """A machine for one segment; begins with ``SegmentRegistered``."""
 
     def __init__(self, segment: str, epoch: int, max_tasks: int = MAX_TASKS) -> None:
         self._segment = segment
@@ -283,7 +283,7 @@ class TaskAgent:
         del self._lines[:-100]
 
     def __repr__(self) -> str:
-        return f"<Errands of {self._segment!r}: {len(self._running)} running, {len(self._done)} to tell>"
+        return f"<TaskAgent of {self._segment!r}: {len(self._running)} running, {len(self._done)} to tell>"
 
 
 def reports(segment: str, epoch: int, entries: Iterable[m.SegmentEntry]) -> list[m.ReportContents]:

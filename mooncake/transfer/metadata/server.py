@@ -98,7 +98,7 @@ class MetadataEntries:
         self._number = 0
 
     def __repr__(self) -> str:
-        return f"<Entries {len(self._entries)}>"
+        return f"<MetadataEntries {len(self._entries)}>"
 
     @property
     def num_bytes(self) -> int:

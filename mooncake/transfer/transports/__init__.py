@@ -177,11 +177,11 @@ class NegotiatedTransport(Transport, Protocol):
         *,
         handshake: str = "",
     ) -> PeerConnection:
-        """As for every transport; calls ``Site.exchange``."""
+        """As for every transport; calls ``TransportContext.exchange``."""
         ...
 
     def accept(self, payload: bytes) -> bytes:
-        """The peer's side of ``Site.exchange``: take what it sent, return what it needs.
+        """The peer's side of ``TransportContext.exchange``: take what it sent, return what it needs.
 
         Called in a thread of the engine, never twice for one call of ``exchange``. What it raises from
         ``errors.py`` is raised in the peer.

@@ -78,7 +78,7 @@ def test_it_can_be_turned_off_and_ends_with_the_object() -> None:
     assert len(where(nodes, "k")) == 2
     nodes.remove("k", force=True)
     use(nodes, 1, 3, *places)
-    assert repr(nodes.master.hot) == "<Hot 0 objects>"
+    assert repr(nodes.master.hot) == "<HotReplicas 0 objects>"
 
 
 def test_lookups_of_nothing_cost_nothing_later() -> None:
