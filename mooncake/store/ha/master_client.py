@@ -85,7 +85,7 @@ class MasterResolver:
 
 
 class BlockingMasterClient:
-    """Calls the leading master, from any thread: a ``BlockingClient`` that finds it by a ``MasterResolver``."""
+    """Calls the leading master, from any thread: a ``BlockingClient`` with a ``MasterResolver``."""
 
     def __init__(
         self,
