@@ -20,10 +20,10 @@ import numpy as np
 from bench.report import Table, measured, options
 from mooncake.conductor.conductor import Conductor
 from mooncake.conductor.health import ProbeOutcome
-from mooncake.conductor.index import PrefixIndex
+from mooncake.conductor.index.prefix_index import PrefixIndex
 from mooncake.conductor.messages import AddInstance, BlocksRemoved, BlocksStored, Finished, Place, Probed
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.types import Role, Tier
+from mooncake.types import Tier, WorkerRole
 
 PROMPT_BLOCKS = 256  # 8,192 tokens of 32
 SYSTEM_BLOCKS = 64
@@ -64,7 +64,7 @@ def measure(table: Table, num_instances: int, num_blocks: int, policy: str) -> C
     conductor = Conductor(SchedulingSettings(scheduling=policy), random)  # type: ignore[arg-type]
     names = [f"10.0.{number // 256}.{number % 256}:8000" for number in range(num_instances)]
     for number, name in enumerate(names):
-        conductor.handle(AddInstance(name, Role.PREFILL if number % 2 else Role.DECODE), 0.0)
+        conductor.handle(AddInstance(name, WorkerRole.PREFILL if number % 2 else WorkerRole.DECODE), 0.0)
         conductor.handle(Probed(name, ProbeOutcome.READY), 0.0)
     gc.collect()
     before_bytes = _resident_bytes()

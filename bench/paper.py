@@ -18,16 +18,13 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from bench.paper_table import Check, Table, exactly, near, traces_folder
-from bench.report import measured, not_run, options
-from mooncake.conductor.predict import PrefillModel
-from mooncake.sim.hitrate import (
+from bench.hit_rate import (
     Cache,
     EndlessCache,
+    HitCounts,
     Placement,
     Policy,
     PoolCache,
-    Tally,
     best_of_two,
     longest_match,
     make_cache,
@@ -35,7 +32,10 @@ from mooncake.sim.hitrate import (
     measure_placed,
     random_placement,
 )
-from mooncake.sim.traces import TraceOptions, TraceRow, read_trace
+from bench.paper_table import Check, Table, exactly, near, traces_folder
+from bench.report import measured, not_run, options
+from mooncake.conductor.prediction.predictor import PrefillModel
+from mooncake.sim.traces.trace import TraceOptions, TraceRow, read_trace
 
 CONVERSATION, SURROGATE = "conversation_trace.jsonl", "arxiv_surrogate.jsonl"
 PREFILL = PrefillModel(0.0, 1.129e-4, 7.404e-10)
@@ -49,7 +49,7 @@ def rows_of(path: Path, options: TraceOptions) -> list[TraceRow]:
     return list(read_trace(str(path), options))
 
 
-def ideal(path: Path, options: TraceOptions | None = None, prefill: PrefillModel | None = None) -> Tally:
+def ideal(path: Path, options: TraceOptions | None = None, prefill: PrefillModel | None = None) -> HitCounts:
     trace = read_trace(str(path), options)
     return measure(trace, EndlessCache(), trace.block_tokens, prefill)
 
@@ -184,7 +184,7 @@ def figure_ten(folder: Path) -> Table:
     )
 
 
-def _local(rows: list[TraceRow], place: Placement) -> Tally:
+def _local(rows: list[TraceRow], place: Placement) -> HitCounts:
     caches = [PoolCache(NODE_TOKENS // 256) for _ in range(NUM_NODES)]
     return measure_placed(rows, caches, place, 256, PREFILL)
 

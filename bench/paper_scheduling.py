@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 
 from bench.paper_table import Check, Table
-from mooncake.sim.costs import load_costs
-from mooncake.sim.outcome import Outcome
 from mooncake.sim.serving import ClusterSpec, simulate
-from mooncake.sim.spec import Mode
-from mooncake.sim.traces import TraceOptions, read_trace
+from mooncake.sim.serving.cluster_spec import Mode
+from mooncake.sim.serving.node_costs import load_costs
+from mooncake.sim.serving.results import RunResults
+from mooncake.sim.traces.trace import TraceOptions, read_trace
 
 CONVERSATION, SURROGATE = "conversation_trace.jsonl", "arxiv_surrogate.jsonl"
 AGENTIC = "agentic_kvct_sample.jsonl.gz"
@@ -30,7 +30,9 @@ APART = ClusterSpec(costs=COSTS, num_prefill=8, num_decode=8)
 SLO_TTFT_S = 30.0
 
 
-def run(path: Path, cluster: ClusterSpec, scheduling: str, admission: str = "none", **more: Any) -> Outcome:
+def run(
+    path: Path, cluster: ClusterSpec, scheduling: str, admission: str = "none", **more: Any
+) -> RunResults:
     trace = read_trace(str(path), TraceOptions())
     cluster = dataclasses.replace(cluster, block_tokens=trace.block_tokens)
     was_collecting = gc.isenabled()

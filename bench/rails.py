@@ -28,8 +28,16 @@ from types import FrameType
 import numpy as np
 
 from bench.report import Result, Table, decoded, encoded, measured, not_run, options
-from mooncake.transfer import Op, Region, Segment, SegmentDescriptor, Status, TransferEngine, TransferSettings
-from mooncake.transfer.segment import decode_descriptor
+from mooncake.transfer import (
+    Op,
+    Region,
+    RemoteSegment,
+    SegmentDescriptor,
+    Status,
+    TransferEngine,
+    TransferSettings,
+)
+from mooncake.transfer.descriptor import decode_descriptor
 
 SIZE = 64 << 20
 ROUNDS = 5
@@ -92,7 +100,7 @@ class Bench:
         self.engine = engine
         self.here: Region = engine.allocate(SIZE)
         self.there = descriptor.regions[0].address
-        self.segment: Segment = engine.open(descriptor)
+        self.segment: RemoteSegment = engine.open(descriptor)
 
     def seconds(self, op: Op) -> float:
         begin = time.perf_counter()

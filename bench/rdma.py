@@ -19,7 +19,7 @@ import numpy as np
 from bench.report import measured, not_run, options
 from mooncake.errors import Unavailable
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
-from mooncake.transfer.segment import decode_descriptor
+from mooncake.transfer.descriptor import decode_descriptor
 from mooncake.transfer.transports.rdma import usable_devices
 
 SIZES = {4 << 10: 1024, 64 << 10: 256, 1 << 20: 32, 16 << 20: 4}

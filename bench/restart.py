@@ -26,11 +26,11 @@ from bench.report import Table, measured, options
 from mooncake.cli.ports import free_ports
 from mooncake.rpc import BlockingClient
 from mooncake.store import messages as m
-from mooncake.store.effects import Effect, Keep, Received, Reply
-from mooncake.store.keeping import Keeping
-from mooncake.store.master import Master
-from mooncake.store.oplog import Oplog
-from mooncake.store.records import Record
+from mooncake.store.master.effects import AppendRecords, Effect, Received, Reply
+from mooncake.store.master.log_records import Record
+from mooncake.store.master.master import Master
+from mooncake.store.master.oplog import Oplog
+from mooncake.store.master.oplog_writer import OplogWriter
 from mooncake.store.settings import MasterSettings
 
 OBJECT_BYTES = 64 << 10
@@ -65,7 +65,7 @@ class Life:
     def ask(self, message: msgspec.Struct) -> msgspec.Struct:
         effects: list[Effect] = self.master.handle(Received("origin", "connection", message), 100.0)
         for effect in effects:
-            if isinstance(effect, Keep):
+            if isinstance(effect, AppendRecords):
                 self.records += effect.records
         return next(effect.message for effect in effects if isinstance(effect, Reply))
 
@@ -75,7 +75,7 @@ def enter(path: Path) -> tuple[float, float, float]:
     gc.collect()
     gc.disable()  # as a master that starts does
     began = time.process_time()
-    keeping = Keeping(str(path))
+    keeping = OplogWriter(str(path))
     records = keeping.read()
     read = time.process_time()
     master = Master(MasterSettings())

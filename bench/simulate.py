@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterable, Iterator
 
 from bench.report import Table, measured, options
-from mooncake.sim.costs import load_costs
-from mooncake.sim.generators import Agentic
-from mooncake.sim.rows import TraceRow
 from mooncake.sim.serving import ClusterSpec, simulate
-from mooncake.sim.traces import TraceOptions, read_trace
+from mooncake.sim.serving.node_costs import load_costs
+from mooncake.sim.traces.generators import Agentic
+from mooncake.sim.traces.trace import TraceOptions, read_trace
+from mooncake.sim.traces.trace_row import TraceRow
 
 DAY_REQUESTS = 10_000_000
 DAY_S = 86_400.0

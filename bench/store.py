@@ -177,7 +177,7 @@ class Bench:
 
     def wait_until_mounted(self, num_segments: int = 1) -> None:
         deadline = time.monotonic() + 60
-        while sum(s.state == "alive" for s in self.store.ask(m.Status()).segments) < num_segments:
+        while sum(s.state == "alive" for s in self.store.ask(m.GetMasterStatus()).segments) < num_segments:
             assert time.monotonic() < deadline, "no node was mounted"
             time.sleep(0.05)
 

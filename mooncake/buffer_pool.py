@@ -1,6 +1,6 @@
-"""The existing package's module of this name: pools of registered buffers. See ``store/compat/pool.py``."""
+"""Upstream's ``mooncake.buffer_pool``, by its name; see ``compat/store/buffer_pool.py``."""
 
-from mooncake.store.compat.pool import (
+from mooncake.compat.store.buffer_pool import (
     BufferLease,
     BufferLeaseView,
     BufferPool,

@@ -49,10 +49,10 @@ from msgspec import Meta
 
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
-from mooncake.marks import AlsoFrom as AlsoFrom
-from mooncake.marks import Port as Port
-from mooncake.marks import Secret as Secret
-from mooncake.marks import Size as Size
+from mooncake.setting_types import AlsoFrom as AlsoFrom
+from mooncake.setting_types import Port as Port
+from mooncake.setting_types import Secret as Secret
+from mooncake.setting_types import Size as Size
 
 log = get_logger(__name__)
 
@@ -218,7 +218,7 @@ def _warn_of_misspelt(settings_class: type, environment: Mapping[str, str]) -> N
                 log.warning("unknown_environment_variable", name=variable, did_you_mean=close[0])
 
 
-EXISTING_NAMES = {"master_server_address": "master", "global_segment_size": "pool_size"}
+UPSTREAM_NAMES = {"master_server_address": "master", "global_segment_size": "pool_size"}
 """What the flat ``mooncake.json`` of the existing package calls settings of ours. Its other keys describe
 the client process that reads it, and mean nothing to a role."""
 
@@ -232,7 +232,7 @@ def _read_table(settings_class: type, file: Path, known_roles: Iterable[str]) ->
     role = role_of(settings_class)
     names = [option.name for option in options(settings_class)]
     if "master_server_address" in content:
-        theirs = {ours: content[name] for name, ours in EXISTING_NAMES.items() if name in content}
+        theirs = {ours: content[name] for name, ours in UPSTREAM_NAMES.items() if name in content}
         return {name: value for name, value in theirs.items() if name in names}
     roles = [*known_roles]
     for name in content:

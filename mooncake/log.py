@@ -56,7 +56,7 @@ def setup_logging(level: str = "info", log_format: str = "text", role: str = "")
     root.setLevel(level.upper())
 
 
-def setup_guest_logging(role: str) -> None:
+def setup_library_logging(role: str) -> None:
     """In somebody else's process: our events, and only ours, go to standard error with their fields."""
     ours = logging.getLogger("mooncake")
     if not ours.handlers:

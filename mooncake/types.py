@@ -11,7 +11,7 @@ InstanceId = str
 """Name of a serving instance (a worker): its ``host:port``."""
 
 
-class Role(enum.StrEnum):
+class WorkerRole(enum.StrEnum):
     """What a worker is for."""
 
     PREFILL = "prefill"

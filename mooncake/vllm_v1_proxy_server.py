@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mooncake.cli.compat.proxy import main
+from mooncake.compat.programs.proxy import main
 
 if __name__ == "__main__":
     main()

@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mooncake.cli.plan import security_flags
+from mooncake.cli.local_cluster import security_flags
 from mooncake.security import Identity
-from mooncake.security.caller import Caller
+from mooncake.security.caller import HttpClientAuth
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ class Cluster(OpenAiServer):
     ) -> None:
         self.process = process
         self.folder = folder
-        self.caller = Caller(identity or Identity())
+        self.caller = HttpClientAuth(identity or Identity())
         self.tls = self.caller.tls
 
     @property

@@ -97,7 +97,7 @@ class Tree:
                 shutil.copy2(path, folder / "mooncake" / path.name)
 
     def files(self, mutant: Mutant) -> list[str]:
-        """The files of its tests. Raises ValueError for a pattern that matches none: fewer tests would kill it."""
+        """The files of its tests. Raises ValueError for a pattern that matches no file."""
         found: dict[str, None] = {}
         for pattern in mutant.tests:
             matches = sorted(self.folder.glob(pattern))

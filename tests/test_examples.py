@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.store.node import Node, NodeSettings
+from mooncake.store.node.node import Node, NodeSettings
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.files import NotOurs, OsDirectory, check_file
+from mooncake.files import OsDirectory, UntrustedFile, check_file
 
 
 def mode(path: Path) -> int:
@@ -31,7 +31,7 @@ def test_a_directory_that_others_may_write_to_is_not_private(tmp_path: Path, bit
     path = tmp_path / "folder"
     path.mkdir()
     path.chmod(bits)
-    with pytest.raises(NotOurs, match="only its owner may write to"):
+    with pytest.raises(UntrustedFile, match="only its owner may write to"):
         OsDirectory(path, is_private=True)
 
 
@@ -43,7 +43,7 @@ def test_a_private_directory_may_lie_where_the_sticky_bit_protects_it_and_nowher
     above.chmod(0o1777)
     OsDirectory(above / "folder", is_private=True).close()
     above.chmod(0o777)
-    with pytest.raises(NotOurs, match="others may not write to"):
+    with pytest.raises(UntrustedFile, match="others may not write to"):
         OsDirectory(above / "folder", is_private=True)
 
 
@@ -52,7 +52,7 @@ def test_a_shared_directory_may_be_sticky_or_of_a_group(tmp_path: Path) -> None:
         tmp_path.chmod(bits)
         OsDirectory(tmp_path).close()
     tmp_path.chmod(0o777)
-    with pytest.raises(NotOurs, match="chmod o-w"):
+    with pytest.raises(UntrustedFile, match="chmod o-w"):
         OsDirectory(tmp_path)
     tmp_path.chmod(0o700)
 
@@ -63,15 +63,15 @@ def test_what_another_user_owns_is_refused(tmp_path: Path) -> None:
     directory = OsDirectory(path, is_private=True)
     (path / "file").write_bytes(b"")
     os.chown(path / "file", 12345, -1)
-    with pytest.raises(NotOurs, match="of user 12345"):
+    with pytest.raises(UntrustedFile, match="of user 12345"):
         directory.open("file")
     link.symlink_to(path)
     OsDirectory(link, is_private=True).close()
     os.chown(link, 12345, -1, follow_symlinks=False)
-    with pytest.raises(NotOurs, match="a link that user 12345 has made"):
+    with pytest.raises(UntrustedFile, match="a link that user 12345 has made"):
         OsDirectory(link, is_private=True)
     os.chown(path, 12345, -1)
-    with pytest.raises(NotOurs, match="of user 12345"):
+    with pytest.raises(UntrustedFile, match="of user 12345"):
         OsDirectory(path, is_private=True)
 
 
@@ -81,7 +81,7 @@ def test_links_and_other_things_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(target)
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "pipe"):
-        with pytest.raises(NotOurs):
+        with pytest.raises(UntrustedFile):
             directory.open(name)
     assert target.read_bytes() == b"mine"
 
@@ -90,7 +90,7 @@ def test_a_file_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"")
     path.chmod(0o666)
-    with pytest.raises(NotOurs, match="chmod go-w"):
+    with pytest.raises(UntrustedFile, match="chmod go-w"):
         OsDirectory(tmp_path).open("log")
-    with pytest.raises(NotOurs):
+    with pytest.raises(UntrustedFile):
         check_file(path, path.stat())

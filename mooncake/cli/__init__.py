@@ -2,7 +2,8 @@
 
 This module only finds the words for what went wrong: a broken world (bad settings, a taken port, a model
 that is not there) is one line on standard error and exit status 2, or 1 when trying again later may help;
-only a broken program shows a traceback. ``table.py`` lists the commands, ``roles.py`` derives their flags.
+only a broken program shows a traceback. ``cli/commands.py`` lists the commands, ``role_command.py`` derives
+their flags.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from mooncake.errors import AddressInUse, MooncakeError, Unavailable
-from mooncake.security import keep_defaults_of
+from mooncake.security import keep_upstream_defaults
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     def run() -> None:
-        from mooncake.cli.table import application_for  # here, so that a missing extra can be explained
+        from mooncake.cli.commands import application_for  # here, so that a missing extra can be explained
 
         application_for(words)(args=words, prog_name="mooncake")
 
@@ -56,7 +57,7 @@ def run_program(run: Callable[[], None]) -> NoReturn:
 def daemon_main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The console script ``mooncaked``: a whole store, or (as it was called before there were) its node."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    keep_defaults_of("mooncaked")
+    keep_upstream_defaults("mooncaked")
     main([daemon_role(words, os.environ), *words])
 
 

@@ -22,18 +22,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from msgspec import Meta
 
-from mooncake.cli.roles import Given
+from mooncake.cli.role_command import Invocation
 from mooncake.errors import InvalidArgument
 from mooncake.security import Role
 from mooncake.security.certificates import name_of
 from mooncake.security.identity import read_key_file
-from mooncake.security.keys import (
-    SECRET_BYTES,
-    derive,
-    tenant_trouble,
-    written_credential,
-    written_secret,
-)
+from mooncake.security.keys import SECRET_BYTES, derive, format_credential, format_secret, tenant_error
 
 AUTHORITY_DAYS = 3650
 _SKEW = datetime.timedelta(hours=1)  # clocks of a cluster are not all right
@@ -71,14 +65,14 @@ class CertsSettings:
     "File for the derived key; without it, `<role>[-<tenant>].key` beside the cluster key."
 
     def __post_init__(self) -> None:
-        trouble = tenant_trouble(Role(self.role), self.tenant)
+        trouble = tenant_error(Role(self.role), self.tenant)
         if trouble:
             raise InvalidArgument("tenant", self.tenant, trouble)
         if self.cluster_key is not None and self.derive_from is not None:
             raise InvalidArgument("derive_from", str(self.derive_from), "nothing beside cluster_key")
 
 
-def certs(given: Given) -> None:
+def certs(given: Invocation) -> None:
     """The entry point of ``mooncake certs``."""
     settings: CertsSettings = given.settings
     if settings.cluster_key is not None:
@@ -104,7 +98,7 @@ def make_cluster_key(path: Path) -> None:
     Raises:
         InvalidArgument: the file is there already, or can't be written.
     """
-    _write_secret("cluster_key", path, written_secret(secrets.token_bytes(SECRET_BYTES)))
+    _write_secret("cluster_key", path, format_secret(secrets.token_bytes(SECRET_BYTES)))
 
 
 def derive_key(settings: CertsSettings) -> Path:
@@ -116,7 +110,7 @@ def derive_key(settings: CertsSettings) -> Path:
     role = Role(settings.role)
     name = f"{role}-{quote(settings.tenant, safe='')}.key" if settings.tenant else f"{role}.key"
     path = settings.out or settings.derive_from.with_name(name)
-    lines = [written_credential(derive(secret, role, settings.tenant)) for secret in ring.secrets]
+    lines = [format_credential(derive(secret, role, settings.tenant)) for secret in ring.secrets]
     _write_secret("out", path, "".join(lines))
     return path
 

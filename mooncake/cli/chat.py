@@ -19,11 +19,11 @@ from typing import Annotated, Any, TextIO
 
 from msgspec import Meta
 
-from mooncake.cli.roles import Given
+from mooncake.cli.role_command import Invocation
 from mooncake.config import Secret
 from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
-from mooncake.security import ours
-from mooncake.security.contexts import client_context
+from mooncake.security import process_identity
+from mooncake.security.tls_contexts import client_context
 
 COMMANDS = "/reset forgets the conversation, /quit leaves"
 
@@ -60,7 +60,7 @@ class ChatSettings:
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """One answer as it grew."""
 
     text: str = ""
@@ -87,7 +87,7 @@ class Answer:
         return ", ".join(parts)
 
 
-class Server:
+class ChatServer:
     """The HTTP side: a model list and streamed answers."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Server:
             raise ProtocolError(f"{self._settings.url} lists no model; is a worker attached?")
         return str(models[0]["id"])
 
-    def ask(self, model: str, messages: list[dict[str, str]], answer: Answer) -> Iterator[str]:
+    def ask(self, model: str, messages: list[dict[str, str]], answer: ChatAnswer) -> Iterator[str]:
         """Stream one answer; ``answer`` is filled on the way."""
         body = {
             "model": model,
@@ -200,7 +200,7 @@ def _events(response: http.client.HTTPResponse, url: str) -> Iterator[dict[str, 
 class Conversation:
     """The loop of questions and answers. A failed question is not remembered, so it can be asked again."""
 
-    def __init__(self, settings: ChatSettings, server: Server, model: str, out: TextIO) -> None:
+    def __init__(self, settings: ChatSettings, server: ChatServer, model: str, out: TextIO) -> None:
         self._server = server
         self._model = model
         self._out = out
@@ -223,7 +223,7 @@ class Conversation:
 
     def _ask(self, line: str) -> None:
         asked = [*self.messages, {"role": "user", "content": line}]
-        answer = Answer()
+        answer = ChatAnswer()
         try:
             for piece in self._server.ask(self._model, asked, answer):
                 self._print(piece)
@@ -244,14 +244,14 @@ class Conversation:
         return f"\x1b[2m{text}\x1b[0m" if self._out.isatty() else text
 
 
-def chat(given: Given) -> None:
+def chat(given: Invocation) -> None:
     """Talk until /quit, end of input or Ctrl-C at the prompt."""
     settings = given.settings
     assert isinstance(settings, ChatSettings)
-    identity = ours()
+    identity = process_identity()
     # As curl does: a person names the gateway by its address, and any member has a certificate.
     tls = client_context(identity.settings, check_host=True) if identity.has_tls else None
-    server = Server(settings, tls=tls)
+    server = ChatServer(settings, tls=tls)
     model = settings.model or server.first_model()
     is_person = sys.stdin.isatty()
     if is_person:

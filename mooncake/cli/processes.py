@@ -19,23 +19,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mooncake.cli.supervise import (
+from mooncake.cli.supervisor import (
     AllReady,
-    BecameReady,
-    Begin,
+    AllStopped,
+    Announce,
     Effect,
-    Exited,
-    Finished,
-    Kill,
+    KillRole,
+    RoleExited,
+    RoleReady,
     RoleSpec,
-    Say,
-    Start,
-    Stop,
+    StartAll,
+    StartRole,
+    StopAll,
     Supervisor,
-    Terminate,
+    TerminateRole,
 )
 from mooncake.driver import Driver
-from mooncake.security.caller import Caller
+from mooncake.security.caller import HttpClientAuth
 
 PROBE_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 5.0
@@ -57,7 +57,7 @@ class HttpCheck:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RolePlan:
     """How to run one role, and where to ask whether it serves."""
 
     spec: RoleSpec
@@ -83,12 +83,12 @@ class Processes:
 
     def __init__(
         self,
-        plans: Sequence[Plan],
+        plans: Sequence[RolePlan],
         log_folder: Path,
         say: Callable[[str, str, Sequence[str]], None],
         changed: Callable[[], None],
         all_ready: Callable[[], None],
-        caller: Caller | None = None,
+        caller: HttpClientAuth | None = None,
     ) -> None:
         """``say(role, text, last_log_lines)`` tells people, ``changed()`` is called after every change.
 
@@ -100,7 +100,7 @@ class Processes:
         self._say = say
         self._changed = changed
         self._all_ready = all_ready
-        self._caller = caller or Caller()
+        self._caller = caller or HttpClientAuth()
         self._driver = Driver(self.supervisor, self._perform)
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
@@ -114,7 +114,7 @@ class Processes:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)
         self._finished = loop.create_future()
-        self._driver.post(Begin())
+        self._driver.post(StartAll())
         try:
             return await self._finished
         finally:
@@ -122,7 +122,7 @@ class Processes:
 
     def stop(self) -> None:
         """Stop everything cleanly; when called again, kill it."""
-        self._driver.post(Stop())
+        self._driver.post(StopAll())
 
     def pid(self, name: str) -> int | None:
         child = self._children.get(name)
@@ -135,19 +135,19 @@ class Processes:
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case Start(name):
+            case StartRole(name):
                 self._signals_to_send.pop(name, None)
                 self._lives[name] = asyncio.get_running_loop().create_task(self._live(self.plans[name]))
-            case Terminate(name):
+            case TerminateRole(name):
                 self._signal(name, signal.SIGTERM)
-            case Kill(name):
+            case KillRole(name):
                 self._signal(name, signal.SIGKILL)
-            case Say(name, text, show_log):
+            case Announce(name, text, show_log):
                 lines = last_lines(self.log_path(name), self._log_starts.get(name, 0)) if show_log else []
                 self._say(name, text, lines)
             case AllReady():
                 self._all_ready()
-            case Finished(status):
+            case AllStopped(status):
                 assert self._finished is not None
                 self._finished.set_result(status)
         self._changed()
@@ -163,7 +163,7 @@ class Processes:
             else:
                 child.send_signal(number)
 
-    async def _live(self, plan: Plan) -> None:
+    async def _live(self, plan: RolePlan) -> None:
         """One life of a role, from its start to the end of its process."""
         try:
             status = await self._spawn_and_wait(plan)
@@ -171,9 +171,9 @@ class Processes:
             self._say(plan.name, f"cannot be started ({error})", ())
             status = 1
         self._children.pop(plan.name, None)
-        self._driver.post(Exited(plan.name, status))
+        self._driver.post(RoleExited(plan.name, status))
 
-    async def _spawn_and_wait(self, plan: Plan) -> int:
+    async def _spawn_and_wait(self, plan: RolePlan) -> int:
         with self.log_path(plan.name).open("ab") as log:
             self._log_starts[plan.name] = log.tell()
             child = await asyncio.create_subprocess_exec(
@@ -194,15 +194,15 @@ class Processes:
         finally:
             probing.cancel()
 
-    async def _probe(self, plan: Plan) -> None:
+    async def _probe(self, plan: RolePlan) -> None:
         while True:
             if await is_serving(plan.host, plan.port, plan.ready, self._caller):
                 break
             await asyncio.sleep(PROBE_INTERVAL_S)
-        self._driver.post(BecameReady(plan.name))
+        self._driver.post(RoleReady(plan.name))
 
 
-async def is_serving(host: str, port: int, check: HttpCheck | None, caller: Caller) -> bool:
+async def is_serving(host: str, port: int, check: HttpCheck | None, caller: HttpClientAuth) -> bool:
     """Whether a role accepts connections and passes its check."""
     tls = None
     if check is not None:
@@ -230,7 +230,7 @@ _ANYBODYS = _unverified()
 
 
 async def _passes(
-    check: HttpCheck, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, caller: Caller
+    check: HttpCheck, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, caller: HttpClientAuth
 ) -> bool:
     headers = caller.headers("GET", check.path) if check.over == "member" else {}
     lines = [f"GET {check.path} HTTP/1.0", *(f"{name}: {value}" for name, value in headers.items())]

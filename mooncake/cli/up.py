@@ -1,8 +1,8 @@
 """``mooncake up``: a whole cluster on one host.
 
-``plan.py`` says which roles there are, ``supervise.py`` decides when they run, ``processes.py`` runs them,
-``board.py`` shows them; this module introduces them to each other and prepares the disk. A convenience for
-one host and no more: on many hosts the same roles are started by whatever places processes there.
+``plan.py`` says which roles there are, ``supervisor.py`` decides when they run, ``processes.py`` runs them,
+``status_board.py`` shows them; this module introduces them to each other and prepares the disk. A convenience
+for one host and no more: on many hosts the same roles are started by whatever places processes there.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mooncake.cli import board
-from mooncake.cli.board import Board, Credentials
-from mooncake.cli.plan import INSIDE, UpSettings, plan_cluster
+from mooncake.cli import status_board
+from mooncake.cli.local_cluster import INSIDE, UpSettings, plan_cluster
 from mooncake.cli.ports import check_free
 from mooncake.cli.processes import Processes
-from mooncake.cli.roles import Given
+from mooncake.cli.role_command import Invocation
+from mooncake.cli.status_board import Credentials, StatusBoard
 from mooncake.errors import InvalidArgument
-from mooncake.security import Identity, check_address, ours
-from mooncake.security.contexts import client_context
+from mooncake.security import Identity, check_address, process_identity
+from mooncake.security.tls_contexts import client_context
 
 __all__ = ["UpSettings", "up"]
 
 
-def up(given: Given) -> None:
+def up(given: Invocation) -> None:
     """Run until Ctrl-C; exits with the status of the supervisor."""
     settings = given.settings
     assert isinstance(settings, UpSettings)
     check_address(settings.host)
-    check_certificate(ours())
+    check_certificate(process_identity())
     check_free(settings.host, settings.port)
     log_folder = prepare_log_folder(settings.log_dir)
     model_folder = prepare_model(settings.model)
@@ -64,27 +64,29 @@ def check_certificate(identity: Identity) -> None:
         raise InvalidArgument("--tls-cert", identity.settings.tls_cert, allowed) from error
 
 
-async def _run(settings: UpSettings, given: Given, model_folder: str, log_folder: Path) -> int:
+async def _run(settings: UpSettings, given: Invocation, model_folder: str, log_folder: Path) -> int:
     admin_key = settings.admin_api_key or secrets.token_urlsafe(18)
     plans = plan_cluster(settings, given, model_folder, admin_key, log_folder)
     master, gateway = plans["master"], plans["gateway"]
     assert gateway.ready is not None
     over = gateway.ready.over
     url = f"{'http' if over == 'http' else 'https'}://{gateway.address}"
-    credentials = Credentials(ours().settings, shows_certificate=over == "member")
+    credentials = Credentials(process_identity().settings, shows_certificate=over == "member")
     is_ready = False
 
-    with Board() as screen:
+    with StatusBoard() as screen:
 
         def changed() -> None:
             if settings.json_status is not None:
-                board.write_status(settings.json_status, processes, url, is_ready)
+                status_board.write_status(settings.json_status, processes, url, is_ready)
 
         def all_ready() -> None:
             nonlocal is_ready
             is_ready = True
             screen.print(
-                board.welcome(url, settings.model_name, master.address, admin_key, log_folder, credentials)
+                status_board.welcome(
+                    url, settings.model_name, master.address, admin_key, log_folder, credentials
+                )
             )
 
         processes = Processes(list(plans.values()), log_folder, screen.say, changed, all_ready)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from mooncake.conductor.explain import Explain, Explained, Explanation
+from mooncake.conductor.explain.explainer import Explain, Explained, Explanation
 from mooncake.conductor.messages import (
     REPLIES,
     AddInstance,
@@ -33,7 +33,7 @@ from mooncake.conductor.messages import (
 from mooncake.errors import MooncakeError, Refusal
 from mooncake.log import get_logger
 from mooncake.rpc import AsyncClient
-from mooncake.types import InstanceId, Role
+from mooncake.types import InstanceId, WorkerRole
 
 log = get_logger(__name__)
 
@@ -43,7 +43,7 @@ CALL_TIMEOUT_S = 1.0
 _REFRESH_S = 2.0
 
 
-class Scheduling(Protocol):
+class ConductorClient(Protocol):
     """What a gateway needs of a conductor."""
 
     async def place(self, request: Place) -> Decision | Refuse: ...
@@ -78,7 +78,7 @@ class RemoteConductor:
 
     def __init__(self, address: str) -> None:
         self._client = AsyncClient(address, (*REPLIES, Explained), "the conductor")
-        self._known: dict[InstanceId, Role] = {}
+        self._known: dict[InstanceId, WorkerRole] = {}
         self._rows: list[InstanceStatus] = []
         self._admission = AdmissionStatus()
         self._is_connected = False
@@ -118,7 +118,7 @@ class RemoteConductor:
         try:
             answer = await self._client.call(event, CALL_TIMEOUT_S)
         except MooncakeError as error:
-            log.debug("fact_not_delivered", fact="Prefilled", reason=str(error))
+            log.debug("conductor_event_not_delivered", fact="Prefilled", reason=str(error))
             return None
         return answer if isinstance(answer, Refuse) else None
 
@@ -168,8 +168,8 @@ class RemoteConductor:
 
     def _place_in_turn(self, request: Place) -> Decision | Refuse:
         self._next_turn += 1
-        prefills = self._in_turn(Role.PREFILL, request.exclude)
-        decodes = self._in_turn(Role.DECODE, request.exclude)
+        prefills = self._in_turn(WorkerRole.PREFILL, request.exclude)
+        decodes = self._in_turn(WorkerRole.DECODE, request.exclude)
         if not prefills and not decodes:
             refusal = Refusal("no_instance", "the conductor can't be reached and no other instance is known")
             return Refuse(request.request_id, refusal, _REFRESH_S)
@@ -181,7 +181,7 @@ class RemoteConductor:
             prefill = prefills[self._next_turn % len(prefills)]
         return Decision(request.request_id, prefill, decode, reason, degraded="no conductor")
 
-    def _in_turn(self, role: Role, exclude: list[InstanceId]) -> list[InstanceId]:
+    def _in_turn(self, role: WorkerRole, exclude: list[InstanceId]) -> list[InstanceId]:
         """Those of a role that were last seen ready; all of it when none was."""
         pool = [one for one, its_role in self._known.items() if its_role is role and one not in exclude]
         last_ready = {row.instance: None for row in self._rows if row.health == "ready"}
@@ -227,4 +227,4 @@ class RemoteConductor:
             try:
                 await self._client.call(event, CALL_TIMEOUT_S)
             except MooncakeError as error:
-                log.debug("fact_not_delivered", fact=type(event).__name__, reason=str(error))
+                log.debug("conductor_event_not_delivered", fact=type(event).__name__, reason=str(error))

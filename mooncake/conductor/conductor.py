@@ -18,15 +18,13 @@ from random import Random
 import msgspec
 import numpy as np
 
-from mooncake.conductor.assumed import Assumed
-from mooncake.conductor.balance import Balance
-from mooncake.conductor.explain import Explanation
-from mooncake.conductor.fit import TRUSTED_SAMPLES, Floats
+from mooncake.conductor.admission.result import AdmissionResult, PoolCapacity
+from mooncake.conductor.explain.explainer import Explanation
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
-from mooncake.conductor.index import PrefixIndex
-from mooncake.conductor.judging import Judging, asked_of, refused, weighed_of
-from mooncake.conductor.load import Loads, Slots
-from mooncake.conductor.match import Match
+from mooncake.conductor.index.hot_prefixes import HotPrefixes
+from mooncake.conductor.index.inferred_blocks import InferredBlocks
+from mooncake.conductor.index.prefix_index import PrefixIndex
+from mooncake.conductor.index.prefix_match import PrefixMatch
 from mooncake.conductor.messages import (
     POOL,
     AddInstance,
@@ -56,22 +54,24 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
-from mooncake.conductor.policies import POLICIES
-from mooncake.conductor.predict import CostModels, Predictor
-from mooncake.conductor.select import Choice, Cluster, Job, Policy
+from mooncake.conductor.policies.registry import POLICIES
+from mooncake.conductor.policies.selection import ClusterView, InstanceChoice, Policy, PromptJob
+from mooncake.conductor.prediction.load import LoadAccounts, Slots
+from mooncake.conductor.prediction.predictor import CostModels, Predictor
+from mooncake.conductor.prediction.regression import TRUSTED_SAMPLES, Floats
+from mooncake.conductor.request_lifecycle import RequestLifecycle, candidates_of, prompt_blocks_of, refusal_of
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.conductor.verdict import Pools, Verdict
 from mooncake.errors import Refusal
 from mooncake.machine import Wake
-from mooncake.types import InstanceId, Role
+from mooncake.types import InstanceId, WorkerRole
 
 _STORY_LENGTH = 4000
 _REMEMBERED_BLOCKS = 1 << 20
-POOL_SCOPES = "kv/"
+POOL_SCOPE_PREFIX = "kv/"
 """What the scopes of the store's facts begin with; an identity of weights and layout follows."""
 
 
-class Placement(msgspec.Struct):
+class ActivePlacement(msgspec.Struct):
     """A request that was placed and whose end nobody reported."""
 
     prefill: InstanceId | None
@@ -89,18 +89,20 @@ class Conductor:
 
     def __init__(self, settings: SchedulingSettings, random: Random, costs: CostModels | None = None) -> None:
         self.index = PrefixIndex(_REMEMBERED_BLOCKS if settings.explained_requests else 0)
-        self.judging = Judging(settings)
+        self.lifecycle = RequestLifecycle(settings)
         self._is_told = costs is not None
         self.instances: dict[InstanceId, Instance] = {}
         self.predict = Predictor(costs or CostModels())
-        self.loads = Loads()
-        self.balance = Balance(settings.uses_per_copy)
-        self.assumed = Assumed(settings.assumed_tokens // settings.block_tokens)
-        self.cluster = Cluster(settings, random, self.loads, self.predict)
+        self.loads = LoadAccounts()
+        self.hot_prefixes = HotPrefixes(settings.uses_per_copy)
+        self.inferred_blocks = InferredBlocks(settings.assumed_tokens // settings.block_tokens)
+        self.cluster = ClusterView(settings, random, self.loads, self.predict)
         self._grow()
         self._settings = settings
-        self.placements: dict[str, Placement] = {}
-        self._choosable: dict[Role, tuple[Slots, Slots]] = {}  # ready and suspect; dropped at any change
+        self.placements: dict[str, ActivePlacement] = {}
+        self._choosable: dict[
+            WorkerRole, tuple[Slots, Slots]
+        ] = {}  # ready and suspect; dropped at any change
         self._tells_chunks: dict[int, None] = {}  # slots that measure chunk by chunk
         self._has_prefill = False
         self._pool_slot = -1
@@ -170,13 +172,13 @@ class Conductor:
 
         ``identity_of`` an instance: the digest under which its blocks lie in the pool, or "".
         """
-        return self.judging.explain(request_id, self.index, identity_of, now)
+        return self.lifecycle.explain(request_id, self.index, identity_of, now)
 
     def check(self) -> None:
         self.index.check()
         self.loads.check()
         self.predict.check()
-        self.judging.check()
+        self.lifecycle.check()
         for instance in self.instances.values():
             instance.check()
             assert self.cluster.names[instance.slot] == instance.id
@@ -203,14 +205,16 @@ class Conductor:
         exclude = dict.fromkeys(event.exclude)
         # Where nobody only prefills, whoever decodes a request is chosen as who computes its prompt.
         is_one_pool = event.needs_prefill and not self._has_prefill
-        decode = self._choose(Role.DECODE, prefill_policy if is_one_pool else decode_policy, job, exclude)
-        if decode is None and self._is_full(Role.DECODE, exclude):
-            return [*effects, self._refuse(event, exclude, Role.DECODE, now)]
+        decode = self._choose(
+            WorkerRole.DECODE, prefill_policy if is_one_pool else decode_policy, job, exclude
+        )
+        if decode is None and self._is_full(WorkerRole.DECODE, exclude):
+            return [*effects, self._refuse(event, exclude, WorkerRole.DECODE, now)]
         prefill = None
         if (event.needs_prefill and not is_one_pool) or decode is None:
-            prefill = self._choose(Role.PREFILL, prefill_policy, job, exclude)
-            if prefill is None and self._is_full(Role.PREFILL, exclude):
-                return [*effects, self._refuse(event, exclude, Role.PREFILL, now)]
+            prefill = self._choose(WorkerRole.PREFILL, prefill_policy, job, exclude)
+            if prefill is None and self._is_full(WorkerRole.PREFILL, exclude):
+                return [*effects, self._refuse(event, exclude, WorkerRole.PREFILL, now)]
         degraded = ""
         if decode is None:
             if prefill is None:
@@ -223,21 +227,26 @@ class Conductor:
             decode = replace(decode, queue_s=queue_s, prefill_s=prefill_s, busy_s=prefill_s)
             decode.done_s = queue_s + prefill_s
         prediction = self._predicted(job, prefill or decode, decode.slot)
-        verdict = self._judge(event, prefill or decode, decode, prediction, now)
+        verdict = self._decide_admission(event, prefill or decode, decode, prediction, now)
         if verdict is not None and not verdict.is_admitted:
             return [*effects, self._reject(event, job, prefill or decode, verdict, prediction)]
         decision = self._decide(event, job, prefill, decode, degraded, prediction)
         self._note(event, decision, prefill or decode, verdict, now, job.matched)
         return [*effects, decision]
 
-    def _judge(
-        self, event: Place, computing: Choice, decode: Choice, prediction: Prediction, now: float
-    ) -> Verdict | None:
-        if self.judging.is_admitting_all:
+    def _decide_admission(
+        self,
+        event: Place,
+        computing: InstanceChoice,
+        decode: InstanceChoice,
+        prediction: Prediction,
+        now: float,
+    ) -> AdmissionResult | None:
+        if self.lifecycle.is_admitting_all:
             return None
         busy_s = computing.busy_s or prediction.prefill_s
         pools = self._pools_with(decode.slot)
-        return self.judging.judge(event, prediction, busy_s, pools, self._is_measured, now)
+        return self.lifecycle.decide(event, prediction, busy_s, pools, self._is_measured, now)
 
     @property
     def _is_measured(self) -> tuple[bool, bool]:
@@ -247,9 +256,14 @@ class Conductor:
         return prefill, decode
 
     def _reject(
-        self, event: Place, job: Job, computing: Choice, verdict: Verdict, prediction: Prediction
+        self,
+        event: Place,
+        job: PromptJob,
+        computing: InstanceChoice,
+        verdict: AdmissionResult,
+        prediction: Prediction,
     ) -> Refuse:
-        refuse = refused(event.request_id, verdict, prediction)
+        refuse = refusal_of(event.request_id, verdict, prediction)
         self._tell(job.now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
         self._note(event, refuse, computing, verdict, job.now, job.matched)
         return refuse
@@ -258,25 +272,25 @@ class Conductor:
         self,
         event: Place,
         outcome: Decision | Refuse,
-        computing: Choice | None,
-        verdict: Verdict | None,
+        computing: InstanceChoice | None,
+        verdict: AdmissionResult | None,
         now: float,
-        matched: Match | None = None,
+        matched: PrefixMatch | None = None,
     ) -> None:
         """Remember what was decided, for whoever asks."""
-        if not self.judging.explainer.is_on:
+        if not self.lifecycle.explainer.is_on:
             return
         if matched is None:
             matched = self.index.match(event.keys[: event.num_tokens // self._settings.block_tokens])
-        self.index.past.note_prompt(matched.keys, event.bare_keys[: len(matched.keys)])
+        self.index.removal_log.note_prompt(matched.keys, event.bare_keys[: len(matched.keys)])
         where = self.cluster.names[computing.slot] if computing is not None else ""
-        asked = asked_of(event, matched, self.index, where, now)
-        weighed = weighed_of(self.cluster.names, computing, self._not_weighed(event.exclude))
-        self.judging.noted(event, outcome, weighed, asked, verdict, now)
+        prompt = prompt_blocks_of(event, matched, self.index, where, now)
+        candidate_set = candidates_of(self.cluster.names, computing, self._not_weighed(event.exclude))
+        self.lifecycle.placed(event, outcome, candidate_set, prompt, verdict, now)
 
     def _not_weighed(self, exclude: list[InstanceId]) -> Iterator[tuple[InstanceId, str]]:
         """Instances that could not be chosen, and why."""
-        num_ready = sum(len(self._pools_of(role)[0]) for role in Role)
+        num_ready = sum(len(self._pools_of(role)[0]) for role in WorkerRole)
         if not exclude and num_ready == len(self.instances):
             return
         for one in self.instances.values():
@@ -285,21 +299,21 @@ class Conductor:
             elif not one.may_be_chosen or one.health is not Health.READY:
                 yield one.id, f"{one.state}: {one.detail}"
 
-    def _pools_with(self, decode: int) -> Pools:
+    def _pools_with(self, decode: int) -> PoolCapacity:
         """What there is to serve with; all decode instances are taken for such as this one."""
-        ready = {role: len(self._pools_of(role)[0]) for role in Role}
+        ready = {role: len(self._pools_of(role)[0]) for role in WorkerRole}
         step = self.predict.decode_model(decode)
-        num_decode = ready[Role.DECODE] or ready[Role.PREFILL]
+        num_decode = ready[WorkerRole.DECODE] or ready[WorkerRole.PREFILL]
         kv_tokens = float(self.loads.capacity_tokens[decode])
-        return Pools(ready[Role.PREFILL] or num_decode, num_decode, step, kv_tokens)
+        return PoolCapacity(ready[WorkerRole.PREFILL] or num_decode, num_decode, step, kv_tokens)
 
-    def _pools_of(self, role: Role) -> tuple[Slots, Slots]:
+    def _pools_of(self, role: WorkerRole) -> tuple[Slots, Slots]:
         pools = self._choosable.get(role)
         if pools is None:
             pools = self._choosable[role] = self._pools(role)
         return pools
 
-    def _job(self, event: Place, now: float) -> Job:
+    def _job(self, event: Place, now: float) -> PromptJob:
         block_tokens = self._settings.block_tokens
         matched = self.index.match(event.keys[: event.num_tokens // block_tokens])
         cached: Floats = np.multiply(matched.leading, float(block_tokens))
@@ -309,7 +323,7 @@ class Conductor:
         if self._pool_slot >= 0:
             cached[self._pool_slot] = in_memory[self._pool_slot] = self._in_pool(event) * block_tokens
         output_tokens = self.predict.lengths.expected(event.scope, event.max_output_tokens)
-        return Job(
+        return PromptJob(
             now,
             event.num_tokens,
             cached,
@@ -323,11 +337,11 @@ class Conductor:
     def _in_pool(self, event: Place) -> int:
         """Leading blocks of a prompt that the store has, under whichever identity it has most of them."""
         most = 0
-        for scope in self.index.scopes_of(event.keys[0], POOL_SCOPES) if event.keys else []:
+        for scope in self.index.scopes_of(event.keys[0], POOL_SCOPE_PREFIX) if event.keys else []:
             most = max(most, int(self.index.match(event.keys, scope).leading[self._pool_slot]))
         return most
 
-    def _pools(self, role: Role) -> tuple[Slots, Slots]:
+    def _pools(self, role: WorkerRole) -> tuple[Slots, Slots]:
         """Slots of a role's instances that may be chosen: those that are ready, and suspects."""
         pool = [one for one in self.instances.values() if one.role is role and one.may_be_chosen]
         ready = np.array([one.slot for one in pool if one.health is Health.READY], np.int64)
@@ -336,7 +350,9 @@ class Conductor:
             slots.flags.writeable = False  # what is known of them is remembered together with them
         return ready, suspect
 
-    def _choose(self, role: Role, policy: Policy, job: Job, exclude: dict[InstanceId, None]) -> Choice | None:
+    def _choose(
+        self, role: WorkerRole, policy: Policy, job: PromptJob, exclude: dict[InstanceId, None]
+    ) -> InstanceChoice | None:
         """The policy's choice among ready instances, else among suspects, else None."""
         limit = self._settings.max_requests_per_instance
         for pool in self._pools_of(role):
@@ -356,15 +372,15 @@ class Conductor:
                 pool = pool[pool != known.slot]
         return pool
 
-    def _ready(self, role: Role, exclude: dict[InstanceId, None]) -> Slots:
+    def _ready(self, role: WorkerRole, exclude: dict[InstanceId, None]) -> Slots:
         return self._without(self._pools(role)[0], exclude)
 
-    def _is_full(self, role: Role, exclude: dict[InstanceId, None]) -> bool:
+    def _is_full(self, role: WorkerRole, exclude: dict[InstanceId, None]) -> bool:
         """Nobody of the role may be chosen only because all have too much: then the other role must not
         help out, or a rush on one would drag both down."""
         return bool(len(self._ready(role, exclude)))
 
-    def _predicted(self, job: Job, prefill: Choice, decode: int) -> Prediction:
+    def _predicted(self, job: PromptJob, prefill: InstanceChoice, decode: int) -> Prediction:
         context = float(self.loads.context_tokens[decode]) + job.num_tokens + job.output_tokens
         tbt_s = self.predict.decode_model(decode).seconds(float(self.loads.batch_size[decode]) + 1, context)
         return Prediction(
@@ -379,9 +395,9 @@ class Conductor:
     def _decide(
         self,
         event: Place,
-        job: Job,
-        prefill: Choice | None,
-        decode: Choice,
+        job: PromptJob,
+        prefill: InstanceChoice | None,
+        decode: InstanceChoice,
         degraded: str,
         prediction: Prediction,
     ) -> Decision:
@@ -403,7 +419,7 @@ class Conductor:
         if degraded:
             parts.append(f"degraded: {degraded}")
         reason = "; ".join(parts)
-        placement = Placement(prefill_id, decode_id, now, now + event.lifetime_s, event, prediction)
+        placement = ActivePlacement(prefill_id, decode_id, now, now + event.lifetime_s, event, prediction)
         self.placements[event.request_id] = placement
         heapq.heappush(self._timers, (placement.expires_at, "expiry", event.request_id))
         self._drop_stale_timers()
@@ -427,12 +443,12 @@ class Conductor:
             policy,
         )
 
-    def _book_fetch(self, event: Place, job: Job, choice: Choice) -> list[Fetch]:
+    def _book_fetch(self, event: Place, job: PromptJob, choice: InstanceChoice) -> list[Fetch]:
         """What the chosen instance is to load; the cards are busy with it from now on."""
         deepest = int(job.cached.max()) // self._settings.block_tokens if len(job.cached) else 0
         if deepest:
             hot = event.keys[deepest - 1]
-            self.balance.note(hot, job.now)
+            self.hot_prefixes.note(hot, job.now)
         if choice.source < 0:
             return []
         first, end = choice.fetch_tokens
@@ -441,13 +457,15 @@ class Conductor:
         if choice.source == self._pool_slot:
             links.egress_free_at[self._pool_slot] = -np.inf  # it has many cards
         num_holders = int(np.count_nonzero(job.cached >= end))
-        is_replica = self._settings.scheduling == "kvcache_centric" or self.balance.wants_copy(
+        is_replica = self._settings.scheduling == "kvcache_centric" or self.hot_prefixes.wants_copy(
             hot, num_holders, job.now
         )
         source = self.cluster.names[choice.source]
         return [Fetch(source, first // block_tokens, (end - first) // block_tokens, is_replica)]
 
-    def _refuse(self, event: Place, exclude: dict[InstanceId, None], full: Role | None, now: float) -> Refuse:
+    def _refuse(
+        self, event: Place, exclude: dict[InstanceId, None], full: WorkerRole | None, now: float
+    ) -> Refuse:
         """``full``: the role whose instances all have as many requests as they may; None: nobody is there."""
         if full is not None:
             # The next place is free when the first of so many requests ends.
@@ -485,7 +503,7 @@ class Conductor:
             self.predict.chunk_measured(instance.slot, first, event.num_computed_tokens, event.computed_s)
         self.loads.end_prompt(instance.slot, event.request_id, now)
         decode = self.instances.get(placement.decode, instance)
-        refuse = self.judging.prefilled(event, lambda: self._pools_with(decode.slot), now)
+        refuse = self.lifecycle.prefilled(event, lambda: self._pools_with(decode.slot), now)
         if refuse is not None:
             # Whoever asked may not hear of it, and go on: the account is released by the end alone.
             placement.is_refused = True
@@ -513,7 +531,7 @@ class Conductor:
         return []
 
     def _finished(self, event: Finished, now: float) -> list[Effect]:
-        self.judging.finished(event, now)
+        self.lifecycle.finished(event, now)
         placement = self.placements.get(event.request_id)
         if placement is None:
             return []
@@ -579,7 +597,7 @@ class Conductor:
                 effects.append(Watch(instance.id))
             elif instance.health is Health.DOWN:
                 self.index.clear(instance.id, "lost", now)
-                self.assumed.forget(instance.id)
+                self.inferred_blocks.forget(instance.id)
                 effects.append(Unwatch(instance.id))
         return effects
 
@@ -599,7 +617,7 @@ class Conductor:
                 placement = self.placements.get(key)
                 if placement is not None and placement.expires_at == at:
                     self._tell(now, (key,), f"expired {key}: nobody reported its end")
-                    self.judging.finished(Finished(key), now)
+                    self.lifecycle.finished(Finished(key), now)
                     effects += self._release(key, now)
         return effects
 
@@ -636,7 +654,7 @@ class Conductor:
         instance = self.instances.get(event.instance)
         if instance is not None:
             instance.is_silent = False
-            self.assumed.forget(instance.id)
+            self.inferred_blocks.forget(instance.id)
         return []
 
     def _silent(self, event: Silent, now: float) -> list[Effect]:
@@ -649,7 +667,7 @@ class Conductor:
         """What it was given it has, if nobody will say so."""
         if self.instances[instance].is_silent or event.is_text:
             keys = event.keys[: event.num_tokens // self._settings.block_tokens]
-            dropped = self.assumed.note(instance, keys)
+            dropped = self.inferred_blocks.note(instance, keys)
             self.index.store(instance, keys)
             self.index.remove(instance, dropped, reason="assumed", now=now)
 
@@ -687,13 +705,13 @@ class Conductor:
 
     def _members_changed(self) -> None:
         self._choosable.clear()
-        self._has_prefill = any(one.role is Role.PREFILL for one in self.instances.values())
-        lends = [one.slot for one in self.instances.values() if self._lends(one)]
+        self._has_prefill = any(one.role is WorkerRole.PREFILL for one in self.instances.values())
+        sources = [one.slot for one in self.instances.values() if self._is_kv_source(one)]
         if self._pool_slot >= 0:
-            lends = [self._pool_slot]  # instances share through the store, and it is known what that has
-        self.cluster.sources = np.array(lends, np.int64)
+            sources = [self._pool_slot]  # instances share through the store, and it is known what that has
+        self.cluster.sources = np.array(sources, np.int64)
 
-    def _lends(self, instance: Instance) -> bool:
+    def _is_kv_source(self, instance: Instance) -> bool:
         settings = self._settings
         return settings.engines_share_blocks if instance.is_engine else settings.shares_blocks
 
@@ -718,7 +736,7 @@ class Conductor:
     def _drop(self, instance: Instance, reason: str, now: float) -> list[Effect]:
         del self.instances[instance.id]
         self.index.forget(instance.id, reason, now)
-        self.assumed.forget(instance.id)
+        self.inferred_blocks.forget(instance.id)
         self.cluster.names[instance.slot] = ""
         self.cluster.turns[instance.slot] = 0.0
         self.loads.forget(instance.slot)

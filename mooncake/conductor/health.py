@@ -20,7 +20,7 @@ import enum
 from dataclasses import dataclass
 
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.types import InstanceId, Role
+from mooncake.types import InstanceId, WorkerRole
 
 
 class Health(enum.StrEnum):
@@ -49,7 +49,7 @@ class Instance:
     """A worker: its role and its health."""
 
     id: InstanceId
-    role: Role
+    role: WorkerRole
     slot: int = 0
     "Its place in the columns."
     is_engine: bool = False

@@ -11,8 +11,8 @@ import msgspec
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.errors import Refusal
 from mooncake.prefix import BlockKey
-from mooncake.security.standing import NODES, NODES_AND_ADMINS, TRUSTED, Level
-from mooncake.types import InstanceId, Role, Tier
+from mooncake.security.principal import NODES, NODES_AND_ADMINS, TRUSTED, Level
+from mooncake.types import InstanceId, Tier, WorkerRole
 
 POOL: InstanceId = "pool"
 """Who holds what the store holds: to the index an instance like others, but one that serves nobody."""
@@ -154,7 +154,7 @@ class AddInstance(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """``instance`` joins. Adding it again ends a drain; with another role it changes sides."""
 
     instance: InstanceId
-    role: Role
+    role: WorkerRole
     kv_tokens: int = 0
     "Tokens whose KV fits into its memory; 0 when it did not say."
 
@@ -270,7 +270,7 @@ class StateChanged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """For logs: an instance's state as people see it. "gone" after the last."""
 
     instance: InstanceId
-    role: Role
+    role: WorkerRole
     before: str
     after: str
     reason: str
@@ -283,7 +283,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     """One row of ``/status``."""
 
     instance: InstanceId
-    role: Role
+    role: WorkerRole
     health: str
     detail: str
     num_requests: int

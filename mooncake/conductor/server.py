@@ -18,12 +18,11 @@ from msgspec import Meta
 from prometheus_client import Counter
 
 from mooncake import clock, metrics
-from mooncake.conductor import exposition
+from mooncake.conductor import accuracy_metrics
 from mooncake.conductor.conductor import Conductor
-from mooncake.conductor.explain import Explain, Explained, Explanation
-from mooncake.conductor.following import Followers
+from mooncake.conductor.events.discovery import EventSubscriptions
+from mooncake.conductor.explain.explainer import Explain, Explained, Explanation
 from mooncake.conductor.health import ProbeOutcome
-from mooncake.conductor.measured import Measured, read_measured
 from mooncake.conductor.messages import (
     ACCESS,
     AddInstance,
@@ -56,14 +55,15 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
-from mooncake.conductor.query import Publishers, QueryServer, read_registrations
+from mooncake.conductor.prediction.step_stats import ReportedSteps, read_reported_steps
+from mooncake.conductor.query.server import PublisherSubscriptions, QueryServer, read_registrations
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.driver import Driver
 from mooncake.log import get_logger
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.security import TRUSTED, Access, check_address
-from mooncake.security.caller import Caller
+from mooncake.security.caller import HttpClientAuth
 from mooncake.types import InstanceId
 
 log = get_logger(__name__)
@@ -120,7 +120,7 @@ async def serve(settings: ConductorSettings) -> None:
     http_port = settings.http_port if file_port is None else file_port
     service = ConductorService(settings)
     server = ConductorServer(service)
-    publishers = Publishers(settings.hash_seed)
+    publishers = PublisherSubscriptions(settings.hash_seed)
     queries = QueryServer(publishers, settings.host, http_port, settings.admin_api_key)
     try:
         port = await server.start(settings.host, settings.port)
@@ -128,7 +128,7 @@ async def serve(settings: ConductorSettings) -> None:
         await queries.start()
         for one in registrations:
             publishers.register(one)
-        log.info("queries_answered", url=f"http://{settings.host}:{queries.port}")
+        log.info("query_server_ready", url=f"http://{settings.host}:{queries.port}")
         log.info("ready", role="conductor", address=f"{settings.host}:{port}", scheduling=settings.scheduling)
         await asyncio.get_running_loop().create_future()
     finally:
@@ -146,13 +146,13 @@ class ConductorService:
         self._driver: Driver[Event, Effect] = Driver(self.core, self._perform)
         self._answer: Decision | Refuse | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._caller = Caller(is_plain=settings.plain_engines)
-        self._followers = Followers(settings, self._driver.post, self._caller)
-        self._read: dict[InstanceId, Measured] = {}  # how far its measurements have been read
+        self._caller = HttpClientAuth(is_plain=settings.plain_engines)
+        self._followers = EventSubscriptions(settings, self._driver.post, self._caller)
+        self._read: dict[InstanceId, ReportedSteps] = {}  # how far its measurements have been read
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        exposition.show(self.core)
+        accuracy_metrics.register(self.core)
         timeout = aiohttp.ClientTimeout(total=self.settings.probe_timeout_s)
         connector = aiohttp.TCPConnector(ssl=self._caller.tls or True)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
@@ -160,7 +160,7 @@ class ConductorService:
 
     async def close(self) -> None:
         self._driver.close()
-        exposition.hide(self.core)
+        accuracy_metrics.unregister(self.core)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -201,7 +201,7 @@ class ConductorService:
         return self.core.status()
 
     async def admission(self) -> AdmissionStatus:
-        return self.core.judging.status()
+        return self.core.lifecycle.status()
 
     async def story(self, key: str) -> list[str]:
         return self.core.story(key)
@@ -268,7 +268,7 @@ class ConductorService:
 
     def _take_measured(self, instance: InstanceId, body: bytes) -> None:
         """Post what the instance has measured since it was last asked; only our workers tell."""
-        found = read_measured(body)
+        found = read_reported_steps(body)
         if found is not None:
             for event in found.since(self._read.get(instance), instance):
                 self._driver.post(event)
@@ -326,7 +326,7 @@ class ConductorServer:
         return Explained(self._service.explain_now(message.request_id))
 
     def _status(self, message: GetStatus, call: Call) -> Status:
-        return Status(self._service.core.status(), self._service.core.judging.status())
+        return Status(self._service.core.status(), self._service.core.lifecycle.status())
 
     def _story(self, message: GetStory, call: Call) -> Story:
         return Story(self._service.core.story(message.key))

@@ -23,7 +23,7 @@ from mooncake.metrics import registry
 
 log = get_logger(__name__)
 
-SAID_EVERY_S = 1.0
+LOG_EVERY_S = 1.0
 """How often a wait for memory that is overdue says so."""
 
 overdue_seconds = Counter(
@@ -106,14 +106,14 @@ class Claim:
 
         ``has_ended`` is asked as often: whoever could touch the memory is no more.
         """
-        while not self.wait(clock.monotonic() + SAID_EVERY_S):
+        while not self.wait(clock.monotonic() + LOG_EVERY_S):
             if has_ended():
                 return
-            self.say_overdue()
+            self.log_overdue()
 
-    def say_overdue(self) -> None:
-        """Somebody has waited for ``SAID_EVERY_S`` more."""
-        overdue_seconds.labels(self.operation).inc(SAID_EVERY_S)
+    def log_overdue(self) -> None:
+        """Somebody has waited for ``LOG_EVERY_S`` more."""
+        overdue_seconds.labels(self.operation).inc(LOG_EVERY_S)
         log.warning(
             "memory_kept",
             operation=self.operation,

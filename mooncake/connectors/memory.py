@@ -42,7 +42,7 @@ class ObjectLayout(Protocol):
     def object_offsets(self, layer: int, num_tokens: int) -> tuple[int, ...]: ...
 
 
-class Identity(Protocol):
+class CacheIdentity(Protocol):
     """Whose numbers the blocks are, in the key of each: ``KvIdentity`` or ``ForeignIdentity``."""
 
     @property
@@ -60,7 +60,7 @@ class DeviceEvent(Protocol):
 
 
 @dataclasses.dataclass(eq=False)
-class Held:
+class StagedBlocks:
     """Host memory for some blocks of the pool, from ``hold`` to ``release``."""
 
     block_ids: list[int]
@@ -78,23 +78,23 @@ class HostMemory(Protocol):
         """The host memory, to be registered with transfer."""
         ...
 
-    def hold(self, block_ids: Sequence[int]) -> Held | None:
+    def hold(self, block_ids: Sequence[int]) -> StagedBlocks | None:
         """Host memory for these blocks, or None when there is none left."""
         ...
 
-    def addresses(self, held: Held, layer: int, members: Sequence[int]) -> Column:
+    def addresses(self, held: StagedBlocks, layer: int, members: Sequence[int]) -> Column:
         """Addresses of the slabs of ``layer`` of some of the blocks: u64 [slabs * n], block by block."""
         ...
 
-    def leave(self, held: Held, layer: int, is_last: bool) -> int:
+    def leave(self, held: StagedBlocks, layer: int, is_last: bool) -> int:
         """``layer`` was computed. How many leading layers lie in host memory now; all, if ``is_last``."""
         ...
 
-    def enter(self, held: Held, layer: int) -> None:
+    def enter(self, held: StagedBlocks, layer: int) -> None:
         """``layer`` lies in host memory and is needed in the pool by what is computed next."""
         ...
 
-    def release(self, held: Held) -> None:
+    def release(self, held: StagedBlocks) -> None:
         """Give the memory back. May be said more than once."""
         ...
 
@@ -118,19 +118,19 @@ class SlabMemory:
         """First addresses (u64 [layers, slabs]) and strides (u64 [layers]), to tell a peer."""
         return self._first, self._strides
 
-    def hold(self, block_ids: Sequence[int]) -> Held | None:
-        return Held(list(block_ids))
+    def hold(self, block_ids: Sequence[int]) -> StagedBlocks | None:
+        return StagedBlocks(list(block_ids))
 
-    def addresses(self, held: Held, layer: int, members: Sequence[int]) -> Column:
+    def addresses(self, held: StagedBlocks, layer: int, members: Sequence[int]) -> Column:
         ids = np.array([held.block_ids[index] for index in members], dtype=np.uint64)
         column: Column = self._first[layer][None, :] + (ids * self._strides[layer])[:, None]
         return column.reshape(-1)
 
-    def leave(self, held: Held, layer: int, is_last: bool) -> int:
+    def leave(self, held: StagedBlocks, layer: int, is_last: bool) -> int:
         return layer + 1
 
-    def enter(self, held: Held, layer: int) -> None:
+    def enter(self, held: StagedBlocks, layer: int) -> None:
         pass
 
-    def release(self, held: Held) -> None:
+    def release(self, held: StagedBlocks) -> None:
         pass

@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 from prometheus_client import Counter
 
-from mooncake.connectors.asking import Asking, Work
-from mooncake.connectors.blocks import LinkSettings, failures, loaded_bytes, saved_bytes
-from mooncake.connectors.moving import DEFAULTS
-from mooncake.connectors.session import PoolSettings, Session
+from mooncake.connectors.block_transfer import DEFAULTS
+from mooncake.connectors.bounded_call import BoundedCall, BoundedCalls
+from mooncake.connectors.session import PoolSession, PoolSettings
+from mooncake.connectors.store_link import LinkSettings, failures, loaded_bytes, saved_bytes
 from mooncake.errors import MooncakeError, Refusal
 from mooncake.kvlayout import Column
 from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.store import PutGrant, ReadGrant
-from mooncake.store.buffers import Lent, LocalMemory
+from mooncake.store.client.buffers import LocalMemory, RegisteredBuffers
 from mooncake.types import ObjectKey
 
 log = get_logger(__name__)
@@ -76,9 +76,9 @@ class Pages:
     """
 
     def __init__(self, pool: PoolSettings, settings: LinkSettings = DEFAULTS) -> None:
-        self._session = Session(pool, settings.lookup_timeout_s)
+        self._session = PoolSession(pool, settings.lookup_timeout_s)
         self._settings = settings
-        self._asking = Asking(self._session, settings)
+        self._asking = BoundedCalls(self._session, settings)
         self._memory = LocalMemory(self._session.transfer)
 
     def register(self, spans: Sequence[Span]) -> None:
@@ -88,13 +88,13 @@ class Pages:
                 self._session.transfer.register(span)
             except MooncakeError as error:
                 log.warning("memory_not_registered", size_bytes=span[1], reason=str(error))
-        self._session.lend()
+        self._session.mount_segment()
 
     def find(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Which pages can be loaded; they stay for a moment."""
         return self.begin_find(keys).wait()
 
-    def begin_find(self, keys: Sequence[ObjectKey]) -> Work[list[bool]]:
+    def begin_find(self, keys: Sequence[ObjectKey]) -> BoundedCall[list[bool]]:
         """The same, for who does something else meanwhile."""
         store = self._session.store
         return self._asking.look_up("lookup", lambda end: store.exists(keys, end), [False] * len(keys))
@@ -103,12 +103,12 @@ class Pages:
         """Fill the memory of these pages. False: what is in it now is nothing."""
         return self._asking.move("load", lambda end: self._load(pages, end), [False] * len(pages)).wait()
 
-    def open(self, keys: Sequence[ObjectKey]) -> Work[list[ReadGrant | None]]:
+    def open(self, keys: Sequence[ObjectKey]) -> BoundedCall[list[ReadGrant | None]]:
         """Pages that can be loaded, for who has memory for them only when he knows how large they are."""
         store = self._session.store
         return self._asking.look_up("load", lambda end: store.open_reads(keys, end), [None] * len(keys))
 
-    def read(self, grants: Sequence[ReadGrant], spans: Sequence[Sequence[Span]]) -> Work[list[bool]]:
+    def read(self, grants: Sequence[ReadGrant], spans: Sequence[Sequence[Span]]) -> BoundedCall[list[bool]]:
         """Fill memory, of the pages' sizes, with what was opened. False: what is in it now is nothing."""
         return self._asking.move("load", lambda end: self._read(grants, spans, end), [False] * len(grants))
 
@@ -116,7 +116,7 @@ class Pages:
         """Store these pages. True: the store has it, whoever wrote it, or somebody is writing it."""
         return self.begin_save(pages).wait()
 
-    def begin_save(self, pages: Sequence[Page]) -> Work[list[bool]]:
+    def begin_save(self, pages: Sequence[Page]) -> BoundedCall[list[bool]]:
         """The same; the memory of the pages is read until this is done."""
         return self._asking.move("save", lambda end: self._save(pages, end), [False] * len(pages))
 
@@ -161,8 +161,8 @@ class Pages:
     ) -> list[bool]:
         if not grants:
             return []
-        with self._memory.target([span for page in spans for span in page]) as lent:
-            columns = _columns(spans, lent)
+        with self._memory.target([span for page in spans for span in page]) as prepared:
+            columns = _columns(spans, prepared)
             timeout_s = self._settings.load_timeout_s
             good = await self._session.store.read_ranges(grants, *columns, timeout_s, deadline)
         for grant, is_good in zip(grants, good, strict=True):
@@ -209,8 +209,8 @@ class Pages:
         """Fill the space of these grants and make it visible, or give it up: also when this is cancelled."""
         store = self._session.store
         try:
-            with self._memory.source([span for page in spans for span in page]) as lent:
-                columns = _columns(spans, lent)
+            with self._memory.source([span for page in spans for span in page]) as prepared:
+                columns = _columns(spans, prepared)
                 await store.write_ranges(grants, *columns, self._settings.load_timeout_s, deadline)
             return await store.end_puts(grants, deadline)
         except BaseException:
@@ -224,20 +224,20 @@ class Pages:
             log.info("put_not_aborted", num_pages=len(grants), reason=str(error))
 
 
-def patience(extra: Mapping[str, Any]) -> LinkSettings:
+def link_settings_of(extra: Mapping[str, Any]) -> LinkSettings:
     """As an engine's extra configuration has it; the words are those of ``LinkSettings``."""
     words = ("lookup_timeout_s", "load_timeout_s")
     return dataclasses.replace(DEFAULTS, **{word: float(extra[word]) for word in words if word in extra})
 
 
-def leading(flags: Sequence[bool]) -> int:
+def num_leading(flags: Sequence[bool]) -> int:
     """How many are true before the first that is not: a prefix ends at its first gap."""
     return next((count for count, flag in enumerate(flags) if not flag), len(flags))
 
 
-def _columns(pages: Sequence[Sequence[Span]], lent: Lent) -> tuple[Column, Column, Column]:
+def _columns(pages: Sequence[Sequence[Span]], prepared: RegisteredBuffers) -> tuple[Column, Column, Column]:
     """(object offsets, local addresses, lengths) of all pieces, page by page."""
     assert len({len(spans) for spans in pages}) == 1, "pages of one call are alike"
-    lengths = np.array(lent.sizes, dtype=np.uint64).reshape(len(pages), -1)
+    lengths = np.array(prepared.sizes, dtype=np.uint64).reshape(len(pages), -1)
     offsets = np.cumsum(lengths, axis=1, dtype=np.uint64) - lengths
-    return offsets.reshape(-1), np.array(lent.addresses, dtype=np.uint64), lengths.reshape(-1)
+    return offsets.reshape(-1), np.array(prepared.addresses, dtype=np.uint64), lengths.reshape(-1)

@@ -17,18 +17,18 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mooncake.compat.config_file import CONFIG_VARIABLE, MASTER_VARIABLE, MooncakeConfig
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
-from mooncake.mooncake_config import CONFIG_VARIABLE, MASTER_VARIABLE, MooncakeConfig
 from mooncake.store import AsyncStore, StoreSettings
-from mooncake.store.node import Node, NodeSettings
+from mooncake.store.node.node import Node, NodeSettings
 from mooncake.transfer import TransferEngine, TransferSettings
 
 log = get_logger(__name__)
 
 ResultT = TypeVar("ResultT")
 
-PATIENCE_S = 1.0
+DEFAULT_TIMEOUT_S = 1.0
 """A store that does not answer in time has no blocks: computing them takes about as long."""
 
 CLOSING_S = 10.0
@@ -68,7 +68,9 @@ class PoolSettings:
         if not given:
             usual = {"protocol": "", "tenant_id": "default", "local_hostname": "127.0.0.1"}
             words = {name: str(extra.get(name, value)) for name, value in usual.items()}
-            return cls(str(master), paths_of(words["protocol"]), words["local_hostname"], words["tenant_id"])
+            return cls(
+                str(master), transports_of(words["protocol"]), words["local_hostname"], words["tenant_id"]
+            )
         config = MooncakeConfig.of(
             {"local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE", **given}
         )
@@ -82,14 +84,14 @@ class PoolSettings:
         )
 
 
-def warn_of_unknown(extra: Mapping[str, object], known: Collection[str]) -> None:
+def warn_of_unknown_options(extra: Mapping[str, object], known: Collection[str]) -> None:
     """Words of an engine's extra configuration that mean nothing here are another's, or a mistake."""
     unknown = sorted(extra.keys() - known)
     if unknown:
         log.warning("extra_config_ignored", words=",".join(unknown))
 
 
-def paths_of(protocol: str) -> tuple[str, ...]:
+def transports_of(protocol: str) -> tuple[str, ...]:
     """Transports for a ``protocol`` that was asked for by name: that one and no other."""
     return (protocol,) if protocol else ()
 
@@ -150,7 +152,7 @@ class TransferThread:
         try:
             asyncio.run_coroutine_threadsafe(ending, self.loop).result(CLOSING_S)
         except (RuntimeError, TimeoutError) as error:  # an interpreter that ends starts no more threads
-            log.debug("session_cut_off", reason=str(error))
+            log.debug("session_close_timed_out", reason=str(error))
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(CLOSING_S)
@@ -173,13 +175,13 @@ class TransferThread:
         """What is to be closed on the loop."""
 
 
-class Session(TransferThread):
+class PoolSession(TransferThread):
     """The store, from a thread of its own. Its methods may be called from any thread.
 
     ``timeout_s``: how long one question to the master may take.
     """
 
-    def __init__(self, settings: PoolSettings, timeout_s: float = PATIENCE_S) -> None:
+    def __init__(self, settings: PoolSettings, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         super().__init__(settings.host, settings.transports)
         self._settings = settings
         self._timeout_s = timeout_s
@@ -190,16 +192,16 @@ class Session(TransferThread):
         settings = StoreSettings(timeout_s=self._timeout_s, tenant=self._settings.tenant)
         return AsyncStore(self._settings.master, self.transfer, settings)
 
-    def lend(self) -> None:
+    def mount_segment(self) -> None:
         """Give the pool what the settings say this process gives it. The store may come later."""
         if self._settings.lent_bytes and self._node is None:
-            self._node = self.wait(self._lend())
+            self._node = self.wait(self._mount_segment())
 
-    async def _lend(self) -> Node:
+    async def _mount_segment(self) -> Node:
         size_bytes = self._settings.lent_bytes
         node = Node(NodeSettings(master=self._settings.master, pool_size_bytes=size_bytes), self.transfer)
         await node.start()
-        log.info("memory_lent", size_bytes=size_bytes, master=self._settings.master)
+        log.info("segment_mounted", size_bytes=size_bytes, master=self._settings.master)
         return node
 
     async def _close(self) -> None:

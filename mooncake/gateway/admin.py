@@ -19,10 +19,10 @@ from mooncake import metrics
 from mooncake.conductor.messages import AddInstance, Drain
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.gateway.gateway import Gateway
-from mooncake.gateway.reading import read_body
-from mooncake.inference.openai import ApiError
+from mooncake.gateway.request_parsing import read_body
+from mooncake.http.openai import ApiError
 from mooncake.rpc.client import split_address
-from mooncake.types import Role
+from mooncake.types import WorkerRole
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 
@@ -66,7 +66,7 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
         """Who serves, in detail for who has the key; how many to everybody."""
         found = await _status(gateway)
         if not is_inside and gateway.admin_key.refusal(http.headers) is not None:
-            found = {name: found[name] for name in _FOR_EVERYBODY}
+            found = {name: found[name] for name in _PUBLIC_FIELDS}
         return _json(found)
 
     @app.get("/story/{key:path}", responses={**_KEY_ERRORS, 404: _ERRORS[404], 503: _ERRORS[503]})
@@ -82,9 +82,9 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
     async def add(http: Request) -> Response:
         change = await _change(gateway, http)
         if change.port is not None:
-            gateway.engines.ports[change.instance] = change.port
-        gateway.engines.forget(change.instance)
-        await _apply(gateway, AddInstance(change.instance, Role(change.type)))
+            gateway.backends.ports[change.instance] = change.port
+        gateway.backends.forget(change.instance)
+        await _apply(gateway, AddInstance(change.instance, WorkerRole(change.type)))
         return _json({"message": f"added {change.instance} to {change.type}", "status": "added"})
 
     @app.post("/instances/remove", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
@@ -102,7 +102,7 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
     async def healthcheck() -> Response:
         """As proxies of the existing packages answer."""
         rows = await gateway.scheduling.status()
-        counts = {f"{role}_instances": sum(row.role is role for row in rows) for role in Role}
+        counts = {f"{role}_instances": sum(row.role is role for row in rows) for role in WorkerRole}
         return _json({"status": "ok", **counts})
 
     @app.post("/instances/drain", openapi_extra=_TAKES_CHANGE, responses=_ERRORS)
@@ -120,7 +120,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     503: {"description": "The conductor can't be reached"},
 }
 _KEY_ERRORS: dict[int | str, dict[str, Any]] = {number: _ERRORS[number] for number in (401, 403)}
-_FOR_EVERYBODY = ("model", "degraded", "prefill_node_count", "decode_node_count")
+_PUBLIC_FIELDS = ("model", "degraded", "prefill_node_count", "decode_node_count")
 """Of ``/status``, what strangers may know."""
 
 _TAKES_CHANGE: dict[str, Any] = {
@@ -145,12 +145,13 @@ _TAKES_CHANGE: dict[str, Any] = {
 
 async def _status(gateway: Gateway) -> dict[str, Any]:
     rows = await gateway.scheduling.status()
-    ready = {role: sum(row.role is role and row.health == "ready" for row in rows) for role in Role}
+    ready = {role: sum(row.role is role and row.health == "ready" for row in rows) for role in WorkerRole}
     degraded = ""
     if not any(ready.values()):
         degraded = "no instance is ready"
     elif not all(ready.values()):
-        degraded = f"no {Role.PREFILL if not ready[Role.PREFILL] else Role.DECODE} instance is ready"
+        missing = WorkerRole.DECODE if ready[WorkerRole.PREFILL] else WorkerRole.PREFILL
+        degraded = f"no {missing} instance is ready"
     found: dict[str, Any] = {
         "model": gateway.settings.model_name,
         "max_model_len": gateway.max_model_len,
@@ -159,10 +160,10 @@ async def _status(gateway: Gateway) -> dict[str, Any]:
         "protocol": gateway.protocol if gateway.seems_to_front_engines else "workers",
         "conductor": gateway.conductor_state,
         "degraded": degraded,
-        "requests_in_flight": gateway.gate.num_in_flight,
+        "requests_in_flight": gateway.limiter.num_in_flight,
         "instances": rows,
     }
-    for role in Role:
+    for role in WorkerRole:
         nodes = [row.instance for row in rows if row.role is role]
         found |= {f"{role}_node_count": len(nodes), f"{role}_nodes": nodes}
     return found

@@ -1,9 +1,9 @@
 """The gateway process and its OpenAI endpoints.
 
 Owns the endpoints, and what is counted and said when one fails. A request goes to our workers
-(``routing.py``) or to other engines (``relaying.py``); who serves it is the conductor's choice, which runs
-inside this process or, with ``--conductor``, in one of its own. No torch is needed here: the gateway must
-start quickly and fit on a small machine.
+(``own_workers.py``) or to other engines (``any_engine.py``); who serves it is the conductor's choice, which
+runs inside this process or, with ``--conductor``, in one of its own. No torch is needed here: the gateway
+must start quickly and fit on a small machine.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from starlette.exceptions import HTTPException
 import mooncake
 from mooncake import metrics
 from mooncake.errors import InvalidArgument, ModelError
-from mooncake.gateway import admin, explaining
-from mooncake.gateway.answer import AnyRequest
+from mooncake.gateway import admin, explain_api
+from mooncake.gateway.any_engine import serve_any_engine
 from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer, Public
-from mooncake.gateway.reading import decoded, names_of, read_body, request_id_of
-from mooncake.gateway.relaying import relay
-from mooncake.gateway.routing import route
-from mooncake.inference.openai import (
+from mooncake.gateway.own_workers import serve_own_workers
+from mooncake.gateway.own_workers_answer import AnyRequest
+from mooncake.gateway.request_parsing import decoded, names_of, read_body, request_id_of
+from mooncake.http.openai import (
     ApiError,
     ChatCompletionRequest,
     CompletionRequest,
@@ -40,9 +40,9 @@ from mooncake.inference.openai import (
     parse_request,
     to_json,
 )
+from mooncake.http.server import HttpServer, listen
 from mooncake.log import get_logger
-from mooncake.security import Identity, check_address, is_loopback, ours
-from mooncake.web import WebServer, listen
+from mooncake.security import Identity, check_address, is_loopback, process_identity
 
 log = get_logger(__name__)
 
@@ -63,20 +63,20 @@ async def serve(settings: GatewaySettings) -> None:
         AddressInUse: the port is taken.
     """
     check_address(settings.host)
-    check_who_comes_in(settings, ours())
-    tls = tls_of(settings, ours())
+    check_exposure(settings, process_identity())
+    tls = tls_of(settings, process_identity())
     listening = listen(settings.host, settings.port)
     for_operators = listen(settings.metrics_host, settings.metrics_port)
     tokenizer = await asyncio.to_thread(_load_tokenizer, settings)
     gateway = Gateway(settings, tokenizer)
-    server = WebServer(create_app(gateway), listening, tls=tls, max_connections=settings.max_connections)
-    desk = WebServer(create_desk(gateway), for_operators, max_connections=MAX_OPERATORS)
-    keeping = asyncio.create_task(_keep_clients(gateway))
+    server = HttpServer(create_app(gateway), listening, tls=tls, max_connections=settings.max_connections)
+    operator_server = HttpServer(create_operator_app(gateway), for_operators, max_connections=MAX_OPERATORS)
+    key_watch = asyncio.create_task(_watch_client_keys(gateway))
     try:
         await server.start()
-        await desk.start()
+        await operator_server.start()
         address = f"{'https' if tls else 'http'}://{settings.host}:{server.port}"
-        metrics_address = f"http://{settings.metrics_host}:{desk.port}"
+        metrics_address = f"http://{settings.metrics_host}:{operator_server.port}"
         log.info(
             "ready",
             role="gateway",
@@ -87,12 +87,12 @@ async def serve(settings: GatewaySettings) -> None:
         )
         await server.wait()
     finally:
-        keeping.cancel()
-        await desk.close()
+        key_watch.cancel()
+        await operator_server.close()
         await server.close()
 
 
-def check_who_comes_in(settings: GatewaySettings, identity: Identity) -> None:
+def check_exposure(settings: GatewaySettings, identity: Identity) -> None:
     """A gateway's clients are strangers by nature: beyond loopback it must know them by something.
 
     Raises:
@@ -131,23 +131,23 @@ def tls_of(settings: GatewaySettings, identity: Identity) -> ssl.SSLContext | No
     return context
 
 
-async def _keep_clients(gateway: Gateway) -> None:
+async def _watch_client_keys(gateway: Gateway) -> None:
     """The file of keys is read again when it changes, and at SIGHUP."""
     if gateway.clients is None:
         return
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.reload_clients)
     while True:
-        await asyncio.sleep(KEYS_EVERY_S)
+        await asyncio.sleep(KEYS_CHECK_INTERVAL_S)
         gateway.reload_clients(is_asked=False)
 
 
-def create_desk(gateway: Gateway) -> FastAPI:
+def create_operator_app(gateway: Gateway) -> FastAPI:
     """The application of the port for operators; ``create_app`` starts and closes ``gateway``."""
     app = FastAPI(title="Mooncake gateway, for operators", version=mooncake.__version__)
     _answer_errors(app)
     is_inside = is_loopback(gateway.settings.metrics_host)
     admin.add_routes(app, gateway, is_inside)
-    explaining.add_routes(app, gateway, is_inside)
+    explain_api.add_routes(app, gateway, is_inside)
     return app
 
 
@@ -165,14 +165,14 @@ def _load_tokenizer(settings: GatewaySettings) -> PromptTokenizer | None:
     except (ModelError, ModuleNotFoundError) as error:
         if settings.protocol == "workers":
             raise
-        log.info("no_tokenizer", model=settings.model, reason=str(error))
+        log.info("tokenizer_unavailable", model=settings.model, reason=str(error))
         return None
 
 
 MAX_OPERATORS = 64
 """Connections to the port for operators."""
 
-KEYS_EVERY_S = 2.0
+KEYS_CHECK_INTERVAL_S = 2.0
 """How often the file of keys is looked at."""
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -202,7 +202,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     _answer_errors(app)
     _add_models(app, gateway)
     admin.add_routes(app, gateway)
-    explaining.add_routes(app, gateway)
+    explain_api.add_routes(app, gateway)
     return app
 
 
@@ -236,20 +236,20 @@ def _add_models(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest), responses=_ERRORS)
     async def completions(http: Request) -> Response:
-        return await _either(gateway, http, partial(parse_request, CompletionRequest))
+        return await _dispatch(gateway, http, partial(parse_request, CompletionRequest))
 
     @app.post("/v1/chat/completions", openapi_extra=_takes(ChatCompletionRequest), responses=_ERRORS)
     async def chat_completions(http: Request) -> Response:
-        return await _either(gateway, http, partial(parse_request, ChatCompletionRequest))
+        return await _dispatch(gateway, http, partial(parse_request, ChatCompletionRequest))
 
     @app.get("/v1/models")
     async def models(http: Request) -> Response:
-        _know(gateway, http)
+        _authenticate(gateway, http)
         return Response(to_json(ModelList(await _cards(gateway))), media_type="application/json")
 
     @app.get("/v1/models/{model:path}", responses={404: _ERRORS[404]})
     async def model(http: Request, model: str) -> Response:
-        _know(gateway, http)
+        _authenticate(gateway, http)
         cards = await _cards(gateway)
         for card in cards:
             if card.id == model:
@@ -280,21 +280,21 @@ def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
     return {name: _inlined(value, definitions) for name, value in schema.items()}
 
 
-async def _either(
+async def _dispatch(
     gateway: Gateway, http: Request, parse: Callable[[bytes], CompletionRequest | ChatCompletionRequest]
 ) -> Response:
     """One answer, by our workers or by other engines."""
-    _know(gateway, http)  # before a byte of the body is read
+    _authenticate(gateway, http)  # before a byte of the body is read
     content = await read_body(http, gateway.settings.max_body_bytes)
     if await gateway.fronts_engines():
-        response = await relay(gateway, http, _endpoint(http), content)
+        response = await serve_any_engine(gateway, http, _endpoint(http), content)
     else:
-        response = await route(gateway, http, await decoded(content, parse))
+        response = await serve_own_workers(gateway, http, await decoded(content, parse))
     _requests.labels(_endpoint(http), 200).inc()
     return response
 
 
-def _know(gateway: Gateway, http: Request) -> None:
+def _authenticate(gateway: Gateway, http: Request) -> None:
     """Remember with the request who sent it. Raises ApiError, 401, where a key is needed and wrong."""
     http.state.client = None if gateway.clients is None else gateway.clients.of(http.headers)
 
@@ -304,7 +304,7 @@ async def _cards(gateway: Gateway) -> list[ModelCard]:
     own = gateway.model_card()
     if not await gateway.fronts_engines():
         return [own]
-    found = await gateway.engines.models(gateway.scheduling)
+    found = await gateway.backends.models(gateway.scheduling)
     return [*found, *([own] if own.id not in [card.id for card in found] else [])]
 
 

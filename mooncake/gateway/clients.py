@@ -23,7 +23,7 @@ from prometheus_client import Counter
 
 from mooncake import metrics
 from mooncake.errors import InvalidArgument
-from mooncake.inference.openai import ApiError
+from mooncake.http.openai import ApiError
 from mooncake.security.identity import check_private
 
 MAX_FILE_BYTES = 16 << 20
@@ -76,7 +76,7 @@ class ClientEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return self.salt or hashlib.sha256(f"mooncake tenant\0{self.tenant_name}".encode()).hexdigest()
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class _ClientKeysFile(msgspec.Struct, forbid_unknown_fields=True):
     keys: list[ClientEntry]
 
 
@@ -229,7 +229,7 @@ def read_clients(path: str | Path) -> list[ClientEntry]:
     if len(text) > MAX_FILE_BYTES:
         raise wrong("it is too large")
     try:
-        entries = msgspec.convert(_decoded(Path(path).suffix, text.decode()), _File).keys
+        entries = msgspec.convert(_decoded(Path(path).suffix, text.decode()), _ClientKeysFile).keys
     except (ValueError, msgspec.ValidationError) as error:
         # A decoder's message may quote the line, and so a key.
         shown = str(error) if isinstance(error, msgspec.ValidationError) else type(error).__name__

@@ -16,26 +16,26 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from mooncake import clock
-from mooncake.conductor.client import RemoteConductor, Scheduling
+from mooncake.conductor.client import ConductorClient, RemoteConductor
 from mooncake.conductor.messages import AddInstance
 from mooncake.conductor.server import ConductorService
 from mooncake.conductor.settings import SchedulingSettings, Seconds
 from mooncake.config import AlsoFrom, Port, Secret, Size
 from mooncake.errors import InvalidArgument
+from mooncake.gateway.backends import Backends
 from mooncake.gateway.clients import Clients, read_clients
-from mooncake.gateway.engines import Engines
-from mooncake.gateway.gate import Gate
-from mooncake.gateway.naming import NamedRequests
-from mooncake.gateway.prompts import Prompts, Tokenizing
-from mooncake.gateway.protocols import Protocol
-from mooncake.gateway.workers import WorkerFailed, Workers
-from mooncake.inference.openai import ApiError, ModelCard
+from mooncake.gateway.handoff import Protocol
+from mooncake.gateway.limiter import ConcurrencyLimiter
+from mooncake.gateway.prompts import PromptHasher, Tokenizing
+from mooncake.gateway.request_ids import RequestIdTable
+from mooncake.gateway.worker_client import WorkerClient, WorkerFailed
+from mooncake.http.openai import ApiError, ModelCard
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
 from mooncake.security import Identity
-from mooncake.security.adminkey import AdminKey
-from mooncake.security.caller import Caller
-from mooncake.types import InstanceId, Role
+from mooncake.security.admin_key import AdminKey
+from mooncake.security.caller import HttpClientAuth
+from mooncake.types import InstanceId, WorkerRole
 
 log = get_logger(__name__)
 
@@ -205,7 +205,7 @@ class Gateway:
         # Engines of others know nothing of our cluster's certificates.
         is_plain = settings.plain_engines or settings.protocol not in ("auto", "workers")
         self._as_conductor = replace(settings, plain_engines=is_plain)
-        self.workers = Workers(settings.stall_timeout_s, Caller(is_plain=is_plain))
+        self.workers = WorkerClient(settings.stall_timeout_s, HttpClientAuth(is_plain=is_plain))
         self.admin_key = AdminKey(settings.admin_api_key)
         self.clients: Clients | None = None
         """By their keys; None where clients need none."""
@@ -214,23 +214,23 @@ class Gateway:
             self._keys_seen = _stamp(settings.api_keys_file)
             self.clients = Clients(read_clients(settings.api_keys_file), clock.monotonic())
         self.instances = {
-            Role.PREFILL: read_instances("prefill", settings.prefill),
-            Role.DECODE: read_instances("decode", settings.decode),
+            WorkerRole.PREFILL: read_instances("prefill", settings.prefill),
+            WorkerRole.DECODE: read_instances("decode", settings.decode),
         }
         ports = {one: port for pairs in self.instances.values() for one, port in pairs if port is not None}
-        self.engines = Engines(self.workers, settings.engine_api_key, ports)
+        self.backends = Backends(self.workers, settings.engine_api_key, ports)
         # A policy that looks at nobody's cache needs no names of blocks.
         how = settings.tokenizing if settings.scheduling in _BY_CACHE else "none"
-        self.prompts = Prompts(tokenizer, self.workers, self.engines, settings.block_tokens, how)
-        self.gate = Gate(settings.max_in_flight)
-        self.named = NamedRequests()
+        self.prompts = PromptHasher(tokenizer, self.workers, self.backends, settings.block_tokens, how)
+        self.limiter = ConcurrencyLimiter(settings.max_in_flight)
+        self.request_ids = RequestIdTable()
         self.created = int(clock.wall())
         self.max_model_len: int | None = None
         """Context of the model; known when a worker has been asked."""
         self._service: ConductorService | RemoteConductor | None = None
 
     @property
-    def scheduling(self) -> Scheduling:
+    def scheduling(self) -> ConductorClient:
         assert self._service is not None, "start() first"
         return self._service
 
@@ -270,7 +270,7 @@ class Gateway:
     async def fronts_engines(self) -> bool:
         """Whether requests are handed on as they are, rather than done with our workers."""
         if self.tokenizer is not None and self.settings.protocol == "auto":
-            await self.engines.models(self.scheduling)
+            await self.backends.models(self.scheduling)
         return self.seems_to_front_engines
 
     @property
@@ -279,7 +279,7 @@ class Gateway:
         settings = self.settings
         return self.tokenizer is None or (
             settings.protocol != "workers"
-            and (settings.protocol != "auto" or self.engines.seem_ours is False)
+            and (settings.protocol != "auto" or self.backends.are_own_workers is False)
         )
 
     async def close(self) -> None:
@@ -333,6 +333,6 @@ class Gateway:
         try:
             cards = await self.workers.models(instance)
         except WorkerFailed as error:
-            log.info("model_unknown", instance=instance, reason=error.reason)
+            log.info("context_length_unknown", instance=instance, reason=error.reason)
             return None
         return cards[0].max_model_len if cards else None

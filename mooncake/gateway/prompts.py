@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from mooncake.conductor.client import Scheduling
+from mooncake.conductor.client import ConductorClient
 from mooncake.errors import InvalidArgument, MooncakeError
-from mooncake.gateway.engines import Engines
-from mooncake.gateway.workers import Workers
-from mooncake.inference.openai import ApiError
+from mooncake.gateway.backends import Backends
+from mooncake.gateway.worker_client import WorkerClient
+from mooncake.http.openai import ApiError
 from mooncake.log import get_logger
 from mooncake.prefix import BlockKey, block_hashes, root_hash, short_key
 
@@ -42,7 +42,7 @@ _OF_CHAT = (
 _OF_TEXT = ("model", "prompt", "add_special_tokens")
 
 
-class PromptNames(msgspec.Struct):
+class PromptKeys(msgspec.Struct):
     """A prompt, as far as a conductor needs to know it."""
 
     num_tokens: int
@@ -56,67 +56,73 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
-class Prompts:
+class PromptHasher:
     """``tokenizer``: of the model, if there is one (``gateway.PromptTokenizer``)."""
 
     def __init__(
-        self, tokenizer: Any, workers: Workers, engines: Engines, block_tokens: int, how: Tokenizing
+        self, tokenizer: Any, workers: WorkerClient, backends: Backends, block_tokens: int, how: Tokenizing
     ) -> None:
         self._tokenizer = tokenizer
-        self._workers, self._engines = workers, engines
+        self._workers, self._backends = workers, backends
         self._block_tokens = block_tokens
         self._how = how
         self._agrees: dict[bool, bool] = {}
         """Of chats and of texts: whether tokenizer and engine made the same of the first one."""
-        self._engine_tells = how in ("auto", "engine")
+        self._engine_tokenizes = how in ("auto", "engine")
 
     async def name(
-        self, asked: Mapping[str, Any], adapter: str, headers: Mapping[str, str], scheduling: Scheduling
-    ) -> PromptNames:
+        self,
+        request: Mapping[str, Any],
+        adapter: str,
+        headers: Mapping[str, str],
+        scheduling: ConductorClient,
+    ) -> PromptKeys:
         """Names for the (first) prompt of a request."""
-        salt = str(asked.get("cache_salt") or "")
-        prompt = _first_prompt(asked)
+        salt = str(request.get("cache_salt") or "")
+        prompt = _first_prompt(request)
         if self._how == "none":
-            return PromptNames(_guessed_tokens(prompt))
-        tokens = prompt if isinstance(prompt, list) and "messages" not in asked else None
+            return PromptKeys(_guessed_tokens(prompt))
+        tokens = prompt if isinstance(prompt, list) and "messages" not in request else None
         if tokens is None and self._how != "text":
-            tokens = await self._tokens(asked, prompt, headers, scheduling)
+            tokens = await self._tokens(request, prompt, headers, scheduling)
         if tokens is None:
-            text = _text_of(asked, prompt)
+            text = _text_of(request, prompt)
             words = text[: len(text) - len(text) % BYTES_PER_TOKEN]  # each is hashed like a token
             keys = self._keys(words, self._block_tokens, salt, adapter + _TEXT_ADAPTER)
-            return PromptNames(max(1, len(text) // BYTES_PER_TOKEN), keys, is_text=True)
+            return PromptKeys(max(1, len(text) // BYTES_PER_TOKEN), keys, is_text=True)
         try:
             keys = self._keys(tokens, self._block_tokens, salt, adapter)
         except (OverflowError, TypeError):
-            return PromptNames(max(1, len(tokens)))  # no tokens; the engine will say what is wrong
+            return PromptKeys(max(1, len(tokens)))  # no tokens; the engine will say what is wrong
         bare = self._keys(tokens, self._block_tokens, "", adapter) if salt else []
-        return PromptNames(max(1, len(tokens)), keys, bare)
+        return PromptKeys(max(1, len(tokens)), keys, bare)
 
     def _keys(self, items: Any, size: int, salt: str, adapter: str) -> list[BlockKey]:
         return [short_key(one) for one in block_hashes(items, size, root_hash(salt, adapter))]
 
     async def _tokens(
-        self, asked: Mapping[str, Any], prompt: Any, headers: Mapping[str, str], scheduling: Scheduling
+        self, request: Mapping[str, Any], prompt: Any, headers: Mapping[str, str], scheduling: ConductorClient
     ) -> list[int] | None:
         """None when nobody can tell."""
-        is_chat = "messages" in asked
-        ours = await self._by_tokenizer(asked, prompt) if self._agrees.get(is_chat, True) else None
-        if ours is not None and (is_chat in self._agrees or not self._engine_tells):
+        is_chat = "messages" in request
+        ours = await self._by_tokenizer(request, prompt) if self._agrees.get(is_chat, True) else None
+        if ours is not None and (is_chat in self._agrees or not self._engine_tokenizes):
             return ours
-        theirs = await self._by_engine(asked, prompt, headers, scheduling) if self._engine_tells else None
+        theirs = (
+            await self._by_engine(request, prompt, headers, scheduling) if self._engine_tokenizes else None
+        )
         if ours is not None and theirs is not None:
             self._agrees[is_chat] = ours == theirs
             if ours != theirs:
                 reason = f"the engine makes {len(theirs)} tokens of a prompt, the gateway's model {len(ours)}"
-                log.warning("tokenizer_not_used", is_chat=is_chat, reason=reason)
+                log.warning("tokenizer_mismatch", is_chat=is_chat, reason=reason)
         return ours if theirs is None else theirs
 
-    async def _by_tokenizer(self, asked: Mapping[str, Any], prompt: Any) -> list[int] | None:
+    async def _by_tokenizer(self, request: Mapping[str, Any], prompt: Any) -> list[int] | None:
         tokenizer = self._tokenizer
-        if tokenizer is None or self._how == "engine" or asked.get("tools") or asked.get("chat_template"):
+        if tokenizer is None or self._how == "engine" or request.get("tools") or request.get("chat_template"):
             return None
-        is_chat = "messages" in asked
+        is_chat = "messages" in request
         if is_chat and not all(_is_plain(message) for message in prompt):
             return None
 
@@ -126,9 +132,9 @@ class Prompts:
             return list(
                 tokenizer.chat(
                     prompt,
-                    asked.get("add_generation_prompt", True),
-                    continue_final_message=bool(asked.get("continue_final_message")),
-                    variables=dict(asked.get("chat_template_kwargs") or {}),
+                    request.get("add_generation_prompt", True),
+                    continue_final_message=bool(request.get("continue_final_message")),
+                    variables=dict(request.get("chat_template_kwargs") or {}),
                 )
             )
 
@@ -138,14 +144,14 @@ class Prompts:
             return None  # the engine will say what is wrong
 
     async def _by_engine(
-        self, asked: Mapping[str, Any], prompt: Any, headers: Mapping[str, str], scheduling: Scheduling
+        self, request: Mapping[str, Any], prompt: Any, headers: Mapping[str, str], scheduling: ConductorClient
     ) -> list[int] | None:
-        instance = await self._engines.someone(scheduling)
+        instance = await self._backends.pick_instance(scheduling)
         if instance is None:
             return None
-        names = _OF_CHAT if "messages" in asked else _OF_TEXT
-        body = {name: asked[name] for name in names if asked.get(name) is not None}
-        if "messages" not in asked:
+        names = _OF_CHAT if "messages" in request else _OF_TEXT
+        body = {name: request[name] for name in names if request.get(name) is not None}
+        if "messages" not in request:
             body["prompt"] = prompt
         try:
             async with asyncio.timeout(TOKENIZE_TIMEOUT_S):
@@ -153,27 +159,27 @@ class Prompts:
             return msgspec.json.decode(answer, type=_Tokens).tokens
         except ApiError as error:
             if error.status in (404, 405, 501):
-                log.info("no_tokenize", instance=instance, reason=str(error))
-                self._engine_tells = False
+                log.info("engine_tokenize_unsupported", instance=instance, reason=str(error))
+                self._engine_tokenizes = False
         except (MooncakeError, TimeoutError, msgspec.MsgspecError) as error:
-            log.info("not_tokenized", instance=instance, reason=str(error))
+            log.info("engine_tokenize_failed", instance=instance, reason=str(error))
         return None
 
 
-def _first_prompt(asked: Mapping[str, Any]) -> Any:
+def _first_prompt(request: Mapping[str, Any]) -> Any:
     """Messages, a text, or token ids; of several prompts the first."""
-    if "messages" in asked:
-        return asked["messages"]
-    prompt = asked.get("prompt")
+    if "messages" in request:
+        return request["messages"]
+    prompt = request.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     return prompt if isinstance(prompt, str | list) else ""
 
 
-def _text_of(asked: Mapping[str, Any], prompt: Any) -> bytes:
+def _text_of(request: Mapping[str, Any], prompt: Any) -> bytes:
     if isinstance(prompt, str):
         return prompt.encode()
-    tools = msgspec.json.encode(asked["tools"]) if asked.get("tools") else b""
+    tools = msgspec.json.encode(request["tools"]) if request.get("tools") else b""
     if not all(_is_plain(message) for message in prompt):
         return tools + msgspec.json.encode(prompt)
     # Little around the texts, or all chats would seem to begin alike.

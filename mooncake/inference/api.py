@@ -19,14 +19,12 @@ from fastapi.responses import StreamingResponse
 from prometheus_client import Counter, Gauge
 
 import mooncake
-from mooncake import clock, metrics, web
+from mooncake import clock, metrics
 from mooncake.errors import InvalidArgument, MooncakeError
-from mooncake.inference import bigjson
-from mooncake.inference.answers import ChatWriter, Piece, TextWriter
-from mooncake.inference.engine import EngineStats
-from mooncake.inference.generate import Counts, GenerationFailed, Generator, Refused
-from mooncake.inference.latency import e2e_seconds, itl_seconds, ttft_seconds
-from mooncake.inference.openai import (
+from mooncake.http import large_json, server
+from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter
+from mooncake.http.latency import e2e_seconds, itl_seconds, ttft_seconds
+from mooncake.http.openai import (
     STREAM_END,
     ApiError,
     ChatCompletionRequest,
@@ -42,10 +40,12 @@ from mooncake.inference.openai import (
     parse_request,
     to_json,
 )
+from mooncake.inference.engine import EngineStats
+from mooncake.inference.generator import GenerationFailed, GenerationRefused, Generator, TokenCounts
 from mooncake.inference.request import Request as EngineRequest
 from mooncake.inference.request import SamplingParams
 from mooncake.log import get_logger
-from mooncake.types import Role
+from mooncake.types import WorkerRole
 
 log = get_logger(__name__)
 
@@ -82,7 +82,7 @@ class Api:
 
     generator: Generator
     model: str
-    role: Role
+    role: WorkerRole
     events: KvEventSource
     kv_identity: str = ""
     echoes_transfers: bool = False
@@ -151,19 +151,21 @@ def create_app(api: Api) -> FastAPI:
     return app
 
 
-async def _answer(api: Api, http: Request, asked: AnyRequest) -> Response:
-    if asked.model is not None and asked.model != api.model:
-        raise model_not_found(asked.model, api.model)
-    prompts = await asyncio.to_thread(_prompts_of, api, asked)
+async def _answer(api: Api, http: Request, api_request: AnyRequest) -> Response:
+    if api_request.model is not None and api_request.model != api.model:
+        raise model_not_found(api_request.model, api.model)
+    prompts = await asyncio.to_thread(_prompts_of, api, api_request)
     answer_id = http.headers.get("x-request-id") or uuid.uuid4().hex
-    prefix = "chatcmpl" if isinstance(asked, ChatCompletionRequest) else "cmpl"
+    prefix = "chatcmpl" if isinstance(api_request, ChatCompletionRequest) else "cmpl"
     requests = [
-        _engine_request(api, asked, prompt, f"{answer_id}-{uuid.uuid4().hex[:8]}-{number}-{choice}", choice)
+        _engine_request(
+            api, api_request, prompt, f"{answer_id}-{uuid.uuid4().hex[:8]}-{number}-{choice}", choice
+        )
         for number, prompt in enumerate(prompts)
-        for choice in range(asked.n)
+        for choice in range(api_request.n)
     ]
-    answer = _Answer(api, asked, requests, f"{prefix}-{answer_id}")
-    if not asked.stream:
+    answer = _Answer(api, api_request, requests, f"{prefix}-{answer_id}")
+    if not api_request.stream:
         return _json(to_json(await _unless_disconnected(http, answer.whole())))
     # The first piece is awaited here, so that a refusal still has a status of its own.
     stream = answer.stream()
@@ -182,20 +184,20 @@ class _Answer:
     """One HTTP answer: one or more sequences, written whole or as a stream."""
 
     def __init__(
-        self, api: Api, asked: AnyRequest, requests: Sequence[EngineRequest], answer_id: str
+        self, api: Api, api_request: AnyRequest, requests: Sequence[EngineRequest], answer_id: str
     ) -> None:
         self._api = api
-        self._asked = asked
+        self._api_request = api_request
         self._requests = requests
-        self._counts = [Counts() for _ in requests]
-        writer = ChatWriter if isinstance(asked, ChatCompletionRequest) else TextWriter
-        self._writer = writer(answer_id, int(clock.wall()), api.model, asked.return_token_ids)
+        self._counts = [TokenCounts() for _ in requests]
+        writer = ChatWriter if isinstance(api_request, ChatCompletionRequest) else CompletionWriter
+        self._writer = writer(answer_id, int(clock.wall()), api.model, api_request.return_token_ids)
         self._began = clock.monotonic()
-        self._text_offset = _transfer_count(asked, "output_text_offset")
-        self._is_prefill = _is_prefill(asked)
+        self._text_offset = _transfer_count(api_request, "output_text_offset")
+        self._is_prefill = _is_prefill(api_request)
 
     async def whole(self) -> Any:
-        choices = [Piece(index) for index in range(len(self._requests))]
+        choices = [AnswerPiece(index) for index in range(len(self._requests))]
 
         async def collect(index: int) -> None:
             async for piece in self._pieces(index):
@@ -208,7 +210,7 @@ class _Answer:
         return self._writer.whole(choices, self._usage(), self._hand_over())
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        merged: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(MAX_UNREAD_PIECES)
+        merged: asyncio.Queue[AnswerPiece | BaseException | None] = asyncio.Queue(MAX_UNREAD_PIECES)
 
         async def feed(index: int) -> None:
             try:
@@ -236,10 +238,11 @@ class _Answer:
                     num_open -= 1
                 elif news.text or news.token_ids or news.finish_reason:
                     with_usage = (
-                        self._asked.stream_options and self._asked.stream_options.continuous_usage_stats
+                        self._api_request.stream_options
+                        and self._api_request.stream_options.continuous_usage_stats
                     )
                     yield self._writer.chunk(news, self._usage() if with_usage else None)
-            if self._asked.include_usage:
+            if self._api_request.include_usage:
                 yield self._writer.usage_chunk(self._usage(), self._hand_over())
             self._account()
             yield STREAM_END
@@ -248,7 +251,7 @@ class _Answer:
                 task.cancel()
             await asyncio.gather(*feeds, return_exceptions=True)
 
-    async def _pieces(self, index: int) -> AsyncIterator[Piece]:
+    async def _pieces(self, index: int) -> AsyncIterator[AnswerPiece]:
         last: float | None = None
         pieces = self._api.generator.pieces(
             self._requests[index], self._counts[index], text_offset=self._text_offset, index=index
@@ -264,7 +267,7 @@ class _Answer:
                 yield piece
 
     def _usage(self) -> Usage:
-        first_of_prompts = self._counts[:: self._asked.n]
+        first_of_prompts = self._counts[:: self._api_request.n]
         return Usage.of(
             sum(counts.num_prompt_tokens for counts in first_of_prompts),
             sum(counts.num_output_tokens for counts in self._counts),
@@ -272,7 +275,7 @@ class _Answer:
         )
 
     def _hand_over(self) -> dict[str, Any] | None:
-        told = (self._asked.kv_transfer_params or {}) if self._api.echoes_transfers else {}
+        told = (self._api_request.kv_transfer_params or {}) if self._api.echoes_transfers else {}
         if not self._is_prefill:
             return told or None
         counts = self._counts[0]
@@ -294,16 +297,16 @@ class _Answer:
             external_hits.inc(counts.num_cached_tokens - counts.num_local_tokens)
 
 
-def _prompts_of(api: Api, asked: AnyRequest) -> list[list[int]]:
+def _prompts_of(api: Api, api_request: AnyRequest) -> list[list[int]]:
     """Token ids of each prompt. Runs in a thread: a long prompt takes a while to tokenize."""
     tokenizer = api.generator.tokenizer
-    if isinstance(asked, ChatCompletionRequest):
-        messages = [message.model_dump(exclude_none=True) for message in asked.messages]
-        variables = asked.chat_template_kwargs
-        prompts = [tokenizer.chat(messages, asked.add_generation_prompt, variables=variables)]
+    if isinstance(api_request, ChatCompletionRequest):
+        messages = [message.model_dump(exclude_none=True) for message in api_request.messages]
+        variables = api_request.chat_template_kwargs
+        prompts = [tokenizer.chat(messages, api_request.add_generation_prompt, variables=variables)]
     else:
-        prompts = [tokenizer.encode(one) if isinstance(one, str) else one for one in asked.prompts]
-    param = "messages" if isinstance(asked, ChatCompletionRequest) else "prompt"
+        prompts = [tokenizer.encode(one) if isinstance(one, str) else one for one in api_request.prompts]
+    param = "messages" if isinstance(api_request, ChatCompletionRequest) else "prompt"
     for prompt in prompts:
         if len(prompt) >= api.max_model_len:
             raise context_length_exceeded(len(prompt), api.max_model_len, param)
@@ -313,53 +316,53 @@ def _prompts_of(api: Api, asked: AnyRequest) -> list[list[int]]:
 
 
 def _engine_request(
-    api: Api, asked: AnyRequest, prompt: list[int], request_id: str, choice: int
+    api: Api, api_request: AnyRequest, prompt: list[int], request_id: str, choice: int
 ) -> EngineRequest:
-    num_prior = _transfer_count(asked, "num_output_tokens")
+    num_prior = _transfer_count(api_request, "num_output_tokens")
     for param in ("presence_penalty", "frequency_penalty", "logit_bias", "min_p"):
-        if getattr(asked, param):
+        if getattr(api_request, param):
             raise ApiError(400, f"{param} is not supported by this server", param=param, code="unsupported")
-    if asked.repetition_penalty not in (None, 1.0):
+    if api_request.repetition_penalty not in (None, 1.0):
         raise ApiError(400, "repetition_penalty is not supported by this server", param="repetition_penalty")
-    if isinstance(asked, ChatCompletionRequest):
-        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+    if isinstance(api_request, ChatCompletionRequest):
+        logprobs = (api_request.top_logprobs or 0) if api_request.logprobs else None
     else:
-        logprobs = asked.logprobs
+        logprobs = api_request.logprobs
     room = api.max_model_len - len(prompt) + num_prior
     try:
         sampling = SamplingParams(
-            max_tokens=min(asked.output_limit or room, room),
-            min_tokens=min(asked.min_tokens, room),
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            top_k=max(0, asked.top_k or 0),
-            seed=None if asked.seed is None else _signed(asked.seed + choice),
-            stop=tuple(asked.stop),
-            stop_token_ids=tuple(asked.stop_token_ids),
-            ignore_eos=asked.ignore_eos,
+            max_tokens=min(api_request.output_limit or room, room),
+            min_tokens=min(api_request.min_tokens, room),
+            temperature=1.0 if api_request.temperature is None else api_request.temperature,
+            top_p=1.0 if api_request.top_p is None else api_request.top_p,
+            top_k=max(0, api_request.top_k or 0),
+            seed=None if api_request.seed is None else _signed(api_request.seed + choice),
+            stop=tuple(api_request.stop),
+            stop_token_ids=tuple(api_request.stop_token_ids),
+            ignore_eos=api_request.ignore_eos,
             logprobs=logprobs,
         )
         return EngineRequest(
             request_id,
             prompt,
             sampling,
-            salt=asked.cache_salt or "",
+            salt=api_request.cache_salt or "",
             num_prior_output_tokens=num_prior,
-            save_tail=_is_prefill(asked),
-            priority=_transfer_count(asked, "turn"),
-            max_external_tokens=_transfer_count(asked, "max_load_tokens") or None,
+            save_tail=_is_prefill(api_request),
+            priority=_transfer_count(api_request, "turn"),
+            max_external_tokens=_transfer_count(api_request, "max_load_tokens") or None,
         )
     except InvalidArgument as error:
         raise _as_api_error(error) from error
 
 
-def _is_prefill(asked: AnyRequest) -> bool:
+def _is_prefill(api_request: AnyRequest) -> bool:
     """Whether another worker will decode, and waits for the prompt's KV in the pool."""
-    return bool((asked.kv_transfer_params or {}).get("do_remote_decode"))
+    return bool((api_request.kv_transfer_params or {}).get("do_remote_decode"))
 
 
-def _transfer_count(asked: AnyRequest, name: str) -> int:
-    value = (asked.kv_transfer_params or {}).get(name) or 0
+def _transfer_count(api_request: AnyRequest, name: str) -> int:
+    value = (api_request.kv_transfer_params or {}).get(name) or 0
     if not isinstance(value, int) or value < 0:
         message = f"kv_transfer_params.{name} is {value!r}; allowed: a count of 0 or more"
         raise ApiError(400, message, param="kv_transfer_params", code="invalid_value")
@@ -374,7 +377,7 @@ def _as_api_error(error: BaseException) -> ApiError:
     """The OpenAI error that a failed answer ends with."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Refused):
+    if isinstance(error, GenerationRefused):
         requests_total.labels("refused").inc()
         code = error.refusal.code
         if code == "queue_full":
@@ -415,17 +418,17 @@ async def _disconnected(http: Request) -> None:
 
 async def _body(http: Request) -> bytes:
     try:
-        return await web.read_body(http, MAX_BODY_BYTES)
-    except web.BodyTooLarge as error:
+        return await server.read_body(http, MAX_BODY_BYTES)
+    except server.BodyTooLarge as error:
         raise ApiError(413, str(error), code=error.code) from error
-    except web.BodiesTooMany as error:
+    except server.BodyBudgetExceeded as error:
         raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
 
 
 async def _parsed(shape: type[RequestT], http: Request) -> RequestT:
     """The request; a large one is decoded beside the event loop."""
     body = await _body(http)
-    if len(body) <= bigjson.LARGE_BYTES:
+    if len(body) <= large_json.LARGE_BYTES:
         return parse_request(shape, body)
     return await asyncio.to_thread(parse_request, shape, body)
 

@@ -33,7 +33,7 @@ _BLOCK_MASK = (1 << _BLOCK_BITS) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BlockStored(Generic[KeyT]):
+class PoolBlocksStored(Generic[KeyT]):
     """Blocks became findable in this worker's memory, one after another from ``parent``."""
 
     hashes: tuple[KeyT, ...]
@@ -42,13 +42,13 @@ class BlockStored(Generic[KeyT]):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BlockRemoved(Generic[KeyT]):
+class PoolBlocksRemoved(Generic[KeyT]):
     """Blocks were evicted from this worker's memory."""
 
     hashes: tuple[KeyT, ...]
 
 
-BlockEvent: TypeAlias = BlockStored[BlockHash] | BlockRemoved[BlockHash]
+BlockEvent: TypeAlias = PoolBlocksStored[BlockHash] | PoolBlocksRemoved[BlockHash]
 
 EVICTED = "evicted: least recently used"
 """Why this pool removes blocks; there is no other reason."""
@@ -75,7 +75,7 @@ class BlockPool(Generic[KeyT]):
         """A heap of (no later than when it was given back, block); every cached block has one entry or, until
         it is given back for the first time, none. Both in one integer: a tuple takes twice the memory."""
         self._is_queued = bytearray(num_blocks)
-        self._events: list[BlockStored[KeyT] | BlockRemoved[KeyT]] = []
+        self._events: list[PoolBlocksStored[KeyT] | PoolBlocksRemoved[KeyT]] = []
 
     @property
     def num_usable(self) -> int:
@@ -218,7 +218,7 @@ class BlockPool(Generic[KeyT]):
             run.append(block_hash)
         self._emit_stored(run, run_parent, run_start, token_ids)
 
-    def drain_events(self) -> list[BlockStored[KeyT] | BlockRemoved[KeyT]]:
+    def drain_events(self) -> list[PoolBlocksStored[KeyT] | PoolBlocksRemoved[KeyT]]:
         """What became findable or was evicted since the last call, in order."""
         events, self._events = self._events, []
         return events
@@ -258,10 +258,10 @@ class BlockPool(Generic[KeyT]):
             self._hashes[block] = None
             removed.append(block_hash)
         if removed:
-            self._events.append(BlockRemoved(tuple(removed)))
+            self._events.append(PoolBlocksRemoved(tuple(removed)))
 
     def _emit_stored(self, run: list[KeyT], parent: KeyT, start: int, token_ids: Sequence[int]) -> None:
         if run:
             first = start * self.block_tokens
             tokens = tuple(token_ids[first : first + len(run) * self.block_tokens])
-            self._events.append(BlockStored(tuple(run), parent, tokens))
+            self._events.append(PoolBlocksStored(tuple(run), parent, tokens))

@@ -14,14 +14,15 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mooncake import clock
-from mooncake.connectors.link import AnyLink, Load, Save
+from mooncake.connectors.kv_link import AnyLink, KvLoad, KvSave
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference.blocks import BlockEvent
-from mooncake.inference.measured import PromptMeasured, StepLog, measured
+from mooncake.inference.kv_transfers import ActiveSave, KvTransfers
 from mooncake.inference.request import FinishReason, Request
 from mooncake.inference.scheduler import Scheduler, SchedulerSettings
 from mooncake.inference.step import Chunk, Sampled, Step, TokenLogprobs
-from mooncake.inference.traffic import ActiveSave, Traffic
+from mooncake.inference.step_log import PromptStats, StepLog
+from mooncake.inference.step_log import prompt_stats_of as measured
 from mooncake.kvlayout import KvLayout
 from mooncake.log import get_logger
 
@@ -39,7 +40,7 @@ class Runner(Protocol):
     """The model's context."""
     eos_token_ids: tuple[int, ...]
 
-    def run(self, chunks: Sequence[Chunk], loads: Sequence[Load], saves: Sequence[Save]) -> Sampled:
+    def run(self, chunks: Sequence[Chunk], loads: Sequence[KvLoad], saves: Sequence[KvSave]) -> Sampled:
         """Compute ``chunks`` while ``loads`` bring what they read and ``saves`` take what they complete."""
         ...
 
@@ -90,7 +91,7 @@ class Output:
     """Prompt tokens after those that came from the external cache."""
     num_stored_tokens: int = 0
     """With the last output of a ``save_tail`` request: leading prompt tokens now in the external cache."""
-    measured: PromptMeasured | None = None
+    measured: PromptStats | None = None
     """How the first token came about."""
     error: str | None = None
 
@@ -126,7 +127,7 @@ class Engine:
         self.scheduler = Scheduler(settings.scheduler_settings(runner, link is not None))
         self.step_log = StepLog()
         self._clock = now
-        self._traffic = Traffic(link, self.scheduler) if link is not None else None
+        self._traffic = KvTransfers(link, self.scheduler) if link is not None else None
         self._held: dict[str, tuple[Request, Output]] = {}
         """Last outputs of ``save_tail`` requests, until their saves are done."""
 

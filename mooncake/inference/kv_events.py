@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from mooncake import clock
 from mooncake.errors import AddressInUse
-from mooncake.inference.openai import KvEventSource
+from mooncake.http.openai import KvEventSource
 from mooncake.log import get_logger
 from mooncake.prefix import BlockHash
 
@@ -37,11 +37,11 @@ END_OF_REPLAY = -1
 _KEPT_BATCHES = 10_000
 
 
-class _Event(msgspec.Struct, frozen=True, tag_field="type", tag=True):
+class _PublishedEvent(msgspec.Struct, frozen=True, tag_field="type", tag=True):
     pass
 
 
-class BlockStored(_Event, frozen=True, kw_only=True):
+class BlockStored(_PublishedEvent, frozen=True, kw_only=True):
     """Blocks that follow each other, after ``parent_block_hash`` (None: they open a prompt)."""
 
     block_hashes: list[BlockHash]
@@ -53,14 +53,14 @@ class BlockStored(_Event, frozen=True, kw_only=True):
     medium: str | None = MEDIUM_DEVICE
 
 
-class BlockRemoved(_Event, frozen=True, kw_only=True):
+class BlockRemoved(_PublishedEvent, frozen=True, kw_only=True):
     block_hashes: list[BlockHash]
     medium: str | None = MEDIUM_DEVICE
     reason: str | msgspec.UnsetType = msgspec.UNSET
     "Why, in words; vLLM has no such field."
 
 
-class AllBlocksCleared(_Event, frozen=True):
+class AllBlocksCleared(_PublishedEvent, frozen=True):
     pass
 
 
@@ -79,7 +79,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(KvEventBatch)
 
 
-class KvEventPublisher:
+class WorkerKvEventPublisher:
     """Publishes batches of events. Everything happens on the event loop that called ``start``."""
 
     def __init__(self, host: str = "127.0.0.1", topic: str = "kv-events") -> None:
@@ -150,7 +150,11 @@ class KvEventPublisher:
         while True:
             frames = await self._router.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
-                log.warning("replay_refused", reason="not [identity, empty, 8 bytes]", num_frames=len(frames))
+                log.warning(
+                    "replay_request_malformed",
+                    reason="not [identity, empty, 8 bytes]",
+                    num_frames=len(frames),
+                )
                 continue
             client, _, asked = frames
             start = int.from_bytes(asked, "big")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mooncake.connectors.link import AnyLink, Load, Save
+from mooncake.connectors.kv_link import AnyLink, KvLoad, KvSave
 from mooncake.inference.attention import SCRATCH_BLOCK, PagedAttention
 from mooncake.inference.model import Decoder
 from mooncake.inference.sampler import sample
@@ -46,7 +46,9 @@ class TorchRunner:
         self._attention = PagedAttention(pool, self.layout, config.num_heads)
         self._link = link
 
-    def run(self, chunks: Sequence[Chunk], loads: Sequence[Load] = (), saves: Sequence[Save] = ()) -> Sampled:
+    def run(
+        self, chunks: Sequence[Chunk], loads: Sequence[KvLoad] = (), saves: Sequence[KvSave] = ()
+    ) -> Sampled:
         """``loads`` bring cached positions of these chunks while the layers compute; ``saves`` take
         blocks that these chunks complete.
         """
@@ -54,7 +56,7 @@ class TorchRunner:
             logits = self._logits(chunks, loads, saves)
             return sample(logits, [c.request for c in chunks if c.samples], self.eos_token_ids)
 
-    def _logits(self, chunks: Sequence[Chunk], loads: Sequence[Load], saves: Sequence[Save]) -> Tensor:
+    def _logits(self, chunks: Sequence[Chunk], loads: Sequence[KvLoad], saves: Sequence[KvSave]) -> Tensor:
         """float32 logits [chunks that sample, vocabulary], in the order of ``chunks``."""
         attention, link = self._attention, self._link
         first_rows = list(itertools.accumulate((chunk.num_tokens for chunk in chunks), initial=0))

@@ -25,15 +25,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference.blocks import BlockPool
 from mooncake.inference.request import FinishReason, Request, RequestState
-from mooncake.inference.step import Chunk, LookUp, SaveBlocks, SavedBlock, Step
+from mooncake.inference.step import CacheLookup, Chunk, SaveBlocks, SavedBlock, Step
 from mooncake.prefix import BlockHash
 
-STORIES_KEPT = 512
+MAX_STORIES = 512
 
-GIVES_WAY_S = 0.05
+PRIORITY_YIELD_S = 0.05
 """So long a prompt that could begin waits for one of better priority whose lookup is under way."""
 
-TOKENS_SPARED = 512
+MIN_YIELD_TOKENS = 512
 """An answer's first tokens find their blocks right behind the prompt's, if there is room enough."""
 
 
@@ -286,7 +286,7 @@ class Scheduler:
             return False
         self._waiting.pop(0)
         self.pool.touch(found)
-        num_to_come = min(request.sampling.max_tokens - request.num_output_tokens, TOKENS_SPARED)
+        num_to_come = min(request.sampling.max_tokens - request.num_output_tokens, MIN_YIELD_TOKENS)
         headroom = -(-num_to_come // block_tokens)
         fresh = self.pool.allocate(num_needed, found[-1] if found else None, headroom)
         assert fresh is not None
@@ -321,7 +321,7 @@ class Scheduler:
             return False
         request.state = RequestState.LOOKING
         request.looked_up_at = now
-        step.lookups.append(LookUp(request, tuple(blocks)))
+        step.lookups.append(CacheLookup(request, tuple(blocks)))
         return True
 
     def _grow(self, request: Request, step: Step, now: float) -> bool:
@@ -377,7 +377,7 @@ class Scheduler:
         being looked up: of a burst the first to come would else begin before the first in priority."""
         return max(
             (
-                other.looked_up_at + GIVES_WAY_S
+                other.looked_up_at + PRIORITY_YIELD_S
                 for other in self._admitted.values()
                 if other.state in (RequestState.LOOKING, RequestState.LOADING)
                 and other.priority < request.priority
@@ -498,6 +498,6 @@ class Scheduler:
         story = self._stories.get(request.id)
         if story is None:
             story = self._stories[request.id] = deque(maxlen=32)
-            if len(self._stories) > STORIES_KEPT:
+            if len(self._stories) > MAX_STORIES:
                 self._stories.popitem(last=False)
         story.append(f"{now:.3f} {what}")

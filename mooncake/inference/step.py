@@ -54,7 +54,7 @@ class SaveBlocks:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LookUp:
+class CacheLookup:
     """Ask the external cache how many of these leading blocks it has; the last may be partial."""
 
     request: Request
@@ -82,7 +82,7 @@ class Step:
 
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     saves: list[SaveBlocks] = dataclasses.field(default_factory=list)
-    lookups: list[LookUp] = dataclasses.field(default_factory=list)
+    lookups: list[CacheLookup] = dataclasses.field(default_factory=list)
     gives_way_until: float | None = None
     """A prompt could run but lets others go first, whose lookups are under way, until then at most."""
 

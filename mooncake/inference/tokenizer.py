@@ -106,7 +106,7 @@ class Tokenizer:
                 return_dict=False,
             )
         except Exception as error:  # templates are programs, which fail in any way they like
-            log.info("template_failed", error=repr(error))
+            log.info("chat_template_failed", error=repr(error))
             told = f"a conversation the model's chat template takes ({_shown(error)})"
             raise InvalidArgument("messages", f"{len(messages)} messages", told) from error
         return ids

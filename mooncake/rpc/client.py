@@ -30,27 +30,27 @@ from mooncake.errors import (
     PeerLost,
     ProtocolError,
 )
-from mooncake.rpc.looking import REPLY_LOOK_S, Looking
+from mooncake.rpc.adaptive_spin import REPLY_SPIN_S, AdaptiveSpin
 from mooncake.rpc.tls import TlsSocket, TlsTransport
 from mooncake.rpc.wire import (
     GREETING_ID,
     Failure,
     FrameDecoder,
     Message,
-    answer_of_client,
+    client_greeting_reply,
+    client_opening,
     decoder_for,
     encode,
     error_of,
-    opening_of,
 )
-from mooncake.security import NODES_AND_ADMINS, Identity, ours
-from mooncake.security.certificates import standing_of
-from mooncake.security.greeting import Asking, binding_of
-from mooncake.security.standing import Level
+from mooncake.security import NODES_AND_ADMINS, Identity, process_identity
+from mooncake.security.certificates import principal_of
+from mooncake.security.greeting import ClientGreeting, binding_of
+from mooncake.security.principal import Level
 
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
-SILENT = (
+SILENT_PEER_HINTS = (
     "; it has answered nothing: if it wants TLS, use the same `tls` settings on both sides",
     "; it has answered nothing: does it trust us? Both sides need certificates of the same `tls_ca`",
 )
@@ -76,10 +76,10 @@ def check_server(
     Raises:
         AccessDenied: it is that of somebody who only may connect to servers.
     """
-    standing = standing_of(certificate)
-    if identity.keys is None and standing.level not in servers:
+    principal = principal_of(certificate)
+    if identity.keys is None and principal.level not in servers:
         raise AccessDenied(
-            f"{peer} shows the certificate of a {standing}; a server needs one of the role node "
+            f"{peer} shows the certificate of a {principal}; a server needs one of the role node "
             "(`mooncake certs --role node`)"
         )
 
@@ -90,7 +90,7 @@ class _Wire(asyncio.Protocol):
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._frames = FrameDecoder()
-        self._asking = client.identity.asking()
+        self._client_greeting = client.identity.client_greeting()
         self._tls: TlsTransport | None = None
         self._has_greeted = False
         self.transport: asyncio.Transport | TlsTransport | None = None
@@ -114,9 +114,9 @@ class _Wire(asyncio.Protocol):
         assert self.transport is not None
         self._has_greeted = True
         shown = self._tls.certificate_digest if self._tls is not None else b""
-        self._asking.binding = binding_of(self._client.servers != NODES_AND_ADMINS, shown)
-        self.transport.write(opening_of(self._asking))
-        if self._asking.is_over:
+        self._client_greeting.binding = binding_of(self._client.servers != NODES_AND_ADMINS, shown)
+        self.transport.write(client_opening(self._client_greeting))
+        if self._client_greeting.is_over:
             self._begin()
 
     def _begin(self) -> None:
@@ -133,7 +133,7 @@ class _Wire(asyncio.Protocol):
                     self._greet()
             for request_id, body in self._frames.feed(data) if data else ():
                 if request_id == GREETING_ID:
-                    self._hear(body)
+                    self._answer_greeting(body)
                     continue
                 future = self.waiting.pop(request_id, None)
                 if future is not None and not future.done():
@@ -146,8 +146,8 @@ class _Wire(asyncio.Protocol):
             kind = PeerLost if self.ready.done() else ProtocolError
             self.lose(f"it sent what can't be read: {error}", kind)
 
-    def _hear(self, body: memoryview) -> None:
-        answer = answer_of_client(self._asking, body)
+    def _answer_greeting(self, body: memoryview) -> None:
+        answer = client_greeting_reply(self._client_greeting, body)
         if self.transport is not None:
             self.transport.write(answer)
         self._begin()
@@ -190,7 +190,7 @@ class AsyncClient:
     ) -> None:
         self.host, self._port = split_address(address)
         self._is_patient = is_patient
-        self.identity = identity or ours()
+        self.identity = identity or process_identity()
         self.servers = servers
         self.peer = f"{name} at {address}"
         self.decoder = decoder_for(replies)
@@ -343,9 +343,11 @@ class _Waiter:
 class _Socket:
     """One connection of a ``BlockingClient``. ``lock`` guards ``waiting`` and ``has_reader``."""
 
-    def __init__(self, sock: socket.socket | TlsSocket, asking: Asking, frames: FrameDecoder) -> None:
+    def __init__(
+        self, sock: socket.socket | TlsSocket, client_greeting: ClientGreeting, frames: FrameDecoder
+    ) -> None:
         self.sock = sock
-        self.asking = asking
+        self.client_greeting = client_greeting
         self.readable = select.poll()
         self.readable.register(sock.fileno(), select.POLLIN)
         self.frames = frames
@@ -357,10 +359,10 @@ class _Socket:
         self.lost: str | None = None
 
 
-def _look(readable: select.poll) -> None:
+def _spin_for_reply(readable: select.poll) -> None:
     """Wait a moment for something to come, awake."""
     # Without sched_yield: on a busy machine that gives the core away for milliseconds.
-    until = time.perf_counter() + REPLY_LOOK_S
+    until = time.perf_counter() + REPLY_SPIN_S
     while not readable.poll(0) and time.perf_counter() < until:
         pass
 
@@ -392,9 +394,9 @@ class BlockingClient:
         self._host, self._port = split_address(address)
         self.peer = f"{name} at {address}"
         self._is_patient = is_patient
-        self._identity = identity or ours()
+        self._identity = identity or process_identity()
         self._servers = servers
-        self._looking = Looking()
+        self._spin = AdaptiveSpin()
         self._decoder = decoder_for(replies)
         self._ids = itertools.count(1)
         self._connect_lock = threading.Lock()
@@ -425,7 +427,7 @@ class BlockingClient:
             self._lose(connection, str(error))
             if isinstance(error, ProtocolError) and not connection.has_answered:  # nor will it next time
                 raise ProtocolError(f"{self.peer}: {error}") from None
-            hint = "" if connection.has_answered else SILENT[self._identity.has_tls]
+            hint = "" if connection.has_answered else SILENT_PEER_HINTS[self._identity.has_tls]
             raise PeerLost(f"lost {self.peer} during {what}: {connection.lost}{hint}") from None
         except PeerLost as error:
             raise PeerLost(f"lost {self.peer} during {what}: {error}") from None
@@ -489,15 +491,15 @@ class BlockingClient:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise TimeoutError
-            if self._looking.pays:
-                _look(connection.readable)
+            if self._spin.is_worthwhile:
+                _spin_for_reply(connection.readable)
             connection.sock.settimeout(remaining_s)
             data = connection.sock.recv(_READ_BYTES)
             if not data:
                 raise ConnectionResetError("it closed the connection")
             for request_id, body in connection.frames.feed(data):
                 if request_id == GREETING_ID:  # its last word
-                    answer_of_client(connection.asking, body)
+                    client_greeting_reply(connection.client_greeting, body)
                 other = connection.waiting.get(request_id)
                 if other is None:
                     continue
@@ -562,24 +564,26 @@ class BlockingClient:
             if self._identity.client_tls is not None:
                 sock = TlsSocket(plain, self._identity.client_tls, self._host, deadline - time.monotonic())
                 check_server(sock.certificate, self._servers, self._identity, "it")
-            asking, frames = self._identity.asking(), FrameDecoder()
+            client_greeting, frames = self._identity.client_greeting(), FrameDecoder()
             shown = sock.certificate_digest if isinstance(sock, TlsSocket) else b""
-            asking.binding = binding_of(self._servers != NODES_AND_ADMINS, shown)
-            sock.sendall(opening_of(asking))
-            while not asking.is_over:
+            client_greeting.binding = binding_of(self._servers != NODES_AND_ADMINS, shown)
+            sock.sendall(client_opening(client_greeting))
+            while not client_greeting.is_over:
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     raise TimeoutError
                 sock.settimeout(remaining_s)
                 data = sock.recv(_READ_BYTES)
                 if not data:
-                    raise ConnectionResetError(f"it closed the connection{SILENT[self._identity.has_tls]}")
+                    raise ConnectionResetError(
+                        f"it closed the connection{SILENT_PEER_HINTS[self._identity.has_tls]}"
+                    )
                 for _, body in frames.feed(data):
-                    sock.sendall(answer_of_client(asking, body))
+                    sock.sendall(client_greeting_reply(client_greeting, body))
         except BaseException:
             plain.close()
             raise
-        return _Socket(sock, asking, frames)
+        return _Socket(sock, client_greeting, frames)
 
     def _lose(self, connection: _Socket, reason: str) -> None:
         with connection.lock:

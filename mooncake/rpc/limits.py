@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from mooncake.connections import room_in
+from mooncake.http.connections import connections_within
 from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.rpc.wire import MAX_BODY_BYTES
@@ -51,7 +51,7 @@ class Limits:
     stall_s: float = 60.0
     "For one request to arrive, or replies to be taken, and a second more per MiB."
     max_connections: int = 0
-    "0: what the process's limit of files has room for (``mooncake.connections``)."
+    "0: what the process's limit of files has room for (``mooncake.http.connections``)."
     max_body_bytes: int = MAX_BODY_BYTES
     max_pending_bytes: int = 2 * MAX_BODY_BYTES
     "Of unfinished frames, of all connections together."
@@ -61,7 +61,7 @@ class Limits:
 
 def default_max_connections() -> int:
     """About half of the files that this process may open, so that peers can't take them all."""
-    return room_in(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    return connections_within(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def raise_file_limit() -> None:
@@ -72,22 +72,22 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class Refusals:
+class RefusalLog:
     """Tells what a server refused: each time on the metrics page, now and then in the log."""
 
     def __init__(self, server: str) -> None:
         self._server = server
-        self._told: dict[str, tuple[float, int]] = {}
+        self._logged: dict[str, tuple[float, int]] = {}
         """By reason: when it was logged last, and how often it happened since."""
 
     def add(self, event: str, reason: str, **fields: Any) -> None:
         """``reason`` is a label: one of few words. Details go into ``fields``."""
         REFUSED.labels(self._server, reason).inc()
         now = time.monotonic()
-        told_at, num_more = self._told.get(reason, (-LOG_EVERY_S, 0))
-        if now - told_at < LOG_EVERY_S:
-            self._told[reason] = told_at, num_more + 1
+        logged_at, num_more = self._logged.get(reason, (-LOG_EVERY_S, 0))
+        if now - logged_at < LOG_EVERY_S:
+            self._logged[reason] = logged_at, num_more + 1
             return
-        self._told[reason] = now, 0
+        self._logged[reason] = now, 0
         more = {"num_more": num_more} if num_more else {}
         log.warning(event, server=self._server, reason=reason, **fields, **more)

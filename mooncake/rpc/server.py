@@ -20,17 +20,17 @@ import msgspec
 
 from mooncake.errors import AccessDenied, AddressInUse, InvalidArgument, MooncakeError, ProtocolError
 from mooncake.log import get_logger
-from mooncake.rpc import looking
+from mooncake.rpc import adaptive_spin
+from mooncake.rpc.adaptive_spin import AdaptiveSpin
 from mooncake.rpc.limits import (
     CONNECTIONS,
     CROWDED_GREETING_S,
     PENDING_BYTES,
     Limits,
-    Refusals,
+    RefusalLog,
     default_max_connections,
 )
-from mooncake.rpc.looking import Looking
-from mooncake.rpc.splice import Splices
+from mooncake.rpc.tcp_forward import TcpForwarder
 from mooncake.rpc.tls import TlsTransport
 from mooncake.rpc.wire import (
     GREETING_ID,
@@ -42,20 +42,20 @@ from mooncake.rpc.wire import (
     decoder_for,
     encode,
 )
-from mooncake.security import OPEN, TRUSTED, Access, Identity, Standing, ours
-from mooncake.security.certificates import standing_of
-from mooncake.security.contexts import server_context
-from mooncake.security.greeting import Answering, Hello, binding_of
+from mooncake.security import OPEN, TRUSTED, Access, Identity, Principal, process_identity
+from mooncake.security.certificates import principal_of
+from mooncake.security.greeting import Hello, ServerGreeting, binding_of
+from mooncake.security.tls_contexts import server_context
 
 log = get_logger(__name__)
 
 MAX_OPEN_CALLS = 1024
 """Calls of one connection that may wait for an answer; beyond it the server stops reading from it."""
 
-LOOK_S = 0.25
+DEADLINE_CHECK_S = 0.25
 """Between looks for connections that take too long."""
 
-LAST_WORD_S = 0.5
+REFUSAL_GRACE_S = 0.5
 """For a peer that is refused to hear why, and to hang up."""
 
 BACKLOG = 1024
@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._decoder = FrameDecoder(max_body_bytes=server.limits.max_body_bytes)
         self._early: GreetingDecoder | None = GreetingDecoder()
-        self._greeting: Answering | None = None
+        self._greeting: ServerGreeting | None = None
         self._handlers = server.handlers
         self._transport: asyncio.Transport | TlsTransport | None = None
         self._tls: TlsTransport | None = None
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
         self._pending_bytes = 0
         self._free: frozenset[type] | None = frozenset()
         """Messages that need no further look; None: all."""
-        self.standing = OPEN
+        self.principal = OPEN
         """Who it has proven to be; means nothing before the greeting is over."""
         self.peer = "unknown"
 
@@ -180,7 +180,7 @@ class Connection(asyncio.Protocol):
         if self._is_new:
             self._is_new = False
             if self._server.other is not None and data[:1] != PREFACE[:1]:
-                if self._tls is not None and standing_of(self._tls.certificate).level not in TRUSTED:
+                if self._tls is not None and principal_of(self._tls.certificate).level not in TRUSTED:
                     raise AccessDenied("who are you? The certificate is of no member that may ask here")
                 self._hand_on(self._server.other, data)
                 return b""
@@ -190,31 +190,31 @@ class Connection(asyncio.Protocol):
             if self._greeting is None:
                 certified = None
                 if self._tls is not None:
-                    certified = standing_of(self._tls.certificate)
-                self._greeting = self._server.identity.answering(certified, self._server.binding)
+                    certified = principal_of(self._tls.certificate)
+                self._greeting = self._server.identity.server_greeting(certified, self._server.binding)
             if isinstance(message, Hello):
                 challenge = self._greeting.hello(message)
                 if challenge is not None:
                     self._send(encode(GREETING_ID, challenge))
             else:
                 self._greeting.prove(message)
-            if self._greeting.standing is not None:
-                return self._greeted(self._greeting.standing)
+            if self._greeting.principal is not None:
+                return self._greeted(self._greeting.principal)
         return b""
 
-    def _greeted(self, standing: Standing) -> bytes:
+    def _greeted(self, principal: Principal) -> bytes:
         """The rest of what has come, for the next decoder."""
         assert self._early is not None
         rest, self._early, self._greeting = self._early.rest, None, None
-        self.standing = standing
-        self._free = self._server.access.free(standing)
-        if not standing.is_open:
+        self.principal = principal
+        self._free = self._server.access.free(principal)
+        if not principal.is_open:
             self._known()
         return rest
 
     def _known(self) -> None:
         self._is_stranger = False
-        self._server.knows(self)
+        self._server.mark_known(self)
 
     def _refuse(self, error: MooncakeError) -> None:
         """Say why, if it can be heard, and hang up."""
@@ -230,7 +230,7 @@ class Connection(asyncio.Protocol):
         # Closed at once it would be reset by what the client sends next, and our word lost on its way.
         self._early = self._early or GreetingDecoder()
         self._is_refused = True
-        self._overdue_at = asyncio.get_running_loop().time() + LAST_WORD_S
+        self._overdue_at = asyncio.get_running_loop().time() + REFUSAL_GRACE_S
 
     def _send(self, frame: bytearray) -> None:
         if self._out is not None:
@@ -243,7 +243,7 @@ class Connection(asyncio.Protocol):
         self._server.pending_bytes += kept_bytes - self._pending_bytes
         self._pending_bytes = kept_bytes
         if self._server.pending_bytes > self._server.limits.max_pending_bytes:
-            self._server.relieve()
+            self._server.shed_pending_bytes()
 
     @property
     def pending_bytes(self) -> int:
@@ -251,13 +251,13 @@ class Connection(asyncio.Protocol):
 
     def cut(self, reason: str, detail: str) -> None:
         """End it at once."""
-        self._server.refusals.add("connection_cut", reason, peer=self.peer, detail=detail)
+        self._server.refusals.add("connection_dropped", reason, peer=self.peer, detail=detail)
         self._keep_account(0)
         self._decoder = FrameDecoder(0)
         if self._transport is not None:
             self._transport.abort()
 
-    def _hand_on(self, other: Splices, first: bytes) -> None:
+    def _hand_on(self, other: TcpForwarder, first: bytes) -> None:
         """The client speaks another protocol; from now on its connection is none of ours."""
         assert self._transport is not None
         transport, self._transport = self._transport, None
@@ -353,7 +353,7 @@ class Connection(asyncio.Protocol):
 
     def _check(self, message: Message) -> None:
         """Raises AccessDenied: this peer may not ask that."""
-        refusal = self._server.access.refusal(message, self.standing)
+        refusal = self._server.access.refusal(message, self.principal)
         if refusal:
             self._server.refusals.add("request_refused", "forbidden", peer=self.peer, detail=refusal)
             raise AccessDenied(refusal)
@@ -418,17 +418,17 @@ class RpcServer:
         self.decoder = decoder_for(self.handlers)
         self.on_lost = on_lost
         self.access = access or Access()
-        self.identity = identity or ours()
+        self.identity = identity or process_identity()
         self.name = name
         self.binding = binding_of(is_peer, self.identity.certificate_digest)
-        self.refusals = Refusals(name)
+        self.refusals = RefusalLog(name)
         self.connections: dict[Connection, None] = {}
         self._strangers: dict[Connection, None] = {}
         """Those of ``connections`` that have proven or asked nothing yet, the oldest first."""
         self.limits = limits or Limits()
         self._max_connections = self.limits.max_connections or default_max_connections()
         self.pending_bytes = 0
-        self.other = Splices(other, self.limits, self.refusals) if other else None
+        self.other = TcpForwarder(other, self.limits, self.refusals) if other else None
         self.tls = self.identity.server_tls
         if self.tls is not None and other:
             self.tls = server_context(self.identity.settings)
@@ -436,7 +436,7 @@ class RpcServer:
         self._look: asyncio.TimerHandle | None = None
         self.port = 0
         self._server: asyncio.Server | None = None
-        self._looking = Looking()
+        self._spin = AdaptiveSpin()
         self._awake_until = 0.0
         self._is_awake = False
 
@@ -466,7 +466,7 @@ class RpcServer:
             CONNECTIONS.labels(self.name).dec()
         self._strangers.pop(connection, None)
 
-    def knows(self, connection: Connection) -> None:
+    def mark_known(self, connection: Connection) -> None:
         """It is no stranger any more."""
         self._strangers.pop(connection, None)
 
@@ -479,7 +479,7 @@ class RpcServer:
     def _num_connections(self) -> int:
         return len(self.connections) + (self.other.num_open if self.other is not None else 0)
 
-    def relieve(self) -> None:
+    def shed_pending_bytes(self) -> None:
         """Too many bytes of unfinished frames: cut off who has most of them, strangers before others."""
         while self.pending_bytes > self.limits.max_pending_bytes:
             worst = max(
@@ -493,10 +493,10 @@ class RpcServer:
 
     def stay_awake(self) -> None:
         """Keep the loop awake for a moment, if that pays: whoever asked just now often asks again."""
-        if not self._is_awake and self._looking.pays:
+        if not self._is_awake and self._spin.is_worthwhile:
             self._is_awake = True
             asyncio.get_running_loop().call_soon(self._stay_awake)
-        self._awake_until = time.perf_counter() + looking.LOOK_S
+        self._awake_until = time.perf_counter() + adaptive_spin.SPIN_S
 
     def _stay_awake(self) -> None:
         self._is_awake = time.perf_counter() < self._awake_until
@@ -533,7 +533,7 @@ class RpcServer:
         if self.other is not None:
             self.other.look(loop.time())
         PENDING_BYTES.labels(self.name).set(self.pending_bytes)
-        self._look = loop.call_later(LOOK_S, self._look_around)
+        self._look = loop.call_later(DEADLINE_CHECK_S, self._look_around)
 
     def descriptors(self) -> list[int]:
         """Numbers of its open sockets, for a forked child that has to let go of them."""

@@ -26,7 +26,7 @@ import msgspec
 
 from mooncake import errors
 from mooncake.errors import AccessDenied, InvalidArgument, MooncakeError, NotLeader, ProtocolError
-from mooncake.security.greeting import MAX_GREETING_BYTES, VERSION, Asking, Challenge, Hello, Proof
+from mooncake.security.greeting import MAX_GREETING_BYTES, VERSION, Challenge, ClientGreeting, Hello, Proof
 
 PREFACE = VERSION + b"\r\n"
 MAX_BODY_BYTES = 64 << 20
@@ -87,12 +87,12 @@ OPEN_GREETING = bytes(PREFACE + encode(GREETING_ID, Hello()))
 """What a client without a key opens with."""
 
 
-def opening_of(asking: Asking) -> bytes:
+def client_opening(client_greeting: ClientGreeting) -> bytes:
     """What a client opens with."""
-    return bytes(PREFACE + encode(GREETING_ID, asking.hello()))
+    return bytes(PREFACE + encode(GREETING_ID, client_greeting.hello()))
 
 
-def answer_of_client(asking: Asking, body: memoryview) -> bytes:
+def client_greeting_reply(client_greeting: ClientGreeting, body: memoryview) -> bytes:
     """What a client answers to a frame of the greeting.
 
     Raises:
@@ -104,7 +104,7 @@ def answer_of_client(asking: Asking, body: memoryview) -> bytes:
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"its greeting can't be read: {error}") from error
     if isinstance(message, Challenge):
-        return bytes(encode(GREETING_ID, asking.prove(message)))
+        return bytes(encode(GREETING_ID, client_greeting.prove(message)))
     if message.code == AccessDenied.code:
         raise AccessDenied(message.message)
     raise ProtocolError(message.message)

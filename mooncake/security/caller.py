@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ssl
 
-from mooncake.security.identity import Identity, ours
+from mooncake.security.identity import Identity, process_identity
 
 
-class Caller:
+class HttpClientAuth:
     """Asks as ``identity`` says (by default this process's).
 
     Args:
@@ -18,7 +18,7 @@ class Caller:
     """
 
     def __init__(self, identity: Identity | None = None, is_plain: bool = False) -> None:
-        identity = identity or ours()
+        identity = identity or process_identity()
         self._signer = identity.signer()
         self.tls: ssl.SSLContext | None = None if is_plain else identity.client_tls
 

@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from mooncake.errors import AccessDenied
-from mooncake.security.keys import tenant_trouble
-from mooncake.security.standing import Role, Standing
+from mooncake.security.keys import tenant_error
+from mooncake.security.principal import Principal, Role
 
 SCHEME = "mooncake://"
 
@@ -24,7 +24,7 @@ def name_of(role: Role, tenant: str = "") -> str:
     return f"{SCHEME}{role}/{quote(tenant, safe='')}" if tenant else f"{SCHEME}{role}"
 
 
-def standing_of(certificate: Mapping[str, Any] | None) -> Standing:
+def principal_of(certificate: Mapping[str, Any] | None) -> Principal:
     """What the certificate (as Python's ``ssl`` shows one that was verified) proves.
 
     Raises:
@@ -38,14 +38,14 @@ def standing_of(certificate: Mapping[str, Any] | None) -> Standing:
         if kind == "URI" and value.startswith(SCHEME)
     ]
     if not names:
-        return Standing(Role.CLIENT)
+        return Principal(Role.CLIENT)
     if len(names) > 1:
         raise AccessDenied(f"the certificate has several names of ours: {', '.join(names)}")
     role, _, tenant = names[0].removeprefix(SCHEME).partition("/")
     tenant = unquote(tenant)
     if role not in [one.value for one in Role]:
         raise AccessDenied(f"the certificate names the role {role!r}, which there is not")
-    trouble = tenant_trouble(Role(role), tenant)
+    trouble = tenant_error(Role(role), tenant)
     if trouble:
         raise AccessDenied(f"the certificate's name {names[0]!r}: {trouble}")
-    return Standing(Role(role), tenant)
+    return Principal(Role(role), tenant)

@@ -17,7 +17,7 @@ import msgspec
 
 from mooncake.errors import AccessDenied, ProtocolError
 from mooncake.security.keys import MAX_TENANT_BYTES, Credential, KeyRing
-from mooncake.security.standing import OPEN, Role, Standing
+from mooncake.security.principal import OPEN, Principal, Role
 
 MAX_GREETING_BYTES = 512
 """Of each frame before the greeting has ended."""
@@ -66,7 +66,7 @@ def _mac(credential: Credential, side: bytes, asking: bytes, answering: bytes, b
     return hmac.digest(credential.key, b"\0".join(words) + asking + answering + binding, "sha256")
 
 
-class Asking:
+class ClientGreeting:
     """The side that connects. ``nonce``: fresh and random. ``binding`` is set before the challenge comes."""
 
     def __init__(self, credential: Credential | None, nonce: bytes, binding: bytes = b"") -> None:
@@ -96,7 +96,7 @@ class Asking:
         return Proof(_mac(self._credential, b"client", self._nonce, challenge.nonce, self.binding))
 
 
-class Answering:
+class ServerGreeting:
     """The side that listens.
 
     Args:
@@ -107,7 +107,7 @@ class Answering:
     """
 
     def __init__(
-        self, keys: KeyRing | None, nonce: bytes, certified: Standing | None = None, binding: bytes = b""
+        self, keys: KeyRing | None, nonce: bytes, certified: Principal | None = None, binding: bytes = b""
     ) -> None:
         assert len(nonce) == NONCE_BYTES
         self._binding = binding
@@ -115,12 +115,12 @@ class Answering:
         self._nonce = nonce
         self._certified = certified
         self._asked: tuple[Credential, bytes] | None = None
-        self.standing: Standing | None = None
+        self.principal: Principal | None = None
         """None until the greeting is over."""
 
     def hello(self, hello: Hello) -> Challenge | None:
         """The challenge, or None where the greeting is over with this. Raises AccessDenied."""
-        if self._asked is not None or self.standing is not None:
+        if self._asked is not None or self.principal is not None:
             raise ProtocolError("it greeted twice")
         if self._keys is None:
             if hello.key_id:
@@ -128,7 +128,7 @@ class Answering:
                     "this server has no cluster key and can't prove that it is of your cluster; give it the "
                     "same key, or take yours away"
                 )
-            self.standing = self._certified or OPEN
+            self.principal = self._certified or OPEN
             return None
         if not hello.key_id:
             raise AccessDenied(f"who are you? This server talks to members of its cluster only; {ADVICE}")
@@ -141,21 +141,21 @@ class Answering:
         self._asked = found, hello.nonce
         return Challenge(self._nonce, _mac(found, b"server", hello.nonce, self._nonce, self._binding))
 
-    def prove(self, proof: Proof) -> Standing:
+    def prove(self, proof: Proof) -> Principal:
         """Raises AccessDenied: it has another key, or its certificate is of somebody else."""
-        if self._asked is None or self.standing is not None:
+        if self._asked is None or self.principal is not None:
             raise ProtocolError("it sent a proof that nobody asked for")
         credential, nonce = self._asked
         expected = _mac(credential, b"client", nonce, self._nonce, self._binding)
         if not hmac.compare_digest(expected, proof.proof):
             raise AccessDenied("who are you? That is no proof")
-        standing = Standing(credential.role, credential.tenant)
-        if self._certified is not None and not _agree(self._certified, standing):
-            raise AccessDenied(f"its certificate is that of {self._certified}, its key that of {standing}")
-        self.standing = standing
-        return standing
+        principal = Principal(credential.role, credential.tenant)
+        if self._certified is not None and not _agree(self._certified, principal):
+            raise AccessDenied(f"its certificate is that of {self._certified}, its key that of {principal}")
+        self.principal = principal
+        return principal
 
 
-def _agree(certified: Standing, proven: Standing) -> bool:
+def _agree(certified: Principal, proven: Principal) -> bool:
     """A certificate that names no role (it counts as a client's) leaves that to the key."""
-    return certified == Standing(Role.CLIENT) or certified == proven
+    return certified == Principal(Role.CLIENT) or certified == proven

@@ -21,11 +21,11 @@ from typing import IO
 
 from mooncake import clock, config
 from mooncake.errors import InvalidArgument
-from mooncake.security.contexts import certificate_digest, client_context, server_context
-from mooncake.security.greeting import NONCE_BYTES, Answering, Asking
-from mooncake.security.keys import KeyRing, parsed
-from mooncake.security.signed import Signer, Verifier
-from mooncake.security.standing import Role, Standing
+from mooncake.security.greeting import NONCE_BYTES, ClientGreeting, ServerGreeting
+from mooncake.security.keys import KeyRing, parse_key_file
+from mooncake.security.principal import Principal, Role
+from mooncake.security.request_signature import Signer, Verifier
+from mooncake.security.tls_contexts import certificate_digest, client_context, server_context
 
 MAX_KEY_FILE_BYTES = 64 << 10
 CONFIG_VARIABLE = "MOONCAKE_CONFIG"
@@ -110,13 +110,13 @@ class Identity:
         """SHA-256 of the certificate that this process shows; empty without TLS."""
         return certificate_digest(self.settings) if self.has_tls else b""
 
-    def asking(self) -> Asking:
+    def client_greeting(self) -> ClientGreeting:
         """The greeting of a connection that this process opens."""
-        return Asking(self.credential, secrets.token_bytes(NONCE_BYTES))
+        return ClientGreeting(self.credential, secrets.token_bytes(NONCE_BYTES))
 
-    def answering(self, certified: Standing | None = None, binding: bytes = b"") -> Answering:
+    def server_greeting(self, certified: Principal | None = None, binding: bytes = b"") -> ServerGreeting:
         """The greeting of a connection that this process accepts."""
-        return Answering(self.keys, secrets.token_bytes(NONCE_BYTES), certified, binding)
+        return ServerGreeting(self.keys, secrets.token_bytes(NONCE_BYTES), certified, binding)
 
     def signer(self) -> Signer | None:
         """Signs HTTP requests; None without a cluster key."""
@@ -161,7 +161,7 @@ def read_key_file(path: str) -> KeyRing:
     except OSError as error:
         raise wrong(error.strerror or str(error)) from error
     try:
-        return parsed(content.decode("ascii"))
+        return parse_key_file(content.decode("ascii"))
     except UnicodeDecodeError:
         raise wrong("it is no text") from None
     except ValueError as error:
@@ -186,7 +186,7 @@ _lock = threading.Lock()
 _ours: Identity | None = None
 
 
-def ours() -> Identity:
+def process_identity() -> Identity:
     """The identity of this process; read from the environment at the first use if nobody installed one.
 
     Raises:
@@ -207,13 +207,13 @@ def from_environment(role: Role = Role.NODE) -> Identity:
     return Identity(settings, role)
 
 
-def install(identity: Identity | None) -> None:
+def install_identity(identity: Identity | None) -> None:
     """Make ``identity`` that of this process; None: read it again at the next use."""
     global _ours
     with _lock:
         _ours = identity
 
 
-def of_tool() -> Identity:
+def tool_identity() -> Identity:
     """As ``ours``, but for people's tools: what holds the cluster's own key speaks as an administrator."""
-    return Identity(ours().settings, Role.ADMIN)
+    return Identity(process_identity().settings, Role.ADMIN)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote, unquote
 
-from mooncake.security.standing import Role
+from mooncake.security.principal import Role
 
 SECRET_BYTES = 32
 MAX_SECRETS = 8
@@ -70,7 +70,7 @@ def derive(secret: bytes, role: Role, tenant: str = "") -> Credential:
     return Credential(role, tenant, hmac.digest(pseudorandom, info + b"\x01", hashlib.sha256))
 
 
-def tenant_trouble(role: Role, tenant: str) -> str:
+def tenant_error(role: Role, tenant: str) -> str:
     """Why there can be no credential of ``role`` for ``tenant``; "" when there can."""
     if tenant and role is not Role.CLIENT:
         return "only clients are bound to a tenant"
@@ -79,18 +79,18 @@ def tenant_trouble(role: Role, tenant: str) -> str:
     return ""
 
 
-def written_secret(secret: bytes) -> str:
+def format_secret(secret: bytes) -> str:
     """A secret of the cluster as a line of a key file."""
     return f"{_MARK} {_CLUSTER} - {base64.urlsafe_b64encode(secret).decode()}\n"
 
 
-def written_credential(credential: Credential) -> str:
+def format_credential(credential: Credential) -> str:
     """A derived key as a line of a key file."""
     tenant = quote(credential.tenant, safe="").replace("-", "%2D") or "-"
     return f"{_MARK} {credential.role} {tenant} {base64.urlsafe_b64encode(credential.key).decode()}\n"
 
 
-def parsed(text: str) -> KeyRing:
+def parse_key_file(text: str) -> KeyRing:
     """The keys of a file's content.
 
     Raises:
@@ -114,7 +114,7 @@ def parsed(text: str) -> KeyRing:
             secrets.append(key)
         elif words[1] in [role.value for role in Role]:
             role, tenant = Role(words[1]), "" if words[2] == "-" else unquote(words[2])
-            trouble = tenant_trouble(role, tenant)
+            trouble = tenant_error(role, tenant)
             if trouble:
                 raise ValueError(f"line {number}: {trouble}")
             derived.append(Credential(role, tenant, key))

@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from mooncake.sim.election_run import ElectionRun
+from mooncake.sim.faults.election_run import ElectionRun
+from mooncake.sim.faults.invariants import Violation
+from mooncake.sim.faults.masters_run import MastersRun
+from mooncake.sim.faults.store_run import ReplicasRun, StoreRun
+from mooncake.sim.faults.transfer_run import TransferRun
+from mooncake.sim.faults.workload_mix import PLAIN
 from mooncake.sim.kernel import Kernel
-from mooncake.sim.load import PLAIN
-from mooncake.sim.masters_run import MastersRun
-from mooncake.sim.rules import Violation
-from mooncake.sim.store_run import ReplicasRun, StoreRun
-from mooncake.sim.transfer_run import TransferRun
 
 
-class Run(Protocol):
+class FaultRun(Protocol):
     """A world under one seed."""
 
     kernel: Kernel
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print what happened in each run")
     given = parser.parse_args()
     load = PLAIN if given.plain else None
-    worlds: dict[str, Callable[[int], Run]] = {
+    worlds: dict[str, Callable[[int], FaultRun]] = {
         "store": lambda seed: StoreRun(seed, load=load),
         "replicas": lambda seed: ReplicasRun(seed, load=load),
         "transfer": lambda seed: TransferRun(seed, given.batches),
@@ -68,7 +68,7 @@ def main() -> int:
     return 0
 
 
-def sweep(name: str, world: Callable[[int], Run], first: int, num_seeds: int, is_traced: bool) -> bool:
+def sweep(name: str, world: Callable[[int], FaultRun], first: int, num_seeds: int, is_traced: bool) -> bool:
     """Run seeds until one fails; False if one did."""
     totals: dict[str, int] = {}
     begin = time.monotonic()

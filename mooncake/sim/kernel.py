@@ -57,11 +57,11 @@ class Kernel:
         """Plan ``action(what)``, for good: what millions of events cost no timer and no closure for."""
         heapq.heappush(self._heap, (at, next(self._order), action, what))
 
-    def put_off(self, timer: Timer, until: float) -> None:
+    def postpone(self, timer: Timer, until: float) -> None:
         """A planned action that may not happen yet happens then, unless it is cancelled."""
         heapq.heappush(self._heap, (until, next(self._order), _fire, timer))
 
-    def now_and_then(
+    def repeat_at_random(
         self, every_s: float, action: Callable[[], None], may_strike: Callable[[], bool]
     ) -> None:
         """``action`` again and again, ``every_s`` apart on average (0: never), while ``may_strike``."""
@@ -71,7 +71,7 @@ class Kernel:
         def strike() -> None:
             if may_strike():
                 action()
-                self.now_and_then(every_s, action, may_strike)
+                self.repeat_at_random(every_s, action, may_strike)
 
         self.after(self.random.expovariate(1 / every_s), strike)
 
@@ -101,7 +101,7 @@ class Kernel:
             self.num_steps += 1
             action(what)
 
-    def tell(self, line: str) -> None:
+    def trace_line(self, line: str) -> None:
         self.trace.append(f"{self.now:.6f} {line}")
 
     def chance(self, probability: float) -> bool:
@@ -113,7 +113,7 @@ def _fire(timer: Timer) -> None:
         timer.action()
 
 
-class Clock:
+class SimClock:
     """What one process takes for the time: begun anywhere, and a little too fast or too slow."""
 
     def __init__(self, offset_s: float = 0.0, rate: float = 1.0) -> None:
@@ -136,10 +136,10 @@ class Clock:
 class Process:
     """Something that runs on a host, reads a clock of its own, and can crash."""
 
-    def __init__(self, kernel: Kernel, name: str, clock: Clock | None = None) -> None:
+    def __init__(self, kernel: Kernel, name: str, clock: SimClock | None = None) -> None:
         self.kernel = kernel
         self.name = name
-        self.clock = clock if clock is not None else Clock()
+        self.clock = clock if clock is not None else SimClock()
         self.is_alive = True
         self.paused_until = 0.0
         """By the kernel's clock: it does nothing before."""
@@ -157,7 +157,7 @@ class Process:
 
         def when_awake() -> None:
             if self.is_alive and self.kernel.now < self.paused_until:
-                self.kernel.put_off(timer, self.paused_until)
+                self.kernel.postpone(timer, self.paused_until)
             elif self.is_alive:
                 action()
 
@@ -176,7 +176,7 @@ class Process:
 
         def again() -> None:
             if self.kernel.now < self.stopped_until:
-                self.kernel.put_off(timer, self.stopped_until)
+                self.kernel.postpone(timer, self.stopped_until)
             else:
                 action()
 
@@ -204,7 +204,7 @@ class Process:
         """Die at once, saying goodbye to nobody."""
         if self.is_alive:
             self.is_alive = False
-            self.kernel.tell(f"{self.name} crashes")
+            self.kernel.trace_line(f"{self.name} crashes")
             for action in self._on_crash:
                 action()
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mooncake.store.compat import OWNERS
-
 if TYPE_CHECKING:
+    from mooncake.compat.store.buffer_handle import BufferHandle
+    from mooncake.compat.store.parallelism import ParallelAxis, ReadTarget, TensorParallelism
+    from mooncake.compat.store.public_types import ReplicateConfig
+    from mooncake.compat.store.store import MooncakeDistributedStore
     from mooncake.errors import Refusal
-    from mooncake.store.client import AsyncStore, Store, StoreSettings
-    from mooncake.store.compat.buffers import BufferHandle
-    from mooncake.store.compat.parallelism import ParallelAxis, ReadTarget, TensorParallelism
-    from mooncake.store.compat.store import MooncakeDistributedStore
-    from mooncake.store.compat.values import ReplicateConfig
-    from mooncake.store.grants import PutGrant, ReadGrant
+    from mooncake.store.client.grants import PutGrant, ReadGrant
+    from mooncake.store.client.store import AsyncStore, Store, StoreSettings
 
 __all__ = [
     "AsyncStore",
@@ -36,15 +34,44 @@ __all__ = [
     "TensorParallelism",
 ]
 
+_VALUES = (
+    *("Descriptor", "DiskDescriptor", "MemoryDescriptor", "ObjectDataType", "QueryTaskResponse"),
+    *("ReplicaDescriptor", "ReplicaStatus", "ReplicateConfig", "SoftPinAction", "TaskStatus", "TaskType"),
+    *("UNKNOWN", "KVCACHE", "TENSOR", "WEIGHT", "SAMPLE", "ACTIVATION", "GRADIENT", "OPTIMIZER_STATE"),
+    *("METADATA", "GENERAL", "UNDEFINED", "INITIALIZED", "PROCESSING", "COMPLETE", "REMOVED", "FAILED"),
+    *("REPLICA_COPY", "REPLICA_MOVE", "PENDING", "SUCCESS"),
+)
+
+_POOLS = (
+    *("BufferLease", "BufferLeaseView", "BufferPool"),
+    *("RegisteredBufferLease", "RegisteredBufferLeaseView", "RegisteredBufferPool"),
+)
+_HOST = ("MooncakeHostMemAllocator", "bind_to_numa_node", "get_alloc_func_addr", "get_free_func_addr")
+
+_UPSTREAM = {
+    **dict.fromkeys(_POOLS, "mooncake.compat.store.buffer_pool"),
+    **dict.fromkeys(_HOST, "mooncake.compat.store.host_memory"),
+    "BufferHandle": "mooncake.compat.store.buffer_handle",
+    **dict.fromkeys(("EngramStore", "EngramStoreConfig"), "mooncake.compat.store.engram"),
+    **dict.fromkeys(("ParallelAxis", "ReadTarget", "TensorParallelism"), "mooncake.compat.store.parallelism"),
+    **dict.fromkeys(
+        ("_serialize_tensor", "_deserialize_tensor", "_tensor_metadata_size"),
+        "mooncake.compat.store.tensors",
+    ),
+    "MooncakeDistributedStore": "mooncake.compat.store.store",
+    **dict.fromkeys(_VALUES, "mooncake.compat.store.public_types"),
+}
+"""Which module each name of the existing package's ``mooncake.store`` comes from."""
+
 _OWNERS = {
-    "AsyncStore": "mooncake.store.client",
-    "PutGrant": "mooncake.store.grants",
+    "AsyncStore": "mooncake.store.client.store",
+    "PutGrant": "mooncake.store.client.grants",
     "PutPolicy": "mooncake.store.messages",
-    "ReadGrant": "mooncake.store.grants",
+    "ReadGrant": "mooncake.store.client.grants",
     "Refusal": "mooncake.errors",
-    "Store": "mooncake.store.client",
-    "StoreSettings": "mooncake.store.client",
-    **OWNERS,
+    "Store": "mooncake.store.client.store",
+    "StoreSettings": "mooncake.store.client.store",
+    **_UPSTREAM,
 }
 
 

@@ -19,12 +19,12 @@ from msgspec import Meta
 
 from mooncake.config import AlsoFrom, Port, Secret
 from mooncake.errors import InvalidArgument
-from mooncake.files import NotOurs, OsDirectory
+from mooncake.files import OsDirectory, UntrustedFile
 from mooncake.log import get_logger
 from mooncake.security import check_address
 from mooncake.store import messages as m
-from mooncake.store.leader import AsyncLeader
-from mooncake.store.node import MIN_BYTES, Node, NodeSettings
+from mooncake.store.ha.master_client import AsyncMasterClient
+from mooncake.store.node.node import MIN_BYTES, Node, NodeSettings
 from mooncake.store.server import running
 from mooncake.store.settings import MasterSettings
 
@@ -149,7 +149,7 @@ async def serve(settings: DaemonSettings) -> None:
     check_address(settings.host)
     async with AsyncExitStack() as stack:
         if settings.master:
-            client = AsyncLeader(settings.master, m.REPLIES)
+            client = AsyncMasterClient(settings.master, m.REPLIES)
             stack.push_async_callback(client.close)
             failed: Awaitable[Any] = asyncio.get_running_loop().create_future()
             master = settings.master
@@ -180,7 +180,7 @@ async def serve(settings: DaemonSettings) -> None:
 def _make_folder(path: str) -> None:
     try:
         OsDirectory(Path(path).expanduser(), is_private=True).close()
-    except NotOurs as error:
+    except UntrustedFile as error:
         raise InvalidArgument("nvme_path", path, error.told) from error
     except OSError as error:
         raise InvalidArgument("nvme_path", path, f"a directory that can be written ({error})") from error
@@ -197,10 +197,10 @@ async def _status_service(
 ) -> AsyncIterator[str]:
     """The gRPC side, where grpcio is installed; yields where it is."""
     try:
-        from mooncake.store.status_service import StatusService  # late: an extra
+        from mooncake.store.grpc_status import StatusService  # late: an extra
     except ModuleNotFoundError as error:
         missing = f"{error.name} is not installed; `pip install 'mooncake-serving[grpc]'` brings it"
-        log.warning("grpc_off", reason=missing)
+        log.warning("grpc_unavailable", reason=missing)
         yield ""
         return
     service = StatusService(ask)

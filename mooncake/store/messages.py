@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from mooncake.errors import Refusal
-from mooncake.security.standing import ADMINS, EVERYBODY, NODES, NODES_AND_ADMINS, TRUSTED, Level
+from mooncake.security.principal import ADMINS, EVERYBODY, NODES, NODES_AND_ADMINS, TRUSTED, Level
 from mooncake.types import Tier
 
 MAX_KEYS = 4096
@@ -72,7 +72,7 @@ class Reserved(msgspec.Struct, frozen=True, array_like=True):
     replicas: list[Replica]
 
 
-class Advance(msgspec.Struct, frozen=True, array_like=True):
+class PreallocatedSpace(msgspec.Struct, frozen=True, array_like=True):
     """Space given to a writer in advance, before it knows for which objects: pieces of one size."""
 
     advance_id: int
@@ -120,7 +120,7 @@ class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"
     """None: stored already, being written by another, or refused."""
     refusals: dict[int, Refusal]
     """By the key's place in the request."""
-    advance: Advance | None = None
+    advance: PreallocatedSpace | None = None
     """None also when nothing is given out in advance now; ask again some puts later."""
 
 
@@ -155,7 +155,7 @@ class PutsWritten(msgspec.Struct, frozen=True, array_like=True, tag="puts_writte
     """
 
     outcomes: list[bool | Refusal]
-    advance: Advance | None = None
+    advance: PreallocatedSpace | None = None
     """As in ``PutStarted``."""
 
 
@@ -184,14 +184,14 @@ class Outcomes(msgspec.Struct, frozen=True, array_like=True, tag="outcomes"):
     outcomes: list[bool | Refusal]
 
 
-class Lookup(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
+class LookupObjects(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
     """Where are these objects? Grants a lease on each."""
 
     keys: list[str]
     tenant: str = ""
 
 
-class Found(msgspec.Struct, frozen=True, array_like=True, tag="found"):
+class LookupReply(msgspec.Struct, frozen=True, array_like=True, tag="found"):
     """``lease_s``: don't touch the bytes later than so many seconds after asking."""
 
     lease_s: float
@@ -239,7 +239,7 @@ class RemoveMatching(msgspec.Struct, frozen=True, array_like=True, tag="remove_m
     """Remove every object of the tenant whose key the regular expression is found in; "" is all of them.
 
     Answered by Removed. Leased ones are left unless ``force``, and what is put after the question always. The
-    expressions are RE2's (``patterns.py``).
+    expressions are RE2's (``key_patterns.py``).
     """
 
     pattern: str
@@ -289,13 +289,13 @@ class Corrupt(msgspec.Struct, frozen=True, array_like=True, tag="corrupt"):
     """The machine that read it, so that the one at fault is found; its own word, and no more."""
 
 
-class Describe(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
+class DescribeSegments(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
     """How are these segments (name, epoch) reached?"""
 
     segments: list[tuple[str, int]]
 
 
-class Described(msgspec.Struct, frozen=True, array_like=True, tag="described"):
+class SegmentDescriptors(msgspec.Struct, frozen=True, array_like=True, tag="described"):
     """Transfer's descriptors, opaque to the master; None: not mounted (any more)."""
 
     descriptors: list[bytes | None]
@@ -328,7 +328,7 @@ class Mount(msgspec.Struct, frozen=True, array_like=True, tag="mount"):
     """The largest object id that this node has heard of from any master: new objects get larger ones."""
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class SegmentEntry(msgspec.Struct, frozen=True, array_like=True):
     """What a segment holds at ``offset``: everything that is needed to read it again."""
 
     key: str
@@ -345,7 +345,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     """Its writer was promised that it is on SSD."""
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+class ReportContents(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """A node tells a master that asked for it (``Mounted.wants_report``) what a segment holds.
 
     In as many messages as it takes, before the first heartbeat; answered by Reported.
@@ -353,7 +353,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
 
     segment: str
     epoch: int
-    entries: list[Entry]
+    entries: list[SegmentEntry]
     is_last: bool
 
 
@@ -362,11 +362,11 @@ class Reported(msgspec.Struct, frozen=True, array_like=True, tag="reported"):
     """Object ids that the master will not have (it knows better): the node drops them from its index."""
 
 
-class Task(msgspec.Struct, frozen=True, array_like=True):
+class CopyTask(msgspec.Struct, frozen=True, array_like=True):
     """Copy one replica into space reserved on the segment that asked."""
 
     task_id: int
-    entry: Entry
+    entry: SegmentEntry
     """Its ``offset`` is the target's."""
     source: Replica
     deadline_s: float
@@ -377,7 +377,7 @@ class Check(msgspec.Struct, frozen=True, array_like=True):
     """Read a replica of the segment that asked, and say whether its bytes are right."""
 
     check_id: int
-    entry: Entry
+    entry: SegmentEntry
     deadline_s: float
     """Seconds after the Poll was sent, beyond which nobody wants to know."""
 
@@ -405,9 +405,9 @@ class Poll(msgspec.Struct, frozen=True, array_like=True, tag="poll"):
 class Polled(msgspec.Struct, frozen=True, array_like=True, tag="polled"):
     first: int
     """The number of the first of ``changes``; more than ``seen + 1``: some were lost, report again."""
-    changes: list[Entry | int]
+    changes: list[SegmentEntry | int]
     """What came to the segment (Entry), and the ids of the objects whose replica there went."""
-    tasks: list[Task]
+    tasks: list[CopyTask]
     is_known: bool = True
     """False: mount again."""
     checks: list[Check] = []
@@ -450,7 +450,7 @@ class Unmount(msgspec.Struct, frozen=True, array_like=True, tag="unmount"):
 # People and dashboards ask.
 
 
-class Status(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+class GetMasterStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     pass
 
 
@@ -512,14 +512,14 @@ class Keys(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
     keys: list[str]
 
 
-class Story(msgspec.Struct, frozen=True, array_like=True, tag="story"):
+class ObjectStory(msgspec.Struct, frozen=True, array_like=True, tag="story"):
     """What happened to a key, and why?"""
 
     key: str
     tenant: str = ""
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag="told"):
+class StoryLines(msgspec.Struct, frozen=True, array_like=True, tag="told"):
     lines: list[str]
 
 
@@ -530,7 +530,7 @@ class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
     tenant: str = ""
 
 
-class ReplicaStatus(msgspec.Struct, frozen=True):
+class ReplicaDetail(msgspec.Struct, frozen=True):
     segment: str
     host: str
     tier: Tier
@@ -552,7 +552,7 @@ class ObjectStatus(msgspec.Struct, frozen=True):
     parent: str
     data_type: int
     is_writing: bool
-    replicas: list[ReplicaStatus]
+    replicas: list[ReplicaDetail]
 
 
 class Inspected(msgspec.Struct, frozen=True, array_like=True, tag="inspected"):
@@ -574,7 +574,7 @@ class CopyObject(msgspec.Struct, frozen=True, array_like=True, tag="copy_object"
     tenant: str = ""
 
 
-class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
+class DrainSegments(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
     """Give nothing out on ``segments`` any more and move all that is there, to ``targets`` or anywhere.
 
     Answered by Job or Refused.
@@ -613,11 +613,11 @@ class JobStatus(msgspec.Struct, frozen=True):
     """Since something last happened."""
 
 
-class Job(msgspec.Struct, frozen=True, array_like=True, tag="job"):
+class JobReply(msgspec.Struct, frozen=True, array_like=True, tag="job"):
     status: JobStatus
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+class RefusedReply(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     refusal: Refusal
 
 
@@ -652,7 +652,7 @@ ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
     PutWritten: EVERYBODY,
     PutEnd: EVERYBODY,
     PutAbort: EVERYBODY,
-    Lookup: EVERYBODY,
+    LookupObjects: EVERYBODY,
     Exists: EVERYBODY,
     Renew: EVERYBODY,
     Remove: EVERYBODY,
@@ -660,18 +660,18 @@ ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
     Pin: EVERYBODY,
     DropReplicas: EVERYBODY,
     Corrupt: EVERYBODY,
-    Describe: EVERYBODY,
+    DescribeSegments: EVERYBODY,
     Mount: NODES,
-    Report: NODES,
+    ReportContents: NODES,
     Poll: NODES,
     Heartbeat: NODES,
     Unmount: NODES_AND_ADMINS,
-    Status: TRUSTED,
+    GetMasterStatus: TRUSTED,
     ListKeys: EVERYBODY,
-    Story: EVERYBODY,
+    ObjectStory: EVERYBODY,
     Inspect: EVERYBODY,
     CopyObject: TRUSTED,
-    Drain: NODES_AND_ADMINS,
+    DrainSegments: NODES_AND_ADMINS,
     AskJob: TRUSTED,
     SetQuota: ADMINS,
     AskQuotas: TRUSTED,
@@ -680,19 +680,19 @@ ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
 only by whoever is bound to one. A node may unmount and drain what it has mounted itself (``server.py``)."""
 
 
-def who_may_remove_matching(message: RemoveMatching) -> frozenset[Level]:
+def remove_matching_access(message: RemoveMatching) -> frozenset[Level]:
     """By force also what readers hold, and many at once: for administrators."""
     return ADMINS if message.force else EVERYBODY
 
 
-def who_may_ask_job(message: AskJob) -> frozenset[Level]:
+def ask_job_access(message: AskJob) -> frozenset[Level]:
     """Jobs are of everybody's; to stop one is another matter than to look."""
     return NODES_AND_ADMINS if message.cancel else TRUSTED
 
 
 SPECIAL: dict[type[msgspec.Struct], Callable[[Any], frozenset[Level]]] = {
-    RemoveMatching: who_may_remove_matching,
-    AskJob: who_may_ask_job,
+    RemoveMatching: remove_matching_access,
+    AskJob: ask_job_access,
 }
 
 REQUESTS: tuple[type[msgspec.Struct], ...] = tuple(ACCESS)
@@ -700,19 +700,19 @@ REPLIES: tuple[type[msgspec.Struct], ...] = (
     PutStarted,
     PutsWritten,
     Outcomes,
-    Found,
+    LookupReply,
     Flags,
     Removed,
-    Described,
+    SegmentDescriptors,
     Mounted,
     Reported,
     Polled,
     Beat,
     MasterStatus,
     Keys,
-    Told,
+    StoryLines,
     Inspected,
-    Job,
-    Refused,
+    JobReply,
+    RefusedReply,
     Quotas,
 )

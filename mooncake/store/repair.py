@@ -10,19 +10,19 @@ from collections import Counter
 from pathlib import Path
 
 from mooncake.errors import InvalidArgument
-from mooncake.store.folder import Folder
-from mooncake.store.framing import Scan
-from mooncake.store.indexlog import NAME as INDEX
-from mooncake.store.indexlog import IndexLog, parsed
-from mooncake.store.oplog import Oplog
-from mooncake.store.records import records_of
+from mooncake.files.frames import Scan
+from mooncake.files.locked_directory import LockedDirectory
+from mooncake.store.master.log_records import records_of
+from mooncake.store.master.oplog import Oplog
+from mooncake.store.node.ssd_index_log import NAME as INDEX
+from mooncake.store.node.ssd_index_log import SsdIndexLog, parsed
 
 SHOWN_BYTES = 16
 """Of each damage."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RepairPlan:
     """What is wrong with a file."""
 
     file: Path
@@ -64,7 +64,7 @@ class Plan:
         return lines
 
 
-def plan(path: Path) -> Plan:
+def plan(path: Path) -> RepairPlan:
     """Look at an oplog, or at the index in an SSD's directory; changes nothing.
 
     Raises:
@@ -77,7 +77,7 @@ def plan(path: Path) -> Plan:
     except OSError as error:
         raise InvalidArgument("path", str(file), f"a file that can be read ({error})") from error
     if is_index:
-        index, _ = parsed(Folder(path, "path"), content)
+        index, _ = parsed(LockedDirectory(path, "path"), content)
         found, kinds = index.found, {"index records": len(index.found.bodies)}
     else:
         found = Oplog(file).look(content)
@@ -85,7 +85,7 @@ def plan(path: Path) -> Plan:
     shown = [
         content[one.offset : one.offset + min(one.num_bytes, SHOWN_BYTES)].hex(" ") for one in found.damages
     ]
-    return Plan(file, is_index, len(content), found, kinds, shown)
+    return RepairPlan(file, is_index, len(content), found, kinds, shown)
 
 
 def repair(path: Path) -> None:
@@ -96,10 +96,10 @@ def repair(path: Path) -> None:
         OutOfSpace, StorageError: the disk refuses.
     """
     if path.is_dir():
-        folder = Folder(path, "path")
+        folder = LockedDirectory(path, "path")
         try:
             folder.take()
-            IndexLog(folder, repairs=True).close()
+            SsdIndexLog(folder, repairs=True).close()
         except OSError as error:
             raise folder.trouble(error) from error
         finally:

@@ -3,7 +3,7 @@
 All requests are handled on one loop, in the order in which they arrive, by plain function calls;
 that is what makes the core's answers consistent without a lock, and fast. Where masters are elected,
 nothing is said before the election is asked whether this one still leads, and before every standby
-that may lead next has what it was said upon (``follow.py``).
+that may lead next has what it was said upon (``standby_replication.py``).
 """
 
 from __future__ import annotations
@@ -23,27 +23,36 @@ import msgspec
 from mooncake import clock
 from mooncake.driver import Driver
 from mooncake.errors import AccessDenied, AddressInUse, MooncakeError, Refusal, Unavailable
+from mooncake.http.server import HttpServer, listen
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.metrics import registry
 from mooncake.rpc import Call, Connection, RpcServer
 from mooncake.rpc.client import split_address
 from mooncake.rpc.wire import Failure
-from mooncake.security import TRUSTED, Access, HttpDoor, Identity, Role, check_address, ours
-from mooncake.store import follow, tenantfile
+from mooncake.security import TRUSTED, Access, HttpAuth, Identity, Role, check_address, process_identity
 from mooncake.store import messages as m
-from mooncake.store.admin.desk import Leadership, Publisher
-from mooncake.store.admin.exported import summary
-from mooncake.store.effects import ConnectionLost, Effect, Event, Heard, Keep, Note, Received, Reply
-from mooncake.store.election import Election, Standby
-from mooncake.store.exports import MasterMetrics
-from mooncake.store.follow import Follow, Followed, Followers, Leads, WhoLeads
-from mooncake.store.keeping import Keeping
-from mooncake.store.master import Master
-from mooncake.store.role import MasterRole, not_leader
+from mooncake.store.ha import standby_replication
+from mooncake.store.ha.coordinator import Coordinator
+from mooncake.store.ha.election import Election, Standby
+from mooncake.store.ha.role import MasterRole, not_leader
+from mooncake.store.ha.standby_replication import Follow, Followed, Leads, StandbyReplicator, WhoLeads
+from mooncake.store.master import tenants_file
+from mooncake.store.master.context import EventPublisher, Leadership
+from mooncake.store.master.effects import (
+    AppendRecords,
+    ConnectionLost,
+    Effect,
+    Event,
+    OperatorEvent,
+    Received,
+    RecoveryComplete,
+    Reply,
+)
+from mooncake.store.master.master import Master
+from mooncake.store.master.metrics import MasterMetrics
+from mooncake.store.master.oplog_writer import OplogWriter
 from mooncake.store.settings import MasterSettings
-from mooncake.store.succession import Succession
-from mooncake.web import WebServer, listen
 
 log = get_logger(__name__)
 
@@ -57,33 +66,33 @@ class MasterServer:
             other: Unix socket of the server for clients that open with another protocol.
             identity: who this master is to others, instead of who this process is.
         """
-        self.identity = identity or ours()
+        self.identity = identity or process_identity()
         self.settings = settings
-        self.publisher: Publisher | None = None
-        self._keeping = Keeping(settings.oplog, settings.oplog_flush, settings.oplog_repair)
-        self._role = MasterRole(settings, self._keeping, _first_id)
+        self.publisher: EventPublisher | None = None
+        self._oplog = OplogWriter(settings.oplog, settings.oplog_flush, settings.oplog_repair)
+        self._role = MasterRole(settings, self._oplog, _first_id)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises when this master must not go on."""
         handlers: dict[type[msgspec.Struct], Any] = dict.fromkeys(m.REQUESTS, self._received)
         self._rpc = RpcServer(
             {**handlers, Follow: self._follow, WhoLeads: self._who_leads},
             self._connection_lost,
-            access=Access({**m.ACCESS, **follow.ACCESS}, m.SPECIAL),
+            access=Access({**m.ACCESS, **standby_replication.ACCESS}, m.SPECIAL),
             identity=self.identity,
             other=other,
             name="master",
         )
         self._driver: Driver[Event, Effect] | None = None
-        self._succession: Succession | None = None
+        self._coordinator: Coordinator | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._all_said = asyncio.Event()
+        self._replies_sent = asyncio.Event()
         """No reply is held back."""
-        self._all_said.set()
+        self._replies_sent.set()
         self._gone: list[Connection] = []
         """Lost while this master did not lead; it will be told when it does."""
         self.web_address = ""
         """Of its HTTP side, once that serves."""
-        self.at_first: list[msgspec.Struct] = []
+        self.first_messages: list[msgspec.Struct] = []
         """What this master is told by its own settings once it leads."""
         self._metrics = MasterMetrics(self)
         self._is_serving = False
@@ -105,7 +114,10 @@ class MasterServer:
             return self.settings.advertise or (
                 f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
             )
-        from mooncake.transfer.host import reachable_host, with_port  # late: transfer takes long to load
+        from mooncake.transfer.host_address import (  # late: transfer takes long to load
+            reachable_host,
+            with_port,
+        )
 
         return with_port(reachable_host(host), self.port)
 
@@ -125,65 +137,67 @@ class MasterServer:
         settings = self.settings
         if settings.advertise:
             split_address(settings.advertise)
-        ballot = None
+        lease_store = None
         if settings.election:
-            from mooncake.store.ballot import make_ballot  # late: transfer takes long to load
+            from mooncake.store.ha.lease_store import make_lease_store  # late: transfer takes long to load
 
-            ballot = make_ballot(settings.election, settings.cluster_id, settings.election_lease_s / 4)
-        records, now = self._keeping.read(), clock.monotonic()
-        self._guarded(lambda: self._role.begin(records, now, self._keeping.doubt))
+            lease_store = make_lease_store(
+                settings.election, settings.cluster_id, settings.election_lease_s / 4
+            )
+        records, now = self._oplog.read(), clock.monotonic()
+        self._guarded(lambda: self._role.begin(records, now, self._oplog.doubt))
         if settings.oplog:
-            num_objects, doubt = len(self.master.objects.readable), self._keeping.doubt.name.lower()
+            num_objects, doubt = len(self.master.objects.readable), self._oplog.doubt.name.lower()
             log.info("oplog_read", path=settings.oplog, num_objects=num_objects, doubt=doubt)
-        if ballot is None:
+        if lease_store is None:
             self.lead(0, True)
         port = await self._rpc.start(settings.host, settings.port)
         registry.register(self._metrics)
         self._is_serving = True
-        if ballot is not None:
-            me = Standby(self._keeping.id or secrets.token_hex(8), self.address)
+        if lease_store is not None:
+            me = Standby(self._oplog.id or secrets.token_hex(8), self.address)
             election = Election(
                 me,
                 settings.election_lease_s,
                 settings.orphan_s,
                 has_log=bool(settings.oplog),
                 has_state=bool(records),
-                keeps_records=ballot.keeps_records,
-                is_whole=self._keeping.is_whole,
+                keeps_records=lease_store.keeps_records,
+                is_whole=self._oplog.is_whole,
             )
-            self._succession = Succession(election, ballot, self, self.identity)
-            self._succession.on_change = self._look_around
-            self._succession.start()
+            self._coordinator = Coordinator(election, lease_store, self, self.identity)
+            self._coordinator.on_change = self._reconsider
+            self._coordinator.start()
         return port
 
     async def close(self) -> None:
         """Stop serving; a standby that has everything leads from now on. Harmless when repeated."""
         if not self._is_serving:
             return
-        if self._succession is not None and self._succession.election.is_leading:
-            await self._hand_over(self._succession)
+        if self._coordinator is not None and self._coordinator.election.is_leading:
+            await self._hand_over(self._coordinator)
         self._is_serving = self._role.is_leading = False
         if self._driver is not None:
             self._driver.close()
         if self._timer is not None:
             self._timer.cancel()
-        if self._succession is not None:
-            await self._succession.close()
+        if self._coordinator is not None:
+            await self._coordinator.close()
         await self._rpc.close()
         registry.unregister(self._metrics)
-        self._keeping.close()
+        self._oplog.close()
 
     # What its HTTP side and its metrics look at
 
     @property
     def leadership(self) -> Leadership:
         """Who leads: a master that has no others always does."""
-        succession = self._succession
-        if succession is None:
+        coordinator = self._coordinator
+        if coordinator is None:
             return Leadership(True, "serving", self.address, 0)
-        record = succession.election.record
-        state = "serving" if succession.leads() else "standby" if succession.is_in_sync else "catching_up"
-        return Leadership(succession.leads(), state, succession.leader, record.term if record else 0)
+        record = coordinator.election.record
+        state = "serving" if coordinator.leads() else "standby" if coordinator.is_in_sync else "catching_up"
+        return Leadership(coordinator.leads(), state, coordinator.leader, record.term if record else 0)
 
     @property
     def num_clients(self) -> int:
@@ -198,7 +212,7 @@ class MasterServer:
     def replication(self) -> dict[str, float]:
         followers = self._role.followers
         if followers is None:
-            is_standby = self._succession is not None and self._succession.is_in_sync
+            is_standby = self._coordinator is not None and self._coordinator.is_in_sync
             return {"ha_standby_state": float(is_standby)}
         return {
             "ha_oplog_last_sequence_id": followers.number,
@@ -209,7 +223,7 @@ class MasterServer:
 
     async def ask(self, message: msgspec.Struct) -> msgspec.Struct:
         """What a client that sent ``message`` would be answered; from this process, for its HTTP side."""
-        own = _OwnCall()
+        own = _LocalCall()
         try:
             self._take(Received(own, own, message))
         except MooncakeError as error:
@@ -219,21 +233,21 @@ class MasterServer:
     # What clients and nodes say
 
     def _received(self, message: msgspec.Struct, call: Call) -> None:
-        if isinstance(message, m.Unmount | m.Drain) and call.connection.standing.role is Role.NODE:
+        if isinstance(message, m.Unmount | m.DrainSegments) and call.connection.principal.role is Role.NODE:
             self._check_owner(message, call)
         self._take(Received(call, call.connection, message))
 
     def _take(self, event: Received) -> None:
         if not self._role.is_leading or self._driver is None:
-            leader = self._succession.leader if self._succession is not None else ""
+            leader = self._coordinator.leader if self._coordinator is not None else ""
             event.origin.reply(Failure("not_leader", "" if leader == self.address else leader))
             return
-        if self._keeping.trouble and isinstance(event.message, _CHANGES):
-            event.origin.reply(_refused(event.message, self._keeping.trouble, self.settings.put_s))
+        if self._oplog.trouble and isinstance(event.message, _CHANGES):
+            event.origin.reply(_refused(event.message, self._oplog.trouble, self.settings.put_s))
             return
         self._driver.post(event)
 
-    def _check_owner(self, message: m.Unmount | m.Drain, call: Call) -> None:
+    def _check_owner(self, message: m.Unmount | m.DrainSegments, call: Call) -> None:
         """A node ends what it mounted itself; what others mounted is an administrator's.
 
         Raises:
@@ -249,7 +263,7 @@ class MasterServer:
     def _connection_lost(self, connection: Connection) -> None:
         if self._role.followers is not None:
             self._role.followers.lost(connection)
-            self._look_around()
+            self._reconsider()
         if not self._is_serving:
             return
         if self._role.is_leading and self._driver is not None:
@@ -258,27 +272,27 @@ class MasterServer:
             self._gone.append(connection)
 
     def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Note):
+        if isinstance(effect, OperatorEvent):
             log.info(effect.event, **effect.fields)
-        elif isinstance(effect, Heard):
-            self._keeping.heard(self.master.catalog)
-        elif isinstance(effect, Keep):
+        elif isinstance(effect, RecoveryComplete):
+            self._oplog.heard(self.master.catalog)
+        elif isinstance(effect, AppendRecords):
             self._guarded(lambda: self._keep(effect))
-        elif self._keeping.trouble and isinstance(effect.message, _ACKNOWLEDGEMENTS):
-            effect.origin.reply(Failure(_CODE, self._keeping.trouble))
+        elif self._oplog.trouble and isinstance(effect.message, _ACKNOWLEDGEMENTS):
+            effect.origin.reply(Failure(_CODE, self._oplog.trouble))
         elif effect.must_last:
-            self._keeping.flushed(functools.partial(self._answer_lasting, effect, self._role.followers))
+            self._oplog.flushed(functools.partial(self._answer_lasting, effect, self._role.followers))
         else:
             self._answer(effect)
 
     def _answer(self, reply: Reply) -> None:
         self._guarded(lambda: _send(self._role.carry_out(reply, clock.monotonic())))
         if self._role.followers is not None and self._role.followers.num_held:
-            self._all_said.clear()
+            self._replies_sent.clear()
             if self._timer is None:
                 self._arm()
 
-    def _answer_lasting(self, reply: Reply, followers: Followers | None, trouble: str) -> None:
+    def _answer_lasting(self, reply: Reply, followers: StandbyReplicator | None, trouble: str) -> None:
         """What it says survives a loss of power, or ``trouble`` says why nobody knows."""
         if trouble:
             reply.origin.reply(Failure(_CODE, trouble))
@@ -287,17 +301,17 @@ class MasterServer:
         else:
             _send([not_leader(reply)])  # it was asked in another term
 
-    def _keep(self, effect: Keep) -> None:
+    def _keep(self, effect: AppendRecords) -> None:
         """Where standbys have everything, one of them can do what this master can't; else it waits for space
         and serves who reads. Raises Unavailable."""
         _send(self._role.carry_out(effect, clock.monotonic()))
-        if self._keeping.trouble and self.num_standbys:
-            raise Unavailable(self._keeping.trouble)
+        if self._oplog.trouble and self.num_standbys:
+            raise Unavailable(self._oplog.trouble)
 
     def _fail(self, error: MooncakeError) -> None:
         """Nobody is answered any more, and no standby may copy what was not written down."""
         _send([not_leader(held) for held in self._role.step_down()])
-        self._all_said.set()
+        self._replies_sent.set()
         self._arm()
         if not self.failed.done():
             self.failed.set_exception(error)
@@ -307,25 +321,27 @@ class MasterServer:
     def _follow(self, message: Follow, call: Call) -> None:
         replies = self._role.follow(message, call, call.connection, clock.monotonic())
         if replies is None:
-            call.reply(Failure("not_leader", self._succession.leader if self._succession is not None else ""))
+            call.reply(
+                Failure("not_leader", self._coordinator.leader if self._coordinator is not None else "")
+            )
             return
         _send(replies)
-        self._look_around()
+        self._reconsider()
 
     def _who_leads(self, _: WhoLeads, call: Call) -> Leads:
         lead = self.leadership
         return Leads(lead.leader, lead.term, lead.is_leader and self._role.is_leading)
 
-    def _look_around(self) -> None:
+    def _reconsider(self) -> None:
         """Something has happened to standbys, or in the election: it may free replies, or change the list."""
-        succession, followers = self._succession, self._role.followers
-        if succession is None or followers is None:
+        coordinator, followers = self._coordinator, self._role.followers
+        if coordinator is None or followers is None:
             return
-        succession.list_as_in_sync(tuple(followers.listed.values()))
+        coordinator.list_as_in_sync(tuple(followers.listed.values()))
         if self._role.followers is followers:
             _send(self._role.let_go(clock.monotonic()))
         if not followers.num_held:
-            self._all_said.set()
+            self._replies_sent.set()
         self._arm()
 
     def _arm(self) -> None:
@@ -342,17 +358,17 @@ class MasterServer:
         self._timer = None
         if self._role.followers is not None:
             _send(self._role.followers.expire(clock.monotonic()))
-            self._look_around()
+            self._reconsider()
 
     # What the election says (``succession.Office``)
 
     def lead(self, term: int, is_complete: bool) -> None:
         """Answer from now on, with what this master has, or with nothing."""
-        election = self._succession.election if self._succession is not None else None
+        election = self._coordinator.election if self._coordinator is not None else None
         session = secrets.randbits(40)
         self._guarded(lambda: self._role.lead(is_complete, election, session, clock.monotonic()))
         if not self.master.catalog.is_doubted:
-            self._keeping.heard(self.master.catalog)
+            self._oplog.heard(self.master.catalog)
         if election is not None:
             num_objects = len(self.master.objects.readable)
             log.info("leads", term=term, num_objects=num_objects, is_complete=is_complete)
@@ -361,13 +377,13 @@ class MasterServer:
         self._driver.post(Wake())
         for connection in gone:
             self._driver.post(ConnectionLost(connection))
-        at_first, self.at_first = self.at_first, []
-        for message in at_first:
-            own = _OwnCall()
+        first_messages, self.first_messages = self.first_messages, []
+        for message in first_messages:
+            own = _LocalCall()
             self._driver.post(Received(own, own, message))
 
     def step_down(self, reason: str) -> None:
-        log.warning("steps_down", reason=reason)
+        log.warning("leadership_lost", reason=reason)
         if self._driver is not None:
             self._driver.close()
         _send([not_leader(held) for held in self._role.step_down()])
@@ -383,9 +399,9 @@ class MasterServer:
         def enter() -> None:
             if self._role.take(answer, clock.monotonic()):
                 self._gone = []
-                log.info("in_step_with_leader", num_objects=len(self.master.objects.readable))
-            if self._keeping.trouble:  # the leader must not hear that it is here
-                raise Unavailable(self._keeping.trouble)
+                log.info("standby_in_sync", num_objects=len(self.master.objects.readable))
+            if self._oplog.trouble:  # the leader must not hear that it is here
+                raise Unavailable(self._oplog.trouble)
 
         self._guarded(enter)
 
@@ -396,14 +412,14 @@ class MasterServer:
             self._fail(error)
             raise
 
-    async def _hand_over(self, succession: Succession) -> None:
+    async def _hand_over(self, coordinator: Coordinator) -> None:
         """Let what was said reach everybody, and name a successor."""
         self._role.is_leading = False  # nothing new is begun
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.standby_ack_s):
-                await self._all_said.wait()
-        successor = await succession.resign(self.settings.election_lease_s)
-        log.info("handed_over", successor=successor.address if successor else "")
+                await self._replies_sent.wait()
+        successor = await coordinator.resign(self.settings.election_lease_s)
+        log.info("leadership_handed_over", successor=successor.address if successor else "")
 
 
 _CODE = "storage_error"
@@ -418,7 +434,7 @@ _CHANGES = (
     m.Pin,
     m.Poll,
     m.CopyObject,
-    m.Drain,
+    m.DrainSegments,
     m.SetQuota,
 )
 """What is refused while nothing can be written down; reads, and what nodes say of themselves, are not."""
@@ -448,7 +464,7 @@ def _send(replies: list[Reply]) -> None:
         reply.origin.reply(reply.message)
 
 
-class _OwnCall:
+class _LocalCall:
     """Stands where the ``Call`` of a client would: the origin of a message of this process itself."""
 
     def __init__(self) -> None:
@@ -486,9 +502,9 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
     """
     # Millions of long-lived objects and no cycles: full collections would only cost pauses.
     gc.set_threshold(100_000, 50, 1_000_000)
-    quotas = tenantfile.read(settings.tenants_file) if settings.tenants_file else {}
+    quotas = tenants_file.read(settings.tenants_file) if settings.tenants_file else {}
     server = MasterServer(settings, other)
-    server.at_first = [m.SetQuota(tenant, size_bytes) for tenant, size_bytes in quotas.items()]
+    server.first_messages = [m.SetQuota(tenant, size_bytes) for tenant, size_bytes in quotas.items()]
     async with contextlib.AsyncExitStack() as stack:
         sock = _listen(settings)
         stack.callback(sock.close)
@@ -520,12 +536,11 @@ def _listen(settings: MasterSettings) -> socket.socket:
 @contextlib.asynccontextmanager
 async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
     """Its HTTP side; yields the address. Loaded when clients are served already: that takes half a second."""
-    await asyncio.to_thread(importlib.import_module, "mooncake.store.admin.app")
-    from mooncake.store.admin.app import OPEN_PATHS, make_app
+    http = await asyncio.to_thread(importlib.import_module, "mooncake.compat.master.app")
 
     key, identity = server.settings.admin_api_key, server.identity
-    door = HttpDoor(make_app(server), identity, TRUSTED, open_paths=OPEN_PATHS, api_key=key)
-    web = WebServer(door, sock, tls=identity.server_tls)
+    door = HttpAuth(http.make_app(server), identity, TRUSTED, open_paths=http.OPEN_PATHS, api_key=key)
+    web = HttpServer(door, sock, tls=identity.server_tls)
     try:
         await web.start()
         yield f"{server.settings.metrics_host or server.settings.host}:{web.port}"
@@ -534,18 +549,19 @@ async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
 
 
 async def _report(server: MasterServer, every_s: float) -> None:
+    summary = importlib.import_module("mooncake.compat.master.master_metrics").summary
     while True:
         await asyncio.sleep(every_s)
-        status = await server.ask(m.Status())
+        status = await server.ask(m.GetMasterStatus())
         if isinstance(status, m.MasterStatus):
             log.info("summary", text=summary(server, status))
 
 
 @contextlib.asynccontextmanager
 async def _publishing(server: MasterServer) -> AsyncIterator[None]:
-    from mooncake.store.kvpublisher import KvEventPublisher  # late: it needs ZeroMQ
+    from mooncake.store.master.kv_publisher import MasterKvEventPublisher  # late: it needs ZeroMQ
 
-    server.publisher = KvEventPublisher(server)
+    server.publisher = MasterKvEventPublisher(server)
     try:
         server.publisher.start()
         yield

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from mooncake.errors import InvalidArgument
-from mooncake.marks import AlsoFrom, Port, Secret
+from mooncake.setting_types import AlsoFrom, Port, Secret
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 

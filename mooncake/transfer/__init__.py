@@ -11,11 +11,11 @@ without the first one's doing::
 from __future__ import annotations
 
 from mooncake.transfer import nvmeof
+from mooncake.transfer.completion_queue import CompletionQueue
+from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
 from mooncake.transfer.engine import TransferEngine
 from mooncake.transfer.handshake import Notification
-from mooncake.transfer.peer import Segment
-from mooncake.transfer.queue import Queue
-from mooncake.transfer.segment import RegionInfo, SegmentDescriptor
+from mooncake.transfer.remote_segment import RemoteSegment
 from mooncake.transfer.settings import TransferSettings
 from mooncake.transfer.transports import (
     Completion,
@@ -29,12 +29,12 @@ from mooncake.transfer.transports import (
 
 __all__ = [
     "Completion",
+    "CompletionQueue",
     "Notification",
     "Op",
-    "Queue",
     "Region",
     "RegionInfo",
-    "Segment",
+    "RemoteSegment",
     "SegmentDescriptor",
     "Status",
     "TransferEngine",

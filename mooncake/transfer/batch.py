@@ -22,22 +22,22 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake.machine import Wake
+from mooncake.transfer.descriptor import Column, scheme_of
 from mooncake.transfer.rails import Rails
-from mooncake.transfer.segment import Column, scheme_of
 
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 OK = 0
-"""The status of success. Others are opaque here but for those of ``RETRIED`` and ``TIMED_OUT``."""
+"""The status of success. Others are opaque here but for those of ``RETRIED_STATUSES`` and ``TIMED_OUT``."""
 
-RETRIED = frozenset({1, 6})
+RETRIED_STATUSES = frozenset({1, 6})
 """PEER_LOST and PROTOCOL_ERROR: the path failed, not the request."""
 
 TIMED_OUT = 4
 """Before the batch's own deadline, this too is the path's failure."""
 
-WHY = {1: "peer lost", TIMED_OUT: "too slow", 6: "protocol error"}
+STATUS_REASONS = {1: "peer lost", TIMED_OUT: "too slow", 6: "protocol error"}
 """A path's failure in words."""
 
 PARTS_PER_RAIL = 2
@@ -49,7 +49,7 @@ MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 20, 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartBatch:
     """Event: the batch may begin."""
 
 
@@ -160,7 +160,7 @@ class Batch:
         self._is_finished = False
         self._story: deque[str] = deque(maxlen=64)
 
-    def handle(self, event: Start | PartDone | Wake, now: float) -> list[Carry | Finish]:
+    def handle(self, event: StartBatch | PartDone | Wake, now: float) -> list[Carry | Finish]:
         if isinstance(event, PartDone):
             self._ended(event, now)
         if self._status != OK:
@@ -193,25 +193,27 @@ class Batch:
         """The parts of this batch, the latest ones; ``key`` narrows it to one path."""
         return [line for line in self._story if key in line]
 
-    def take_news(self) -> list[tuple[str, str, str]]:
+    def take_path_events(self) -> list[tuple[str, str, str]]:
         """What was learned about paths and nobody has logged: (event, path, reason)."""
-        if self._rails is None or not self._rails.news:
+        if self._rails is None or not self._rails.path_events:
             return []
-        news, self._rails.news = self._rails.news, []
-        return news
+        path_events, self._rails.path_events = self._rails.path_events, []
+        return path_events
 
     # What came back
 
     def _ended(self, event: PartDone, now: float) -> None:
         part = self._under_way.pop(event.part)
         piece = part.piece
-        self._tell(f"{part.path} ended with status {event.status}")
-        is_the_path = event.status in RETRIED or (event.status == TIMED_OUT and now < self._deadline)
+        self._record(f"{part.path} ended with status {event.status}")
+        is_the_path = event.status in RETRIED_STATUSES or (event.status == TIMED_OUT and now < self._deadline)
         if self._rails is not None:
             if event.status == OK:
                 self._rails.arrived(part.path, piece.num_bytes, part.sent_at, now)
             elif is_the_path:
-                self._rails.failed(part.path, piece.num_bytes, part.sent_at, now, WHY[event.status])
+                self._rails.failed(
+                    part.path, piece.num_bytes, part.sent_at, now, STATUS_REASONS[event.status]
+                )
             else:
                 self._rails.dropped(part.path, piece.num_bytes)
         if event.status == OK:
@@ -305,7 +307,7 @@ class Batch:
             elif must_fit and self._rails.in_order(tier):
                 return None
             elif tier:
-                masked.append(self._rails.last_hope(tier))
+                masked.append(self._rails.first_to_unmask(tier))
         if not chosen and self.is_sprayed and self._under_way:
             return None  # one at a time where nothing is in order
         return chosen + masked
@@ -337,7 +339,7 @@ class Batch:
             self._rails.sent(path, mine.num_bytes)
         self._under_way[number] = _Part(path, mine, now, until)
         count = self._num_slices if slices is None else len(slices)
-        self._tell(
+        self._record(
             f"{path} carries {count} slices{' after ' + ', '.join(piece.tried) if piece.tried else ''}"
         )
         return Carry(number, path, slices, until)
@@ -362,7 +364,7 @@ class Batch:
     def _rows(self, slices: Indices | None) -> list[int]:
         return list(range(self._num_slices)) if slices is None else [int(row) for row in slices]
 
-    def _tell(self, line: str) -> None:
+    def _record(self, line: str) -> None:
         self._story.append(line)
 
 

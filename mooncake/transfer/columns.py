@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 from mooncake.errors import InvalidArgument
 from mooncake.transfer.batch import Carry, Indices
-from mooncake.transfer.segment import Column
+from mooncake.transfer.descriptor import Column
 
 Addresses = Sequence[int] | npt.NDArray[np.unsignedinteger[Any]] | npt.NDArray[np.signedinteger[Any]]
 """One number per slice."""
 
 
 @dataclass(slots=True)
-class Columns:
+class TransferColumns:
     """The rows of a batch."""
 
     local: Column
@@ -26,9 +26,9 @@ class Columns:
     lengths: Column
     origin: Indices | None = None
     "After ``cut``: for each row, the row of ``whole`` that it is a part of."
-    whole: Columns | None = None
+    whole: TransferColumns | None = None
 
-    def cut(self, max_bytes: int) -> Columns:
+    def cut(self, max_bytes: int) -> TransferColumns:
         """The same bytes in rows of at most ``max_bytes``."""
         if not len(self.lengths) or int(self.lengths.max()) <= max_bytes:
             return self
@@ -37,7 +37,9 @@ class Columns:
         part = np.arange(len(origin)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
         offset = part.astype(np.uint64) * np.uint64(max_bytes)
         lengths = np.minimum(self.lengths[origin] - offset, np.uint64(max_bytes))
-        return Columns(self.local[origin] + offset, self.remote[origin] + offset, lengths, origin, self)
+        return TransferColumns(
+            self.local[origin] + offset, self.remote[origin] + offset, lengths, origin, self
+        )
 
     def rows(self, carry: Carry) -> tuple[Column, Column, Column]:
         if carry.slices is None:
@@ -45,14 +47,14 @@ class Columns:
         return self.local[carry.slices], self.remote[carry.slices], self.lengths[carry.slices]
 
 
-def columns_of(local: Addresses, remote: Addresses, lengths: Addresses) -> Columns:
+def transfer_columns(local: Addresses, remote: Addresses, lengths: Addresses) -> TransferColumns:
     """Columns as the native side takes them.
 
     Raises:
         InvalidArgument: not one number per slice, or negative ones.
     """
     try:
-        columns = Columns(
+        columns = TransferColumns(
             np.asarray(local, dtype=np.uint64),
             np.asarray(remote, dtype=np.uint64),
             np.asarray(lengths, dtype=np.uint64),

@@ -1,7 +1,7 @@
 """The transfer engine: registers memory, opens segments of peers, moves batches of slices.
 
 It owns the transports of one process, its registered memory and what it knows of its peers; how bytes are
-moved is in ``mover.py``. It knows no keys of objects and no metadata format but its own.
+moved is in ``submission.py``. It knows no keys of objects and no metadata format but its own.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from collections.abc import Iterable
 from typing import Any
 
 from mooncake.errors import InvalidArgument, OutOfMemory, Unavailable
-from mooncake.security import Identity, ours
-from mooncake.security.contexts import client_context
-from mooncake.transfer.directory import Directory
-from mooncake.transfer.handshake import Alive, HandshakeClient, Notification
-from mooncake.transfer.host import host_identity, reachable_host, with_port
-from mooncake.transfer.listener import Inbox, Listener
+from mooncake.security import Identity
+from mooncake.security import process_identity as ours
+from mooncake.security.tls_contexts import client_context
+from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
+from mooncake.transfer.handshake import HandshakeClient, Notification, ProbeReply
+from mooncake.transfer.host_address import host_identity, reachable_host, with_port
+from mooncake.transfer.listener import Listener, NotificationInbox
 from mooncake.transfer.memory import available_bytes, device_span_of, is_mapped, span_of
 from mooncake.transfer.metadata import Backend, make_backend
 from mooncake.transfer.metadata.p2p import PeerBackend
-from mooncake.transfer.mover import Mover
-from mooncake.transfer.neighbours import Neighbours
-from mooncake.transfer.peer import Segment
-from mooncake.transfer.segment import RegionInfo, SegmentDescriptor
+from mooncake.transfer.name_service import NameService
+from mooncake.transfer.peers import PeerTable
+from mooncake.transfer.remote_segment import RemoteSegment
 from mooncake.transfer.settings import TransferSettings
+from mooncake.transfer.submission import TransferMethods
 from mooncake.transfer.sysfs import discover
-from mooncake.transfer.tls import secured
+from mooncake.transfer.tls import agree_on_tls
 from mooncake.transfer.topology import ANYWHERE, Places, is_location
 from mooncake.transfer.transports import (
     SCHEMES,
@@ -46,7 +47,7 @@ from mooncake.transfer.transports.file import FileTransport, flush, open_file, p
 _numbers = itertools.count()
 
 
-class TransferEngine(Mover):
+class TransferEngine(TransferMethods):
     """Registered memory of this process and the segments of its peers. Thread-safe.
 
     Args:
@@ -68,7 +69,7 @@ class TransferEngine(Mover):
         backend: Backend | None = None,
         identity: Identity | None = None,
     ) -> None:
-        settings, identity = secured(settings or TransferSettings(), identity or ours())
+        settings, identity = agree_on_tls(settings or TransferSettings(), identity or ours())
         self.identity = identity
         for scheme in settings.transports:
             if scheme not in SCHEMES:
@@ -91,16 +92,16 @@ class TransferEngine(Mover):
         self._transports: dict[str, Transport] = {}
         self._client = HandshakeClient(identity)
         self.exchange = self._client.exchange
-        neighbours = Neighbours(settings, self._host, self._transports, self._client)
+        neighbours = PeerTable(settings, self._host, self._transports, self._client)
         super().__init__(settings, neighbours, discover().matrix() if "rdma" in settings.transports else {})
-        self._inbox = Inbox()
-        self._talkers: list[Listener | HandshakeClient | Directory] = [self._client]
+        self._inbox = NotificationInbox()
+        self._talkers: list[Listener | HandshakeClient | NameService] = [self._client]
         self._finalizer = weakref.finalize(
             self,
             _shut_down,
             os.getpid(),
             self._talkers,
-            self._neighbours,
+            self._peers,
             self.regions,
             self._owned,
             self._transports,
@@ -133,20 +134,18 @@ class TransferEngine(Mover):
             self.name = self.handshake
         if backend is not None:
             this = weakref.ref(self)
-            self._neighbours.directory = Directory(
+            self._peers.name_service = NameService(
                 backend,
                 settings.metadata_cluster,
                 self.name,
                 self.epoch,
                 lambda: engine.describe() if (engine := this()) is not None else None,
             )
-            self._talkers.insert(0, self._neighbours.directory)
+            self._talkers.insert(0, self._peers.name_service)
 
     def __repr__(self) -> str:
         ends = " ".join(f"{path}={transport.endpoint}" for path, transport in self._transports.items())
-        return (
-            f"<TransferEngine {self.name} {ends} regions={len(self._owned)} segments={len(self._neighbours)}>"
-        )
+        return f"<TransferEngine {self.name} {ends} regions={len(self._owned)} segments={len(self._peers)}>"
 
     def __enter__(self) -> TransferEngine:
         return self
@@ -259,7 +258,7 @@ class TransferEngine(Mover):
             InvalidArgument: one of them cannot be registered.
         """
         regions: list[Region] = []
-        with self.together():
+        with self.deferred_publication():
             try:
                 for buffer in buffers:
                     regions.append(self.register(buffer))
@@ -348,10 +347,10 @@ class TransferEngine(Mover):
                 return region
         return None
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def deferred_publication(self) -> contextlib.AbstractContextManager[None]:
         """A ``with`` block whose changes of registered memory are published once, at its end."""
-        directory = self._neighbours.directory
-        return contextlib.nullcontext() if directory is None else directory.holding()
+        name_service = self._peers.name_service
+        return contextlib.nullcontext() if name_service is None else name_service.deferred_publication()
 
     def _changed(self) -> None:
         self._places = Places(
@@ -359,8 +358,8 @@ class TransferEngine(Mover):
             for key, region in list(self._owned.items())
             if key in self._locations
         )
-        if self._neighbours.directory is not None:
-            self._neighbours.directory.renew()
+        if self._peers.name_service is not None:
+            self._peers.name_service.renew()
 
     # Peers ----------------------------------------------------------------------------------------
 
@@ -382,13 +381,13 @@ class TransferEngine(Mover):
             self.name, self._host, self.epoch, endpoints, regions, self.handshake, topology=self._matrix
         )
 
-    def open(self, descriptor: SegmentDescriptor) -> Segment:
+    def open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         """The peer behind a descriptor, cached by name and epoch. Connects when first used."""
-        return self._neighbours.open(descriptor)
+        return self._peers.open(descriptor)
 
-    def forget(self, segment: Segment) -> None:
+    def forget(self, segment: RemoteSegment) -> None:
         """Drop a peer that will not be used again: what is in flight is CANCELLED, connections close."""
-        self._neighbours.forget(segment)
+        self._peers.forget(segment)
 
     def publish(self, ttl_s: float | None = None, *, is_patient: bool = False) -> None:
         """Let others find this process by its name, from now until it is closed.
@@ -405,9 +404,9 @@ class TransferEngine(Mover):
             ProtocolError: it is something else.
         """
         ttl_s = self.settings.metadata_ttl_s if ttl_s is None else ttl_s
-        self._neighbours.names().publish(ttl_s, is_patient)
+        self._peers.require_name_service().publish(ttl_s, is_patient)
 
-    def open_name(self, name: str) -> Segment | None:
+    def open_name(self, name: str) -> RemoteSegment | None:
         """The segment called ``name``, or None when there is none. With ``P2PHANDSHAKE`` a name is the
         ``host:port`` of the peer's handshake, and the peer itself is asked.
 
@@ -419,20 +418,22 @@ class TransferEngine(Mover):
             PeerLost, DeadlineExceeded: the service does not answer, or without one the peer.
             ProtocolError: something else lies under that name, or a peer of another version.
         """
-        return self._neighbours.open_name(name)
+        return self._peers.open_name(name)
 
-    def refresh(self, segment: Segment, timeout_s: float = 5.0) -> bool:
+    def refresh(self, segment: RemoteSegment, timeout_s: float = 5.0) -> bool:
         """After a failure: find out what became of the peer. True if trying again makes sense, because the
         same process publishes something else by now.
 
         A process that took its place is never tried: whoever asked meant memory of the first one. Then
         the segment is dead, ``reason`` says so, and ``open_name`` finds the new one.
         """
-        return self._neighbours.refresh(segment, timeout_s)
+        return self._peers.refresh(segment, timeout_s)
 
     # Talking --------------------------------------------------------------------------------------
 
-    def notify(self, segment: Segment, name: str, message: bytes | str = b"", timeout_s: float = 5.0) -> None:
+    def notify(
+        self, segment: RemoteSegment, name: str, message: bytes | str = b"", timeout_s: float = 5.0
+    ) -> None:
         """Tell the peer's program something; it takes it with ``notifications``. At most 1 MiB.
 
         Returns when the peer has it. What was written before is seen by whoever takes it.
@@ -454,7 +455,7 @@ class TransferEngine(Mover):
         """What peers told this process since the last call; waits up to ``timeout_s`` for the first."""
         return self._inbox.take(timeout_s)
 
-    def probe(self, peer: str, timeout_s: float = 5.0) -> Alive | None:
+    def probe(self, peer: str, timeout_s: float = 5.0) -> ProbeReply | None:
         """The engine that answers handshakes under the name or the address (``host:port``) ``peer``.
 
         None when no segment is published under that name and it is no address either.
@@ -465,7 +466,7 @@ class TransferEngine(Mover):
             Unavailable: the engine of that name does not listen for handshakes.
             InvalidArgument: ``peer`` is no address, and there is nowhere to look for names.
         """
-        return self._neighbours.probe(peer, timeout_s)
+        return self._peers.probe(peer, timeout_s)
 
     def accept(self, scheme: str, payload: bytes) -> bytes:
         """A peer sets up a connection; called by the listener."""
@@ -484,15 +485,15 @@ class TransferEngine(Mover):
         self.handshake = with_port(reached_at, listener.port)
 
     def map(
-        self, segment: Segment, address: int, size_bytes: int, timeout_s: float = 5.0
+        self, segment: RemoteSegment, address: int, size_bytes: int, timeout_s: float = 5.0
     ) -> memoryview | None:
         """The peer's bytes in place, read-only, or None when no path can show them.
 
         What the peer does to them meanwhile is seen; they stay mapped while the view lives.
         """
         for path in segment.paths:
-            carrier = segment.carrier(path, timeout_s)
-            view = carrier.view(address, size_bytes, timeout_s) if carrier is not None else None
+            connection = segment.connection(path, timeout_s)
+            view = connection.view(address, size_bytes, timeout_s) if connection is not None else None
             if view is not None:
                 return memoryview(view)
         return None
@@ -504,8 +505,8 @@ class TransferEngine(Mover):
 
 def _shut_down(
     owner_pid: int,
-    talkers: list[Listener | HandshakeClient | Directory],
-    neighbours: Neighbours,
+    talkers: list[Listener | HandshakeClient | NameService],
+    neighbours: PeerTable,
     regions: RegionTable,
     owned: dict[int, Region],
     transports: dict[str, Transport],

@@ -20,8 +20,8 @@ import msgspec
 from mooncake.errors import InvalidArgument, PeerLost, ProtocolError
 from mooncake.rpc import BlockingClient
 from mooncake.rpc.wire import Message
-from mooncake.security import EVERYBODY, TRUSTED, Access, Identity, ours
-from mooncake.transfer.segment import VERSION, SegmentDescriptor, decode_descriptor
+from mooncake.security import EVERYBODY, TRUSTED, Access, Identity, process_identity
+from mooncake.transfer.descriptor import VERSION, SegmentDescriptor, decode_descriptor
 
 MAX_PAYLOAD_BYTES = 1 << 20
 """Of a notification or of one step of a connection set-up."""
@@ -30,7 +30,7 @@ MAX_PEERS = 256
 """Connections kept open for the next request; beyond it the one that was unused longest is closed."""
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class HandshakeRequest(msgspec.Struct, frozen=True, array_like=True):
     """What every request begins with."""
 
     version: int
@@ -38,27 +38,27 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     "Of the process that is meant; 0 is whoever answers."
 
 
-class Describe(Request, frozen=True, array_like=True, tag="describe"):
+class DescribeRequest(HandshakeRequest, frozen=True, array_like=True, tag="describe"):
     """How do I reach you? Answered by ``Described``."""
 
 
-class Described(msgspec.Struct, frozen=True, array_like=True, tag="described"):
+class DescribeReply(msgspec.Struct, frozen=True, array_like=True, tag="described"):
     descriptor: bytes
 
 
-class Probe(Request, frozen=True, array_like=True, tag="probe"):
-    """Are you there? Answered by ``Alive``."""
+class ProbeRequest(HandshakeRequest, frozen=True, array_like=True, tag="probe"):
+    """Are you there? Answered by ``ProbeReply``."""
 
 
-class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
+class ProbeReply(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
     """An engine that answers."""
 
     name: str
     epoch: int
 
 
-class Notify(Request, frozen=True, array_like=True, tag="notify"):
-    """Hand this to your program. Answered by ``Done``; may arrive twice and is handed over once."""
+class NotifyRequest(HandshakeRequest, frozen=True, array_like=True, tag="notify"):
+    """Hand this to your program. Answered by ``NotifyReply``; may arrive twice and is handed over once."""
 
     number: int
     "Random; the same when it is sent again."
@@ -67,22 +67,24 @@ class Notify(Request, frozen=True, array_like=True, tag="notify"):
     message: bytes
 
 
-class Exchange(Request, frozen=True, array_like=True, tag="exchange"):
-    """A transport's connection set-up; answered by ``Exchanged``."""
+class ExchangeRequest(HandshakeRequest, frozen=True, array_like=True, tag="exchange"):
+    """A transport's connection set-up; answered by ``ExchangeReply``."""
 
     scheme: str
     payload: bytes
 
 
-class Exchanged(msgspec.Struct, frozen=True, array_like=True, tag="exchanged"):
+class ExchangeReply(msgspec.Struct, frozen=True, array_like=True, tag="exchanged"):
     payload: bytes
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+class NotifyReply(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """It was done, and there is nothing to say."""
 
 
-ACCESS = Access({Describe: EVERYBODY, Probe: EVERYBODY, Exchange: EVERYBODY, Notify: TRUSTED})
+ACCESS = Access(
+    {DescribeRequest: EVERYBODY, ProbeRequest: EVERYBODY, ExchangeRequest: EVERYBODY, NotifyRequest: TRUSTED}
+)
 """Who may ask an engine, where peers have to prove who they are."""
 
 
@@ -101,7 +103,7 @@ class Notification(msgspec.Struct, frozen=True):
 
 _Reply = TypeVar("_Reply", bound=Message)
 
-REPLIES: tuple[type[Message], ...] = (Described, Alive, Done, Exchanged)
+REPLIES: tuple[type[Message], ...] = (DescribeReply, ProbeReply, NotifyReply, ExchangeReply)
 
 
 class HandshakeClient:
@@ -109,7 +111,7 @@ class HandshakeClient:
     than the one that was meant), DeadlineExceeded, and ProtocolError (a peer of another version)."""
 
     def __init__(self, identity: Identity | None = None) -> None:
-        self._identity = identity or ours()
+        self._identity = identity or process_identity()
         self._clients: dict[str, BlockingClient] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -120,12 +122,12 @@ class HandshakeClient:
 
     def describe(self, address: str, timeout_s: float, *, epoch: int = 0) -> SegmentDescriptor:
         """The descriptor of the engine at ``address`` (``host:port``)."""
-        answer = self._ask(address, Describe(VERSION, epoch), Described, timeout_s)
+        answer = self._ask(address, DescribeRequest(VERSION, epoch), DescribeReply, timeout_s)
         return decode_descriptor(answer.descriptor)
 
-    def probe(self, address: str, timeout_s: float, *, epoch: int = 0) -> Alive:
+    def probe(self, address: str, timeout_s: float, *, epoch: int = 0) -> ProbeReply:
         """Whoever answers at ``address``."""
-        return self._ask(address, Probe(VERSION, epoch), Alive, timeout_s)
+        return self._ask(address, ProbeRequest(VERSION, epoch), ProbeReply, timeout_s)
 
     def notify(
         self, address: str, sender: str, name: str, message: bytes, timeout_s: float, *, epoch: int = 0
@@ -138,7 +140,9 @@ class HandshakeClient:
         """
         check_size("notification", len(name.encode()) + len(message))
         number = secrets.randbits(63)
-        self._ask(address, Notify(VERSION, epoch, number, sender, name, message), Done, timeout_s)
+        self._ask(
+            address, NotifyRequest(VERSION, epoch, number, sender, name, message), NotifyReply, timeout_s
+        )
 
     def exchange(
         self, address: str, scheme: str, payload: bytes, timeout_s: float, *, epoch: int = 0
@@ -150,10 +154,10 @@ class HandshakeClient:
         check_size("payload", len(payload))
         client = self._new_client(address)
         try:
-            answer = _first_answer(client, Exchange(VERSION, epoch, scheme, payload), timeout_s)
+            answer = _first_answer(client, ExchangeRequest(VERSION, epoch, scheme, payload), timeout_s)
         finally:
             client.close()
-        return _expected(answer, Exchanged, address).payload
+        return _expected(answer, ExchangeReply, address).payload
 
     def close(self) -> None:
         """Drop all connections; calls under way raise PeerLost."""
@@ -163,7 +167,7 @@ class HandshakeClient:
         for client in clients:
             client.close()
 
-    def _ask(self, address: str, message: Request, reply: type[_Reply], timeout_s: float) -> _Reply:
+    def _ask(self, address: str, message: HandshakeRequest, reply: type[_Reply], timeout_s: float) -> _Reply:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             client = self._clients.pop(address, None)
@@ -214,7 +218,7 @@ class HandshakeClient:
         self._lock = threading.Lock()
 
 
-def _first_answer(client: BlockingClient, message: Request, timeout_s: float) -> Any:
+def _first_answer(client: BlockingClient, message: HandshakeRequest, timeout_s: float) -> Any:
     """What is answered on a new connection, which another program cuts without a word."""
     try:
         return client.call(message, timeout_s)

@@ -21,23 +21,23 @@ from mooncake.log import get_logger
 from mooncake.rpc import Call, Limits, RpcServer
 from mooncake.rpc.limits import default_max_connections
 from mooncake.security import Identity
+from mooncake.transfer.descriptor import VERSION, SegmentDescriptor, version_mismatch
 from mooncake.transfer.handshake import (
     ACCESS,
     MAX_PAYLOAD_BYTES,
-    Alive,
-    Describe,
-    Described,
-    Done,
-    Exchange,
-    Exchanged,
+    DescribeReply,
+    DescribeRequest,
+    ExchangeReply,
+    ExchangeRequest,
+    HandshakeRequest,
     Notification,
-    Notify,
-    Probe,
-    Request,
+    NotifyReply,
+    NotifyRequest,
+    ProbeReply,
+    ProbeRequest,
     check_size,
 )
-from mooncake.transfer.host import numeric_host
-from mooncake.transfer.segment import VERSION, SegmentDescriptor, version_trouble
+from mooncake.transfer.host_address import numeric_host
 from mooncake.transfer.settings import TransferSettings
 
 log = get_logger(__name__)
@@ -48,7 +48,7 @@ _REMEMBERED = 4096
 _PATIENCE_S = 10.0
 
 
-class Host(Protocol):
+class HandshakeTarget(Protocol):
     """The engine, as far as its peers may ask it."""
 
     name: str
@@ -61,7 +61,7 @@ class Host(Protocol):
         ...
 
 
-class Inbox:
+class NotificationInbox:
     """Notifications that arrived and were not taken yet. Thread-safe, bounded."""
 
     def __init__(self) -> None:
@@ -111,8 +111,8 @@ class Listener:
         self,
         host: str,
         port: int,
-        target: Callable[[], Host | None],
-        inbox: Inbox,
+        target: Callable[[], HandshakeTarget | None],
+        inbox: NotificationInbox,
         settings: TransferSettings,
         identity: Identity,
     ) -> None:
@@ -129,10 +129,10 @@ class Listener:
         self._stop = asyncio.Event()
         self._server = RpcServer(
             {
-                Describe: self._describe,
-                Probe: self._probe,
-                Notify: self._notify,
-                Exchange: self._exchange,
+                DescribeRequest: self._describe,
+                ProbeRequest: self._probe,
+                NotifyRequest: self._notify,
+                ExchangeRequest: self._exchange,
             },
             limits=limits,
             access=ACCESS,
@@ -183,31 +183,33 @@ class Listener:
 
     # Answers --------------------------------------------------------------------------------------
 
-    def _admitted(self, request: Request) -> Host:
+    def _admitted(self, request: HandshakeRequest) -> HandshakeTarget:
         """The engine, if it is the one that was meant."""
         host = self._target()
         if host is None:
             raise PeerLost("the engine is closing")
         if request.version != VERSION:
-            raise ProtocolError(version_trouble(host.name, VERSION, "the process that asks", request.version))
+            raise ProtocolError(
+                version_mismatch(host.name, VERSION, "the process that asks", request.version)
+            )
         if request.epoch not in (0, host.epoch):
             raise PeerLost(f"segment {host.name} was restarted; open its current descriptor")
         return host
 
-    def _describe(self, request: Describe, call: Call) -> Described:
-        return Described(self._admitted(request).describe().encode())
+    def _describe(self, request: DescribeRequest, call: Call) -> DescribeReply:
+        return DescribeReply(self._admitted(request).describe().encode())
 
-    def _probe(self, request: Probe, call: Call) -> Alive:
+    def _probe(self, request: ProbeRequest, call: Call) -> ProbeReply:
         host = self._admitted(request)
-        return Alive(host.name, host.epoch)
+        return ProbeReply(host.name, host.epoch)
 
-    def _notify(self, request: Notify, call: Call) -> Done:
+    def _notify(self, request: NotifyRequest, call: Call) -> NotifyReply:
         self._admitted(request)
         check_size("notification", len(request.name.encode()) + len(request.message))
         self._inbox.put(request.number, Notification(request.sender, request.name, request.message))
-        return Done()
+        return NotifyReply()
 
-    async def _exchange(self, request: Exchange, call: Call) -> Exchanged:
+    async def _exchange(self, request: ExchangeRequest, call: Call) -> ExchangeReply:
         """Off the loop: a transport may take milliseconds, and others ask meanwhile."""
         host = self._admitted(request)
         check_size("payload", len(request.payload))
@@ -217,7 +219,7 @@ class Listener:
         )
         took_s = time.monotonic() - since
         log.debug("accepted", peer=call.connection.peer, scheme=request.scheme, took_s=round(took_s, 4))
-        return Exchanged(answer)
+        return ExchangeReply(answer)
 
     def leave_to_parent(self) -> None:
         """In a forked child: lets go of the sockets, so that they end when the parent's do.

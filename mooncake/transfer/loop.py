@@ -10,15 +10,15 @@ import contextlib
 import itertools
 import weakref
 
-from mooncake.transfer.queue import Move, Queue
+from mooncake.transfer.completion_queue import BatchTransfer, CompletionQueue
 from mooncake.transfer.transports import Completion
 
 
-class LoopQueue:
+class AsyncCompletionQueue:
     """Completions of one event loop's transfers, handed to the futures that wait for them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._queue = Queue()
+        self._queue = CompletionQueue()
         self._loop_ref = weakref.ref(loop)
         self._futures: dict[int, asyncio.Future[Completion]] = {}
         self._tokens = itertools.count()
@@ -35,7 +35,7 @@ class LoopQueue:
     def forget(self, token: int) -> None:
         del self._futures[token]
 
-    def start(self, move: Move) -> None:
+    def start(self, move: BatchTransfer) -> None:
         self._queue.start(move)
 
     def _arrive(self) -> None:
@@ -45,7 +45,7 @@ class LoopQueue:
                 future.set_result(completion)
 
 
-async def until_done(future: asyncio.Future[Completion]) -> Completion:
+async def wait_until_done(future: asyncio.Future[Completion]) -> Completion:
     """The result; a cancellation, and each that follows it, is delivered only when the transfer has ended."""
     try:
         return await asyncio.shield(future)

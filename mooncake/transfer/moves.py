@@ -26,7 +26,7 @@ from mooncake.errors import (
 )
 from mooncake.transfer.columns import Addresses
 from mooncake.transfer.memory import device_span_of, span_of
-from mooncake.transfer.peer import Segment
+from mooncake.transfer.remote_segment import RemoteSegment
 from mooncake.transfer.transports import Completion, Op, Region, Status
 
 Memory = Any
@@ -36,17 +36,17 @@ Progress = Callable[[int, int], None]
 """Told how many bytes of how many have been moved."""
 
 
-class Mover(Protocol):
+class TransferInterface(Protocol):
     """What moving needs of the engine."""
 
-    def open_name(self, name: str) -> Segment | None: ...
+    def open_name(self, name: str) -> RemoteSegment | None: ...
 
-    def notify(self, segment: Segment, name: str, message: bytes | str, timeout_s: float) -> None: ...
+    def notify(self, segment: RemoteSegment, name: str, message: bytes | str, timeout_s: float) -> None: ...
 
     async def transfer(
         self,
         op: Op,
-        segment: Segment,
+        segment: RemoteSegment,
         local: Addresses,
         remote: Addresses,
         lengths: Addresses,
@@ -59,7 +59,7 @@ class Mover(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TransferOptions:
     """How a move is to be made."""
 
     priority: int = 0
@@ -70,13 +70,13 @@ class Asked:
 
 
 async def move(
-    engine: Mover,
+    engine: TransferInterface,
     op: Op,
-    peer: Segment | str,
+    peer: RemoteSegment | str,
     local: Addresses | Memory | Sequence[Memory],
     remote: Addresses | int,
     lengths: Addresses | None,
-    asked: Asked,
+    asked: TransferOptions,
 ) -> Completion:
     """See ``TransferEngine.write``."""
     deadline = time.monotonic() + asked.timeout_s
@@ -98,7 +98,7 @@ async def move(
         progress=tell if asked.progress is not None else None,
     )
     if done.status != Status.OK:
-        raise failure(op, segment, done, asked.timeout_s)
+        raise completion_error(op, segment, done, asked.timeout_s)
     tell(num_bytes)
     if asked.notify is not None:
         name, message = asked.notify
@@ -107,7 +107,7 @@ async def move(
     return done
 
 
-async def _segment(engine: Mover, name: str) -> Segment:
+async def _segment(engine: TransferInterface, name: str) -> RemoteSegment:
     segment = await asyncio.to_thread(engine.open_name, name)
     if segment is None:
         raise PeerLost(f"no segment is called {name!r}; is its process running, with the same metadata?")
@@ -138,7 +138,7 @@ def rows_of(
     return [address for address, _ in spans], addresses, [size for _, size in spans]
 
 
-def failure(op: Op, segment: Segment, done: Completion, timeout_s: float) -> Exception:
+def completion_error(op: Op, segment: RemoteSegment, done: Completion, timeout_s: float) -> Exception:
     """What a completion that is not OK means for its caller."""
     where = f" (slice {done.failed_slice})" if done.failed_slice >= 0 else ""
     what = f"{op.name.lower()} {'to' if op == Op.WRITE else 'from'} {segment.name}{where}"

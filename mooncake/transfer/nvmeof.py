@@ -71,7 +71,7 @@ def attach(
     deadline = time.monotonic() + timeout_s
     target = f"nvme-{transport} target {nqn} at {address}:{port}"
     if transport == "tcp":
-        _knock(address, port, target, timeout_s)  # the kernel would try for minutes
+        _check_reachable(address, port, target, timeout_s)  # the kernel would try for minutes
     wishes = options(transport, address, nqn, port, host_nqn, lost_after_s)
     try:
         with open(FABRICS, "r+b", buffering=0) as fabrics:
@@ -147,7 +147,7 @@ def device_of(controller: str, namespace: int) -> str | None:
     return None
 
 
-def _knock(address: str, port: int, target: str, timeout_s: float) -> None:
+def _check_reachable(address: str, port: int, target: str, timeout_s: float) -> None:
     try:
         socket.create_connection((address, port), timeout=timeout_s).close()
     except TimeoutError as error:

@@ -15,19 +15,19 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mooncake.transfer.segment import scheme_of
+from mooncake.transfer.descriptor import scheme_of
 
 FIRST_MASK_S = 0.25
-LONGEST_MASK_S = 30.0
+MAX_MASK_S = 30.0
 UNMEASURED_BYTES_PER_S = 1e9
 UNMEASURED_LATENCY_S = 50e-6
-NEWEST = 0.3
+NEWEST_WEIGHT = 0.3
 """Weight of the newest measurement; the rest is what was known."""
 BIG_BYTES = 256 << 10
 PENALTY_PER_RANK = 0.5
 """A rail one step farther from the memory is taken for this much slower."""
-LEAST_S_PER_BYTE = 1e-13
-CAUTION = 8.0
+MIN_S_PER_BYTE = 1e-13
+PATIENCE_FACTOR = 8.0
 """A part is given up, when it could go elsewhere, after so many times the predicted duration."""
 
 
@@ -65,7 +65,7 @@ class Rails:
 
     def __init__(self, paths: Sequence[str], patience_s: float = 2.0, big_bytes: int = BIG_BYTES) -> None:
         self.rails = {path: Rail(path) for path in paths}
-        self.news: list[tuple[str, str, str]] = []
+        self.path_events: list[tuple[str, str, str]] = []
         "(event, path, reason) that nobody has logged yet; whoever does clears it."
         self._patience_s = patience_s
         self._big_bytes = big_bytes
@@ -122,7 +122,7 @@ class Rails:
         ranks = ranks or {}
         return min(candidates, key=lambda path: self.predicted_s(path, num_bytes, ranks.get(path, 0)))
 
-    def last_hope(self, paths: Sequence[str]) -> str:
+    def first_to_unmask(self, paths: Sequence[str]) -> str:
         """Of masked ones, the one whose mask ends first."""
         return min(paths, key=lambda path: self.rails[path].masked_until)
 
@@ -130,7 +130,7 @@ class Rails:
         """How long a part that could go elsewhere may take. A rail on probation gets a quarter."""
         if self.rails[path].is_masked:
             return self._patience_s / 4
-        return max(self._patience_s, CAUTION * self.predicted_s(path, num_bytes))
+        return max(self._patience_s, PATIENCE_FACTOR * self.predicted_s(path, num_bytes))
 
     def sent(self, path: str, num_bytes: int) -> None:
         """A part is on its way."""
@@ -146,7 +146,7 @@ class Rails:
         seconds = max(0.0, now - max(sent_at, rail.last_end))
         rail.last_end = now
         if rail.masked_at is not None and sent_at >= rail.masked_at:
-            self._tell("rail_back", path, f"carried {num_bytes} bytes")
+            self._record("rail_recovered", path, f"carried {num_bytes} bytes")
             rail.masked_at, rail.masked_until, rail.num_failures = None, 0.0, 0
             rail.is_being_probed = False
         if num_bytes >= self._big_bytes:
@@ -154,9 +154,9 @@ class Rails:
             # the mean of infinitely fast and half as fast must be what both together showed.
             measured = max(seconds - rail.latency_s, seconds / 2) / num_bytes
             known = 1 / rail.bytes_per_s if rail.bytes_per_s else measured
-            rail.bytes_per_s = 1 / max(known + NEWEST * (measured - known), LEAST_S_PER_BYTE)
+            rail.bytes_per_s = 1 / max(known + NEWEST_WEIGHT * (measured - known), MIN_S_PER_BYTE)
         elif seconds and not rail.num_under_way:
-            rail.latency_s += NEWEST * (seconds - rail.latency_s)
+            rail.latency_s += NEWEST_WEIGHT * (seconds - rail.latency_s)
 
     def failed(self, path: str, num_bytes: int, sent_at: float, now: float, reason: str) -> None:
         """A part that was sent at ``sent_at`` has not arrived, and the rail is to blame."""
@@ -167,9 +167,9 @@ class Rails:
         if rail.is_masked and now < rail.masked_until:
             return  # it was a last hope, and nobody expected more
         rail.num_failures += 1
-        mask_s = min(FIRST_MASK_S * 2.0 ** (rail.num_failures - 1), LONGEST_MASK_S)
+        mask_s = min(FIRST_MASK_S * 2.0 ** (rail.num_failures - 1), MAX_MASK_S)
         rail.masked_at, rail.masked_until = now, now + mask_s
-        self._tell("rail_masked", path, f"{reason}; tried again in {mask_s:g} s")
+        self._record("rail_masked", path, f"{reason}; tried again in {mask_s:g} s")
 
     def dropped(self, path: str, num_bytes: int) -> None:
         """A part has ended in a way that says nothing about the rail (cancelled, refused)."""
@@ -183,7 +183,7 @@ class Rails:
             assert rail.num_under_way or not rail.is_being_probed, rail
             assert rail.is_masked == (rail.num_failures > 0), rail
             assert rail.bytes_per_s >= 0 and rail.latency_s > 0, rail
-            assert rail.masked_at is None or rail.masked_until - rail.masked_at < LONGEST_MASK_S + 1, rail
+            assert rail.masked_at is None or rail.masked_until - rail.masked_at < MAX_MASK_S + 1, rail
 
     def story(self, key: str = "") -> list[str]:
         """What became of the rails, oldest first; ``key`` narrows it to one path."""
@@ -202,6 +202,6 @@ class Rails:
         rail.num_under_way -= 1
         return rail
 
-    def _tell(self, event: str, path: str, reason: str) -> None:
+    def _record(self, event: str, path: str, reason: str) -> None:
         self._story.append(f"{event} {path}: {reason}")
-        self.news.append((event, path, reason))
+        self.path_events.append((event, path, reason))

@@ -10,11 +10,11 @@ import dataclasses
 
 from mooncake import _native
 from mooncake.security import Identity
-from mooncake.security.contexts import check_files, wrong_file
+from mooncake.security.tls_contexts import check_files, wrong_file
 from mooncake.transfer.settings import TransferSettings
 
 
-def secured(settings: TransferSettings, identity: Identity) -> tuple[TransferSettings, Identity]:
+def agree_on_tls(settings: TransferSettings, identity: Identity) -> tuple[TransferSettings, Identity]:
     """Settings and identity of one engine, which agree about TLS.
 
     Raises:

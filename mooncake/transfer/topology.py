@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from mooncake.transfer.segment import rail_of
+from mooncake.transfer.descriptor import rail_of
 
 ANYWHERE = "*"
 

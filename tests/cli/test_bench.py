@@ -11,9 +11,9 @@ import pytest
 
 from mooncake.cli import main
 from mooncake.cli.bench import device_ceilings
-from mooncake.cli.bench.measure import KIB, MIB, SHAPES, CeilingRow, Row, Shape, measure_paths
-from mooncake.cli.bench.paths import SUBJECTS, Paths, Subject, offered
-from mooncake.cli.bench.report import GOALS, Report, judge, render
+from mooncake.cli.bench.measurements import KIB, MIB, SHAPES, CeilingRow, Row, Shape, measure_paths
+from mooncake.cli.bench.paths import SUBJECTS, Paths, Subject, candidate_engines
+from mooncake.cli.bench.report import GOALS, BenchReport, check_goals, render
 from mooncake.cli.bench.target import pattern
 from mooncake.errors import ProtocolError, Unavailable
 from tests.contract import cuda_double
@@ -25,18 +25,18 @@ ROW = Row("tcp", "write", "1 MiB", MIB, 1, 4.0, 250.0, 400.0, 0.3, "one stream",
 def test_targets_are_judged_by_the_row_they_are_about() -> None:
     small = dataclasses.replace(ROW, shape="4 KiB", size_bytes=4 * KIB, p50_us=50.1, ratio=0.1)
     slow = dataclasses.replace(ROW, op="read", ratio=0.89)
-    verdicts = {verdict.what: verdict for verdict in judge([ROW, small, slow])}
+    verdicts = {verdict.what: verdict for verdict in check_goals([ROW, small, slow])}
     assert len(verdicts) == len(GOALS)
     assert verdicts["tcp write 1 MiB"].is_met is True and verdicts["tcp write 1 MiB"].seen == "0.91 x"
     assert verdicts["tcp read 1 MiB"].is_met is False
     assert verdicts["tcp write 4 KiB"].is_met is False and verdicts["tcp write 4 KiB"].seen == "50.1 us"
     assert verdicts["tcp read 4 KiB"].is_met is None
-    assert judge([dataclasses.replace(ROW, ratio=None, ceiling="")])[0].is_met is None
+    assert check_goals([dataclasses.replace(ROW, ratio=None, ceiling="")])[0].is_met is None
 
 
 def test_the_report_names_machine_command_skips_and_verdicts() -> None:
     alone = [CeilingRow("one thread", "write", "1 MiB", 20.0, 0.05)]
-    report = Report("a machine", "mooncake bench transfer", 3, alone, 25.1, [ROW], {"rdma": "no device"})
+    report = BenchReport("a machine", "mooncake bench transfer", 3, alone, 25.1, [ROW], {"rdma": "no device"})
     text = render(report)
     for part in ("machine: a machine", "command: mooncake bench transfer", "cannot show: a real network",
                  "round trip of 4 KiB over one raw socket: 25.1 us", "skipped: rdma: no device"):  # fmt: skip
@@ -59,7 +59,7 @@ def test_patterns_differ_by_seed_and_do_not_repeat_at_slices() -> None:
 
 def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tcp = Subject("tcp", "tcp", "one stream")
-    paths = Paths([tcp], 64 * KIB, offered(tmp_path), tmp_path)
+    paths = Paths([tcp], 64 * KIB, candidate_engines(tmp_path), tmp_path)
     try:
         paths.verify(tcp, "write", 4 * KIB, 2, seed=3)
         paths.verify(tcp, "read", 4 * KIB, 2, seed=4)
@@ -81,7 +81,7 @@ def test_device_memory_beside_the_driver_alone(tmp_path: Path) -> None:
     if not cuda_double.built():
         pytest.skip("no C++ compiler for the test double of the CUDA driver; install g++")
     fields = {"transports": ["cuda"], "cuda_library": str(cuda_double.LIBRARY)}
-    engines = {**offered(tmp_path), "cuda": fields}
+    engines = {**candidate_engines(tmp_path), "cuda": fields}
     subjects = [subject for subject in SUBJECTS if subject.engine == "cuda"]
     paths = Paths(subjects, 256 * KIB, engines, tmp_path)
     try:

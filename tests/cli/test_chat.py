@@ -13,7 +13,7 @@ import pytest
 from mooncake import config
 from mooncake.cli import main
 from mooncake.cli.certs import CertsSettings, make
-from mooncake.cli.chat import Answer, ChatSettings, Conversation, Server
+from mooncake.cli.chat import ChatAnswer, ChatServer, ChatSettings, Conversation
 from mooncake.errors import InvalidArgument, ProtocolError
 from mooncake.security import Identity, SecuritySettings
 
@@ -79,7 +79,7 @@ def openai() -> Iterator[OpenAi]:
 def talk(server: OpenAi, *lines: str, **more: Any) -> tuple[Conversation, str]:
     settings = ChatSettings(url=server.url, **more)
     out = io.StringIO()
-    conversation = Conversation(settings, Server(settings, now=iter(range(100)).__next__), "smollm2", out)
+    conversation = Conversation(settings, ChatServer(settings, now=iter(range(100)).__next__), "smollm2", out)
     for line in lines:
         assert conversation.say(line)
     return conversation, out.getvalue()
@@ -167,7 +167,7 @@ def test_a_url_that_is_none(url: str) -> None:
 
 
 def test_the_footer_of_an_answer_without_usage() -> None:
-    assert Answer(ttft_s=0.5, finish_reason="length").footer() == (
+    assert ChatAnswer(ttft_s=0.5, finish_reason="length").footer() == (
         "first token after 0.50 s, stopped at the length limit"
     )
 
@@ -182,6 +182,6 @@ def test_a_gateway_that_wants_certificates_is_shown_ours(openai: OpenAi, tmp_pat
         openai.socket, server_side=True, do_handshake_on_connect=False
     )
     settings = ChatSettings(url=openai.url.replace("http:", "https:"))
-    assert Server(settings, tls=identity.client_tls).first_model() == "smollm2"
+    assert ChatServer(settings, tls=identity.client_tls).first_model() == "smollm2"
     with pytest.raises(ProtocolError, match="wants a certificate: --tls-cert, --tls-key and --tls-ca"):
-        Server(settings).first_model()
+        ChatServer(settings).first_model()

@@ -13,12 +13,12 @@ import pytest
 
 from mooncake.cli.certs import CertsSettings, make, make_cluster_key
 from mooncake.cli.ports import free_ports
-from mooncake.cli.processes import HttpCheck, Plan, Processes, is_serving, last_lines
-from mooncake.cli.supervise import RoleSpec, State
-from mooncake.security import HttpDoor, Identity, SecuritySettings
-from mooncake.security.caller import Caller
-from mooncake.security.door import Receive, Scope, Send
-from mooncake.web import WebServer, listen
+from mooncake.cli.processes import HttpCheck, Processes, RolePlan, is_serving, last_lines
+from mooncake.cli.supervisor import RoleSpec, RoleState
+from mooncake.http.server import HttpServer, listen
+from mooncake.security import HttpAuth, Identity, SecuritySettings
+from mooncake.security.caller import HttpClientAuth
+from mooncake.security.http_auth import Receive, Scope, Send
 
 pytestmark = pytest.mark.processes
 
@@ -35,20 +35,20 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in sys.argv else lamb
 server.serve_forever()
 """
 READY = HttpCheck("/ready")
-PLAIN = Caller(Identity())
+PLAIN = HttpClientAuth(Identity())
 REFUSER = "import sys; print('error: port is 70000; allowed: less', file=sys.stderr); sys.exit(2)"
 
 
-def server(name: str, *words: str, after: tuple[str, ...] = (), ready: HttpCheck | None = READY) -> Plan:
+def server(name: str, *words: str, after: tuple[str, ...] = (), ready: HttpCheck | None = READY) -> RolePlan:
     [port] = free_ports("127.0.0.1", 1, Random())
     command = (sys.executable, "-S", "-c", SERVER, str(port), *words)
-    return Plan(RoleSpec(name, after), command, "127.0.0.1", port, ready)
+    return RolePlan(RoleSpec(name, after), command, "127.0.0.1", port, ready)
 
 
 class World:
     """Processes and everything that was said about them."""
 
-    def __init__(self, folder: Path, *plans: Plan) -> None:
+    def __init__(self, folder: Path, *plans: RolePlan) -> None:
         self.said: list[str] = []
         self.num_all_ready = 0
         self.happened = asyncio.Event()
@@ -69,7 +69,7 @@ class World:
         self.processes.supervisor.check()
 
     def is_ready(self, name: str) -> bool:
-        return self.processes.supervisor.roles[name].state is State.READY
+        return self.processes.supervisor.roles[name].state is RoleState.READY
 
     async def end(self) -> int:
         async with asyncio.timeout(60):
@@ -135,7 +135,7 @@ async def test_stopping_while_a_process_is_being_started(tmp_path: Path) -> None
 
 
 async def test_refused_settings_stop_the_others_and_are_shown(tmp_path: Path) -> None:
-    refuser = Plan(RoleSpec("b", ("a",)), (sys.executable, "-S", "-c", REFUSER), "127.0.0.1", 1)
+    refuser = RolePlan(RoleSpec("b", ("a",)), (sys.executable, "-S", "-c", REFUSER), "127.0.0.1", 1)
     world = World(tmp_path, server("a"), refuser)
     assert await world.end() == 2
     assert "b | error: port is 70000; allowed: less" in world.said
@@ -143,8 +143,8 @@ async def test_refused_settings_stop_the_others_and_are_shown(tmp_path: Path) ->
 
 
 async def test_a_program_that_is_not_there_is_a_death(tmp_path: Path) -> None:
-    world = World(tmp_path, Plan(RoleSpec("a"), (str(tmp_path / "nothing"),), "127.0.0.1", 1))
-    await world.until(lambda: world.processes.supervisor.roles["a"].state is State.RESTING)
+    world = World(tmp_path, RolePlan(RoleSpec("a"), (str(tmp_path / "nothing"),), "127.0.0.1", 1))
+    await world.until(lambda: world.processes.supervisor.roles["a"].state is RoleState.RESTING)
     assert world.said[0].startswith("a: cannot be started (")
     world.processes.stop()
     assert await world.end() == 0
@@ -187,14 +187,14 @@ async def test_roles_with_a_credential_are_asked_as_members_ask(tmp_path: Path) 
     check = HttpCheck("/ready", "mounted 1")
     for way, settings in ways.items():
         identity = Identity(settings)
-        server = WebServer(HttpDoor(answer, identity), listen("127.0.0.1", 0), tls=identity.server_tls)
+        server = HttpServer(HttpAuth(answer, identity), listen("127.0.0.1", 0), tls=identity.server_tls)
         await server.start()
         try:
-            assert await is_serving("127.0.0.1", server.port, check, Caller(identity)), way
-            assert await is_serving("127.0.0.1", server.port, None, Caller(identity)), way
+            assert await is_serving("127.0.0.1", server.port, check, HttpClientAuth(identity)), way
+            assert await is_serving("127.0.0.1", server.port, None, HttpClientAuth(identity)), way
             assert not await is_serving("127.0.0.1", server.port, check, PLAIN), way
             public = HttpCheck("/ready", "mounted 1", over="https")
-            assert not await is_serving("127.0.0.1", server.port, public, Caller(identity)), way
+            assert not await is_serving("127.0.0.1", server.port, public, HttpClientAuth(identity)), way
         finally:
             await server.close()
 
@@ -209,7 +209,7 @@ async def test_a_public_https_side_is_asked_as_anybody_may(tmp_path: Path) -> No
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b""})
 
-    server = WebServer(answer, listen("127.0.0.1", 0), tls=tls)
+    server = HttpServer(answer, listen("127.0.0.1", 0), tls=tls)
     await server.start()
     try:
         for over, serves in {"https": True, "http": False, "member": False}.items():

@@ -7,9 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from mooncake.conductor.load import Loads
-from mooncake.conductor.predict import CostModels, DecodeModel, LinkModel, Predictor, PrefillModel
-from mooncake.conductor.select import Cluster, Job
+from mooncake.conductor.policies.selection import ClusterView, PromptJob
+from mooncake.conductor.prediction.load import LoadAccounts
+from mooncake.conductor.prediction.predictor import (
+    CostModels,
+    DecodeModel,
+    LinkModel,
+    Predictor,
+    PrefillModel,
+)
 from mooncake.conductor.settings import SchedulingSettings
 
 COSTS = CostModels(
@@ -17,9 +23,9 @@ COSTS = CostModels(
 )
 
 
-def cluster(*queued_s: float, costs: CostModels = COSTS, **settings: Any) -> Cluster:
+def cluster(*queued_s: float, costs: CostModels = COSTS, **settings: Any) -> ClusterView:
     """Instances h:0, h:1, ... that have prompts to compute for so long."""
-    loads, predict = Loads(), Predictor(costs)
+    loads, predict = LoadAccounts(), Predictor(costs)
     loads.grow(len(queued_s))
     predict.grow(len(queued_s))
     for slot, seconds in enumerate(queued_s):
@@ -27,13 +33,13 @@ def cluster(*queued_s: float, costs: CostModels = COSTS, **settings: Any) -> Clu
             loads.add_prompt(slot, f"r{slot}", seconds, 1, 0.0, 1000.0)
     given = SchedulingSettings(block_tokens=10, **settings)
     names = [f"h:{slot}" for slot in range(len(queued_s))]
-    return Cluster(given, Random(0), loads, predict, names, every(queued_s), np.zeros(len(names)))
+    return ClusterView(given, Random(0), loads, predict, names, every(queued_s), np.zeros(len(names)))
 
 
 def every(queued_s: Any) -> Any:
     return np.arange(len(queued_s))
 
 
-def job(*cached: float, num_tokens: int = 1000, **fields: Any) -> Job:
+def job(*cached: float, num_tokens: int = 1000, **fields: Any) -> PromptJob:
     held = np.array(cached, dtype=float)
-    return Job(1000.0, num_tokens, held, held, **fields)
+    return PromptJob(1000.0, num_tokens, held, held, **fields)

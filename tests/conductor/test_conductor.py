@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mooncake.conductor.conductor import Conductor
-from mooncake.conductor.costs import CostModels, DecodeModel
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
     POOL,
@@ -38,10 +37,11 @@ from mooncake.conductor.messages import (
     Unwatch,
     Watch,
 )
+from mooncake.conductor.prediction.cost_models import CostModels, DecodeModel
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.machine import Wake
 from mooncake.prefix import block_hashes, root_hash, short_key
-from mooncake.types import Role, Tier
+from mooncake.types import Tier, WorkerRole
 
 SETTINGS = SchedulingSettings(block_tokens=16, slow_start_s=0.0, max_requests_per_instance=4)
 SLOW = SchedulingSettings(block_tokens=16, slow_start_s=10.0)
@@ -58,7 +58,7 @@ def conductor() -> Iterator[Conductor]:
 def add(conductor: Conductor, *names: str, now: float = 0.0) -> None:
     """Instances named p1, p2 prefill, d1, d2 decode; all ready."""
     for name in names:
-        role = Role.PREFILL if name.startswith("p") else Role.DECODE
+        role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
         effects = conductor.handle(AddInstance(name, role), now)
         assert effects == [Probe(name)]
         effects = conductor.handle(Probed(name, ProbeOutcome.READY), now)
@@ -144,7 +144,7 @@ def test_one_role_does_the_work_of_both(
 
 def test_decode_instances_help_out_while_no_prefill_instance_is_ready(conductor: Conductor) -> None:
     add(conductor, "d1")
-    conductor.handle(AddInstance("p1", Role.PREFILL), 0.0)
+    conductor.handle(AddInstance("p1", WorkerRole.PREFILL), 0.0)
     decision = decided(conductor)
     assert (decision.prefill, decision.degraded) == (None, "no prefill instance is ready")
 
@@ -352,7 +352,7 @@ def test_a_drain_can_be_taken_back(conductor: Conductor) -> None:
     decided(conductor)
     conductor.handle(Drain("d1"), 1.0)
     assert isinstance(place(conductor, "late"), Refuse)
-    conductor.handle(AddInstance("d1", Role.DECODE), 1.0)
+    conductor.handle(AddInstance("d1", WorkerRole.DECODE), 1.0)
     assert decided(conductor, "late").decode == "d1"
 
 
@@ -378,9 +378,9 @@ def test_removing_forgets_and_late_news_are_harmless(conductor: Conductor) -> No
 
 def test_an_instance_can_change_sides(conductor: Conductor) -> None:
     add(conductor, "d1")
-    conductor.handle(AddInstance("d1", Role.PREFILL), 1.0)
+    conductor.handle(AddInstance("d1", WorkerRole.PREFILL), 1.0)
     [row] = conductor.status()
-    assert (row.role, row.health) == (Role.PREFILL, "starting")
+    assert (row.role, row.health) == (WorkerRole.PREFILL, "starting")
 
 
 def test_a_request_nobody_reports_expires(conductor: Conductor) -> None:
@@ -423,7 +423,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(name=names)
     def add(self, name: str) -> None:
-        self.send(AddInstance(name, Role.PREFILL if name.startswith("p") else Role.DECODE))
+        self.send(AddInstance(name, WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE))
 
     @rule(name=names)
     def remove(self, name: str) -> None:
@@ -514,7 +514,7 @@ def test_who_tells_nothing_has_what_it_was_given(conductor: Conductor) -> None:
 def test_engines_lend_only_if_they_share_a_store(share: bool) -> None:
     conductor = Conductor(SchedulingSettings(block_tokens=16, engines_share_blocks=share), Random(0))
     add(conductor, "p1", "d1")
-    conductor.handle(AddInstance("p2", Role.PREFILL), 0.0)
+    conductor.handle(AddInstance("p2", WorkerRole.PREFILL), 0.0)
     conductor.handle(Probed("p2", ProbeOutcome.READY, "", True), 0.0)
     slot = conductor.instances["p2"].slot
     assert (slot in conductor.cluster.sources) is share

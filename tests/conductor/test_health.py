@@ -8,14 +8,14 @@ import pytest
 
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.types import Role
+from mooncake.types import WorkerRole
 
 SETTINGS = SchedulingSettings(slow_start_s=10.0)
 
 
 @pytest.fixture
 def instance() -> Iterator[Instance]:
-    instance = Instance("h:1", Role.PREFILL, next_probe_at=0.0)
+    instance = Instance("h:1", WorkerRole.PREFILL, next_probe_at=0.0)
     yield instance
     instance.check()
 

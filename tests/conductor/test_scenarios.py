@@ -41,7 +41,7 @@ from mooncake.conductor.messages import (
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.machine import Wake
 from mooncake.prefix import BlockKey, block_hashes, root_hash, short_key
-from mooncake.types import Role
+from mooncake.types import WorkerRole
 from tests.scenarios.play import FOLDER, play
 
 BLOCK_TOKENS = 16
@@ -95,7 +95,7 @@ class Stage:
         names = [word for word in words if "=" not in word]
         first = names[0]
         if command == "add":
-            return AddInstance(first, Role(names[1]))
+            return AddInstance(first, WorkerRole(names[1]))
         if command == "place":
             num_tokens = int(names[1])
             keys = blocks(names[2], num_tokens // BLOCK_TOKENS) if len(names) > 2 else []

@@ -27,9 +27,9 @@ from mooncake.conductor.messages import (
 )
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.inference.kv_events import BlockStored, KvEventPublisher
+from mooncake.inference.kv_events import BlockStored, WorkerKvEventPublisher
 from mooncake.prefix import block_hashes, root_hash, short_key
-from mooncake.types import Role
+from mooncake.types import WorkerRole
 
 SETTINGS = SchedulingSettings(
     block_tokens=16,
@@ -54,7 +54,7 @@ class Worker:
 
     ready_status: int = 200
     block_size: int = 16
-    publisher: KvEventPublisher = field(default_factory=KvEventPublisher)
+    publisher: WorkerKvEventPublisher = field(default_factory=WorkerKvEventPublisher)
     address: str = ""
     _runner: web.AppRunner | None = None
 
@@ -121,7 +121,7 @@ async def is_ready(service: ConductorService | RemoteConductor, instance: str) -
 async def test_an_instance_becomes_ready_goes_down_and_comes_back(
     service: ConductorService, worker: Worker
 ) -> None:
-    service.post(AddInstance(worker.address, Role.DECODE))
+    service.post(AddInstance(worker.address, WorkerRole.DECODE))
     assert await health(service, worker.address) == "starting"
     await until(lambda: is_ready(service, worker.address))
     port = int(worker.address.rpartition(":")[2])
@@ -139,13 +139,13 @@ async def test_a_vllm_server_without_ready_endpoint_is_ready(
     service: ConductorService, worker: Worker
 ) -> None:
     worker.ready_status = 404
-    service.post(AddInstance(worker.address, Role.DECODE))
+    service.post(AddInstance(worker.address, WorkerRole.DECODE))
     await until(lambda: is_ready(service, worker.address))
 
 
 async def test_what_answers_503_is_starting(service: ConductorService, worker: Worker) -> None:
     worker.ready_status = 503
-    service.post(AddInstance(worker.address, Role.DECODE))
+    service.post(AddInstance(worker.address, WorkerRole.DECODE))
 
     async def was_probed() -> bool:
         return (await service.status())[0].detail == "/ready answers 503"
@@ -157,7 +157,7 @@ async def test_what_answers_503_is_starting(service: ConductorService, worker: W
 async def test_block_events_reach_the_decision(service: ConductorService, worker: Worker) -> None:
     stored = BlockStored(block_hashes=HASHES[:2], parent_block_hash=None, token_ids=[], block_size=16)
     worker.publisher.publish([stored])
-    service.post(AddInstance(worker.address, Role.PREFILL))
+    service.post(AddInstance(worker.address, WorkerRole.PREFILL))
     await until(lambda: is_ready(service, worker.address))
 
     async def is_known() -> bool:
@@ -191,7 +191,7 @@ async def test_blocks_of_another_size_are_not_mixed_in(service: ConductorService
     worker.block_size = 128
     stored = BlockStored(block_hashes=HASHES[:2], parent_block_hash=None, token_ids=[], block_size=128)
     worker.publisher.publish([stored])
-    service.post(AddInstance(worker.address, Role.PREFILL))
+    service.post(AddInstance(worker.address, WorkerRole.PREFILL))
     await until(lambda: is_ready(service, worker.address))
     assert service.core.index.num_blocks == 0
 
@@ -212,7 +212,7 @@ async def test_a_client_outlives_its_conductor(worker: Worker) -> None:
         port = server.rpc.port
         remote = RemoteConductor(f"127.0.0.1:{port}")
         await remote.start()
-        remote.post(AddInstance(worker.address, Role.DECODE))
+        remote.post(AddInstance(worker.address, WorkerRole.DECODE))
 
         async def is_placed_by_conductor() -> bool:
             answer = await remote.place(Place("r", 64))
@@ -242,7 +242,7 @@ async def test_requests_of_a_lost_client_are_finished(worker: Worker) -> None:
     async with served() as (service, server):
         remote = RemoteConductor(f"127.0.0.1:{server.rpc.port}")
         await remote.start()
-        remote.post(AddInstance(worker.address, Role.DECODE))
+        remote.post(AddInstance(worker.address, WorkerRole.DECODE))
         await until(lambda: is_ready(remote, worker.address))
 
         async def has_requests(number: int) -> bool:
@@ -264,7 +264,7 @@ async def test_a_drain_through_the_client_is_remembered(worker: Worker) -> None:
     async with served() as (service, server):
         remote = RemoteConductor(f"127.0.0.1:{server.rpc.port}")
         await remote.start()
-        remote.post(AddInstance(worker.address, Role.DECODE))
+        remote.post(AddInstance(worker.address, WorkerRole.DECODE))
         await until(lambda: is_ready(service, worker.address))
         remote.post(Drain(worker.address))
 
@@ -286,7 +286,7 @@ async def test_a_refusal_that_nobody_waited_for_is_not_taken_for_another_s() -> 
     """A fact that is only posted may be answered with a refusal, too."""
     service = ConductorService(replace(SETTINGS, admission="baseline", audit_share=0.0))
     try:
-        for name, role in (("127.0.0.1:1", Role.PREFILL), ("127.0.0.1:2", Role.DECODE)):
+        for name, role in (("127.0.0.1:1", WorkerRole.PREFILL), ("127.0.0.1:2", WorkerRole.DECODE)):
             service.core.handle(AddInstance(name, role), 0.0)
             service.core.handle(Probed(name, ProbeOutcome.READY), 0.0)
         for _ in range(20):

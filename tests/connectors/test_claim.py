@@ -69,7 +69,7 @@ def test_one_who_is_told_and_fails_keeps_nothing_from_the_others() -> None:
 def test_a_wait_for_overdue_memory_says_so_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "SAID_EVERY_S", 0.001)
+    monkeypatch.setattr(module, "LOG_EVERY_S", 0.001)
     counter = overdue_seconds.labels("test")
     before = counter._value.get()
     claim, has_spoken = Claim("test", clock.monotonic()), threading.Event()
@@ -85,7 +85,7 @@ def test_a_wait_for_overdue_memory_says_so_and_goes_on(
 
 
 def test_a_wait_ends_where_nobody_is_left_who_could_touch_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SAID_EVERY_S", 0.001)
+    monkeypatch.setattr(module, "LOG_EVERY_S", 0.001)
     claim = Claim("load", FAR)
     claim.enter(0.0)
     claim.outlast(lambda: True)

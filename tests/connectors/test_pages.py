@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pytest
 
 from mooncake import clock
-from mooncake.connectors.blocks import LinkSettings
-from mooncake.connectors.pages import CHUNK_BYTES, Page, Pages, leading
+from mooncake.connectors.pages import CHUNK_BYTES, Page, Pages, num_leading
 from mooncake.connectors.session import PoolSettings
-from tests.connectors.holds import held
+from mooncake.connectors.store_link import LinkSettings
+from tests.connectors.held_loop import held
 from tests.contract.connectors import StoreConnector
 
 pytestmark = pytest.mark.processes
@@ -89,7 +89,7 @@ def test_what_is_removed_or_forgotten_is_gone(pages: Pages) -> None:
 
 def test_nothing_is_asked_of_nothing(pages: Pages) -> None:
     assert (pages.find([]), pages.load([]), pages.save([])) == ([], [], [])
-    assert [leading(flags) for flags in ([], [True], [False, True], [True, False])] == [0, 1, 0, 1]
+    assert [num_leading(flags) for flags in ([], [True], [False, True], [True, False])] == [0, 1, 0, 1]
 
 
 # What stood still must not go on in memory that the engine has back

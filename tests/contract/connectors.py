@@ -20,9 +20,9 @@ from typing import Protocol
 import numpy as np
 
 from mooncake.cli.ports import free_ports
-from mooncake.connectors.blocks import LinkSettings, StoreLink
-from mooncake.connectors.link import AnyLink
-from mooncake.connectors.memory import HostMemory, Identity
+from mooncake.connectors.kv_link import AnyLink
+from mooncake.connectors.memory import CacheIdentity, HostMemory
+from mooncake.connectors.store_link import LinkSettings, StoreLink
 from mooncake.prefix import BlockHash
 from mooncake.store import AsyncStore, StoreSettings
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
@@ -48,11 +48,13 @@ class Connector(Protocol):
         """End the cache, also one that was killed or is frozen."""
         ...
 
-    def link(self, identity: Identity, memory: HostMemory) -> contextlib.AbstractAsyncContextManager[AnyLink]:
+    def link(
+        self, identity: CacheIdentity, memory: HostMemory
+    ) -> contextlib.AbstractAsyncContextManager[AnyLink]:
         """The link of one engine."""
         ...
 
-    async def spoil(self, identity: Identity, block_hash: BlockHash, offset: int) -> None:
+    async def spoil(self, identity: CacheIdentity, block_hash: BlockHash, offset: int) -> None:
         """Flip a bit of the stored block, ``offset`` bytes after its start, behind everybody's back."""
         ...
 
@@ -83,7 +85,7 @@ class StoreConnector:
         self._daemon.wait(10.0)
 
     @contextlib.asynccontextmanager
-    async def link(self, identity: Identity, memory: HostMemory) -> AsyncIterator[StoreLink]:
+    async def link(self, identity: CacheIdentity, memory: HostMemory) -> AsyncIterator[StoreLink]:
         async with self._client() as (store, transfer):
             half_s = PATIENCE_S / 2
             settings = LinkSettings(lookup_timeout_s=half_s, load_timeout_s=PATIENCE_S, retry_after_s=0.2)
@@ -93,7 +95,7 @@ class StoreConnector:
             finally:
                 await link.close()
 
-    async def spoil(self, identity: Identity, block_hash: BlockHash, offset: int) -> None:
+    async def spoil(self, identity: CacheIdentity, block_hash: BlockHash, offset: int) -> None:
         async with self._client() as (store, transfer):
             (grant,) = await store.open_reads([identity.key(block_hash)])
             assert grant is not None

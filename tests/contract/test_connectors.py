@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from mooncake.connectors.link import AnyLink, Lookup, Save
+from mooncake.connectors.kv_link import AnyLink, KvLookup, KvSave
 from mooncake.inference.engine import Engine, EngineSettings
-from mooncake.inference.fake.faults import Faults, FaultyLink, FaultyLoad
+from mooncake.inference.fake.faults import FaultyLink, FaultyLoad, LoadFaults
 from mooncake.inference.fake.model import FakeModel
 from mooncake.inference.fake.runner import ByteTokenizer, FakeRunner
-from mooncake.inference.generate import Counts, Generator
+from mooncake.inference.generator import Generator, TokenCounts
 from mooncake.inference.request import Request, SamplingParams
 from mooncake.kvlayout import KvLayout
 from mooncake.prefix import BlockHash, block_hashes, root_hash
@@ -36,7 +36,7 @@ ANSWER_TOKENS = 8
 LONGEST_S = 4 * PATIENCE_S + 10.0
 """An answer takes no longer whatever happens to the cache: a few waits of the link's, and computing."""
 
-NO_FAULTS = Faults()
+NO_FAULTS = LoadFaults()
 seeds = itertools.count(1)
 
 
@@ -45,7 +45,7 @@ class Answer:
     """What a request came to."""
 
     tokens: list[int]
-    counts: Counts
+    counts: TokenCounts
 
     @property
     def num_loaded_tokens(self) -> int:
@@ -62,7 +62,7 @@ class Subject:
 
     async def ask(self, prompt: Sequence[int], saves: bool = False, most: int = ANSWER_TOKENS) -> Answer:
         request = Request(f"r{next(seeds)}", list(prompt), SamplingParams(max_tokens=most), save_tail=saves)
-        answer = Answer([], Counts())
+        answer = Answer([], TokenCounts())
         async with (
             asyncio.timeout(LONGEST_S),
             contextlib.aclosing(self._generator.pieces(request, answer.counts)) as pieces,
@@ -82,7 +82,7 @@ class Bench:
 
     async def engine(
         self,
-        faults: Faults = NO_FAULTS,
+        faults: LoadFaults = NO_FAULTS,
         wrap: Callable[[AnyLink], AnyLink] = lambda link: link,
         num_blocks: int = 256,
         seed: int | None = None,
@@ -211,7 +211,7 @@ async def test_blocks_of_another_kind_are_never_found(bench: Bench, other: dict[
 async def test_this_suite_would_notice_one_wrong_bit(bench: Bench) -> None:
     prompt = prompt_of(96)
     truth = await (await bench.engine()).ask(prompt, saves=True)
-    deceived = await (await bench.engine(Faults(corrupt_load_every=1))).ask(prompt)
+    deceived = await (await bench.engine(LoadFaults(corrupt_load_every=1))).ask(prompt)
     assert deceived.num_loaded_tokens == 96
     assert deceived.tokens != truth.tokens
 
@@ -222,7 +222,7 @@ async def test_this_suite_would_notice_one_wrong_bit(bench: Bench) -> None:
 async def test_a_failed_load_is_computed(bench: Bench) -> None:
     prompt = prompt_of(103)
     truth = await (await bench.engine()).ask(prompt, saves=True)
-    reader = await bench.engine(Faults(fail_load_every=1))
+    reader = await bench.engine(LoadFaults(fail_load_every=1))
     answer = await reader.ask(prompt)
     assert reader.engine.stats().num_failed_loads == 1
     assert answer.num_loaded_tokens == 0
@@ -282,7 +282,7 @@ async def test_fifty_requests_at_once_on_three_engines(bench: Bench) -> None:
     prompts = [stems[number % 5] + prompt_of(number, number) for number in range(50)]
     alone = bench.alone()
     truth = [(await alone.ask(prompt)).tokens for prompt in prompts]
-    engines = [await bench.engine(Faults(fail_load_every=every)) for every in (0, 2, 3)]
+    engines = [await bench.engine(LoadFaults(fail_load_every=every)) for every in (0, 2, 3)]
     for _ in range(2):
         answers = await asyncio.gather(
             *(engines[at % 3].ask(prompt, saves=at % 2 == 0) for at, prompt in enumerate(prompts))
@@ -302,17 +302,17 @@ class At(FaultyLink):
         self._moment = moment
         self._do = do
 
-    def lookup(self, blocks: Sequence[tuple[BlockHash, int]]) -> Lookup:
+    def lookup(self, blocks: Sequence[tuple[BlockHash, int]]) -> KvLookup:
         self._reach("before the lookup")
         return super().lookup(blocks)
 
-    def start_load(self, lookup: Lookup, block_ids: Sequence[int]) -> FaultyLoad:
+    def start_load(self, lookup: KvLookup, block_ids: Sequence[int]) -> FaultyLoad:
         self._reach("before the load")
         load = super().start_load(lookup, block_ids)
         self._reach("in the load")
         return load
 
-    def save_layer(self, save: Save, layer: int) -> None:
+    def save_layer(self, save: KvSave, layer: int) -> None:
         super().save_layer(save, layer)
         if layer == LAYOUT.num_layers // 2:
             self._reach("in the save")
@@ -384,16 +384,16 @@ async def save(link: AnyLink, blocks: Sequence[tuple[BlockHash, int, int]], num_
     return await asyncio.to_thread(engine)
 
 
-async def look_up(link: AnyLink, blocks: Sequence[tuple[BlockHash, int]]) -> Lookup:
-    def engine() -> Lookup:
-        lookup: Lookup = link.lookup(blocks)
+async def look_up(link: AnyLink, blocks: Sequence[tuple[BlockHash, int]]) -> KvLookup:
+    def engine() -> KvLookup:
+        lookup: KvLookup = link.lookup(blocks)
         wait_for(lambda: lookup.done, "the lookup to be done", LONGEST_S)
         return lookup
 
     return await asyncio.to_thread(engine)
 
 
-async def load(link: AnyLink, lookup: Lookup, block_ids: Sequence[int]) -> None:
+async def load(link: AnyLink, lookup: KvLookup, block_ids: Sequence[int]) -> None:
     def engine() -> None:
         begun = link.start_load(lookup, block_ids)
         for layer in range(LAYOUT.num_layers):

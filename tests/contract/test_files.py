@@ -1,4 +1,4 @@
-"""What ``mooncake/files.py`` promises, of the operating system's files and of the simulated ones."""
+"""What ``mooncake/files/__init__.py`` promises, of the operating system's files and of the simulated ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from mooncake.files import Directory, OsDirectory
-from mooncake.sim.files import SimDirectory
+from mooncake.sim.faults.sim_files import SimDirectory
 
 Make = Callable[[], Directory]
 

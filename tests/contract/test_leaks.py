@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mooncake.transfer import Op, Segment, Status, TransferEngine, TransferSettings
+from mooncake.transfer import Op, RemoteSegment, Status, TransferEngine, TransferSettings
 from tests.contract.peer_process import engine_with
 from tests.contract.test_transports import ACROSS, PeerProcess, start_peer, until
 
@@ -73,7 +73,7 @@ def assert_nothing_grows(step: Callable[[int], None], num_steps: int, pids: list
     pytest.fail(f"it grew in each phase of {num_steps - WARM_UP} steps: {phases}")
 
 
-def move(engine: TransferEngine, segment: Segment, address: int, by_submit: bool) -> Status:
+def move(engine: TransferEngine, segment: RemoteSegment, address: int, by_submit: bool) -> Status:
     local, remote = [address], [segment.descriptor.regions[0].address]
     if not by_submit:
         return engine.run(Op.WRITE, segment, local, remote, [4096]).status
@@ -145,7 +145,7 @@ def test_engines_that_are_made_and_closed_under_one_name() -> None:
 def test_a_daemon_thread_in_a_native_call_does_not_abort_the_end_of_the_process() -> None:
     code = (
         "import threading\n"
-        "from mooncake.transfer.queue import NativeQueue\n"
+        "from mooncake.transfer.completion_queue import NativeQueue\n"
         "queue = NativeQueue()\n"
         "def wait():\n"
         "    while True:\n"

@@ -26,11 +26,11 @@ from mooncake.errors import (
     ProtocolError,
     Unavailable,
 )
-from mooncake.transfer import Op, Segment, Status, TransferEngine, TransferSettings
-from mooncake.transfer.directory import key_of
+from mooncake.transfer import Op, RemoteSegment, Status, TransferEngine, TransferSettings
+from mooncake.transfer.descriptor import VERSION, decode_descriptor
 from mooncake.transfer.metadata import Backend, make_backend
 from mooncake.transfer.metadata.etcd import members_of
-from mooncake.transfer.segment import VERSION, decode_descriptor
+from mooncake.transfer.name_service import metadata_key
 from tests.contract.metadata_servers import KINDS, MetadataServer, free_port, has_ipv6
 
 P2P = "P2PHANDSHAKE"
@@ -347,7 +347,7 @@ def name_for(metadata: str, name: str) -> str:
     return "" if metadata == P2P else name
 
 
-def found(engine: TransferEngine, name: str) -> Segment:
+def found(engine: TransferEngine, name: str) -> RemoteSegment:
     segment = engine.open_name(name)
     assert segment is not None, f"{name} is not found"
     return segment
@@ -408,7 +408,7 @@ async def test_memory_registered_later_is_found(metadata: str) -> None:
         assert segment.descriptor.regions == []
         first = far.register(np.zeros(4096, dtype=np.uint8))
         assert near.run(Op.WRITE, segment, [here.address], [first.address], [10]).status == Status.OK
-        with far.together():
+        with far.deferred_publication():
             second, third = far.allocate(4096), far.allocate(4096)
         for region in (second, third):
             done = await near.transfer(Op.WRITE, segment, [here.address], [region.address], [10])
@@ -572,7 +572,7 @@ def test_a_peer_of_another_version(metadata: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr("mooncake.transfer.handshake.VERSION", VERSION + 1)
         if metadata != P2P:
             described = msgspec.structs.replace(far.describe(), version=VERSION + 1)
-            make_backend(metadata).put(key_of("newer"), described.encode(), ttl_s=60)
+            make_backend(metadata).put(metadata_key("newer"), described.encode(), ttl_s=60)
         wanted = r"speaks version \d.* version \d; install the same release"
         with TransferEngine(settings_of(metadata)) as near, pytest.raises(ProtocolError, match=wanted):
             near.open_name(far.name)
@@ -598,7 +598,7 @@ def test_a_service_that_restarts_empty_fills_again(server: MetadataServer) -> No
         asker = make_backend(server.url, timeout_s=30)
 
         def is_back() -> bool:
-            encoded = asker.get(key_of("far"))
+            encoded = asker.get(metadata_key("far"))
             return encoded is not None and len(decode_descriptor(encoded).regions) == 2
 
         until(is_back, "the descriptor to be put again")
@@ -618,14 +618,14 @@ def test_an_entry_outlives_its_ttl_and_not_its_process(servers: dict[str, Metada
     backend = make_backend(server.url, timeout_s=30)
     try:
         assert peer.stdout is not None and peer.stdout.readline()
-        until(lambda: backend.get(key_of("mortal")) is not None, "publishing")
+        until(lambda: backend.get(metadata_key("mortal")) is not None, "publishing")
         backend.put("marker", b"", ttl_s=2.5)
         until(lambda: backend.get("marker") is None, "the time of more than one life to pass")
-        until(lambda: backend.get(key_of("mortal")) is not None, "being there after its first life", 20)
+        until(lambda: backend.get(metadata_key("mortal")) is not None, "being there after its first life", 20)
     finally:
         peer.kill()
         peer.communicate()
-    until(lambda: backend.get(key_of("mortal")) is None, "expiry")
+    until(lambda: backend.get(metadata_key("mortal")) is None, "expiry")
     backend.close()
 
 
@@ -640,7 +640,7 @@ def test_an_engine_does_not_take_its_successors_entry_back(server: MetadataServe
 
 
 def test_something_else_lies_under_a_name(server: MetadataServer, backend: Backend) -> None:
-    backend.put(key_of("odd"), b'{"name": "odd", "protocol": "tcp", "buffers": []}')
+    backend.put(metadata_key("odd"), b'{"name": "odd", "protocol": "tcp", "buffers": []}')
     wanted = r"under the name odd lies .*not a segment descriptor"
     with TransferEngine(settings_of(server.url)) as near, pytest.raises(ProtocolError, match=wanted):
         near.open_name("odd")

@@ -23,13 +23,13 @@ from mooncake.transfer import (
     Completion,
     Op,
     Region,
-    Segment,
+    RemoteSegment,
     SegmentDescriptor,
     Status,
     TransferEngine,
     crc32c,
 )
-from mooncake.transfer.segment import decode_descriptor
+from mooncake.transfer.descriptor import decode_descriptor
 from mooncake.transfer.transports.cuda import why_unavailable
 from mooncake.transfer.transports.rdma import usable_devices
 from tests.contract import cuda_double
@@ -55,7 +55,7 @@ class Pair:
     bytes_there: npt.NDArray[np.uint8] | DeviceBytes
 
     @property
-    def segment(self) -> Segment:
+    def segment(self) -> RemoteSegment:
         return self.near.open(self.far.describe())
 
     def buffer(self, size: int, seed: int = 1) -> tuple[npt.NDArray[np.uint8], Region]:
@@ -669,7 +669,7 @@ def test_a_hung_reader_does_not_stop_the_owner(start_peer: Callable[..., PeerPro
 _READER = """
 import sys
 from mooncake.transfer import *
-from mooncake.transfer.segment import decode_descriptor
+from mooncake.transfer.descriptor import decode_descriptor
 from mooncake.transfer.transports.rdma import usable_devices
 engine = TransferEngine(TransferSettings(transports=("shm",)))
 segment = engine.open(decode_descriptor(sys.argv[1].encode()))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mooncake.transfer import TransferEngine
-from mooncake.transfer.directory import key_of
 from mooncake.transfer.metadata.http import HttpBackend
+from mooncake.transfer.name_service import metadata_key
 from tests.cluster import Cluster, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.model, pytest.mark.timeout(600)]
@@ -83,10 +83,10 @@ def test_streaming_with_usage(cluster: Cluster) -> None:
 
 def test_the_pool_is_found_by_name_in_the_metadata_service(cluster: Cluster) -> None:
     backend = HttpBackend(f"http://{cluster.address('metadata')}/metadata")
-    (key,) = wait_for(lambda: backend.list(key_of("")), "the node to be published", 30.0)
+    (key,) = wait_for(lambda: backend.list(metadata_key("")), "the node to be published", 30.0)
     engine = TransferEngine(backend=backend)
     try:
-        segment = engine.open_name(key.removeprefix(key_of("")))
+        segment = engine.open_name(key.removeprefix(metadata_key("")))
         assert segment is not None
         assert "shm" in segment.paths
     finally:

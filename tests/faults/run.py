@@ -25,7 +25,7 @@ from mooncake.transfer import (
     Completion,
     Op,
     Region,
-    Segment,
+    RemoteSegment,
     Status,
     TransferEngine,
     TransferSettings,
@@ -171,7 +171,7 @@ class Worker:
             area.forget(transfer.ranges)
         return False
 
-    def _find(self, name: str) -> Segment | None:
+    def _find(self, name: str) -> RemoteSegment | None:
         begin = time.monotonic()
         try:
             segment, reason = self._engine.open_name(name), "nothing is published"
@@ -185,7 +185,7 @@ class Worker:
             time.sleep(0.05)  # so that there are batches left when it is found again
         return segment
 
-    def _move(self, transfer: Transfer, segment: Segment, area: Area) -> Completion:
+    def _move(self, transfer: Transfer, segment: RemoteSegment, area: Area) -> Completion:
         op = Op.WRITE if transfer.is_write else Op.READ
         offsets, lengths = (
             np.array(column, dtype=np.uint64) for column in zip(*transfer.ranges, strict=True)

@@ -15,8 +15,8 @@ import pytest
 from mooncake.conductor.server import ConductorService
 from mooncake.gateway.app import create_app
 from mooncake.gateway.gateway import Gateway, GatewaySettings
+from mooncake.http.server import HttpServer, listen
 from mooncake.inference.tokenizer import Tokenizer
-from mooncake.web import WebServer, listen
 from tests.gateway.doubles import BLOCK_TOKENS, WorkerDouble, doubles, save_tokenizer
 
 ADMIN_KEY = "correct-horse"
@@ -129,7 +129,7 @@ async def opened(
         "scheduling": "round_robin",
     }
     gateway = Gateway(GatewaySettings(**{**fields, **settings}), tokenizer)
-    server = WebServer(create_app(gateway), listen("127.0.0.1", 0), grace_s=1.0)
+    server = HttpServer(create_app(gateway), listen("127.0.0.1", 0), grace_s=1.0)
     await server.start()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
         house = kind(gateway, [*prefill], [*decode], f"http://127.0.0.1:{server.port}", session)
@@ -138,7 +138,7 @@ async def opened(
             await house.until(lambda health: [*health.values()] == ["ready"] * num_instances)
             yield house
             async with asyncio.timeout(5):  # whatever the test did
-                while gateway.gate.num_in_flight:  # noqa: ASYNC110
+                while gateway.limiter.num_in_flight:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             if isinstance(gateway.scheduling, ConductorService):
                 gateway.scheduling.core.check()

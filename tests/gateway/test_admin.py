@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from mooncake.errors import InvalidArgument
-from mooncake.gateway.app import check_who_comes_in, create_desk
+from mooncake.gateway.app import check_exposure, create_operator_app
 from mooncake.gateway.gateway import GatewaySettings
+from mooncake.http.server import HttpServer, listen
 from mooncake.inference.tokenizer import Tokenizer
 from mooncake.security import Identity, SecuritySettings
-from mooncake.security.keys import written_secret
-from mooncake.web import WebServer, listen
+from mooncake.security.keys import format_secret
 from tests.gateway.conftest import ADMIN_KEY, House, running
 
 KEY = {"X-API-Key": ADMIN_KEY}
@@ -140,7 +140,7 @@ async def test_strangers_learn_neither_instances_nor_answers(house: House, heade
 
 async def test_operators_learn_all_at_a_port_of_their_own(house: House) -> None:
     answer = await house.complete([20, 21])
-    desk = WebServer(create_desk(house.gateway), listen("127.0.0.1", 0))
+    desk = HttpServer(create_operator_app(house.gateway), listen("127.0.0.1", 0))
     await desk.start()
     url = f"http://127.0.0.1:{desk.port}"
     try:
@@ -166,7 +166,7 @@ async def test_a_scraper_may_send_the_key_as_its_token(house: House) -> None:
 
 async def test_elsewhere_than_on_loopback_operators_need_the_key(tokenizer: Tokenizer) -> None:
     async with running(tokenizer, metrics_host="0.0.0.0") as house:
-        desk = WebServer(create_desk(house.gateway), listen("127.0.0.1", 0))
+        desk = HttpServer(create_operator_app(house.gateway), listen("127.0.0.1", 0))
         await desk.start()
         try:
             for headers, status in (({}, 401), (KEY, 200)):
@@ -191,18 +191,18 @@ async def test_elsewhere_than_on_loopback_operators_need_the_key(tokenizer: Toke
 def test_beyond_loopback_clients_must_be_known(fields: dict[str, Any], may: bool) -> None:
     settings = GatewaySettings(**fields)
     if may:
-        check_who_comes_in(settings, Identity())
+        check_exposure(settings, Identity())
     else:
         with pytest.raises(InvalidArgument, match="loopback"):
-            check_who_comes_in(settings, Identity())
+            check_exposure(settings, Identity())
 
 
 def test_the_cluster_s_key_is_none_of_clients(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    file.write_text(written_secret(b"k" * 32))
+    file.write_text(format_secret(b"k" * 32))
     file.chmod(0o600)
     identity = Identity(SecuritySettings(cluster_key_file=str(file)))
     with pytest.raises(InvalidArgument, match="api-keys-file"):
-        check_who_comes_in(GatewaySettings(host="0.0.0.0"), identity)
+        check_exposure(GatewaySettings(host="0.0.0.0"), identity)
     insecure = Identity(SecuritySettings(cluster_key_file=str(file), insecure=True))
-    check_who_comes_in(GatewaySettings(host="0.0.0.0"), insecure)
+    check_exposure(GatewaySettings(host="0.0.0.0"), insecure)

@@ -16,7 +16,7 @@ from mooncake import metrics
 from mooncake.errors import InvalidArgument
 from mooncake.gateway.clients import Bucket, ClientEntry, Clients, read_clients
 from mooncake.gateway.gateway import GatewaySettings
-from mooncake.inference.openai import ApiError
+from mooncake.http.openai import ApiError
 from mooncake.inference.tokenizer import Tokenizer
 from tests.gateway.conftest import ADMIN_KEY, House, running
 from tests.gateway.engines import fronting
@@ -208,7 +208,7 @@ async def test_quotas_are_refused_with_a_pause(house: House) -> None:
     assert (await house.post(TEXT, body, bearer(ANNA)))[0] == 200, "each has its own"
     status, answer, _ = await house.post(TEXT, {**body, "n": 3}, bearer(BORIS))
     assert (status, answer["error"]["param"]) == (400, "n")
-    assert house.gateway.gate.num_in_flight == 0
+    assert house.gateway.limiter.num_in_flight == 0
 
 
 async def test_an_explanation_is_for_whose_request_it_was(house: House) -> None:

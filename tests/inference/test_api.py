@@ -15,15 +15,15 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mooncake.http.openai import KvEventSource
+from mooncake.http.server import HttpServer, listen
 from mooncake.inference.api import Api, create_app
 from mooncake.inference.engine import Engine, EngineSettings
-from mooncake.inference.generate import Generator
-from mooncake.inference.openai import KvEventSource
+from mooncake.inference.generator import Generator
 from mooncake.inference.runner import TorchRunner, new_pool
 from mooncake.inference.tokenizer import Tokenizer
 from mooncake.inference.weights import load_model
-from mooncake.types import Role
-from mooncake.web import WebServer, listen
+from mooncake.types import WorkerRole
 from tests.inference.conftest import VOCABULARY, Reference
 
 TEXT = "/v1/completions"
@@ -81,8 +81,8 @@ async def client(llama: Reference, tmp_path: Path) -> AsyncIterator[Client]:
     engine = Engine(EngineSettings(), TorchRunner(model, new_pool(model, 16, 1 << 20)))
     generator = Generator(engine, make_tokenizer(tmp_path), asyncio.get_running_loop())
     generator.start()
-    api = Api(generator, "tiny", Role.PREFILL, KvEventSource("tcp://127.0.0.1:1"))
-    server = WebServer(create_app(api), listen("127.0.0.1", 0))
+    api = Api(generator, "tiny", WorkerRole.PREFILL, KvEventSource("tcp://127.0.0.1:1"))
+    server = HttpServer(create_app(api), listen("127.0.0.1", 0))
     await server.start()
     async with aiohttp.ClientSession() as http:
         yield Client(http, f"http://127.0.0.1:{server.port}", generator)

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from mooncake.inference.blocks import BlockPool, BlockRemoved, BlockStored
+from mooncake.inference.blocks import BlockPool, PoolBlocksRemoved, PoolBlocksStored
 from mooncake.prefix import BlockHash, block_hashes, root_hash
 
 BLOCK = 4
@@ -37,8 +37,8 @@ def test_freed_prefix_is_found_again_until_evicted() -> None:
     assert taken is not None
     assert pool.match(hashes) == blocks[:2]
     assert pool.drain_events() == [
-        BlockStored(tuple(hashes), ROOT, tuple(tokens_of(3))),
-        BlockRemoved((hashes[2],)),
+        PoolBlocksStored(tuple(hashes), ROOT, tuple(tokens_of(3))),
+        PoolBlocksRemoved((hashes[2],)),
     ]
     pool.check()
 
@@ -80,7 +80,7 @@ def test_half_duplicate_is_announced_from_its_own_parent() -> None:
     pool.drain_events()
     longer = tokens_of(1) + tokens_of(1, 7)
     _, hashes = fill(pool, longer)
-    assert pool.drain_events() == [BlockStored((hashes[1],), hashes[0], tuple(longer[BLOCK:]))]
+    assert pool.drain_events() == [PoolBlocksStored((hashes[1],), hashes[0], tuple(longer[BLOCK:]))]
 
 
 def test_blocks_are_consecutive_and_leave_room_to_grow() -> None:
@@ -135,7 +135,7 @@ def test_random_use_keeps_the_invariants(seed: int) -> None:
     known: dict[BlockHash, None] = {}
     for event in pool.drain_events():
         for block_hash in event.hashes:
-            if isinstance(event, BlockStored):
+            if isinstance(event, PoolBlocksStored):
                 assert block_hash not in known
                 known[block_hash] = None
             else:

@@ -12,7 +12,7 @@ import torch
 
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference import scheduler
-from mooncake.inference.blocks import BlockEvent, BlockRemoved, BlockStored
+from mooncake.inference.blocks import BlockEvent, PoolBlocksRemoved, PoolBlocksStored
 from mooncake.inference.engine import Engine, EngineSettings, EngineThread, Output
 from mooncake.inference.request import FinishReason, Request, SamplingParams
 from mooncake.inference.runner import TorchRunner, new_pool
@@ -156,7 +156,7 @@ def test_preempted_requests_equal_transformers(reference: Reference) -> None:
 
 def test_fragmented_blocks_equal_transformers(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without spared room, sequences that grow in turns are each spread over many runs."""
-    monkeypatch.setattr(scheduler, "TOKENS_SPARED", 0)
+    monkeypatch.setattr(scheduler, "MIN_YIELD_TOKENS", 0)
     prompts = {str(seed): prompt_of(5, seed) for seed in range(3)}
     engine = make_engine(reference)
     answers = run(engine, *(greedy(prompt, 5 * BLOCK, name) for name, prompt in prompts.items()))
@@ -408,11 +408,11 @@ def test_events_tell_what_is_cached(llama: Reference) -> None:
     prompt = prompt_of(2 * BLOCK)
     run(engine, greedy(prompt, 1))
     stored = engine.drain_events()
-    assert [type(event) for event in stored] == [BlockStored]
+    assert [type(event) for event in stored] == [PoolBlocksStored]
     first = stored[0]
-    assert isinstance(first, BlockStored) and first.token_ids == tuple(prompt)
+    assert isinstance(first, PoolBlocksStored) and first.token_ids == tuple(prompt)
     run(engine, greedy(prompt_of(4 * BLOCK, 3), 1, name="other"))
-    removed = [event for event in engine.drain_events() if isinstance(event, BlockRemoved)]
+    removed = [event for event in engine.drain_events() if isinstance(event, PoolBlocksRemoved)]
     assert removed and removed[0].hashes[0] == first.hashes[1]  # the tail of a prefix goes first
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from mooncake.http.server import HttpServer, listen
 from mooncake.inference.api import create_app
 from mooncake.inference.fake.server import FakeEngineSettings, running
-from mooncake.web import WebServer, listen
 from tests.program import programs
 
 PROMPT = "the same prompt, a few blocks long, asked of every engine there is"
@@ -43,7 +43,7 @@ class Client:
 async def serving(settings: FakeEngineSettings) -> AsyncIterator[Client]:
     """A client of an engine in this process."""
     async with running(settings) as api:
-        server = WebServer(create_app(api), listen("127.0.0.1", 0))
+        server = HttpServer(create_app(api), listen("127.0.0.1", 0))
         await server.start()
         async with aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as http:
             yield Client(http)
@@ -140,11 +140,11 @@ def test_it_runs_without_torch() -> None:
 import asyncio, sys
 sys.modules["torch"] = sys.modules["transformers"] = None
 from mooncake.inference.fake.server import FakeEngineSettings, running
-from mooncake.inference.generate import Counts
+from mooncake.inference.generator import TokenCounts
 from mooncake.inference.request import Request
 async def main():
     async with running(FakeEngineSettings()) as api:
-        return [piece.text async for piece in api.generator.pieces(Request("r", [1]), Counts())]
+        return [piece.text async for piece in api.generator.pieces(Request("r", [1]), TokenCounts())]
 print(len("".join(asyncio.run(main()))))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60.0)

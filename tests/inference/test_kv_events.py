@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from mooncake.errors import AddressInUse
 from mooncake.inference import kv_events
-from mooncake.inference.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventPublisher
+from mooncake.inference.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, WorkerKvEventPublisher
 
 A, B = b"a" * 32, b"b" * 32
 
@@ -22,8 +22,8 @@ def stored(block_hash: bytes, parent: bytes | None = None) -> BlockStored:
 
 
 @pytest.fixture
-async def publisher() -> AsyncIterator[KvEventPublisher]:
-    publisher = KvEventPublisher()
+async def publisher() -> AsyncIterator[WorkerKvEventPublisher]:
+    publisher = WorkerKvEventPublisher()
     await publisher.start()
     yield publisher
     await publisher.close()
@@ -36,7 +36,9 @@ def context() -> Iterator[zmq.asyncio.Context]:
     context.destroy(linger=0)
 
 
-async def replay(context: zmq.asyncio.Context, publisher: KvEventPublisher, start: int) -> list[list[bytes]]:
+async def replay(
+    context: zmq.asyncio.Context, publisher: WorkerKvEventPublisher, start: int
+) -> list[list[bytes]]:
     assert publisher.source is not None and publisher.source.replay_endpoint is not None
     dealer = context.socket(zmq.DEALER)
     dealer.connect(publisher.source.replay_endpoint)
@@ -53,7 +55,9 @@ async def replay(context: zmq.asyncio.Context, publisher: KvEventPublisher, star
             answers.append([sequence, payload])
 
 
-async def test_frames_of_a_live_batch(publisher: KvEventPublisher, context: zmq.asyncio.Context) -> None:
+async def test_frames_of_a_live_batch(
+    publisher: WorkerKvEventPublisher, context: zmq.asyncio.Context
+) -> None:
     assert publisher.source is not None
     subscriber = context.socket(zmq.SUB)
     subscriber.subscribe("kv-events")
@@ -69,7 +73,7 @@ async def test_frames_of_a_live_batch(publisher: KvEventPublisher, context: zmq.
 
 
 async def test_replay_gives_what_was_missed(
-    publisher: KvEventPublisher, context: zmq.asyncio.Context
+    publisher: WorkerKvEventPublisher, context: zmq.asyncio.Context
 ) -> None:
     publisher.publish([stored(A)])
     publisher.publish([])
@@ -93,7 +97,7 @@ async def test_replay_gives_what_was_missed(
 
 
 async def test_what_is_no_longer_kept_is_summed_up(
-    publisher: KvEventPublisher, context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+    publisher: WorkerKvEventPublisher, context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_events, "_KEPT_BATCHES", 2)
     publisher.publish([stored(A)])
@@ -109,7 +113,7 @@ async def test_what_is_no_longer_kept_is_summed_up(
 
 
 async def test_a_malformed_question_does_not_end_the_replay_service(
-    publisher: KvEventPublisher, context: zmq.asyncio.Context
+    publisher: WorkerKvEventPublisher, context: zmq.asyncio.Context
 ) -> None:
     assert publisher.source is not None and publisher.source.replay_endpoint is not None
     dealer = context.socket(zmq.DEALER)
@@ -120,10 +124,10 @@ async def test_a_malformed_question_does_not_end_the_replay_service(
     dealer.close()
 
 
-async def test_a_taken_port_is_named(publisher: KvEventPublisher) -> None:
+async def test_a_taken_port_is_named(publisher: WorkerKvEventPublisher) -> None:
     assert publisher.source is not None
     port = int(publisher.source.endpoint.rpartition(":")[2])
-    other = KvEventPublisher()
+    other = WorkerKvEventPublisher()
     with pytest.raises(AddressInUse, match=str(port)):
         await other.start(port)
     await other.close()

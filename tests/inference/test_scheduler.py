@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.inference.request import FinishReason, Request, RequestState, SamplingParams
-from mooncake.inference.scheduler import GIVES_WAY_S, Scheduler, SchedulerSettings
+from mooncake.inference.scheduler import PRIORITY_YIELD_S, Scheduler, SchedulerSettings
 from mooncake.inference.step import Chunk, Step
 
 BLOCK = 4
@@ -156,7 +156,7 @@ def test_a_prompt_that_could_begin_gives_way_to_one_before_it_that_is_looked_up(
     assert scheduler.lookup_finished("1", 0, 0.01) is None
     step = scheduler.schedule(0.01)
     assert [lookup.request.id for lookup in step.lookups] == ["2"]
-    assert not step.chunks and step.gives_way_until == pytest.approx(0.01 + GIVES_WAY_S)
+    assert not step.chunks and step.gives_way_until == pytest.approx(0.01 + PRIORITY_YIELD_S)
     assert scheduler.lookup_finished("2", 0, 0.02) is None
     assert shape(run_step(scheduler, 0.02)) == [("2", 0, 8), ("1", 0, 8)]
     scheduler.add(request_of("3", 8, 1, priority=1), 0.03)
@@ -169,8 +169,8 @@ def test_it_gives_way_for_a_moment_only() -> None:
     scheduler.add(request_of("2", 8, priority=1), 0.0)
     scheduler.schedule(0.0)
     assert scheduler.lookup_finished("1", 0, 0.0) is None
-    assert not scheduler.schedule(GIVES_WAY_S / 2).chunks
-    assert shape(run_step(scheduler, GIVES_WAY_S)) == [("1", 0, 8)]
+    assert not scheduler.schedule(PRIORITY_YIELD_S / 2).chunks
+    assert shape(run_step(scheduler, PRIORITY_YIELD_S)) == [("1", 0, 8)]
 
 
 def test_loaded_request_joins_with_its_first_layer() -> None:

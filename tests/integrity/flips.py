@@ -28,7 +28,7 @@ from mooncake.cli.ports import free_ports
 from mooncake.errors import MooncakeError
 from mooncake.store import ReadGrant, Store, StoreSettings
 from mooncake.store import messages as m
-from mooncake.store.index import Index
+from mooncake.store.node.ssd_index import SsdIndex
 from mooncake.transfer import Op, TransferEngine, TransferSettings
 from mooncake.types import Tier
 from tests.faults.proxy import Proxy
@@ -184,7 +184,7 @@ def _check_counted(store: Store, cluster: Cluster, outcome: Outcome) -> None:
     logged = [line for line in (cluster.folder / "log").read_text().splitlines() if "object_corrupt" in line]
     counts = {
         "the client counted": store.operations.counts.checksum_mismatches // 2,  # each is read twice
-        "the master counted": store.ask(m.Status()).counts["corrupt_objects"],
+        "the master counted": store.ask(m.GetMasterStatus()).counts["corrupt_objects"],
         "the master logged": len(logged),
         "the master logged with the key's story": sum("readable as" in line for line in logged),
     }
@@ -206,7 +206,7 @@ def flip_ssd(num_flips: int, seed: int = 0) -> Outcome:
             if status is None or [one.tier for one in status.replicas] != [Tier.SSD]:
                 objects.fill()
                 continue
-            (base,) = [one.address for one in store.ask(m.Status()).segments if one.tier is Tier.SSD]
+            (base,) = [one.address for one in store.ask(m.GetMasterStatus()).segments if one.tier is Tier.SSD]
             bit = random.randrange(status.size_bytes * 8)
             at = status.replicas[0].address - base + bit // 8
             os.pwrite(file, bytes([os.pread(file, 1, at)[0] ^ 1 << bit % 8]), at)
@@ -228,10 +228,12 @@ def flip_index(num_flips: int, seed: int = 0) -> Outcome:
     it is in the last record, which is taken for torn: then the index says what was so before it.
     """
     outcome, random = Outcome(), Random(seed)
-    index, ever = Index(), list[m.Entry]()
-    log, after = [b""], [dict[int, m.Entry]()]
+    index, ever = SsdIndex(), list[m.SegmentEntry]()
+    log, after = [b""], [dict[int, m.SegmentEntry]()]
     for number in range(200):
-        entry = m.Entry(f"k{number}", number, 1 + number, 64, random.randbytes(8), 4096 * (number % 50))
+        entry = m.SegmentEntry(
+            f"k{number}", number, 1 + number, 64, random.randbytes(8), 4096 * (number % 50)
+        )
         ever.append(entry)
         is_drop = random.random() < 0.2
         log.append(index.drop([random.randrange(number + 1)]) if is_drop else index.hold(entry))
@@ -243,7 +245,7 @@ def flip_index(num_flips: int, seed: int = 0) -> Outcome:
         damaged, bit = bytearray(content), random.randrange(len(content) * 8)
         damaged[bit // 8] ^= 1 << bit % 8
         expected = after[max(n for n, end in enumerate(ends) if end <= bit // 8)]
-        found = Index(bytes(damaged))
+        found = SsdIndex(bytes(damaged))
         is_damaged = bool(found.found.damages)
         is_right = (
             all(one in ever for one in found.entries.values()) if is_damaged else found.entries == expected

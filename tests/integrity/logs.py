@@ -15,17 +15,17 @@ from typing import Any
 import msgspec
 
 from mooncake.errors import InvalidArgument
+from mooncake.files.locked_directory import LockedDirectory
 from mooncake.machine import Wake
-from mooncake.sim.files import SimDirectory
-from mooncake.store import errands as e
-from mooncake.store import membership as ms
+from mooncake.sim.faults.sim_files import SimDirectory
 from mooncake.store import messages as m
-from mooncake.store.copying import Copy
-from mooncake.store.effects import Effect, Heard, Keep, Received, Reply
-from mooncake.store.folder import Folder
-from mooncake.store.indexlog import IndexLog
-from mooncake.store.master import Master
-from mooncake.store.oplog import Oplog
+from mooncake.store.master.effects import AppendRecords, Effect, Received, RecoveryComplete, Reply
+from mooncake.store.master.master import Master
+from mooncake.store.master.oplog import Oplog
+from mooncake.store.master.snapshot import Snapshot
+from mooncake.store.node import membership as ms
+from mooncake.store.node import task_agent as e
+from mooncake.store.node.ssd_index_log import SsdIndexLog
 from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
 from tests.integrity.outcome import Outcome
@@ -74,12 +74,12 @@ class Segment:
     def __init__(self, world: World, name: str, tier: Tier, epoch: int, disk: Disk | None) -> None:
         self.world, self.name, self.tier, self.epoch, self.disk = world, name, tier, epoch, disk
         self.numbers: dict[int, bytes] = {} if disk is None else disk.numbers
-        self.held: dict[int, m.Entry] = {}
-        self.index: IndexLog | None = None
+        self.held: dict[int, m.SegmentEntry] = {}
+        self.index: SsdIndexLog | None = None
         if disk is not None:
-            folder = Folder(Path(f"/{name}"), "ssd_path", disk.files)
+            folder = LockedDirectory(Path(f"/{name}"), "ssd_path", disk.files)
             folder.take()
-            self.index = IndexLog(folder)
+            self.index = SsdIndexLog(folder)
         self.membership = ms.Membership(
             name,
             epoch,
@@ -93,40 +93,40 @@ class Segment:
             node=name.split("/")[0],
             held=self.entries,
         )
-        self.errands = e.Errands(name, epoch)
+        self.errands = e.TaskAgent(name, epoch)
         self.post(Wake())
 
-    def entries(self) -> list[m.Entry]:
+    def entries(self) -> list[m.SegmentEntry]:
         return list((self.held if self.index is None else self.index.index.entries).values())
 
     def post(self, event: ms.Event | Wake) -> None:
         for effect in self.membership.handle(event, self.world.now):
             if isinstance(effect, ms.Connect):
-                self.post(ms.Opened())
+                self.post(ms.ConnectionOpened())
             elif isinstance(effect, ms.Send):
-                self.world.say(self, effect.message, lambda reply: self.post(ms.Answered(reply)))
-            elif isinstance(effect, ms.Drop):
+                self.world.say(self, effect.message, lambda reply: self.post(ms.ReplyReceived(reply)))
+            elif isinstance(effect, ms.DropObjects):
                 self._drop(effect.object_ids)
-        if self.membership.phase is ms.Phase.MOUNTED and not self.errands.is_mounted:
-            self.work(e.Began())
+        if self.membership.phase is ms.MembershipPhase.MOUNTED and not self.errands.is_mounted:
+            self.work(e.SegmentRegistered())
 
     def work(self, event: e.Event | Wake) -> None:
         for effect in self.errands.handle(event, self.world.now):
-            if isinstance(effect, e.Ask):
+            if isinstance(effect, e.SendPoll):
                 number = effect.number
                 self.world.say(
                     self,
                     effect.message,
-                    lambda reply, n=number: self.work(e.Answered(n, reply)),  # type: ignore[misc]
+                    lambda reply, n=number: self.work(e.PollAnswered(n, reply)),  # type: ignore[misc]
                 )
-            elif isinstance(effect, e.Change):
+            elif isinstance(effect, e.UpdateJournal):
                 self._change(effect.changes)
-            elif isinstance(effect, e.Run):
+            elif isinstance(effect, e.RunTask):
                 self.world.later.append(lambda run=effect: self._run(run))  # type: ignore[misc]
-            elif isinstance(effect, e.Tell):
+            elif isinstance(effect, e.SendReport):
                 for part in e.reports(self.name, self.epoch, self.entries()):
                     self.world.say(self, part, lambda reply: self._drop(reply.unwanted))
-                self.world.later.append(lambda: self.work(e.Told(is_complete=True)))
+                self.world.later.append(lambda: self.work(e.ReportEnded(is_complete=True)))
 
     def wake(self) -> None:
         for core, post in ((self.membership, self.post), (self.errands, self.work)):
@@ -134,7 +134,7 @@ class Segment:
             if deadline is not None and deadline <= self.world.now:
                 post(Wake())
 
-    def _run(self, run: e.Run) -> None:
+    def _run(self, run: e.RunTask) -> None:
         """As the porter does it: bytes that last, then the entry, which lasts when it is announced."""
         source, entry = run.task.source, run.task.entry
         number = self.world.number_at(source.segment, source.address - (1 << 30))
@@ -146,9 +146,9 @@ class Segment:
             self.index.flush()
         else:
             self.numbers[entry.offset] = number
-        self.work(e.Ended(run.task.task_id, run.life, None))
+        self.work(e.TaskEnded(run.task.task_id, run.life, None))
 
-    def _change(self, changes: list[m.Entry | int]) -> None:
+    def _change(self, changes: list[m.SegmentEntry | int]) -> None:
         if self.index is None:
             e.changed(self.held, changes)
             return
@@ -264,9 +264,9 @@ class World:
     def _perform(self, effects: list[Effect]) -> None:
         """As the server does it."""
         for effect in effects:
-            if isinstance(effect, Keep):
+            if isinstance(effect, AppendRecords):
                 self.log.append(effect.records)
-            elif isinstance(effect, Heard):
+            elif isinstance(effect, RecoveryComplete):
                 self.log.is_whole(self.master.objects.last_id)
             elif isinstance(effect, Reply):
                 if effect.must_last:
@@ -315,7 +315,7 @@ class World:
             self.acknowledged[key], self.possible[key] = None, []
 
     def compact(self) -> None:
-        anew, copy = self.log.begin_anew(), Copy(self.master.catalog)
+        anew, copy = self.log.begin_anew(), Snapshot(self.master.catalog)
         while not copy.is_over:
             anew.append(copy.piece())
         anew.commit()
@@ -346,7 +346,7 @@ class World:
 
     def read(self, key: str) -> bytes | None:
         """As a reader does: a replica whose bytes are not what was announced is none."""
-        (stored,) = self.ask(m.Lookup([key])).objects
+        (stored,) = self.ask(m.LookupObjects([key])).objects
         if stored is None:
             return None
         for replica in stored.replicas:

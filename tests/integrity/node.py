@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 
-from mooncake.store import node
+from mooncake.store.node import node
 from tests.faults.peer import BehindProxy
 
 

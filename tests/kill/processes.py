@@ -16,8 +16,8 @@ from random import Random
 from typing import IO, ClassVar
 
 from mooncake.cli.ports import free_ports
-from mooncake.store.ballot import make_ballot
-from mooncake.store.election import Mandate, decode
+from mooncake.store.ha.election import LeaderLease, decode_lease
+from mooncake.store.ha.lease_store import make_lease_store
 from tests.contract.metadata_servers import PROGRAMS, MetadataServer
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +98,7 @@ class Cluster:
         self.masters = [f"master{number}" for number in range(num_masters)] if num_masters > 1 else ["master"]
         self._service = elector() if num_masters > 1 else None
         self._elects = f"file://{folder}" if self._service is None else self._service.url
-        self._ballot = make_ballot(self._elects) if num_masters > 1 else None
+        self._ballot = make_lease_store(self._elects) if num_masters > 1 else None
         self.log: IO[bytes] = (folder / "log").open("ab")
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.nodes = [f"node{number}" for number in range(num_nodes)]
@@ -111,11 +111,11 @@ class Cluster:
         """Where clients and nodes find it, or them."""
         return ",".join(f"127.0.0.1:{port}" for port in self.ports)
 
-    def mandate(self) -> Mandate | None:
+    def mandate(self) -> LeaderLease | None:
         """The record that says who leads, and which standbys have all that was acknowledged."""
         assert self._ballot is not None, "there is one master only"
         found = self._ballot.read()
-        return None if found is None else decode(found)
+        return None if found is None else decode_lease(found)
 
     def leader(self) -> str:
         """Which master leads, as far as the record says."""

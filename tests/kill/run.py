@@ -94,7 +94,7 @@ class Rounds:
     def _wait_for_nodes(self, store: Store) -> None:
         until = time.monotonic() + PATIENCE_S
         num_segments = len(self.cluster.nodes) * (2 if self._scenario.has_ssd else 1)
-        while sum(_is_open(one) for one in store.ask(m.Status()).segments) < num_segments:
+        while sum(_is_open(one) for one in store.ask(m.GetMasterStatus()).segments) < num_segments:
             assert time.monotonic() < until, "the nodes don't mount"
             time.sleep(0.02)
 
@@ -166,13 +166,13 @@ class Rounds:
             time.sleep(0.05)
             missing = self._read(store, missing)
         for key in missing[:SHOWN]:
-            self.outcome.lost.append(f"{key} {self.book.keys[key]}: {store.ask(m.Story(key)).lines}")
+            self.outcome.lost.append(f"{key} {self.book.keys[key]}: {store.ask(m.ObjectStory(key)).lines}")
             self.book.forget(key)
         self._read(store, [key for key, kept in self.book.keys.items() if kept.versions])
         absent = [key for key, kept in self.book.keys.items() if not kept.versions]
         for key, is_there in zip(absent, store.exists(absent), strict=True):
             if is_there:
-                self.outcome.phantoms.append(f"{key}: {store.ask(m.Story(key)).lines}")
+                self.outcome.phantoms.append(f"{key}: {store.ask(m.ObjectStory(key)).lines}")
         listed = store.ask(m.ListKeys("", 1 << 20)).keys
         self.outcome.phantoms += [f"{key} is listed" for key in listed if key not in self.book.keys]
 
@@ -184,7 +184,7 @@ class Rounds:
             if value is None:
                 missing.append(key)
             elif not any(value == content(key, version) for version in versions):
-                story = store.ask(m.Story(key)).lines
+                story = store.ask(m.ObjectStory(key)).lines
                 self.outcome.wrong.append(f"{key}, not one of versions {versions}: {value[:20]!r} {story}")
         return missing
 
@@ -201,7 +201,7 @@ class Rounds:
             self.cluster.kill("client")
         self._remove(store, store.ask(m.ListKeys("", 1 << 20)).keys)
         until = time.monotonic() + RECOVERY_S
-        while (status := store.ask(m.Status())).allocated_bytes or status.num_writing:
+        while (status := store.ask(m.GetMasterStatus())).allocated_bytes or status.num_writing:
             if time.monotonic() > until:
                 self.outcome.broken.append(f"space is not given back: {status}")
                 return

@@ -25,8 +25,8 @@ from mooncake import clock
 from mooncake.cli.ports import free_ports
 from mooncake.errors import Unavailable
 from mooncake.store import Store, StoreSettings
-from mooncake.store.ballot import make_ballot
-from mooncake.store.election import Mandate, decode
+from mooncake.store.ha.election import LeaderLease, decode_lease
+from mooncake.store.ha.lease_store import make_lease_store
 from tests.contract.metadata_servers import MetadataServer, skip_without
 from tests.store.test_processes import until
 
@@ -101,7 +101,7 @@ class Masters:
         self.folder = folder
         self.ports = free_ports("127.0.0.1", 3, Random())
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        self._ballot = make_ballot(url)
+        self._ballot = make_lease_store(url)
 
     @property
     def addresses(self) -> str:
@@ -123,9 +123,9 @@ class Masters:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(command, stdout=log, stderr=log)
 
-    def mandate(self) -> Mandate | None:
+    def mandate(self) -> LeaderLease | None:
         found = self._ballot.read()
-        return None if found is None else decode(found)
+        return None if found is None else decode_lease(found)
 
     def leader(self, *, besides: str = "") -> str:
         """The name of the master that leads, once one does that is not ``besides``."""

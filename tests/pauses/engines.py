@@ -22,17 +22,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mooncake.connectors import direct, pages
-from mooncake.connectors.blocks import LinkSettings
-from mooncake.connectors.direct import Offer, Receiver, Sender, Wanted
+from mooncake.connectors import pages, peer_push
+from mooncake.connectors.block_transfer import DEFAULTS, RankTransfer, Shards, TransferReport
 from mooncake.connectors.memory import SlabMemory
-from mooncake.connectors.moving import DEFAULTS, Moved, Mover, Shards
 from mooncake.connectors.pages import Page, Pages
-from mooncake.connectors.planning import LoadPlan, SavePlan
-from mooncake.connectors.session import PoolSettings, Session, TransferThread
+from mooncake.connectors.peer_push import BlockOffer, BlockRequest, Receiver, Sender
+from mooncake.connectors.planner import LoadPlan, SavePlan
+from mooncake.connectors.session import PoolSession, PoolSettings, TransferThread
+from mooncake.connectors.store_link import LinkSettings
 from mooncake.kvlayout import ForeignIdentity, SlabLayout
 from mooncake.prefix import BlockHash
-from tests.connectors.host_pools import MhaPool, config, tokens_of
+from tests.connectors.sglang.pool_doubles import MhaPool, config, tokens_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -62,7 +62,7 @@ class Patience:
 
 
 SHORT = Patience(0.1, 0.4, 0.1)
-USUAL = Patience(DEFAULTS.lookup_timeout_s, DEFAULTS.load_timeout_s, direct.GRACE_S)
+USUAL = Patience(DEFAULTS.lookup_timeout_s, DEFAULTS.load_timeout_s, peer_push.GRACE_S)
 GENEROUS = Patience(20.0, 20.0, 5.0)
 """Of the one that checks."""
 
@@ -319,12 +319,12 @@ class LinkEngine(Engine):
         self._num_layers, self._number = layers, 0
         self.block_bytes = layers * slab_bytes
         self._memory = np.zeros((layers, NUM_BLOCKS, slab_bytes), dtype=np.uint8)
-        self._session = Session(PoolSettings(address), patience.lookup_s)
+        self._session = PoolSession(PoolSettings(address), patience.lookup_s)
         layout = SlabLayout(layers, 1, slab_bytes, 16)
         bases = np.array([[layer.ctypes.data] for layer in self._memory], dtype=np.uint64)
         memory = SlabMemory([self._memory], bases, slab_bytes)
         shards = Shards([ForeignIdentity.of(layout, engine="pauses")])
-        self._mover = Mover(self._session, shards, memory, patience.link)
+        self._mover = RankTransfer(self._session, shards, memory, patience.link)
         self.loop = self._session.loop
 
     def fill(self, number: int, data: Bytes) -> None:
@@ -336,7 +336,7 @@ class LinkEngine(Engine):
     def _names(self, names: Sequence[str]) -> tuple[BlockHash, ...]:
         return tuple(hashlib.sha256(name.encode()).digest() for name in names)
 
-    def _collected(self) -> Moved:
+    def _collected(self) -> TransferReport:
         while True:
             moved = self._mover.collect(1.0)
             if moved.saved or moved.loaded:
@@ -374,7 +374,7 @@ class DirectEngine(Engine):
     """
 
     def __init__(self, address: str, patience: Patience) -> None:
-        direct.GRACE_S = patience.grace_s
+        peer_push.GRACE_S = patience.grace_s
         layers, slab_bytes = 4, 64 << 10
         self._num_layers = layers
         self.block_bytes = layers * slab_bytes
@@ -416,7 +416,7 @@ class DirectEngine(Engine):
     def offer(self, names: Sequence[str]) -> threading.Event:
         """Set when the blocks are the engine's again."""
         ended = self._ended[names[0]] = threading.Event()
-        offer = Offer(names[0], b"p", list(range(NUM_BLOCKS)))
+        offer = BlockOffer(names[0], b"p", list(range(NUM_BLOCKS)))
         self.loop.call_soon_threadsafe(self._sender.offer, offer)
         return ended
 
@@ -424,7 +424,7 @@ class DirectEngine(Engine):
         assert self.offer(names).wait(LONGEST_S), "the offer never ended"
 
     def load(self, names: Sequence[str]) -> list[bool]:
-        wanted = Wanted(names[0], b"p", 0, list(range(NUM_BLOCKS)), self.peer)
+        wanted = BlockRequest(names[0], b"p", 0, list(range(NUM_BLOCKS)), self.peer)
         reason = self._thread.wait(self._receiver.receive(wanted))
         return [not reason] * NUM_BLOCKS
 

@@ -16,7 +16,7 @@ import pytest
 from mooncake.errors import AccessDenied, DeadlineExceeded, PeerLost, ProtocolError
 from mooncake.rpc import AsyncClient, BlockingClient, Call, Limits, RpcServer
 from mooncake.security import EVERYBODY, Access, Identity, SecuritySettings
-from mooncake.security.keys import written_secret
+from mooncake.security.keys import format_secret
 
 pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
 
@@ -132,7 +132,7 @@ async def test_a_member_cannot_stand_between_a_node_and_its_master(
     authority = Path(ours.settings.tls_ca).parent
     file = tmp_path / "key"
     file.touch(0o600)
-    file.write_text(written_secret(b"k" * 32))
+    file.write_text(format_secret(b"k" * 32))
 
     def member(name: str) -> Identity:
         make(CertsSettings(folder=authority, name=name, role="client"))

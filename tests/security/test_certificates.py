@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mooncake.errors import AccessDenied
-from mooncake.security.certificates import name_of, standing_of
-from mooncake.security.standing import Role, Standing
+from mooncake.security.certificates import name_of, principal_of
+from mooncake.security.principal import Principal, Role
 
 
 def certificate(*names: str) -> dict[str, object]:
@@ -17,12 +17,12 @@ def certificate(*names: str) -> dict[str, object]:
     ("role", "tenant"), [(Role.NODE, ""), (Role.ADMIN, ""), (Role.CLIENT, ""), (Role.CLIENT, "a/ü c")]
 )
 def test_a_name_says_role_and_tenant(role: Role, tenant: str) -> None:
-    assert standing_of(certificate("spiffe://x/y", name_of(role, tenant))) == Standing(role, tenant)
+    assert principal_of(certificate("spiffe://x/y", name_of(role, tenant))) == Principal(role, tenant)
 
 
 def test_one_without_our_name_is_that_of_a_client() -> None:
-    assert standing_of(certificate("spiffe://x/node")) == Standing(Role.CLIENT)
-    assert standing_of({"subject": ()}) == Standing(Role.CLIENT)
+    assert principal_of(certificate("spiffe://x/node")) == Principal(Role.CLIENT)
+    assert principal_of({"subject": ()}) == Principal(Role.CLIENT)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +37,9 @@ def test_one_without_our_name_is_that_of_a_client() -> None:
 )
 def test_a_name_that_makes_no_sense_proves_nothing(names: list[str]) -> None:
     with pytest.raises(AccessDenied):
-        standing_of(certificate(*names))
+        principal_of(certificate(*names))
 
 
 def test_no_certificate_proves_nothing() -> None:
     with pytest.raises(AccessDenied, match="who are you"):
-        standing_of(None)
+        principal_of(None)

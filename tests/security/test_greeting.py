@@ -8,15 +8,15 @@ from mooncake.errors import AccessDenied, ProtocolError
 from mooncake.security.greeting import (
     MAX_GREETING_BYTES,
     NONCE_BYTES,
-    Answering,
-    Asking,
     Challenge,
+    ClientGreeting,
     Hello,
     Proof,
+    ServerGreeting,
     binding_of,
 )
 from mooncake.security.keys import KeyRing, derive
-from mooncake.security.standing import OPEN, Role, Standing
+from mooncake.security.principal import OPEN, Principal, Role
 
 SECRET, OTHER = b"s" * 32, b"t" * 32
 RING = KeyRing((SECRET,))
@@ -26,10 +26,10 @@ def nonce(number: int) -> bytes:
     return number.to_bytes(NONCE_BYTES, "big")
 
 
-def greeted(asking: Asking, answering: Answering) -> Standing:
-    challenge = answering.hello(asking.hello())
+def greeted(client_greeting: ClientGreeting, server_greeting: ServerGreeting) -> Principal:
+    challenge = server_greeting.hello(client_greeting.hello())
     assert challenge is not None
-    return answering.prove(asking.prove(challenge))
+    return server_greeting.prove(client_greeting.prove(challenge))
 
 
 @pytest.mark.parametrize(
@@ -37,29 +37,30 @@ def greeted(asking: Asking, answering: Answering) -> Standing:
     [(Role.NODE, ""), (Role.ADMIN, ""), (Role.CLIENT, ""), (Role.CLIENT, "acme")],
 )
 def test_whoever_has_the_key_is_what_the_key_is_of(role: Role, tenant: str) -> None:
-    asking = Asking(derive(SECRET, role, tenant), nonce(1))
-    answering = Answering(RING, nonce(2))
-    assert greeted(asking, answering) == Standing(role, tenant)
-    assert asking.is_over
+    client_greeting = ClientGreeting(derive(SECRET, role, tenant), nonce(1))
+    server_greeting = ServerGreeting(RING, nonce(2))
+    assert greeted(client_greeting, server_greeting) == Principal(role, tenant)
+    assert client_greeting.is_over
 
 
 def test_a_cluster_with_two_secrets_takes_both() -> None:
     ring = KeyRing((SECRET, OTHER))
     for secret in (SECRET, OTHER):
         assert (
-            greeted(Asking(derive(secret, Role.NODE), nonce(1)), Answering(ring, nonce(2))).role is Role.NODE
+            greeted(ClientGreeting(derive(secret, Role.NODE), nonce(1)), ServerGreeting(ring, nonce(2))).role
+            is Role.NODE
         )
 
 
 def test_where_there_is_no_key_everybody_is_let_in() -> None:
-    answering = Answering(None, nonce(2))
-    assert answering.hello(Asking(None, nonce(1)).hello()) is None
-    assert answering.standing is OPEN
+    server_greeting = ServerGreeting(None, nonce(2))
+    assert server_greeting.hello(ClientGreeting(None, nonce(1)).hello()) is None
+    assert server_greeting.principal is OPEN
 
 
 def test_a_client_with_a_key_does_not_trust_a_server_without() -> None:
     with pytest.raises(AccessDenied, match="no cluster key"):
-        Answering(None, nonce(2)).hello(Asking(derive(SECRET, Role.NODE), nonce(1)).hello())
+        ServerGreeting(None, nonce(2)).hello(ClientGreeting(derive(SECRET, Role.NODE), nonce(1)).hello())
 
 
 @pytest.mark.parametrize(
@@ -72,10 +73,10 @@ def test_a_client_with_a_key_does_not_trust_a_server_without() -> None:
     ],
 )
 def test_a_stranger_is_asked_who_he_is(hello: Hello) -> None:
-    answering = Answering(RING, nonce(2))
+    server_greeting = ServerGreeting(RING, nonce(2))
     with pytest.raises(AccessDenied, match="who are you"):
-        answering.hello(hello)
-    assert answering.standing is None
+        server_greeting.hello(hello)
+    assert server_greeting.principal is None
 
 
 @pytest.mark.parametrize(
@@ -88,17 +89,17 @@ def test_a_stranger_is_asked_who_he_is(hello: Hello) -> None:
 )
 def test_what_makes_no_sense_is_refused(hello: Hello) -> None:
     with pytest.raises(ProtocolError):
-        Answering(RING, nonce(2)).hello(hello)
+        ServerGreeting(RING, nonce(2)).hello(hello)
 
 
 def test_whoever_only_heard_a_greeting_cannot_repeat_it() -> None:
     credential = derive(SECRET, Role.NODE)
-    asking, first = Asking(credential, nonce(1)), Answering(RING, nonce(2))
-    challenge = first.hello(asking.hello())
+    client_greeting, first = ClientGreeting(credential, nonce(1)), ServerGreeting(RING, nonce(2))
+    challenge = first.hello(client_greeting.hello())
     assert challenge is not None
-    proof = asking.prove(challenge)
-    again = Answering(RING, nonce(3))
-    again.hello(asking.hello())
+    proof = client_greeting.prove(challenge)
+    again = ServerGreeting(RING, nonce(3))
+    again.hello(client_greeting.hello())
     with pytest.raises(AccessDenied, match="no proof"):
         again.prove(proof)
 
@@ -106,60 +107,63 @@ def test_whoever_only_heard_a_greeting_cannot_repeat_it() -> None:
 def test_a_proof_does_not_serve_in_the_other_direction() -> None:
     """A server that has no key sends the proof of its victim back, or asks a real server for one."""
     credential = derive(SECRET, Role.NODE)
-    real = Answering(RING, nonce(2))
+    real = ServerGreeting(RING, nonce(2))
     challenge = real.hello(Hello("node", "", credential.key_id, nonce(7)))
     assert challenge is not None
     with pytest.raises(AccessDenied, match="no proof"):
         real.prove(Proof(challenge.proof))
-    victim = Asking(credential, nonce(1))
+    victim = ClientGreeting(credential, nonce(1))
     victim.hello()
     with pytest.raises(AccessDenied, match="can't prove"):
         victim.prove(Challenge(challenge.nonce, challenge.proof))
 
 
 def test_a_server_of_another_cluster_is_not_trusted() -> None:
-    asking = Asking(derive(SECRET, Role.NODE), nonce(1))
+    client_greeting = ClientGreeting(derive(SECRET, Role.NODE), nonce(1))
     one = derive(OTHER, Role.NODE)
-    challenge = Answering(KeyRing((OTHER,)), nonce(2)).hello(Hello("node", "", one.key_id, nonce(1)))
+    challenge = ServerGreeting(KeyRing((OTHER,)), nonce(2)).hello(Hello("node", "", one.key_id, nonce(1)))
     assert challenge is not None
     with pytest.raises(AccessDenied, match="can't prove"):
-        asking.prove(challenge)
-    assert not asking.is_over
+        client_greeting.prove(challenge)
+    assert not client_greeting.is_over
 
 
 def test_nothing_may_be_said_twice_or_out_of_turn() -> None:
-    answering = Answering(RING, nonce(2))
+    server_greeting = ServerGreeting(RING, nonce(2))
     with pytest.raises(ProtocolError):
-        answering.prove(Proof(b""))
-    asking = Asking(derive(SECRET, Role.NODE), nonce(1))
-    challenge = answering.hello(asking.hello())
+        server_greeting.prove(Proof(b""))
+    client_greeting = ClientGreeting(derive(SECRET, Role.NODE), nonce(1))
+    challenge = server_greeting.hello(client_greeting.hello())
     assert challenge is not None
     with pytest.raises(ProtocolError):
-        answering.hello(asking.hello())
-    answering.prove(asking.prove(challenge))
+        server_greeting.hello(client_greeting.hello())
+    server_greeting.prove(client_greeting.prove(challenge))
     with pytest.raises(ProtocolError):
-        answering.prove(Proof(b""))
+        server_greeting.prove(Proof(b""))
     with pytest.raises(ProtocolError):
-        asking.prove(challenge)
+        client_greeting.prove(challenge)
 
 
 def test_with_tls_and_a_key_both_must_be_of_the_same() -> None:
-    asking = Asking(derive(SECRET, Role.CLIENT, "acme"), nonce(1))
-    assert greeted(asking, Answering(RING, nonce(2), Standing(Role.CLIENT, "acme"))).tenant == "acme"
-    asking = Asking(derive(SECRET, Role.NODE), nonce(1))
-    assert greeted(asking, Answering(RING, nonce(2), Standing(Role.CLIENT))).role is Role.NODE
-    asking = Asking(derive(SECRET, Role.ADMIN), nonce(1))
+    client_greeting = ClientGreeting(derive(SECRET, Role.CLIENT, "acme"), nonce(1))
+    assert (
+        greeted(client_greeting, ServerGreeting(RING, nonce(2), Principal(Role.CLIENT, "acme"))).tenant
+        == "acme"
+    )
+    client_greeting = ClientGreeting(derive(SECRET, Role.NODE), nonce(1))
+    assert greeted(client_greeting, ServerGreeting(RING, nonce(2), Principal(Role.CLIENT))).role is Role.NODE
+    client_greeting = ClientGreeting(derive(SECRET, Role.ADMIN), nonce(1))
     with pytest.raises(AccessDenied, match="certificate is that of"):
-        greeted(asking, Answering(RING, nonce(2), Standing(Role.CLIENT, "acme")))
+        greeted(client_greeting, ServerGreeting(RING, nonce(2), Principal(Role.CLIENT, "acme")))
 
 
 def test_a_greeting_is_small() -> None:
     import msgspec
 
-    asking = Asking(derive(SECRET, Role.CLIENT, "x" * 255), nonce(1))
-    challenge = Answering(RING, nonce(2)).hello(asking.hello())
+    client_greeting = ClientGreeting(derive(SECRET, Role.CLIENT, "x" * 255), nonce(1))
+    challenge = ServerGreeting(RING, nonce(2)).hello(client_greeting.hello())
     assert challenge is not None
-    for message in (asking.hello(), challenge, asking.prove(challenge)):
+    for message in (client_greeting.hello(), challenge, client_greeting.prove(challenge)):
         assert len(msgspec.msgpack.encode(message)) <= MAX_GREETING_BYTES
 
 
@@ -174,10 +178,13 @@ def test_a_greeting_is_small() -> None:
 )
 def test_what_is_said_to_one_server_cannot_be_passed_on_to_another(meant: bytes, reached: bytes) -> None:
     """A node asks an engine of somebody else, who hands every word on to a master, and back."""
-    asking = Asking(derive(SECRET, Role.NODE), nonce(1), meant)
-    master = Answering(RING, nonce(2), None, reached)
-    challenge = master.hello(asking.hello())
+    client_greeting = ClientGreeting(derive(SECRET, Role.NODE), nonce(1), meant)
+    master = ServerGreeting(RING, nonce(2), None, reached)
+    challenge = master.hello(client_greeting.hello())
     assert challenge is not None
     with pytest.raises(AccessDenied, match="another than was meant"):
-        asking.prove(challenge)
-    assert greeted(Asking(derive(SECRET, Role.NODE), nonce(1), meant), Answering(RING, nonce(2), None, meant))
+        client_greeting.prove(challenge)
+    assert greeted(
+        ClientGreeting(derive(SECRET, Role.NODE), nonce(1), meant),
+        ServerGreeting(RING, nonce(2), None, meant),
+    )

@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 
 from mooncake.errors import InvalidArgument
-from mooncake.security import Identity, Role, SecuritySettings, install, of_tool, ours
+from mooncake.security import (
+    Identity,
+    Role,
+    SecuritySettings,
+    install_identity,
+    process_identity,
+    tool_identity,
+)
 from mooncake.security.identity import read_key_file
-from mooncake.security.keys import derive, written_credential, written_secret
+from mooncake.security.keys import derive, format_credential, format_secret
 
 SECRET = b"s" * 32
 
@@ -21,12 +28,12 @@ def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith("MOONCAKE_"):
             monkeypatch.delenv(name)
-    install(None)
+    install_identity(None)
     yield
-    install(None)
+    install_identity(None)
 
 
-def key_file(folder: Path, text: str = written_secret(SECRET), mode: int = 0o600) -> Path:
+def key_file(folder: Path, text: str = format_secret(SECRET), mode: int = 0o600) -> Path:
     path = folder / "cluster.key"
     path.write_text(text)
     path.chmod(mode)
@@ -34,28 +41,30 @@ def key_file(folder: Path, text: str = written_secret(SECRET), mode: int = 0o600
 
 
 def test_without_settings_nothing_is_asked_for() -> None:
-    assert ours().is_open and ours() is ours()
-    assert ours().signer() is None and ours().verifier() is None
+    assert process_identity().is_open and process_identity() is process_identity()
+    assert process_identity().signer() is None and process_identity().verifier() is None
 
 
 def test_a_process_of_somebody_else_is_told_by_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONCAKE_SECURITY_CLUSTER_KEY_FILE", str(key_file(tmp_path)))
-    assert ours().credential == derive(SECRET, Role.NODE)
-    assert of_tool().credential == derive(SECRET, Role.ADMIN), "who holds the cluster's own key may do all"
+    assert process_identity().credential == derive(SECRET, Role.NODE)
+    assert tool_identity().credential == derive(SECRET, Role.ADMIN), (
+        "who holds the cluster's own key may do all"
+    )
 
 
 def test_or_by_the_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "mooncake.toml"
     file.write_text(f'[security]\ncluster_key_file = "{key_file(tmp_path)}"\n')
     monkeypatch.setenv("MOONCAKE_CONFIG", str(file))
-    assert ours().credential == derive(SECRET, Role.NODE)
+    assert process_identity().credential == derive(SECRET, Role.NODE)
 
 
 def test_a_derived_key_is_what_it_is_whatever_is_wished(tmp_path: Path) -> None:
     acme = derive(SECRET, Role.CLIENT, "acme")
-    settings = SecuritySettings(cluster_key_file=str(key_file(tmp_path, written_credential(acme))))
+    settings = SecuritySettings(cluster_key_file=str(key_file(tmp_path, format_credential(acme))))
     for role in Role:
         assert Identity(settings, role).credential == acme
     assert Identity(settings).tenant == "acme"

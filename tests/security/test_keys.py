@@ -6,14 +6,8 @@ import base64
 
 import pytest
 
-from mooncake.security.keys import (
-    KeyRing,
-    derive,
-    parsed,
-    written_credential,
-    written_secret,
-)
-from mooncake.security.standing import Role
+from mooncake.security.keys import KeyRing, derive, format_credential, format_secret, parse_key_file
+from mooncake.security.principal import Role
 
 SECRET, OTHER = b"s" * 32, b"t" * 32
 
@@ -47,7 +41,7 @@ def test_whoever_has_the_secret_finds_the_key_of_everybody_and_of_no_other_clust
 
 def test_whoever_has_a_derived_key_finds_only_that_one() -> None:
     acme = derive(SECRET, Role.CLIENT, "acme")
-    ring = parsed(written_credential(acme))
+    ring = parse_key_file(format_credential(acme))
     assert ring.find(Role.CLIENT, "acme", acme.key_id) == acme
     node = derive(SECRET, Role.NODE)
     assert ring.find(Role.NODE, "", node.key_id) is None
@@ -57,9 +51,9 @@ def test_whoever_has_a_derived_key_finds_only_that_one() -> None:
 @pytest.mark.parametrize("tenant", ["", "acme", "a b/c:d%-", "ünï", "-"])
 def test_what_is_written_is_read(tenant: str) -> None:
     one = derive(SECRET, Role.CLIENT, tenant)
-    text = written_credential(one)
-    assert parsed("# a comment\n\n" + text).derived == (one,)
-    assert parsed(written_secret(SECRET) + written_secret(OTHER)).secrets == (SECRET, OTHER)
+    text = format_credential(one)
+    assert parse_key_file("# a comment\n\n" + text).derived == (one,)
+    assert parse_key_file(format_secret(SECRET) + format_secret(OTHER)).secrets == (SECRET, OTHER)
 
 
 def encoded(key: bytes) -> str:
@@ -75,17 +69,17 @@ def encoded(key: bytes) -> str:
         (f"mooncake-key-1 cluster - {encoded(b'short')}", "5 bytes instead of 32"),
         (f"mooncake-key-1 root - {encoded(SECRET)}", "names the role 'root'"),
         (f"mooncake-key-1 admin acme {encoded(SECRET)}", "only clients are bound to a tenant"),
-        (written_secret(SECRET) + written_credential(derive(SECRET, Role.NODE)), "files of their own"),
+        (format_secret(SECRET) + format_credential(derive(SECRET, Role.NODE)), "files of their own"),
         (
-            written_credential(derive(SECRET, Role.NODE)) + written_credential(derive(SECRET, Role.ADMIN)),
+            format_credential(derive(SECRET, Role.NODE)) + format_credential(derive(SECRET, Role.ADMIN)),
             "several roles",
         ),
-        (written_secret(SECRET) * 9, "more than 8"),
+        (format_secret(SECRET) * 9, "more than 8"),
     ],
 )
 def test_what_is_no_key_file_is_named(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
-        parsed(text)
+        parse_key_file(text)
     assert encoded(SECRET) not in str(caught.value)
 
 

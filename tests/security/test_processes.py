@@ -81,7 +81,12 @@ def test_a_master_with_a_key_answers_no_stranger(environment: dict[str, str]) ->
     """F8: what the credential is for, whoever reaches the port could do."""
     with started(*MASTER, environment=environment) as (_, line):
         address = master_of(line)
-        for message in (m.Status(), m.ListKeys("", 10), m.SetQuota("bank", 1), m.RemoveMatching("", True)):
+        for message in (
+            m.GetMasterStatus(),
+            m.ListKeys("", 10),
+            m.SetQuota("bank", 1),
+            m.RemoveMatching("", True),
+        ):
             client = BlockingClient(address, m.REPLIES, is_patient=False)
             with pytest.raises(MooncakeError, match="who are you"):
                 client.call(message, PATIENCE_S)
@@ -126,7 +131,7 @@ def test_idle_strangers_do_not_take_the_place_of_clients(environment: dict[str, 
             strangers.append(stranger)
         ask = (
             "from mooncake.rpc import BlockingClient\n"
-            "from mooncake.store.follow import Leads, WhoLeads\n"
+            "from mooncake.store.ha.standby_replication import Leads, WhoLeads\n"
             f"client = BlockingClient({master_of(line)!r}, (Leads,), is_patient=False)\n"
             "print('ready', client.call(WhoLeads(), 20).is_here)\n"
         )
@@ -171,10 +176,10 @@ def test_it_does_when_it_is_told_to() -> None:
 
 def test_a_program_of_the_existing_package_listens_and_warns_once() -> None:
     words = ("--port=0", "--metrics_port=0", "--rpc_address=0.0.0.0")
-    run = f"from mooncake.cli.compat.master import main; main({list(words)})"
+    run = f"from mooncake.compat.programs.master import main; main({list(words)})"
     with started("-c", run) as (process, seen):
         assert "address=0.0.0.0:" in seen
-        assert seen.count("listens_without_credential") == 1
+        assert seen.count("listening_without_credential") == 1
         process.terminate()
         rest = process.communicate(timeout=PATIENCE_S)[0]
-    assert "Traceback" not in rest and "listens_without_credential" not in rest
+    assert "Traceback" not in rest and "listening_without_credential" not in rest

@@ -23,25 +23,25 @@ import aiohttp
 import msgspec
 import pytest
 
+from mooncake.compat.store import dummy_client
+from mooncake.compat.transfer import rpc_interface as compat_rpc
 from mooncake.conductor.server import ConductorServer, ConductorService, ConductorSettings
-from mooncake.connectors import direct
+from mooncake.connectors import peer_push
 from mooncake.errors import AccessDenied, DeadlineExceeded, MooncakeError, ProtocolError, Unavailable
+from mooncake.http.server import HttpServer, listen
 from mooncake.rpc import AsyncClient, Call, RpcServer
 from mooncake.rpc.wire import GREETING_ID, OPEN_GREETING, PREFACE, Failure, FrameDecoder, decoder_for, encode
-from mooncake.security import HEADER, Identity, Role, SecuritySettings, install
+from mooncake.security import HEADER, Identity, Role, SecuritySettings, install_identity
 from mooncake.security.greeting import Challenge, Hello, Proof
-from mooncake.security.keys import derive, written_credential, written_secret
-from mooncake.security.standing import EVERYBODY, NODES_AND_ADMINS, TENANT
+from mooncake.security.keys import derive, format_credential, format_secret
+from mooncake.security.principal import EVERYBODY, NODES_AND_ADMINS, TENANT
 from mooncake.store import AsyncStore
-from mooncake.store.compat import dummy
-from mooncake.store.node import Node, NodeSettings
+from mooncake.store.node.node import Node, NodeSettings
 from mooncake.store.server import MasterServer, running
 from mooncake.store.settings import MasterSettings
 from mooncake.transfer import TransferEngine, TransferSettings
-from mooncake.transfer.compat import rpc as compat_rpc
 from mooncake.transfer.metadata import make_backend
-from mooncake.transfer.metadata.server import Entries, make_app
-from mooncake.web import WebServer, listen
+from mooncake.transfer.metadata.server import MetadataEntries, make_app
 
 pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
 
@@ -81,9 +81,7 @@ class Cluster:
             # A node has the cluster's own key, others what is derived from it.
             is_own = role is Role.NODE
             text = (
-                written_secret(self.secret)
-                if is_own
-                else written_credential(derive(self.secret, role, tenant))
+                format_secret(self.secret) if is_own else format_credential(derive(self.secret, role, tenant))
             )
             key.write_text(text)
             key.chmod(0o600)
@@ -94,9 +92,9 @@ class Cluster:
 @pytest.fixture(params=["tls", "key", "both"])
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
     ours = Cluster(tmp_path / "ours", request.param, b"s" * 32)
-    install(ours.member())
+    install_identity(ours.member())
     yield ours
-    install(None)
+    install_identity(None)
 
 
 @pytest.fixture
@@ -110,7 +108,9 @@ def theirs(cluster: Cluster, tmp_path: Path) -> Cluster:
 
 def direct_server() -> RpcServer:
     """That of a prefill engine, without the engine."""
-    return RpcServer({direct.Take: nothing, direct.Greet: nothing}, access=direct.ACCESS, name="direct")
+    return RpcServer(
+        {peer_push.PushRequest: nothing, peer_push.PushProbe: nothing}, access=peer_push.ACCESS, name="direct"
+    )
 
 
 def nothing(message: object, call: Call) -> Failure:
@@ -127,10 +127,14 @@ class House:
         self.servers: dict[str, RpcServer] = {
             "store/server.py": self.master._rpc,
             "conductor/server.py": ConductorServer(ConductorService(ConductorSettings())).rpc,
-            "connectors/direct.py": direct_server(),
+            "connectors/peer_push.py": direct_server(),
             "transfer/listener.py": listener._server,  # type: ignore[union-attr]
-            "transfer/compat/rpc.py": RpcServer({compat_rpc.Piece: nothing}, access=compat_rpc.ACCESS),
-            "cli/compat/client.py": RpcServer({dummy.AskClient: nothing}, access=dummy.ACCESS),
+            "compat/transfer/rpc_interface.py": RpcServer(
+                {compat_rpc.MessagePart: nothing}, access=compat_rpc.ACCESS
+            ),
+            "compat/programs/client.py": RpcServer(
+                {dummy_client.ClientInfoRequest: nothing}, access=dummy_client.ACCESS
+            ),
         }
         self.reached: list[str] = []
         for server in self.servers.values():
@@ -264,7 +268,7 @@ async def test_a_stranger_is_asked_who_he_is_whatever_he_says(cluster: Cluster, 
 async def test_whoever_has_another_key_gets_no_further_with_a_proof_of_his_own(tmp_path: Path) -> None:
     """He knows the greeting, and even the name of the key."""
     ours = Cluster(tmp_path / "ours", "key", b"s" * 32)
-    install(ours.member())
+    install_identity(ours.member())
     try:
         async with House() as house:
             right, wrong = derive(b"s" * 32, Role.ADMIN), derive(b"t" * 32, Role.ADMIN)
@@ -284,7 +288,7 @@ async def test_whoever_has_another_key_gets_no_further_with_a_proof_of_his_own(t
             await asyncio.gather(*(ask(server, key_id) for server in servers for key_id in key_ids))
             assert not house.reached
     finally:
-        install(None)
+        install_identity(None)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -432,12 +436,12 @@ async def test_a_node_ends_only_what_it_mounted(cluster: Cluster) -> None:
             await node.mounted.wait()
         epoch = master.master.catalog.segments.mounted["one"].epoch
         other = AsyncClient(address, m.REPLIES, identity=cluster.member())
-        for message in (m.Unmount("one", epoch), m.Drain(["one"], [])):
+        for message in (m.Unmount("one", epoch), m.DrainSegments(["one"], [])):
             with pytest.raises(AccessDenied, match="another node"):
                 await other.call(message, PATIENCE_S)
         assert "one" in master.master.catalog.segments.mounted
         admin = AsyncClient(address, m.REPLIES, identity=cluster.member(Role.ADMIN))
-        assert isinstance(await admin.call(m.Drain(["one"], []), PATIENCE_S), m.Job)
+        assert isinstance(await admin.call(m.DrainSegments(["one"], []), PATIENCE_S), m.JobReply)
         await other.close()
         await admin.close()
         await node.close()
@@ -449,9 +453,9 @@ async def test_a_node_ends_only_what_it_mounted(cluster: Cluster) -> None:
 
 async def test_the_metadata_service_asks_who_one_is(cluster: Cluster, theirs: Cluster) -> None:
     ours = cluster.member()
-    entries = Entries()
+    entries = MetadataEntries()
     entries.put("mooncake/ram/node", b"descriptor", None, 0.0)
-    server = WebServer(make_app(entries, ours), listen("127.0.0.1", 0), tls=ours.server_tls)
+    server = HttpServer(make_app(entries, ours), listen("127.0.0.1", 0), tls=ours.server_tls)
     await server.start()
     scheme = "https" if ours.has_tls else "http"
     url = f"{scheme}://127.0.0.1:{server.port}/metadata"
@@ -487,9 +491,9 @@ def open_tls() -> ssl.SSLContext:
 
 async def test_a_changed_body_is_not_taken(tmp_path: Path) -> None:
     ours = Cluster(tmp_path / "ours", "key", b"s" * 32).member()
-    entries, signer = Entries(), ours.signer()
+    entries, signer = MetadataEntries(), ours.signer()
     assert signer is not None
-    server = WebServer(make_app(entries, ours), listen("127.0.0.1", 0))
+    server = HttpServer(make_app(entries, ours), listen("127.0.0.1", 0))
     await server.start()
     url = f"http://127.0.0.1:{server.port}"
     async with aiohttp.ClientSession() as session:
@@ -505,7 +509,7 @@ async def test_a_changed_body_is_not_taken(tmp_path: Path) -> None:
 
 async def test_grpc_is_answered_to_members(cluster: Cluster) -> None:
     grpc = pytest.importorskip("grpc", reason="grpcio is not installed (extra grpc)")
-    from mooncake.store.status_service import StatusService
+    from mooncake.store.grpc_status import StatusService
 
     path = str(cluster.folder / "grpc")
     method = "/mooncake.MooncakeStoreService/GetPoolStatus"

@@ -11,12 +11,12 @@ import pytest
 from mooncake.errors import Refusal
 from mooncake.machine import Wake
 from mooncake.store import messages as m
-from mooncake.store.effects import ConnectionLost, Keep, Note, Received, Reply
-from mooncake.store.master import Master
-from mooncake.store.objects import DEFAULT_POLICY
-from mooncake.store.records import Record
+from mooncake.store.master.effects import AppendRecords, ConnectionLost, OperatorEvent, Received, Reply
+from mooncake.store.master.log_records import Record
+from mooncake.store.master.master import Master
+from mooncake.store.master.objects import DEFAULT_POLICY
+from mooncake.store.master.tasks import entry_of
 from mooncake.store.settings import MasterSettings
-from mooncake.store.tasks import entry_of
 
 LEASE_S, PUT_S, GRACE_S, TTL_S = 10.0, 30.0, 5.0, 5.0
 
@@ -27,7 +27,7 @@ class Voice:
     def __init__(self, settings: MasterSettings) -> None:
         self.master = Master(settings)
         self.now = 0.0
-        self.notes: list[Note] = []
+        self.notes: list[OperatorEvent] = []
         self.records: list[Record] = []
         """Everything the master wanted kept."""
         self._put_id = 1
@@ -38,10 +38,10 @@ class Voice:
             if isinstance(effect, Reply):
                 assert effect.origin == "origin"
                 replies.append(effect.message)
-            elif isinstance(effect, Keep):
+            elif isinstance(effect, AppendRecords):
                 assert not replies, "records come before what they are about is acknowledged"
                 self.records += effect.records
-            elif isinstance(effect, Note):
+            elif isinstance(effect, OperatorEvent):
                 self.notes.append(effect)
         self.master.check()
         assert len(replies) == 1
@@ -53,10 +53,10 @@ class Voice:
 
     def _take(self, effects: list[Any]) -> None:
         for effect in effects:
-            if isinstance(effect, Keep):
+            if isinstance(effect, AppendRecords):
                 self.records += effect.records
             else:
-                assert isinstance(effect, Note)
+                assert isinstance(effect, OperatorEvent)
                 self.notes.append(effect)
 
     def wait(self, seconds: float) -> None:
@@ -157,7 +157,7 @@ class Voice:
         return [place for place in started.reserved if place is not None]
 
     def find(self, key: str, tenant: str = "") -> m.Stored | None:
-        found = self.say(m.Lookup([key], tenant)).objects[0]
+        found = self.say(m.LookupObjects([key], tenant)).objects[0]
         assert found is None or isinstance(found, m.Stored)
         return found
 
@@ -179,7 +179,7 @@ class Voice:
     def remove(self, key: str, force: bool = False) -> Any:
         return self.say(m.Remove([key], force)).outcomes[0]
 
-    def look(self, is_right: Callable[[m.Entry, str], bool] = lambda entry, segment: False) -> int:
+    def look(self, is_right: Callable[[m.SegmentEntry, str], bool] = lambda entry, segment: False) -> int:
         """Nodes read what readers said is wrong, and say what they find; how much that was."""
         verification, count = self.master.verification, 0
         for segment in list(self.master.segments.mounted.values()):

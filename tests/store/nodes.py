@@ -8,7 +8,7 @@ import msgspec
 
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
-from mooncake.store.effects import Heard, Keep, Note, Received, Reply
+from mooncake.store.master.effects import AppendRecords, OperatorEvent, Received, RecoveryComplete, Reply
 from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
 from tests.store.conftest import Voice
@@ -36,12 +36,12 @@ class Nodes(Voice):
 
     def _take(self, effects: list[Any]) -> None:
         for effect in effects:
-            if isinstance(effect, Keep):
+            if isinstance(effect, AppendRecords):
                 self.records += effect.records
             elif isinstance(effect, Reply):
                 self.late.setdefault(effect.origin, []).append(effect.message)
-            elif not isinstance(effect, Heard):
-                assert isinstance(effect, Note)
+            elif not isinstance(effect, RecoveryComplete):
+                assert isinstance(effect, OperatorEvent)
                 self.notes.append(effect)
 
 
@@ -60,14 +60,14 @@ class Place:
         node: str = "",
         host: str = "",
         rest_s: float = 0.0,
-        entries: list[m.Entry] | None = None,
+        entries: list[m.SegmentEntry] | None = None,
         polls: bool = True,
     ) -> None:
         self.nodes, self.name, self.epoch = nodes, name, epoch
         self.connection = f"node {name} {epoch}"
         self.node = node or name.split("/")[0]
         self.seen = 0
-        self.held: dict[int, m.Entry] = {entry.object_id: entry for entry in entries or []}
+        self.held: dict[int, m.SegmentEntry] = {entry.object_id: entry for entry in entries or []}
         mount = m.Mount(
             name, epoch, host or self.node, 1 << 30, size_bytes, b"", rest_s, tier, content_id, self.node
         )
@@ -83,30 +83,30 @@ class Place:
         assert self.nodes.say(m.Heartbeat(self.name, self.epoch), self.connection).is_known
 
     def report(self) -> m.Reported:
-        report = m.Report(self.name, self.epoch, list(self.held.values()), True)
+        report = m.ReportContents(self.name, self.epoch, list(self.held.values()), True)
         reported = self.nodes.say(report, self.connection)
         assert isinstance(reported, m.Reported)
         for object_id in reported.unwanted:
             del self.held[object_id]
         return reported
 
-    def poll(self, *done: m.TaskDone, max_tasks: int = 16) -> list[m.Task]:
+    def poll(self, *done: m.TaskDone, max_tasks: int = 16) -> list[m.CopyTask]:
         """Ask; the tasks that come at once. What the journal missed is reported."""
         poll = m.Poll(self.name, self.epoch, list(done), self.seen, max_tasks)
         self.nodes.post(poll, self.connection, self.name)
         self.nodes.wait(0.0)
         return self.answered()
 
-    def answered(self) -> list[m.Task]:
+    def answered(self) -> list[m.CopyTask]:
         """The tasks in the answers to Polls so far."""
-        tasks: list[m.Task] = []
+        tasks: list[m.CopyTask] = []
         for polled in self.nodes.late.pop(self.name, []):
             assert isinstance(polled, m.Polled) and polled.is_known
             if not polled.first:
                 continue
             has_missed = polled.first > self.seen + 1
             for change in polled.changes:
-                if isinstance(change, m.Entry):
+                if isinstance(change, m.SegmentEntry):
                     self.held[change.object_id] = change
                 else:
                     self.held.pop(change, None)
@@ -117,14 +117,14 @@ class Place:
                 tasks += self.poll()
         return tasks
 
-    def work(self, *tasks: m.Task) -> list[m.Task]:
+    def work(self, *tasks: m.CopyTask) -> list[m.CopyTask]:
         """Do these tasks, or those that a Poll brings, and say so; what comes next."""
         todo = list(tasks) or self.poll()
         for task in todo:
             self.held[task.entry.object_id] = task.entry
         return self.poll(*(m.TaskDone(task.task_id, None) for task in todo))
 
-    def fail(self, task: m.Task, code: str, reason: str = "it did") -> list[m.Task]:
+    def fail(self, task: m.CopyTask, code: str, reason: str = "it did") -> list[m.CopyTask]:
         return self.poll(m.TaskDone(task.task_id, Refusal(code, reason)))
 
 

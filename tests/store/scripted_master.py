@@ -22,15 +22,15 @@ class ScriptedMaster:
             m.Mount: self._mount,
             m.Heartbeat: lambda message, call: m.Beat(message.segment in self.mounts),
             m.Unmount: self._unmount,
-            m.Report: self._report,
+            m.ReportContents: self._report,
             m.Poll: self._poll,
-            m.Describe: self._describe,
+            m.DescribeSegments: self._describe,
         }
         self._rpc = RpcServer(handlers)
         self.mounts: dict[str, m.Mount] = {}
         self.asks: dict[str, bool] = {}
         """Segments whose Mount is answered with ``wants_report``."""
-        self.reports: dict[str, list[m.Entry]] = {}
+        self.reports: dict[str, list[m.SegmentEntry]] = {}
         self.unwanted: list[int] = []
         self.unmounted: list[str] = []
         self.parked: dict[str, Call] = {}
@@ -56,23 +56,23 @@ class ScriptedMaster:
         await self._until(lambda: segment in self.reports)
 
     async def run(
-        self, segment: str, entry: m.Entry, source: m.Replica, deadline_s: float = 20.0
+        self, segment: str, entry: m.SegmentEntry, source: m.Replica, deadline_s: float = 20.0
     ) -> m.TaskDone:
         """Have the node copy, and hear what came of it."""
         return (await self.run_all(segment, [(entry, source)], deadline_s))[0]
 
     async def run_all(
-        self, segment: str, pairs: list[tuple[m.Entry, m.Replica]], deadline_s: float = 20.0
+        self, segment: str, pairs: list[tuple[m.SegmentEntry, m.Replica]], deadline_s: float = 20.0
     ) -> list[m.TaskDone]:
         """The same with many at once."""
         first = self._task_id + 1
         self._task_id += len(pairs)
-        tasks = [m.Task(first + i, entry, source, deadline_s) for i, (entry, source) in enumerate(pairs)]
+        tasks = [m.CopyTask(first + i, entry, source, deadline_s) for i, (entry, source) in enumerate(pairs)]
         await self._answer(segment, [], tasks)
         await self._until(lambda: all(task.task_id in self.done for task in tasks))
         return [self.done[task.task_id] for task in tasks]
 
-    async def check(self, segment: str, entry: m.Entry, deadline_s: float = 20.0) -> m.TaskDone:
+    async def check(self, segment: str, entry: m.SegmentEntry, deadline_s: float = 20.0) -> m.TaskDone:
         """Have the node read what it holds, and hear what it found."""
         self._task_id += 1
         number = self._task_id
@@ -80,7 +80,7 @@ class ScriptedMaster:
         await self._until(lambda: number in self.checked)
         return self.checked[number]
 
-    async def change(self, segment: str, changes: list[m.Entry | int], skip: int = 0) -> None:
+    async def change(self, segment: str, changes: list[m.SegmentEntry | int], skip: int = 0) -> None:
         """Tell the node what came and went (after losing ``skip`` others), and hear that it was noted."""
         self._last_change[segment] = self._last_change.get(segment, 0) + skip
         await self._answer(segment, changes, [])
@@ -89,8 +89,8 @@ class ScriptedMaster:
     async def _answer(
         self,
         segment: str,
-        changes: list[m.Entry | int],
-        tasks: list[m.Task],
+        changes: list[m.SegmentEntry | int],
+        tasks: list[m.CopyTask],
         checks: list[m.Check] | None = None,
     ) -> None:
         await self.until_polled(segment)
@@ -115,7 +115,7 @@ class ScriptedMaster:
         self.unmounted.append(message.segment)
         return m.Beat(True)
 
-    async def _report(self, message: m.Report, call: Call) -> m.Reported:
+    async def _report(self, message: m.ReportContents, call: Call) -> m.Reported:
         self.reports.setdefault(message.segment, []).extend(message.entries)
         await self._tell()
         return m.Reported(self.unwanted if message.is_last else [])
@@ -130,15 +130,15 @@ class ScriptedMaster:
         self.checked |= {done.task_id: done for done in message.checked}
         await self._tell()
 
-    def _describe(self, message: m.Describe, call: Call) -> m.Described:
+    def _describe(self, message: m.DescribeSegments, call: Call) -> m.SegmentDescriptors:
         found = [self.mounts.get(name) for name, _ in message.segments]
-        return m.Described([None if mount is None else mount.descriptor for mount in found])
+        return m.SegmentDescriptors([None if mount is None else mount.descriptor for mount in found])
 
 
 def entry_of(
     data: bytes, offset: int, object_id: int = 1, chunk_bytes: int = 1 << 20, key: str = "k"
-) -> m.Entry:
+) -> m.SegmentEntry:
     """What a segment that has ``data`` at ``offset`` holds."""
     chunks = (data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES))
     sums = np.array([crc32c(chunk) for chunk in chunks], dtype="<u4").tobytes()
-    return m.Entry("k", object_id, len(data), CHUNK_BYTES, sums, offset)
+    return m.SegmentEntry("k", object_id, len(data), CHUNK_BYTES, sums, offset)

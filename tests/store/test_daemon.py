@@ -46,7 +46,7 @@ def daemon(*flags: str) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
 
 
 def pool_status(address: str, service: str = "mooncake.MooncakeStoreService") -> Any:
-    from mooncake.store.status_service import make_pool, message_class
+    from mooncake.store.grpc_status import make_pool, message_class
 
     answer = message_class(make_pool(), service.rpartition(".")[0], "PoolStatus")
     with grpc.insecure_channel(address) as channel:

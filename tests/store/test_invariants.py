@@ -16,7 +16,7 @@ import pytest
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.store import AsyncStore
 from mooncake.store import messages as m
-from mooncake.store.node import Node, NodeSettings
+from mooncake.store.node.node import Node, NodeSettings
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 

@@ -107,14 +107,14 @@ def store(processes: Processes) -> Iterator[Store]:
 
 
 def num_writable(store: Store) -> int:
-    status = store.ask(m.Status())
+    status = store.ask(m.GetMasterStatus())
     assert isinstance(status, m.MasterStatus)
     return sum(one.is_writable for one in status.segments)
 
 
 def num_kept_on(store: Store, segment: str) -> int:
     """Objects that lie on a segment; 0 while more are on their way."""
-    (found,) = [one for one in store.ask(m.Status()).segments if one.segment == segment]
+    (found,) = [one for one in store.ask(m.GetMasterStatus()).segments if one.segment == segment]
     return 0 if found.num_tasks else int(found.num_objects)
 
 
@@ -258,7 +258,7 @@ async def test_the_asyncio_face_does_the_same(shared_processes: Processes, share
             assert data is not None and bytes(data) == big
         assert await other.exists(["a", "z"]) == [True, False]
         assert await other.remove(["a"], force=True) == [True]
-        assert isinstance(await other.ask(m.Status()), m.MasterStatus)
+        assert isinstance(await other.ask(m.GetMasterStatus()), m.MasterStatus)
 
 
 def test_without_room_a_put_is_refused_with_a_reason(store: Store) -> None:
@@ -355,11 +355,11 @@ def test_a_writer_killed_half_way_leaves_no_trace(processes: Processes, store: S
     processes.kill("writer")
     writer.stdout.close()
     assert store.get("torn") is None
-    until(lambda: store.ask(m.Status()).num_writing == 0, 10)
+    until(lambda: store.ask(m.GetMasterStatus()).num_writing == 0, 10)
     value = content(6, 4096)
     assert store.put("torn", value) is None
     assert store.get("torn") == value
-    until(lambda: store.ask(m.Status()).allocated_bytes == 4096, 10)
+    until(lambda: store.ask(m.GetMasterStatus()).allocated_bytes == 4096, 10)
 
 
 def test_wrong_bytes_are_a_miss_and_are_reported(shared_store: Store) -> None:
@@ -378,7 +378,7 @@ def test_wrong_bytes_are_a_miss_and_are_reported(shared_store: Store) -> None:
         pytest.fail("wrong bytes were believed")
     # Its node has read it again and found it wrong, too: the object is dropped, so that it can be put again.
     until(lambda: store.exists(["k-bytes"]) == [False], 10)
-    assert any("wrong checksums" in line for line in store.ask(m.Story("k-bytes")).lines)
+    assert any("wrong checksums" in line for line in store.ask(m.ObjectStory("k-bytes")).lines)
     assert store.put("k-bytes", value) is None and store.get("k-bytes") == value
 
 
@@ -408,7 +408,7 @@ def test_two_engines_meet_over_tcp(shared_processes: Processes) -> None:
 def test_a_clean_stop_is_told_to_the_master(processes: Processes, store: Store) -> None:
     store.put("k", b"v")
     assert processes.stop("node") in (0, -signal.SIGTERM)
-    until(lambda: not store.ask(m.Status()).segments, 5)
+    until(lambda: not store.ask(m.GetMasterStatus()).segments, 5)
     assert processes.stop("master") in (0, -signal.SIGTERM)
 
 

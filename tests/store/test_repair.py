@@ -5,25 +5,25 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mooncake.cli.store.application import make_application
+from mooncake.cli.store.commands import make_application
 from mooncake.errors import InvalidArgument
-from mooncake.store.folder import Folder
-from mooncake.store.indexlog import NAME, IndexLog
-from mooncake.store.messages import Entry
-from mooncake.store.oplog import Oplog
-from mooncake.store.records import Doubt, ObjectGone
+from mooncake.files.locked_directory import LockedDirectory
+from mooncake.store.master.log_records import Doubt, ObjectGone
+from mooncake.store.master.oplog import Oplog
+from mooncake.store.messages import SegmentEntry
+from mooncake.store.node.ssd_index_log import NAME, SsdIndexLog
 from mooncake.store.repair import plan, repair
 
 
-def entry(object_id: int) -> Entry:
-    return Entry(f"k{object_id}", object_id, 4096, 4096, b"crc!", 4096 * object_id)
+def entry(object_id: int) -> SegmentEntry:
+    return SegmentEntry(f"k{object_id}", object_id, 4096, 4096, b"crc!", 4096 * object_id)
 
 
-def opened(path: Path, repairs: bool = False) -> tuple[Folder, IndexLog]:
-    folder = Folder(path, "ssd_path")
+def opened(path: Path, repairs: bool = False) -> tuple[LockedDirectory, SsdIndexLog]:
+    folder = LockedDirectory(path, "ssd_path")
     folder.take()
     try:
-        return folder, IndexLog(folder, repairs)
+        return folder, SsdIndexLog(folder, repairs)
     except InvalidArgument:
         folder.close()
         raise
@@ -165,7 +165,7 @@ def test_a_torn_tail_is_no_damage_and_is_kept(tmp_path: Path) -> None:
 
 
 def test_an_index_of_the_release_before_is_read_and_written_anew(tmp_path: Path) -> None:
-    from mooncake.store.index import compacted
+    from mooncake.store.node.ssd_index import compacted
 
     path = tmp_path / "ssd"
     folder, log = opened(path)

@@ -21,8 +21,8 @@ import pytest
 from mooncake.errors import Refusal
 from mooncake.machine import Wake
 from mooncake.store import messages as m
-from mooncake.store.effects import ConnectionLost, Note, Received, Reply
-from mooncake.store.master import Master
+from mooncake.store.master.effects import ConnectionLost, OperatorEvent, Received, Reply
+from mooncake.store.master.master import Master
 from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
 from tests.scenarios.play import FOLDER, play
@@ -79,7 +79,7 @@ class Stage:
                     f"{who} hears: {line}" if is_late else line
                     for line in self._shown(message, effect.message)
                 ]
-            elif isinstance(effect, Note):
+            elif isinstance(effect, OperatorEvent):
                 fields = " ".join(
                     f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in effect.fields.items()
                 )
@@ -101,7 +101,9 @@ class Stage:
             return m.Mount(names[0], epoch, host, BASE, size, b"", rest_s, tier, content_id, node)
         if command == "report":
             entries = [_entry(name) for name in names[1:]]
-            return m.Report(names[0], int(options.get("epoch", 1)), entries, options.get("last") != "no")
+            return m.ReportContents(
+                names[0], int(options.get("epoch", 1)), entries, options.get("last") != "no"
+            )
         if command == "poll":
             done = [m.TaskDone(int(task), None) for task in options.get("done", "").split(",") if task]
             if "failed" in options:
@@ -118,7 +120,7 @@ class Stage:
         if command == "drain":
             unmount_after_s = float(options["unmount"]) if "unmount" in options else None
             targets = options["to"].split(",") if "to" in options else []
-            return m.Drain(names, targets, unmount_after_s=unmount_after_s)
+            return m.DrainSegments(names, targets, unmount_after_s=unmount_after_s)
         if command in ("job", "cancel"):
             return m.AskJob(int(names[0]), command == "cancel")
         if command in ("beat", "unmount"):
@@ -155,7 +157,7 @@ class Stage:
         if command == "renew":
             return m.Renew(names, ids)
         if command == "lookup":
-            return m.Lookup(names)
+            return m.LookupObjects(names)
         if command == "exists":
             return m.Exists(names)
         if command in ("remove", "remove_force"):
@@ -175,7 +177,7 @@ class Stage:
                 else:
                     lines.append(f"{key} exists or is being written")
             return lines
-        if isinstance(reply, m.Found):
+        if isinstance(reply, m.LookupReply):
             return [
                 f"{key} miss"
                 if stored is None
@@ -195,9 +197,9 @@ class Stage:
             return [f"not wanted: {', '.join(f'#{one}' for one in reply.unwanted) or 'nothing'}"]
         if isinstance(reply, m.Polled):
             return self._polled(message, reply)
-        if isinstance(reply, m.Job):
+        if isinstance(reply, m.JobReply):
             return [_job(reply.status)]
-        if isinstance(reply, m.Refused):
+        if isinstance(reply, m.RefusedReply):
             return [_outcome(reply.refusal)]
         if isinstance(reply, m.Inspected):
             return [f"{key} {_status(status)}" for key, status in zip(keys, reply.objects, strict=True)]
@@ -229,12 +231,12 @@ class Stage:
         return lines or ["nothing"]
 
 
-def _entry(name: str) -> m.Entry:
+def _entry(name: str) -> m.SegmentEntry:
     """``key#id:size@offset``."""
     key, rest = name.split("#")
     object_id, rest = rest.split(":")
     size, offset = rest.split("@")
-    return m.Entry(key, int(object_id), int(size), int(size), b"crc!", int(offset))
+    return m.SegmentEntry(key, int(object_id), int(size), int(size), b"crc!", int(offset))
 
 
 def _job(job: m.JobStatus) -> str:

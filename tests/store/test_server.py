@@ -13,8 +13,8 @@ from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.metrics import page
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
-from mooncake.store.follow import Leads, WhoLeads
-from mooncake.store.records import ObjectReadable
+from mooncake.store.ha.standby_replication import Leads, WhoLeads
+from mooncake.store.master.log_records import ObjectReadable
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 
@@ -62,13 +62,13 @@ async def test_losing_the_nodes_connection_hides_its_objects(
     await mount(node)
     await node.close()
     async with asyncio.timeout(5):
-        while (await client.call(m.Status(), 5)).segments[0].state == "alive":  # noqa: ASYNC110
+        while (await client.call(m.GetMasterStatus(), 5)).segments[0].state == "alive":  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
 async def test_a_batch_beyond_the_limit_is_refused_by_name(client: AsyncClient) -> None:
     with pytest.raises(InvalidArgument, match="at most 4096"):
-        await client.call(m.Lookup(["k"] * 4097), 5)
+        await client.call(m.LookupObjects(["k"] * 4097), 5)
 
 
 async def test_a_second_master_cannot_take_the_port(server: MasterServer) -> None:

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import msgspec
 
-from mooncake.transfer.segment import SegmentDescriptor
+from mooncake.transfer.descriptor import SegmentDescriptor
 
 PATIENCE_S = 60.0
 

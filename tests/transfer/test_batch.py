@@ -12,12 +12,12 @@ from mooncake.transfer.batch import (
     MAX_PIECE_BYTES,
     MIN_PIECE_BYTES,
     OK,
-    RETRIED,
+    RETRIED_STATUSES,
     Batch,
     Carry,
     Finish,
     PartDone,
-    Start,
+    StartBatch,
     piece_bytes_of,
 )
 from mooncake.transfer.rails import Rails
@@ -37,13 +37,13 @@ def rows(carry: Carry | Finish) -> list[int] | None:
 
 def test_the_statuses_agree_with_the_native_ones() -> None:
     assert Status.OK == OK
-    assert {Status.PEER_LOST, Status.PROTOCOL_ERROR} == RETRIED
+    assert {Status.PEER_LOST, Status.PROTOCOL_ERROR} == RETRIED_STATUSES
     assert Status.TIMED_OUT == TIMED_OUT
 
 
 def test_one_path_carries_all() -> None:
     batch = Batch(3, {"shm": None, "tcp": None}, deadline=10, no_path=NO_PATH, has_checksums=True)
-    (carry,) = batch.handle(Start(), 0)
+    (carry,) = batch.handle(StartBatch(), 0)
     assert carry == Carry(0, "shm", None, 10)
     batch.check()
     sums = np.array([1, 2, 3], dtype=np.uint32)
@@ -57,7 +57,7 @@ def test_one_path_carries_all() -> None:
 
 def test_slices_are_dealt_to_the_first_path_that_can() -> None:
     batch = Batch(4, {"shm": flags(1, 0, 1, 0), "tcp": None}, 10, NO_PATH, has_checksums=True)
-    first, second = batch.handle(Start(), 0)
+    first, second = batch.handle(StartBatch(), 0)
     assert (rows(first), rows(second)) == ([0, 2], [1, 3])
     assert batch.handle(PartDone(1, OK, num_bytes=5, checksums=np.array([11, 13], dtype=np.uint32)), 1) == []
     (end,) = batch.handle(PartDone(0, OK, num_bytes=7, checksums=np.array([10, 12], dtype=np.uint32)), 1)
@@ -67,7 +67,7 @@ def test_slices_are_dealt_to_the_first_path_that_can() -> None:
 
 def test_a_lost_path_is_replaced() -> None:
     batch = Batch(2, {"shm": flags(1, 1), "tcp": None}, 10, NO_PATH)
-    (carry,) = batch.handle(Start(), 0)
+    (carry,) = batch.handle(StartBatch(), 0)
     assert carry == Carry(0, "shm", None, 10)
     (again,) = batch.handle(PartDone(0, PEER_LOST, 1), 5)
     assert again == Carry(1, "tcp", None, 10)
@@ -78,7 +78,7 @@ def test_a_lost_path_is_replaced() -> None:
 
 def test_the_last_path_decides() -> None:
     batch = Batch(2, {"shm": None, "tcp": None}, 10, NO_PATH)
-    batch.handle(Start(), 0)
+    batch.handle(StartBatch(), 0)
     batch.handle(PartDone(0, PEER_LOST, 0), 5)
     assert batch.handle(PartDone(1, PEER_LOST, 1), 6) == [Finish(PEER_LOST, 1, 0, None)]
 
@@ -86,28 +86,28 @@ def test_the_last_path_decides() -> None:
 def test_no_retry_after_the_deadline_or_for_a_refusal() -> None:
     for status, now in ((PEER_LOST, 10.0), (DENIED, 1.0)):
         batch = Batch(2, {"shm": None, "tcp": None}, 10, NO_PATH)
-        batch.handle(Start(), 0)
+        batch.handle(StartBatch(), 0)
         assert batch.handle(PartDone(0, status, 1), now) == [Finish(status, 1, 0, None)]
 
 
 def test_the_end_waits_for_every_part() -> None:
     """A failed batch still owns its memory while another part of it moves."""
     batch = Batch(4, {"shm": flags(0, 1, 0, 1), "tcp": None}, 10, NO_PATH)
-    batch.handle(Start(), 0)
+    batch.handle(StartBatch(), 0)
     assert batch.handle(PartDone(0, DENIED, 1), 1) == []
     assert batch.handle(PartDone(1, OK, num_bytes=2), 2) == [Finish(DENIED, 3, 0, None)]
 
 
 def test_a_slice_without_a_path() -> None:
-    assert Batch(2, {}, 10, NO_PATH).handle(Start(), 0) == [Finish(NO_PATH, 0, 0, None)]
+    assert Batch(2, {}, 10, NO_PATH).handle(StartBatch(), 0) == [Finish(NO_PATH, 0, 0, None)]
     batch = Batch(2, {"shm": flags(1, 0)}, 10, NO_PATH)
-    (carry,) = batch.handle(Start(), 0)
+    (carry,) = batch.handle(StartBatch(), 0)
     assert rows(carry) == [0]
     assert batch.handle(PartDone(0, OK, num_bytes=1), 1) == [Finish(NO_PATH, 1, 0, None)]
 
 
 def test_nothing_to_move() -> None:
-    (carry,) = Batch(0, {"shm": flags()}, 10, NO_PATH).handle(Start(), 0)
+    (carry,) = Batch(0, {"shm": flags()}, 10, NO_PATH).handle(StartBatch(), 0)
     assert carry == Finish(OK, -1, 0, None)
 
 
@@ -120,7 +120,7 @@ def test_every_slice_arrives_once_or_the_batch_fails(seed: int, num_slices: int,
         for i in range(num_paths)
     }
     batch = Batch(num_slices, able, 100, NO_PATH)
-    pending = batch.handle(Start(), 0)
+    pending = batch.handle(StartBatch(), 0)
     arrived: list[int] = []
     end = None
     now = 0.0
@@ -149,7 +149,7 @@ def test_every_slice_arrives_once_or_the_batch_fails(seed: int, num_slices: int,
 
 def test_an_unknown_part_is_a_bug() -> None:
     batch = Batch(1, {"tcp": None}, 10, NO_PATH)
-    batch.handle(Start(), 0)
+    batch.handle(StartBatch(), 0)
     with pytest.raises(KeyError):
         batch.handle(PartDone(5, OK), 1)
 
@@ -172,7 +172,7 @@ def carries(effects: list[Carry | Finish]) -> list[tuple[str, list[int] | None]]
 
 def test_pieces_are_dealt_as_rails_have_room() -> None:
     batch = over_rails(10, Rails([A, B]))
-    assert carries(batch.handle(Start(), 0.0)) == [(A, [0]), (B, [1]), (A, [2]), (B, [3])]
+    assert carries(batch.handle(StartBatch(), 0.0)) == [(A, [0]), (B, [1]), (A, [2]), (B, [3])]
     batch.check()
     assert carries(batch.handle(PartDone(0, OK, num_bytes=1 << 20), 0.001)) == [(A, [4])]
     assert carries(batch.handle(PartDone(1, OK, num_bytes=1 << 20), 0.002)) == [(B, [5])]
@@ -182,7 +182,7 @@ def test_pieces_are_dealt_as_rails_have_room() -> None:
 def test_a_rail_that_fails_gives_its_pieces_to_the_other() -> None:
     rails = Rails([A, B, "tcp"])
     batch = over_rails(6, rails)
-    batch.handle(Start(), 0.0)
+    batch.handle(StartBatch(), 0.0)
     assert batch.handle(PartDone(0, PEER_LOST), 0.1) == [], "its pieces wait for room on the other"
     assert batch.handle(PartDone(2, PEER_LOST), 0.1) == []
     assert carries(batch.handle(PartDone(1, OK, num_bytes=1 << 20), 0.2)) == [(B, [2])]
@@ -194,13 +194,17 @@ def test_a_rail_that_fails_gives_its_pieces_to_the_other() -> None:
 def test_when_no_rail_is_in_order_the_next_scheme_takes_over() -> None:
     rails = Rails([A, B, "tcp"])
     batch = over_rails(4, rails)
-    batch.handle(Start(), 0.0)
+    batch.handle(StartBatch(), 0.0)
     effects = [effect for part in range(4) for effect in batch.handle(PartDone(part, PEER_LOST), 0.1)]
     assert {path for path, _ in carries(effects)} == {"tcp"}
     assert all(effect.deadline > 50 for effect in effects if isinstance(effect, Carry)), (
         "nothing better is left"
     )
-    assert "path" not in batch.story()[0] and len(batch.take_news()) == 2 and batch.take_news() == []
+    assert (
+        "path" not in batch.story()[0]
+        and len(batch.take_path_events()) == 2
+        and batch.take_path_events() == []
+    )
 
 
 def test_a_slow_rail_gets_nothing_at_the_end() -> None:
@@ -209,24 +213,24 @@ def test_a_slow_rail_gets_nothing_at_the_end() -> None:
         rails.sent(path, 1 << 20)
         rails.arrived(path, 1 << 20, 0.0, seconds)
     batch = over_rails(10, rails)
-    assert {path for path, _ in carries(batch.handle(Start(), 2.0))} == {A}
+    assert {path for path, _ in carries(batch.handle(StartBatch(), 2.0))} == {A}
 
 
 def test_a_part_that_could_go_elsewhere_has_a_deadline_of_its_own() -> None:
     batch = over_rails(1, Rails([A, B], patience_s=2.0))
-    (carry,) = batch.handle(Start(), 0.0)
+    (carry,) = batch.handle(StartBatch(), 0.0)
     assert isinstance(carry, Carry) and carry.deadline == 2.0
     (again,) = batch.handle(PartDone(0, TIMED_OUT, 0), 2.0)
     assert isinstance(again, Carry) and (again.path, again.deadline) == (B, 100.0)
     assert batch.handle(PartDone(1, TIMED_OUT, 0), 100.0) == [Finish(TIMED_OUT, 0, 0, None)]
     hurried = over_rails(1, Rails([A, B], patience_s=2.0), deadline=1.0)
-    (carry,) = hurried.handle(Start(), 0.0)
+    (carry,) = hurried.handle(StartBatch(), 0.0)
     assert isinstance(carry, Carry) and carry.deadline == 0.5, "time is left for the other"
 
 
 def test_nothing_new_is_begun_for_a_batch_that_has_failed() -> None:
     batch = over_rails(10, Rails([A, B]))
-    batch.handle(Start(), 0.0)
+    batch.handle(StartBatch(), 0.0)
     assert batch.handle(PartDone(0, DENIED, 0), 0.1) == []
     assert batch.handle(PartDone(1, PEER_LOST, 0), 0.1) == []
     assert batch.handle(PartDone(2, OK, num_bytes=1), 0.1) == []
@@ -243,7 +247,7 @@ def test_pieces_arrive_once_or_the_batch_fails(seed: int, sizes: list[int]) -> N
     now, deadline = 0.0, random.choice([5.0, 1000.0])
     paths = dict.fromkeys(rails.rails)
     batch = Batch(len(sizes), paths, deadline, NO_PATH, lengths=lengths, rails=rails, piece_bytes=piece_bytes)
-    pending = batch.handle(Start(), now)
+    pending = batch.handle(StartBatch(), now)
     assert batch.is_sprayed == (piece_bytes > 0)
     arrived: list[int] = []
     end = None
@@ -283,7 +287,7 @@ def test_the_size_of_pieces() -> None:
 
 def test_whoever_was_too_slow_is_asked_again_when_nobody_else_can() -> None:
     batch = over_rails(1, Rails([A, B], patience_s=2.0))
-    batch.handle(Start(), 0.0)
+    batch.handle(StartBatch(), 0.0)
     (other,) = batch.handle(PartDone(0, TIMED_OUT, 0), 2.0)
     assert isinstance(other, Carry) and other.path == B
     (again,) = batch.handle(PartDone(1, PEER_LOST, 0), 2.1)

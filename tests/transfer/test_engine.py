@@ -21,8 +21,8 @@ from mooncake.transfer import (
     crc32c_columns,
     crc32c_combine,
 )
-from mooncake.transfer.directory import key_of
-from mooncake.transfer.host import host_identity, reachable_host
+from mooncake.transfer.host_address import host_identity, reachable_host
+from mooncake.transfer.name_service import metadata_key
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ async def test_a_cancelled_coroutine_waits_for_its_memory(near: TransferEngine, 
     pool, here = far.allocate(size), near.allocate(size)
     here.view()[:] = b"a" * size
     segment = near.open(far.describe())
-    assert segment.greet(60.0), "until then nothing is under way"
+    assert segment.connect(60.0), "until then nothing is under way"
     task = asyncio.create_task(near.transfer(Op.WRITE, segment, [here.address], [pool.address], [size]))
     await asyncio.sleep(0)
     task.cancel()
@@ -206,7 +206,7 @@ def test_peers_find_each_other_by_name() -> None:
         segment = near.open_name("node-1")
         assert segment is not None and segment.name == "node-1"
         assert near.run(Op.WRITE, segment, [here.address], [pool.address], [10]).status == Status.OK
-        shelf.put(key_of("node-2"), b"{}")
+        shelf.put(metadata_key("node-2"), b"{}")
         with pytest.raises(ProtocolError):
             near.open_name("node-2")
 

@@ -247,7 +247,7 @@ def test_an_engine_on_another_host_is_not_reached_by_file(engine: TransferEngine
 READER = """
 import sys
 from mooncake.transfer import Op, TransferEngine, TransferSettings
-from mooncake.transfer.segment import decode_descriptor
+from mooncake.transfer.descriptor import decode_descriptor
 with TransferEngine(TransferSettings(transports=("shm", "file"))) as engine:
     segment = engine.open(decode_descriptor(sys.stdin.readline().encode()))
     here = engine.allocate(1 << 20)

@@ -26,8 +26,8 @@ from mooncake.rpc import BlockingClient
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
 from mooncake.transfer import handshake as messages
 from mooncake.transfer import listener as listening
+from mooncake.transfer.descriptor import VERSION, decode_descriptor
 from mooncake.transfer.handshake import MAX_PAYLOAD_BYTES, HandshakeClient
-from mooncake.transfer.segment import VERSION, decode_descriptor
 
 
 @pytest.fixture
@@ -133,8 +133,8 @@ def test_many_threads_notify(near: TransferEngine, far: TransferEngine) -> None:
 def test_a_notification_that_comes_twice_is_heard_once(far: TransferEngine) -> None:
     client = BlockingClient(far.handshake, messages.REPLIES)
     for _ in range(2):
-        client.call(messages.Notify(VERSION, far.epoch, 7, "near", "once", b""), 5)
-    client.call(messages.Notify(VERSION, far.epoch, 8, "near", "other", b""), 5)
+        client.call(messages.NotifyRequest(VERSION, far.epoch, 7, "near", "once", b""), 5)
+    client.call(messages.NotifyRequest(VERSION, far.epoch, 8, "near", "other", b""), 5)
     client.close()
     assert [notification.name for notification in far.notifications()] == ["once", "other"]
 
@@ -185,10 +185,10 @@ def test_another_version(far: TransferEngine) -> None:
     wanted = rf"far speaks version {VERSION} .* asks version {VERSION + 1}; install the same release"
     client = BlockingClient(far.handshake, messages.REPLIES)
     for request in (
-        messages.Describe(VERSION + 1, 0),
-        messages.Probe(VERSION + 1, 0),
-        messages.Notify(VERSION + 1, 0, 1, "near", "n", b""),
-        messages.Exchange(VERSION + 1, 0, "tcp", b""),
+        messages.DescribeRequest(VERSION + 1, 0),
+        messages.ProbeRequest(VERSION + 1, 0),
+        messages.NotifyRequest(VERSION + 1, 0, 1, "near", "n", b""),
+        messages.ExchangeRequest(VERSION + 1, 0, "tcp", b""),
     ):
         with pytest.raises(ProtocolError, match=wanted):
             client.call(request, 5)

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from mooncake.transfer.loop import until_done
+from mooncake.transfer.loop import wait_until_done
 from mooncake.transfer.transports import Completion
 
 
 async def test_a_cancelled_wait_ends_when_the_transfer_has() -> None:
     transfer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-    waiting = asyncio.ensure_future(until_done(transfer))
+    waiting = asyncio.ensure_future(wait_until_done(transfer))
     for _ in range(3):
         await asyncio.sleep(0)
         waiting.cancel()
@@ -25,6 +25,6 @@ async def test_a_cancelled_wait_ends_when_the_transfer_has() -> None:
 
 async def test_the_completion_is_the_result() -> None:
     transfer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-    waiting = asyncio.ensure_future(until_done(transfer))
+    waiting = asyncio.ensure_future(wait_until_done(transfer))
     transfer.set_result(Completion(7))
     assert (await waiting).token == 7

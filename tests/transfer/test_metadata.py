@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator
 import pytest
 
 from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
+from mooncake.http.server import HttpServer, listen
 from mooncake.transfer.metadata import server as metadata_server
 from mooncake.transfer.metadata.http import HttpBackend
-from mooncake.transfer.metadata.server import MAX_VALUE_BYTES, Entries, make_app
-from mooncake.web import WebServer, listen
+from mooncake.transfer.metadata.server import MAX_VALUE_BYTES, MetadataEntries, make_app
 
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    server = WebServer(make_app(), listen("127.0.0.1", 0))
+    server = HttpServer(make_app(), listen("127.0.0.1", 0))
     await server.start()
     yield server.port
     await server.close()
@@ -102,7 +102,7 @@ def test_bad_urls(url: str) -> None:
 
 
 def test_entries_expire() -> None:
-    entries = Entries()
+    entries = MetadataEntries()
     entries.put("a", b"1", 10, now=100)
     entries.put("b", b"2", None, now=100)
     assert entries.get("a", now=109.9) == b"1"
@@ -116,7 +116,7 @@ def test_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata_server, "MAX_ENTRIES", 3)
     monkeypatch.setattr(metadata_server, "MAX_OWNED", 2)
     monkeypatch.setattr(metadata_server, "MAX_BYTES", 3000)
-    entries = Entries()
+    entries = MetadataEntries()
     for name in "ab":
         assert entries.put(name, b"1", 10, 0, "client", False) is None
     refusal = entries.put("c", b"1", 10, 0, "client", False)
@@ -133,7 +133,7 @@ def test_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_entry_is_its_owners_until_it_expires() -> None:
-    entries = Entries()
+    entries = MetadataEntries()
     assert entries.put("a", b"1", 10, 0, "client of tenant a", False) is None
     refusal = entries.put("a", b"2", 10, 5, "client of tenant b", False)
     assert refusal is not None and refusal.code == "not_owner"
@@ -148,7 +148,7 @@ def test_an_entry_is_its_owners_until_it_expires() -> None:
 
 def test_what_is_put_again_and_again_leaves_nothing_behind() -> None:
     """Nor does looking get slower: instants that mean nothing any more are swept out."""
-    entries = Entries()
+    entries = MetadataEntries()
     for number in range(10_000):
         entries.put("a", b"1", 1e6 + number, float(number))
     assert len(entries._expiring) < 200

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mooncake.errors import AccessDenied, DeadlineExceeded, InvalidArgument, PeerLost
-from mooncake.transfer import Completion, Op, Segment, Status, TransferEngine, TransferSettings, crc32c
-from mooncake.transfer.moves import failure, rows_of
+from mooncake.transfer import Completion, Op, RemoteSegment, Status, TransferEngine, TransferSettings, crc32c
+from mooncake.transfer.moves import completion_error, rows_of
 
 MIB = 1 << 20
 
@@ -131,8 +131,8 @@ def test_registering_several_is_all_or_nothing(near: TransferEngine) -> None:
 def test_failures_name_the_operation_the_peer_and_the_slice(
     near: TransferEngine, far: TransferEngine, status: Status, error: type[Exception]
 ) -> None:
-    segment: Segment = near.open(far.describe())
-    raised = failure(Op.READ, segment, Completion(status=status, failed_slice=2), 5.0)
+    segment: RemoteSegment = near.open(far.describe())
+    raised = completion_error(Op.READ, segment, Completion(status=status, failed_slice=2), 5.0)
     assert type(raised) is error and "read from far (slice 2)" in str(raised)
 
 

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from mooncake.transfer import Op, Region, Segment, Status, TransferEngine, TransferSettings
-from mooncake.transfer.rails import FIRST_MASK_S, LONGEST_MASK_S, UNMEASURED_BYTES_PER_S, Rails
+from mooncake.transfer import Op, Region, RemoteSegment, Status, TransferEngine, TransferSettings
+from mooncake.transfer.rails import FIRST_MASK_S, MAX_MASK_S, UNMEASURED_BYTES_PER_S, Rails
 
 MIB = 1 << 20
 A, B, TCP = "rdma@a>x", "rdma@b>x", "tcp"
@@ -83,19 +83,19 @@ def test_a_failed_rail_is_masked_longer_and_longer_and_probed_by_one_part() -> N
         rails.sent(A, MIB)
         rails.failed(A, MIB, now, now, "it broke")
         assert rails.choose([A, B], MIB, now + mask_s * 0.99) == B
-        assert rails.choose([A], MIB, now + mask_s * 0.99) is None and rails.last_hope([A, B]) == B
+        assert rails.choose([A], MIB, now + mask_s * 0.99) is None and rails.first_to_unmask([A, B]) == B
         now += mask_s
         assert rails.choose([A, B], MIB, now) == A, "due"
         rails.sent(A, MIB)
         assert rails.choose([A, B], MIB, now) == B, "one part is enough"
         rails.dropped(A, MIB)
-        mask_s = min(2 * mask_s, LONGEST_MASK_S)
+        mask_s = min(2 * mask_s, MAX_MASK_S)
         rails.check()
     rails.sent(A, MIB)
     rails.arrived(A, MIB, now, now + 0.1)
     assert rails.in_order([A, B]) == [A, B]
-    assert [event for event, _, _ in rails.news] == ["rail_masked"] * 12 + ["rail_back"]
-    assert rails.story(A)[-1].startswith("rail_back") and rails.story(B) == []
+    assert [event for event, _, _ in rails.path_events] == ["rail_masked"] * 12 + ["rail_recovered"]
+    assert rails.story(A)[-1].startswith("rail_recovered") and rails.story(B) == []
 
 
 def test_one_failure_seen_by_two_parts_is_one_failure() -> None:
@@ -208,7 +208,7 @@ class Railway:
     near: TransferEngine
     far: TransferEngine
     cable: Cable
-    segment: Segment
+    segment: RemoteSegment
     pool: Region
     here: Region
 
@@ -339,7 +339,7 @@ def test_a_rail_that_is_cut_in_the_middle_is_replaced_and_taken_back(railway: Ra
         assert time.monotonic() < deadline
         assert railway.move(op) == Status.OK
     assert railway.segment.rails is not None
-    assert "rail_back" in railway.segment.rails.story(railway.second)[-1]
+    assert "rail_recovered" in railway.segment.rails.story(railway.second)[-1]
 
 
 @pytest.mark.parametrize("op", [Op.WRITE, Op.READ])

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument, PeerLost, ProtocolError
-from mooncake.security.contexts import client_context, server_context
+from mooncake.http.server import HttpServer, listen
+from mooncake.security.tls_contexts import client_context, server_context
 from mooncake.transfer import Completion, Op, Status, TransferEngine, TransferSettings
 from mooncake.transfer.metadata import make_backend
 from mooncake.transfer.metadata.server import make_app
 from mooncake.transfer.tls import native_tls
-from mooncake.web import WebServer, listen
 
 pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
 
@@ -169,7 +169,7 @@ def test_handshakes(
 
 async def test_metadata_over_https(ours: TransferSettings, theirs: TransferSettings) -> None:
     tls = server_context(ours)
-    server = WebServer(make_app(), listen("127.0.0.1", 0), tls=tls)
+    server = HttpServer(make_app(), listen("127.0.0.1", 0), tls=tls)
     await server.start()
     url = f"https://127.0.0.1:{server.port}/metadata"
     try:

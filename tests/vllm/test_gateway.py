@@ -13,8 +13,8 @@ from aiohttp import web
 from mooncake.conductor.messages import AddInstance
 from mooncake.conductor.server import ConductorService
 from mooncake.prefix import block_hashes, root_hash, short_key
-from mooncake.types import Role
-from tests.conductor.test_following import free_endpoint
+from mooncake.types import WorkerRole
+from tests.conductor.events.test_discovery import free_endpoint
 from tests.conductor.test_server import SETTINGS, until
 
 TOKENS = [*range(1000, 1256)]
@@ -104,7 +104,7 @@ async def test_its_blocks_are_known(instance: Instance) -> None:
 
     try:
         instance.store(0, 1)
-        service.post(AddInstance(instance.address, Role.DECODE))
+        service.post(AddInstance(instance.address, WorkerRole.DECODE))
         await until(lambda: has(8))
         instance.store(1, 2)
         await until(lambda: has(16))

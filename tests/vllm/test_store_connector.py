@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from mooncake.connectors.blocks import Load, StoreLink
-from mooncake.connectors.plugin import register
+from mooncake.connectors.store_link import StoreLink, StoreLoad
+from mooncake.connectors.vllm.plugin import register
 from mooncake.rpc import BlockingClient
 from mooncake.store import messages as m
 from tests.cluster import wait_for
@@ -169,7 +169,7 @@ def test_a_daemon_that_dies_in_a_load_costs_time_only(
     BlockingClient(address, (m.Flags,)).call(m.Exists(["a key"]), 60.0)
     start_load = StoreLink.start_load
 
-    def die_first(link: StoreLink, *args: Any) -> Load:
+    def die_first(link: StoreLink, *args: Any) -> StoreLoad:
         """Blocks were found and are leased; now what holds them ends."""
         daemon.send_signal(signal.SIGKILL)
         daemon.wait()
@@ -225,7 +225,7 @@ def test_by_name_beside_another_connector_it_counts_and_tells(
     with engine(model, several, kv_events_config=events) as here:
         told: list[Any] = []
         (mine, _) = here.scheduler.connector.sub_connectors
-        assert type(mine).__module__ == "mooncake.connectors.vllm_store"
+        assert type(mine).__module__ == "mooncake.connectors.vllm.store_connector"
         take = mine.take_events
 
         def listen() -> list[Any]:

@@ -1,7 +1,7 @@
 """``mooncake bench transfer``: how close every available path comes to what this machine can do.
 
 Two processes on loopback. The machine's ceilings are measured first (``ceilings.py``), then every path beside
-its ceiling in turns (``paths.py``, ``measure.py``); ``report.py`` words it, ``plot.py`` draws it.
+its ceiling in turns (``paths.py``, ``measurements.py``); ``report.py`` words it, ``plot.py`` draws it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mooncake.cli.bench.ceilings import Ceiling, DriverCopy, Fio, Memcpy, RawStream
-from mooncake.cli.bench.measure import KIB, MIB, SHAPES, Shape, measure_ceilings, measure_paths, measure_ping
-from mooncake.cli.bench.paths import Paths, available, offered
-from mooncake.cli.bench.report import Report, describe_machine, render
+from mooncake.cli.bench.measurements import (
+    KIB,
+    MIB,
+    SHAPES,
+    Shape,
+    measure_ceilings,
+    measure_paths,
+    measure_ping,
+)
+from mooncake.cli.bench.paths import Paths, available, candidate_engines
+from mooncake.cli.bench.report import BenchReport, describe_machine, render
 from mooncake.cli.bench.target import DEVICE, FILE
 from mooncake.config import parse_size
 from mooncake.errors import InvalidArgument, Unavailable
@@ -58,8 +66,8 @@ def bench_transfer(
 
 def _measured(
     asked: Sequence[str], rounds: int, shapes: Sequence[Shape], folder: Path, stack: ExitStack
-) -> Report:
-    engines = offered(folder)
+) -> BenchReport:
+    engines = candidate_engines(folder)
     subjects, skipped = available(asked, engines)
     if not subjects or not shapes:
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
@@ -91,7 +99,7 @@ def _measured(
     alone = measure_ceilings(ceilings, shapes, rounds)
     rows = measure_paths(paths, subjects, ceilings, shapes, rounds, _tell)
     command = shlex.join(["mooncake", *sys.argv[1:]])
-    return Report(describe_machine(), command, rounds, alone, ping_us, rows, skipped)
+    return BenchReport(describe_machine(), command, rounds, alone, ping_us, rows, skipped)
 
 
 def device_ceilings(paths: Paths, window_bytes: int) -> dict[str, Ceiling]:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from mooncake.cli.bench.ceilings import WRITE, Sample, cpu_s
-from mooncake.cli.bench.target import DEVICE, FILE, engines_of, fill, holds, lend
+from mooncake.cli.bench.target import DEVICE, FILE, engines_of, fill, register_window, window_matches
 from mooncake.cli.certs import CertsSettings, make
 from mooncake.errors import InvalidArgument, MooncakeError, ProtocolError, Unavailable
 from mooncake.transfer import Op, Status
-from mooncake.transfer.segment import Column, decode_descriptor
+from mooncake.transfer.descriptor import Column, decode_descriptor
 from mooncake.transfer.transports.cuda import why_unavailable
 
 TIMEOUT_S = 60.0
@@ -60,11 +60,11 @@ SUBJECTS = (
     Subject("cuda+dev", "cuda", "driver device", local="cuda", remote="cuda"),
 )
 
-Offered = Mapping[str, Mapping[str, Any]]
+CandidateEngines = Mapping[str, Mapping[str, Any]]
 """Fields of ``TransferSettings`` by the name of an engine."""
 
 
-def offered(folder: Path) -> Offered:
+def candidate_engines(folder: Path) -> CandidateEngines:
     """All engines that there may be: one per transport, and one with TLS, whose certificates are made in
     ``folder``."""
     engines: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ def offered(folder: Path) -> Offered:
     return engines
 
 
-def available(asked: Sequence[str], engines: Offered) -> tuple[list[Subject], dict[str, str]]:
+def available(asked: Sequence[str], engines: CandidateEngines) -> tuple[list[Subject], dict[str, str]]:
     """Subjects that can be had here, and why the others cannot. Empty ``asked`` is all.
 
     Raises:
@@ -101,10 +101,10 @@ def available(asked: Sequence[str], engines: Offered) -> tuple[list[Subject], di
     return [subject for subject in wanted if subject.name not in skipped], skipped
 
 
-class Target:
+class TargetProcess:
     """The process at the other end."""
 
-    def __init__(self, window_bytes: int, engines: Offered, file: Path | None) -> None:
+    def __init__(self, window_bytes: int, engines: CandidateEngines, file: Path | None) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from mooncake.cli.bench.target import main; main()"],
             stdin=subprocess.PIPE,
@@ -150,15 +150,15 @@ class Paths:
     """
 
     def __init__(
-        self, subjects: Sequence[Subject], window_bytes: int, engines: Offered, folder: Path
+        self, subjects: Sequence[Subject], window_bytes: int, engines: CandidateEngines, folder: Path
     ) -> None:
         names = dict.fromkeys(["shm", *(subject.engine for subject in subjects)])
         asked = {name: engines[name] for name in names}
         self.window_bytes = window_bytes
         self.engines = engines_of(asked)
         has_remote_file = any(subject.remote == FILE and subject.engine != FILE for subject in subjects)
-        self.target = Target(window_bytes, asked, folder / "remote.dat" if has_remote_file else None)
-        self.here, self.spare = (lend(self.engines, window_bytes) for _ in range(2))
+        self.target = TargetProcess(window_bytes, asked, folder / "remote.dat" if has_remote_file else None)
+        self.here, self.spare = (register_window(self.engines, window_bytes) for _ in range(2))
         self.windows = {"memory": self.here}
         if DEVICE in self.engines:
             with_device = self.engines[DEVICE]
@@ -212,11 +212,11 @@ class Paths:
             self.target.fill(subject.remote, there, num_bytes)
         self.move(subject, op, size_bytes, count, 1)
         arrived = (
-            holds(self.windows[FILE], seed, num_bytes)
+            window_matches(self.windows[FILE], seed, num_bytes)
             if subject.engine == FILE
             else self.target.holds(subject.remote, seed, num_bytes)
         )
-        if not (arrived and holds(mine, seed, num_bytes)):
+        if not (arrived and window_matches(mine, seed, num_bytes)):
             raise ProtocolError(f"{subject.name} {op}: {count} x {size_bytes:,} bytes did not arrive as sent")
 
     def close(self) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mooncake.cli.bench.measure import Row
-from mooncake.cli.bench.report import Report
+from mooncake.cli.bench.measurements import Row
+from mooncake.cli.bench.report import BenchReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ COLOURS = ("#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#0
 GB_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 
 
-def draw(report: Report, file: Path) -> None:
+def draw(report: BenchReport, file: Path) -> None:
     """Writes ``file``; its suffix says the format.
 
     Raises:

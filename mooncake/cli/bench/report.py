@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mooncake.cli.bench.measure import KIB, MIB, CeilingRow, Row
+from mooncake.cli.bench.measurements import KIB, MIB, CeilingRow, Row
 
 REFERENCES = (
     "references are one thread that copies (one thread), one connection of a C program with the kernel's "
@@ -37,7 +37,7 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GoalResult:
     """What became of a goal."""
 
     what: str
@@ -59,7 +59,7 @@ GOALS = (
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """Everything that one run found out."""
 
     machine: str
@@ -76,11 +76,11 @@ class Report:
             **asdict(self),
             "cannot_show": CANNOT_SHOW,
             "references": REFERENCES,
-            "targets": [asdict(verdict) for verdict in judge(self.rows)],
+            "targets": [asdict(verdict) for verdict in check_goals(self.rows)],
         }
 
 
-def judge(rows: Sequence[Row]) -> list[Verdict]:
+def check_goals(rows: Sequence[Row]) -> list[GoalResult]:
     """Each goal against the row it is about."""
     known = {(row.path, row.op, row.size_bytes, row.count): row for row in rows}
     shapes = {(row.size_bytes, row.count): row.shape for row in rows}
@@ -95,16 +95,16 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
             )
             seen = None if row is None else row.ratio
             is_met = None if seen is None else seen >= goal.least_ratio
-            verdicts.append(Verdict(what, wanted, "" if seen is None else f"{seen:.2f} x", is_met))
+            verdicts.append(GoalResult(what, wanted, "" if seen is None else f"{seen:.2f} x", is_met))
         else:
             assert goal.most_p50_us is not None
             is_met = None if row is None else row.p50_us <= goal.most_p50_us
             shown = "" if row is None else f"{row.p50_us:.1f} us"
-            verdicts.append(Verdict(what, f"p50 <= {goal.most_p50_us:g} us", shown, is_met))
+            verdicts.append(GoalResult(what, f"p50 <= {goal.most_p50_us:g} us", shown, is_met))
     return verdicts
 
 
-def render(report: Report) -> str:
+def render(report: BenchReport) -> str:
     """The whole report for people."""
     lines = [f"machine: {report.machine}", f"command: {report.command}", CANNOT_SHOW, REFERENCES, ""]
     lines += [f"{'reference':12} {'op':6} {'size':>13} {'GB/s':>7} {'CPU s/GB':>9}"]
@@ -127,7 +127,7 @@ def render(report: Report) -> str:
     words: Mapping[bool | None, str] = {True: "met", False: "NOT MET", None: "not measured"}
     lines += [
         f"  {verdict.what:24} {verdict.wanted:20} {verdict.seen:>9}  {words[verdict.is_met]}"
-        for verdict in judge(report.rows)
+        for verdict in check_goals(report.rows)
     ]
     return "\n".join(lines)
 

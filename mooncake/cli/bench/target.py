@@ -48,7 +48,7 @@ def engines_of(asked: Mapping[str, Mapping[str, Any]]) -> dict[str, TransferEngi
     }
 
 
-def lend(engines: Mapping[str, TransferEngine], window_bytes: int) -> Region:
+def register_window(engines: Mapping[str, TransferEngine], window_bytes: int) -> Region:
     """One window of memory, registered with all engines. The first allocates it."""
     first, *others = engines.values()
     region = first.allocate(window_bytes)
@@ -62,7 +62,7 @@ def fill(window: Region, seed: int, num_bytes: int) -> None:
     window.write_from(pattern(seed, num_bytes).data)
 
 
-def holds(window: Region, seed: int, num_bytes: int) -> bool:
+def window_matches(window: Region, seed: int, num_bytes: int) -> bool:
     """The window begins with the pattern of that seed."""
     found = np.empty(num_bytes, dtype=np.uint8)
     window.read_into(found.data)
@@ -72,7 +72,7 @@ def holds(window: Region, seed: int, num_bytes: int) -> bool:
 def main() -> None:
     order = json.loads(sys.stdin.readline())
     engines = engines_of(order["engines"])
-    windows = {"memory": lend(engines, order["window_bytes"])}
+    windows = {"memory": register_window(engines, order["window_bytes"])}
     if DEVICE in engines:
         windows[DEVICE] = engines[DEVICE].allocate(order["window_bytes"], device=f"{DEVICE}:0")
     if order["file"]:
@@ -85,7 +85,7 @@ def main() -> None:
             fill(windows[kind], int(seed), int(num_bytes))
             print("done", flush=True)
         else:
-            print("yes" if holds(windows[kind], int(seed), int(num_bytes)) else "no", flush=True)
+            print("yes" if window_matches(windows[kind], int(seed), int(num_bytes)) else "no", flush=True)
 
 
 if __name__ == "__main__":

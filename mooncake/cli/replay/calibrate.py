@@ -13,12 +13,12 @@ import msgspec
 import typer
 from rich.console import Console
 
+from mooncake.cli.replay.cost_measurement import CostMeasurement, Measurements
 from mooncake.cli.replay.endpoint import Endpoint
-from mooncake.cli.replay.measuring import Measurements, Measuring
-from mooncake.cli.simulation.shown import write_whole
+from mooncake.cli.simulation.tables import write_whole
 from mooncake.errors import InvalidArgument
-from mooncake.sim.costs import Costs
-from mooncake.sim.fitting import fit_decode, fit_prefill
+from mooncake.sim.serving.calibration import fit_decode, fit_prefill
+from mooncake.sim.serving.node_costs import NodeCosts
 
 IN_TTFT_BYTES_PER_S = 1e12
 """What moves between instances is inside the measured times; the simulator must not count it again."""
@@ -61,7 +61,7 @@ def calibrate_command(
     async def measure() -> tuple[str, Measurements]:
         async with Endpoint(url, model, api_key) as endpoint:
             with console.status("calibrating") as status:
-                measuring = Measuring(endpoint, lambda text: status.update(text), seed)
+                measuring = CostMeasurement(endpoint, lambda text: status.update(text), seed)
                 return endpoint.model, await measuring.run(sizes, batches or [1, 2, 4, 8], rounds)
 
     served, found = asyncio.run(measure())
@@ -83,7 +83,7 @@ def calibrate_command(
         f"of the fit {prefill_error:.1%}), {len(found.steps)} of decode ({decode_error:.1%}). Transfers "
         "between instances are inside these times."
     )
-    costs = Costs(
+    costs = NodeCosts(
         title=served,
         source=source,
         kv_bytes_per_token=kv_bytes_per_token,
@@ -107,7 +107,7 @@ def calibrate_command(
     print(f"written: {out}")
 
 
-def to_toml(costs: Costs) -> str:
+def to_toml(costs: NodeCosts) -> str:
     """A file that ``load_costs`` reads; tables last, as TOML wants them."""
     document: dict[str, Any] = msgspec.to_builtins(costs)
     tables = {name: value for name, value in document.items() if isinstance(value, dict)}

@@ -17,11 +17,11 @@ import aiohttp
 
 from mooncake import clock
 from mooncake.errors import InvalidArgument, ProtocolError, Unavailable
-from mooncake.gateway.stream import EventParser
+from mooncake.http.sse import EventParser
 
 
 @dataclasses.dataclass
-class Answer:
+class TimedAnswer:
     """What came back, and when, in seconds since the request was sent."""
 
     status: int = 0
@@ -91,7 +91,7 @@ class Endpoint:
 
     async def complete(
         self, prompt: Sequence[int], num_output: int, headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    ) -> TimedAnswer:
         """One greedy completion of exactly ``num_output`` tokens. Failures are in the answer, not raised."""
         body = {
             "model": self.model,
@@ -104,7 +104,7 @@ class Endpoint:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
-        answer, began = Answer(), clock.monotonic()
+        answer, began = TimedAnswer(), clock.monotonic()
         assert self._session is not None
         try:
             async with self._session.post(
@@ -123,7 +123,7 @@ class Endpoint:
         return answer
 
 
-async def _follow(response: aiohttp.ClientResponse, answer: Answer, began: float) -> None:
+async def _follow(response: aiohttp.ClientResponse, answer: TimedAnswer, began: float) -> None:
     parser, is_over = EventParser(), False
     async for data in response.content.iter_any():
         now_s = clock.monotonic() - began
@@ -136,7 +136,7 @@ async def _follow(response: aiohttp.ClientResponse, answer: Answer, began: float
         answer.error = "the stream ended before the answer did"
 
 
-def _read(event: bytes, answer: Answer, now_s: float) -> None:
+def _read(event: bytes, answer: TimedAnswer, now_s: float) -> None:
     try:
         chunk: dict[str, Any] = json.loads(event)
     except ValueError as error:
@@ -167,6 +167,6 @@ def _seconds(text: str | None) -> float | None:
 
 async def gather_at_once(
     endpoint: Endpoint, prompts: Sequence[Sequence[int]], num_output: int
-) -> list[Answer]:
+) -> list[TimedAnswer]:
     """All of them at the same time."""
     return list(await asyncio.gather(*(endpoint.complete(prompt, num_output) for prompt in prompts)))

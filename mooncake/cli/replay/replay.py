@@ -15,28 +15,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mooncake.cli.replay.calibrate import ApiKey, Url
 from mooncake.cli.replay.endpoint import Endpoint
-from mooncake.cli.replay.prompts import Prompts
-from mooncake.cli.replay.replaying import Accuracy, Measured, Replay, accuracy
-from mooncake.cli.simulation.asked import (
+from mooncake.cli.replay.open_loop import Replay, ReplayAccuracy, ReplayObservations, accuracy
+from mooncake.cli.replay.trace_prompts import TracePrompts
+from mooncake.cli.simulation.html_report import render_html
+from mooncake.cli.simulation.options import (
     DivideLengths,
     Format,
     NumRows,
-    Requests,
     SloTbt,
     SloTtft,
     Speedup,
     Spread,
+    TraceRequests,
     TraceSpec,
     cluster_of,
-    known,
+    known_settings,
     requests_of,
 )
-from mooncake.cli.simulation.page import page
-from mooncake.cli.simulation.shown import Run, table, wide_console, write_whole
-from mooncake.sim.outcome import Outcome
-from mooncake.sim.rows import TraceRow
+from mooncake.cli.simulation.tables import ClusterRun, table, wide_console, write_whole
 from mooncake.sim.serving import simulate
-from mooncake.sim.traces import TraceOptions
+from mooncake.sim.serving.results import RunResults
+from mooncake.sim.traces.trace import TraceOptions
+from mooncake.sim.traces.trace_row import TraceRow
 
 
 def replay_command(
@@ -81,32 +81,32 @@ def replay_command(
     objectives = (slo_ttft_s, slo_tbt_s)
     # Read whole before the first request is sent: a broken row must not end a run in its middle.
     wanted = list(requests)
-    runs: list[Run] = []
+    runs: list[ClusterRun] = []
     if predict:
-        known("policy", "scheduling", [policy])
-        known("admission", "admission", [admission])
+        known_settings("policy", "scheduling", [policy])
+        known_settings("admission", "admission", [admission])
         spec = cluster_of(cluster, costs, [], requests.block_tokens)
         began = time.perf_counter()
         outcome = simulate(
             wanted, spec, policy, admission, speedup=speedup, slo_ttft_s=slo_ttft_s, slo_tbt_s=slo_tbt_s
         )
-        runs.append(Run("predicted", outcome, outcome.summary(), time.perf_counter() - began))
+        runs.append(ClusterRun("predicted", outcome, outcome.summary(), time.perf_counter() - began))
     began = time.perf_counter()
     outcome, measured = asyncio.run(
         _drive(wanted, requests, url, model, api_key, speedup, objectives, tells_slo, seed)
     )
-    runs.append(Run("measured", outcome, outcome.summary(), time.perf_counter() - began))
+    runs.append(ClusterRun("measured", outcome, outcome.summary(), time.perf_counter() - began))
     errors = accuracy(runs[0].outcome, outcome) if predict else None
     report(requests, runs, measured, errors)
     if json_file is not None:
         write_whole(json_file, _json(requests.name, runs, measured, errors))
     if html_file is not None:
-        write_whole(html_file, page(requests.name, runs))
+        write_whole(html_file, render_html(requests.name, runs))
 
 
 async def _drive(
     wanted: list[TraceRow],
-    requests: Requests,
+    requests: TraceRequests,
     url: str,
     model: str,
     api_key: str,
@@ -114,7 +114,7 @@ async def _drive(
     objectives: tuple[float, float],
     tells_slo: bool,
     seed: int,
-) -> tuple[Outcome, Measured]:
+) -> tuple[RunResults, ReplayObservations]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     async with Endpoint(url, model, api_key) as endpoint:
@@ -124,11 +124,16 @@ async def _drive(
             def show(sent: int, ended: int) -> None:
                 bar.update(task, completed=ended, description=f"{sent - ended} under way")
 
-            prompts = Prompts(requests.block_tokens, seed)
+            prompts = TracePrompts(requests.block_tokens, seed)
             return await Replay(endpoint, prompts, speedup, objectives, tells_slo, show).run(wanted)
 
 
-def report(requests: Requests, runs: list[Run], measured: Measured, errors: Accuracy | None) -> None:
+def report(
+    requests: TraceRequests,
+    runs: list[ClusterRun],
+    measured: ReplayObservations,
+    errors: ReplayAccuracy | None,
+) -> None:
     console = wide_console()
     console.print(table(requests.name, runs))
     if errors is not None:
@@ -150,7 +155,9 @@ def report(requests: Requests, runs: list[Run], measured: Measured, errors: Accu
         console.print(f"{measured.num_late} requests left late: this machine can't send that fast")
 
 
-def _json(trace: str, runs: list[Run], measured: Measured, errors: Accuracy | None) -> str:
+def _json(
+    trace: str, runs: list[ClusterRun], measured: ReplayObservations, errors: ReplayAccuracy | None
+) -> str:
     document: dict[str, object] = {
         "trace": trace,
         "runs": [{"name": run.name, **json.loads(run.outcome.to_json(rows=True))} for run in runs],

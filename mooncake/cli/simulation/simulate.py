@@ -14,27 +14,27 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from mooncake.cli.simulation.asked import (
+from mooncake.cli.simulation.html_report import render_html
+from mooncake.cli.simulation.options import (
     CLUSTER_FORMS,
     Changes,
     DivideLengths,
     Format,
     NumRows,
-    Requests,
     SloTbt,
     SloTtft,
     Speedup,
     Spread,
+    TraceRequests,
     TraceSpec,
     cluster_of,
-    known,
+    known_settings,
     requests_of,
 )
-from mooncake.cli.simulation.page import page
-from mooncake.cli.simulation.shown import Run, table, wide_console, write_whole
+from mooncake.cli.simulation.tables import ClusterRun, table, wide_console, write_whole
 from mooncake.sim.serving import simulate
-from mooncake.sim.spec import ClusterSpec
-from mooncake.sim.traces import TraceOptions
+from mooncake.sim.serving.cluster_spec import ClusterSpec
+from mooncake.sim.traces.trace import TraceOptions
 
 
 def simulate_command(
@@ -81,8 +81,8 @@ def simulate_command(
         text: cluster_of(text, costs, [*watched, *(changes or [])], requests.block_tokens)
         for text in clusters or ["8P8D"]
     }
-    chosen = known("policy", "scheduling", policies or ["overlap"])
-    rules = known("admission", "admission", admissions or ["none"])
+    chosen = known_settings("policy", "scheduling", policies or ["overlap"])
+    rules = known_settings("admission", "admission", admissions or ["none"])
     runs = [
         _run(requests, name, spec, policy, rule, seed, speedup, (slo_ttft_s, slo_tbt_s))
         for name, spec in specs.items()
@@ -93,11 +93,11 @@ def simulate_command(
     if json_file is not None:
         write_whole(json_file, _json(requests.name, runs, with_rows))
     if html_file is not None:
-        write_whole(html_file, page(requests.name, runs))
+        write_whole(html_file, render_html(requests.name, runs))
 
 
 def _run(
-    requests: Requests,
+    requests: TraceRequests,
     cluster: str,
     spec: ClusterSpec,
     policy: str,
@@ -105,7 +105,7 @@ def _run(
     seed: int,
     speedup: float,
     objectives: tuple[float, float],
-) -> Run:
+) -> ClusterRun:
     name = f"{cluster} {policy}" + (f" {admission}" if admission != "none" else "")
     began = time.perf_counter()
     with _bar(name) as (progress, task):
@@ -126,7 +126,7 @@ def _run(
             progress=show,
         )
         show(len(outcome), float(outcome.time_line.at_s[-1]) if len(outcome.time_line.at_s) else 0.0)
-    return Run(name, outcome, outcome.summary(), time.perf_counter() - began)
+    return ClusterRun(name, outcome, outcome.summary(), time.perf_counter() - began)
 
 
 @contextmanager
@@ -144,6 +144,6 @@ def _bar(name: str) -> Iterator[tuple[Progress, TaskID]]:
         yield progress, progress.add_task(name, total=1.0, text="")
 
 
-def _json(trace: str, runs: list[Run], with_rows: bool) -> str:
+def _json(trace: str, runs: list[ClusterRun], with_rows: bool) -> str:
     documents = [{"name": run.name, **json.loads(run.outcome.to_json(rows=with_rows))} for run in runs]
     return msgspec.json.format(json.dumps({"trace": trace, "runs": documents}), indent=1) + "\n"

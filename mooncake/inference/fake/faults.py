@@ -13,12 +13,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from mooncake.connectors.link import AnyLink, Load, Lookup, Save
+from mooncake.connectors.kv_link import AnyLink, KvLoad, KvLookup, KvSave
 from mooncake.prefix import BlockHash
 
 
 @dataclasses.dataclass(frozen=True)
-class Faults:
+class LoadFaults:
     """What goes wrong. Loads are counted from 1; 0 is never."""
 
     load_layer_s: float = 0.0
@@ -34,7 +34,9 @@ class Faults:
 class FaultyLoad:
     """A load and what becomes of it."""
 
-    def __init__(self, real: Load, number: int, faults: Faults, block_ids: Sequence[int], most: int) -> None:
+    def __init__(
+        self, real: KvLoad, number: int, faults: LoadFaults, block_ids: Sequence[int], most: int
+    ) -> None:
         def is_due(every: int) -> bool:
             return every > 0 and number % every == 0
 
@@ -64,7 +66,7 @@ class FaultyLink:
     """``link``, whose loads suffer ``faults``. ``flip(block id, layer)`` spoils a bit of the pool."""
 
     def __init__(
-        self, link: AnyLink, faults: Faults, num_layers: int, flip: Callable[[int, int], None]
+        self, link: AnyLink, faults: LoadFaults, num_layers: int, flip: Callable[[int, int], None]
     ) -> None:
         self._link = link
         self._faults = faults
@@ -75,14 +77,14 @@ class FaultyLink:
     def attach(self, wake: Callable[[], None]) -> None:
         self._link.attach(wake)
 
-    def lookup(self, blocks: Sequence[tuple[BlockHash, int]]) -> Lookup:
-        found: Lookup = self._link.lookup(blocks)
+    def lookup(self, blocks: Sequence[tuple[BlockHash, int]]) -> KvLookup:
+        found: KvLookup = self._link.lookup(blocks)
         return found
 
-    def release(self, lookup: Lookup) -> None:
+    def release(self, lookup: KvLookup) -> None:
         self._link.release(lookup)
 
-    def start_load(self, lookup: Lookup, block_ids: Sequence[int]) -> FaultyLoad:
+    def start_load(self, lookup: KvLookup, block_ids: Sequence[int]) -> FaultyLoad:
         self.num_loads += 1
         real = self._link.start_load(lookup, block_ids)
         return FaultyLoad(real, self.num_loads, self._faults, block_ids, self._num_layers // 2)
@@ -100,15 +102,15 @@ class FaultyLink:
             if load.is_corrupt and is_middle and not load.failed:
                 self._flip(load.block_ids[0], layer)
 
-    def start_save(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> Save:
-        save: Save = self._link.start_save(blocks)
+    def start_save(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> KvSave:
+        save: KvSave = self._link.start_save(blocks)
         return save
 
-    def save_layer(self, save: Save, layer: int) -> None:
+    def save_layer(self, save: KvSave, layer: int) -> None:
         self._link.save_layer(save, layer)
 
-    def finish_save(self, save: Save) -> None:
+    def finish_save(self, save: KvSave) -> None:
         self._link.finish_save(save)
 
-    def abort_save(self, save: Save) -> None:
+    def abort_save(self, save: KvSave) -> None:
         self._link.abort_save(save)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mooncake.connectors.link import AnyLink, Load, Save
+from mooncake.connectors.kv_link import AnyLink, KvLoad, KvSave
 from mooncake.connectors.memory import SlabMemory
 from mooncake.errors import InvalidArgument
 from mooncake.inference.step import Chunk
@@ -68,7 +68,7 @@ class FakeModel:
         self.pool[layer, 1, block_id, 0, 0] ^= np.uint64(1)
 
     def run(
-        self, chunks: Sequence[Chunk], link: AnyLink | None, loads: Sequence[Load], saves: Sequence[Save]
+        self, chunks: Sequence[Chunk], link: AnyLink | None, loads: Sequence[KvLoad], saves: Sequence[KvSave]
     ) -> list[int]:
         """The next token of each chunk, while layers come from ``loads`` and leave with ``saves``."""
         states = [self._embed(chunk) for chunk in chunks]

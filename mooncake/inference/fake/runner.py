@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mooncake.connectors.link import AnyLink, Load, Save
+from mooncake.connectors.kv_link import AnyLink, KvLoad, KvSave
 from mooncake.inference.fake.model import FakeModel
 from mooncake.inference.step import Chunk, Sampled, TokenLogprobs
 
@@ -42,7 +42,7 @@ class FakeRunner:
         self._link = link
         self._latency = latency
 
-    def run(self, chunks: Sequence[Chunk], loads: Sequence[Load], saves: Sequence[Save]) -> Sampled:
+    def run(self, chunks: Sequence[Chunk], loads: Sequence[KvLoad], saves: Sequence[KvSave]) -> Sampled:
         self._pass_time(chunks)
         found = self._model.run(chunks, self._link, loads, saves)
         tokens = [token for chunk, token in zip(chunks, found, strict=True) if chunk.samples]

@@ -14,15 +14,15 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from mooncake.config import Port
-from mooncake.connectors.link import AnyLink
-from mooncake.inference import serving
+from mooncake.connectors.kv_link import AnyLink
+from mooncake.inference import engine_process
 from mooncake.inference.api import Api
 from mooncake.inference.engine import Engine, EngineSettings
-from mooncake.inference.fake.faults import Faults, FaultyLink
+from mooncake.inference.fake.faults import FaultyLink, LoadFaults
 from mooncake.inference.fake.model import FakeModel
 from mooncake.inference.fake.runner import ByteTokenizer, FakeRunner, Latency
 from mooncake.kvlayout import KvLayout
-from mooncake.types import Role
+from mooncake.types import WorkerRole
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -33,7 +33,7 @@ Seconds = Annotated[float, Meta(ge=0)]
 class FakeEngineSettings:
     """Run an engine without a model: true KV bytes, one answer for one prompt, faults on request."""
 
-    role: Role = Role.PREFILL
+    role: WorkerRole = WorkerRole.PREFILL
     "What the gateway uses this engine for; it can do both."
 
     host: str = "127.0.0.1"
@@ -94,8 +94,8 @@ class FakeEngineSettings:
     "The process kills itself in the middle of this load (counted from 1); 0: never."
 
     @property
-    def faults(self) -> Faults:
-        return Faults(self.load_layer_s, self.fail_load_every, self.corrupt_load_every, self.die_in_load)
+    def faults(self) -> LoadFaults:
+        return LoadFaults(self.load_layer_s, self.fail_load_every, self.corrupt_load_every, self.die_in_load)
 
     def model(self) -> FakeModel:
         layout = KvLayout(self.num_layers, 1, self.head_dim, self.dtype, self.block_tokens)
@@ -104,7 +104,7 @@ class FakeEngineSettings:
 
 async def serve(settings: FakeEngineSettings) -> None:
     """Run a fake engine until cancelled. Raises AddressInUse when the port is taken."""
-    await serving.serve(running(settings), settings.host, settings.port)
+    await engine_process.serve(running(settings), settings.host, settings.port)
 
 
 @contextlib.asynccontextmanager
@@ -115,14 +115,16 @@ async def running(settings: FakeEngineSettings) -> AsyncIterator[Api]:
         link: AnyLink | None = None
         if settings.master:
             real = await stack.enter_async_context(
-                serving.linked(settings.master, settings.host, model.identity, model.memory())
+                engine_process.connect_store_link(
+                    settings.master, settings.host, model.identity, model.memory()
+                )
             )
             link = FaultyLink(real, settings.faults, settings.num_layers, model.flip)
         latency = Latency(settings.prefill_token_s, settings.decode_token_s)
         limits = EngineSettings(max_model_len=settings.max_model_len, max_running=settings.max_running)
         engine = Engine(limits, FakeRunner(model, link, latency), link)
         yield await stack.enter_async_context(
-            serving.answering(
+            engine_process.run_api(
                 engine,
                 ByteTokenizer(),
                 settings.host,

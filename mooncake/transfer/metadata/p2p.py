@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from mooncake.errors import InvalidArgument
 from mooncake.rpc.client import split_address
-from mooncake.transfer.segment import SegmentDescriptor
+from mooncake.transfer.descriptor import SegmentDescriptor
 
 
 class PeerBackend:

@@ -18,13 +18,14 @@ from typing import Annotated
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from mooncake import clock, web
+from mooncake import clock
 from mooncake.config import Port
 from mooncake.errors import Refusal
+from mooncake.http import server as web
+from mooncake.http.server import HttpServer, listen
 from mooncake.log import get_logger
-from mooncake.security import OPEN, HttpDoor, Identity, Role, Standing, check_address, ours
-from mooncake.security.door import STANDING
-from mooncake.web import WebServer, listen
+from mooncake.security import OPEN, HttpAuth, Identity, Principal, Role, check_address, process_identity
+from mooncake.security.http_auth import PRINCIPAL
 
 log = get_logger(__name__)
 
@@ -57,10 +58,10 @@ async def serve(settings: MetadataSettings) -> None:
         AddressInUse: the port is taken.
         InvalidArgument: others can reach it, and nobody has to prove who he is.
     """
-    identity = ours()
+    identity = process_identity()
     check_address(settings.host, identity)
     tls = identity.server_tls
-    server = WebServer(make_app(identity=identity), listen(settings.host, settings.port), tls=tls)
+    server = HttpServer(make_app(identity=identity), listen(settings.host, settings.port), tls=tls)
     try:
         await server.start()
         log.info(
@@ -72,7 +73,7 @@ async def serve(settings: MetadataSettings) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MetadataEntry:
     """What lies under a key, whose it is, and until when; ``number`` tells it from what lay there before."""
 
     value: bytes
@@ -81,7 +82,7 @@ class Entry:
     number: int
 
 
-class Entries:
+class MetadataEntries:
     """Keys, values, owners and instants of expiry; bounded.
 
     An owner is whatever the server knows of who put an entry; "" is anybody. Only the owner and those who
@@ -89,7 +90,7 @@ class Entries:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, MetadataEntry] = {}
         self._expiring: list[tuple[float, int, str]] = []
         """A heap. An entry that was put again or removed is found out when its old instant comes."""
         self._by_owner: dict[str, int] = {}
@@ -97,7 +98,7 @@ class Entries:
         self._number = 0
 
     def __repr__(self) -> str:
-        return f"<Entries {len(self._entries)}>"
+        return f"<MetadataEntries {len(self._entries)}>"
 
     @property
     def num_bytes(self) -> int:
@@ -129,7 +130,7 @@ class Entries:
             self._forget(key)
         self._number += 1
         until = None if ttl_s is None else now + ttl_s
-        self._entries[key] = Entry(value, owner, until, self._number)
+        self._entries[key] = MetadataEntry(value, owner, until, self._number)
         self._by_owner[owner] = self._by_owner.get(owner, 0) + 1
         self._num_bytes += _size_of(key, value)
         if until is not None:
@@ -190,15 +191,15 @@ def _size_of(key: str, value: bytes) -> int:
 
 def _owner_of(request: Request) -> tuple[str, bool]:
     """Whose an entry is that this request puts, and whether it may put any."""
-    standing: Standing = request.scope.get(STANDING, OPEN)
-    if standing.is_open:
+    principal: Principal = request.scope.get(PRINCIPAL, OPEN)
+    if principal.is_open:
         return "", True
-    return str(standing), standing.role is not Role.CLIENT
+    return str(principal), principal.role is not Role.CLIENT
 
 
-def make_app(entries: Entries | None = None, identity: Identity | None = None) -> HttpDoor:
+def make_app(entries: MetadataEntries | None = None, identity: Identity | None = None) -> HttpAuth:
     """The service as an ASGI application, for those of whom ``identity`` knows who they are."""
-    entries = Entries() if entries is None else entries
+    entries = MetadataEntries() if entries is None else entries
     app = FastAPI(title="Mooncake metadata", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.api_route("/metadata", methods=["GET", "PUT", "DELETE"])
@@ -229,7 +230,7 @@ def make_app(entries: Entries | None = None, identity: Identity | None = None) -
             received = await web.read_body(request, MAX_VALUE_BYTES)
         except web.BodyTooLarge:
             return PlainTextResponse(f"metadata is larger than {MAX_VALUE_BYTES} bytes", 413)
-        except web.BodiesTooMany as error:
+        except web.BodyBudgetExceeded as error:
             return PlainTextResponse(str(error), 503)
         refusal = entries.put(key, received, ttl_s, now, owner, rules_all)
         if refusal is not None:
@@ -244,4 +245,4 @@ def make_app(entries: Entries | None = None, identity: Identity | None = None) -
     async def health() -> Response:
         return PlainTextResponse("OK")
 
-    return HttpDoor(app, identity, open_paths=("/health",))
+    return HttpAuth(app, identity, open_paths=("/health",))

@@ -23,24 +23,24 @@ from mooncake._native import (
     crc32c_combine,
 )
 from mooncake._native import Queue as NativeQueue
-from mooncake.transfer.segment import Column, RegionInfo
+from mooncake.transfer.descriptor import Column, RegionInfo
 from mooncake.transfer.settings import TransferSettings
 
 __all__ = [
     "SCHEMES",
-    "Carrier",
     "Completion",
-    "Exchange",
+    "HandshakeExchange",
+    "MultiRailTransport",
     "NativeQueue",
+    "NegotiatedConnection",
+    "NegotiatedTransport",
     "Op",
-    "Railed",
+    "PeerConnection",
     "Region",
     "RegionTable",
-    "SetUpCarrier",
-    "SetUpTransport",
-    "Site",
     "Status",
     "Transport",
+    "TransportContext",
     "View",
     "crc32c",
     "crc32c_columns",
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-class Carrier(Protocol):
+class PeerConnection(Protocol):
     """One peer over one transport. Safe to use from many threads."""
 
     @property
@@ -121,7 +121,9 @@ class Transport(Protocol):
         """Where peers find this process on this path."""
         ...
 
-    def connect(self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float) -> Carrier:
+    def connect(
+        self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float
+    ) -> PeerConnection:
         """Reach the process that published ``endpoint`` and ``epoch``.
 
         Raises:
@@ -137,7 +139,7 @@ class Transport(Protocol):
 
 
 @runtime_checkable
-class Railed(Transport, Protocol):
+class MultiRailTransport(Transport, Protocol):
     """A transport with several devices: each pair of a local and a remote one is a rail."""
 
     def rails(self, endpoint: str) -> list[str]:
@@ -146,13 +148,13 @@ class Railed(Transport, Protocol):
 
     def connect(
         self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float, *, rail: str = ""
-    ) -> Carrier:
+    ) -> PeerConnection:
         """As for every transport, over one of ``rails`` (or any)."""
         ...
 
 
 @runtime_checkable
-class SetUpCarrier(Carrier, Protocol):
+class NegotiatedConnection(PeerConnection, Protocol):
     """A carrier that must agree with its peer before the first operation."""
 
     def set_up(self, deadline: float) -> Status:
@@ -160,7 +162,7 @@ class SetUpCarrier(Carrier, Protocol):
         ...
 
 
-class SetUpTransport(Transport, Protocol):
+class NegotiatedTransport(Transport, Protocol):
     """A transport whose connections are set up by a conversation of both engines (``handshake.py``)."""
 
     needs_handshake: bool
@@ -174,12 +176,12 @@ class SetUpTransport(Transport, Protocol):
         timeout_s: float,
         *,
         handshake: str = "",
-    ) -> Carrier:
-        """As for every transport; calls ``Site.exchange``."""
+    ) -> PeerConnection:
+        """As for every transport; calls ``TransportContext.exchange``."""
         ...
 
     def accept(self, payload: bytes) -> bytes:
-        """The peer's side of ``Site.exchange``: take what it sent, return what it needs.
+        """The peer's side of ``TransportContext.exchange``: take what it sent, return what it needs.
 
         Called in a thread of the engine, never twice for one call of ``exchange``. What it raises from
         ``errors.py`` is raised in the peer.
@@ -187,7 +189,7 @@ class SetUpTransport(Transport, Protocol):
         ...
 
 
-class Exchange(Protocol):
+class HandshakeExchange(Protocol):
     """One step of a connection set-up."""
 
     def __call__(
@@ -204,7 +206,7 @@ class Exchange(Protocol):
         ...
 
 
-class Site(Protocol):
+class TransportContext(Protocol):
     """What a transport needs to know about the engine it works for.
 
     Keep what you need of it, not the site: an engine that nobody refers to is closed.
@@ -218,7 +220,7 @@ class Site(Protocol):
     tcp_port: int
     num_streams: int
     settings: TransferSettings
-    exchange: Exchange
+    exchange: HandshakeExchange
     cuda_library: str
 
 
@@ -232,7 +234,7 @@ SCHEMES = {
 }
 
 
-def make_transport(scheme: str, site: Site) -> Transport:
+def make_transport(scheme: str, site: TransportContext) -> Transport:
     """The transport called ``scheme``, serving ``site``.
 
     Raises:

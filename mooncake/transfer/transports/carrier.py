@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from mooncake import _native
-from mooncake.transfer.segment import RegionInfo
+from mooncake.transfer.descriptor import RegionInfo
 
-Reachable: TypeAlias = Callable[[Sequence[RegionInfo]], list[tuple[int, int, int]]]
+RegionFilter: TypeAlias = Callable[[Sequence[RegionInfo]], list[tuple[int, int, int]]]
 """Picks the regions that a path reaches, as (address, size in bytes, key)."""
 
 
-class NativeCarrier:
+class NativeConnection:
     """Carries to one peer; nothing of it can be mapped."""
 
-    def __init__(self, peer: _native.Peer, reachable: Reachable) -> None:
+    def __init__(self, peer: _native.Peer, reachable: RegionFilter) -> None:
         self._peer = peer
         self._reachable = reachable
         self.run = peer.run

@@ -23,10 +23,10 @@ from mooncake.errors import (
     PeerLost,
     Unavailable,
 )
+from mooncake.transfer.descriptor import RegionInfo
 from mooncake.transfer.memory import device_span_of
-from mooncake.transfer.segment import RegionInfo
-from mooncake.transfer.transports import Carrier, Site
-from mooncake.transfer.transports.carrier import NativeCarrier
+from mooncake.transfer.transports import PeerConnection, TransportContext
+from mooncake.transfer.transports.carrier import NativeConnection
 
 
 class CudaTransport:
@@ -36,7 +36,7 @@ class CudaTransport:
         Unavailable: the driver library is not there.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: TransportContext) -> None:
         self._library = site.cuda_library
         if why := _native.Cuda.why_not_there(self._library):
             raise Unavailable(f"cuda transport: {why}")
@@ -89,10 +89,12 @@ class CudaTransport:
         except OSError as error:
             raise InvalidArgument("region", region, f"main memory that can be locked ({error})") from error
 
-    def connect(self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float) -> Carrier:
+    def connect(
+        self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float
+    ) -> PeerConnection:
         peer = self._start()[1].connect(endpoint, epoch, open_to_others(regions), timeout_s)
         if isinstance(peer, _native.CudaPeer):
-            return NativeCarrier(peer, open_to_others)
+            return NativeConnection(peer, open_to_others)
         if peer == Status.TIMED_OUT:
             raise DeadlineExceeded(
                 f"cuda peer {endpoint} did not answer within {timeout_s:g} s; is it stopped?"

@@ -28,16 +28,16 @@ from mooncake.errors import (
     Unavailable,
 )
 from mooncake.log import get_logger
-from mooncake.transfer.segment import RegionInfo
-from mooncake.transfer.transports import Carrier, Site
-from mooncake.transfer.transports.carrier import NativeCarrier
+from mooncake.transfer.descriptor import RegionInfo
+from mooncake.transfer.transports import PeerConnection, TransportContext
+from mooncake.transfer.transports.carrier import NativeConnection
 
 log = get_logger(__name__)
 
 _engines: weakref.WeakValueDictionary[int, FileTransport] = weakref.WeakValueDictionary()
 
 
-class FileCarrier:
+class FileConnection:
     def __init__(self, ours: RegionTable, peer: FileTransport, regions: Sequence[RegionInfo]) -> None:
         self._transport = peer
         self._peer = _native.FilePeer(ours, peer.regions, files_only(regions))
@@ -58,7 +58,7 @@ class FileCarrier:
 
 
 class FileTransport:
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: TransportContext) -> None:
         self.regions = site.regions
         self.endpoint = f"mooncake-{secrets.token_hex(8)}"
         self.is_closed = False
@@ -75,15 +75,17 @@ class FileTransport:
         """
         self._start()
 
-    def connect(self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float) -> Carrier:
+    def connect(
+        self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float
+    ) -> PeerConnection:
         here = _engines.get(epoch)
         if here is not None and here.is_closed:
             raise PeerLost(f"the engine with epoch {epoch:x} of this process was closed")
         if here is not None:
-            return FileCarrier(self.regions, here, regions)
+            return FileConnection(self.regions, here, regions)
         peer = self._start().connect(endpoint, epoch, files_only(regions), timeout_s)
         if isinstance(peer, _native.SharedFilePeer):
-            return NativeCarrier(peer, files_only)
+            return NativeConnection(peer, files_only)
         if peer == Status.TIMED_OUT:
             raise DeadlineExceeded(
                 f"file peer {endpoint} did not answer within {timeout_s:g} s; is it stopped?"

@@ -17,15 +17,15 @@ from collections.abc import Sequence
 
 from mooncake._native import Completion, Op, Queue, Region, RegionTable, Status, crc32c
 from mooncake.errors import PeerLost
-from mooncake.transfer.segment import Column, RegionInfo
-from mooncake.transfer.transports import Carrier, Site
+from mooncake.transfer.descriptor import Column, RegionInfo
+from mooncake.transfer.transports import PeerConnection, TransportContext
 
 _STEP_BYTES = 1 << 20  # between looks at cancellation and deadline
 
 _engines: weakref.WeakValueDictionary[int, LocalTransport] = weakref.WeakValueDictionary()
 
 
-class LocalCarrier:
+class LocalConnection:
     def __init__(self, ours: RegionTable, peer: LocalTransport, regions: Sequence[RegionInfo]) -> None:
         self._ours = ours
         self._peer = peer
@@ -135,7 +135,7 @@ class LocalCarrier:
 
 
 class LocalTransport:
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: TransportContext) -> None:
         self.regions = site.regions
         self.endpoint = str(os.getpid())
         self.is_closed = False
@@ -145,11 +145,13 @@ class LocalTransport:
         """The region, held open until its ``leave()``, if the key gives access to this range."""
         return _enter(self.regions, address, length, is_write=is_write, key=key)
 
-    def connect(self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float) -> Carrier:
+    def connect(
+        self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float
+    ) -> PeerConnection:
         peer = _engines.get(epoch)
         if peer is None or peer.is_closed:
             raise PeerLost(f"no engine with epoch {epoch:x} in this process; it was closed")
-        return LocalCarrier(self.regions, peer, regions)
+        return LocalConnection(self.regions, peer, regions)
 
     def close(self) -> None:
         self.is_closed = True

@@ -31,15 +31,15 @@ from mooncake.errors import (
     Unavailable,
 )
 from mooncake.log import get_logger
-from mooncake.transfer.segment import Column, RegionInfo
-from mooncake.transfer.transports import Carrier, Site
+from mooncake.transfer.descriptor import Column, RegionInfo
+from mooncake.transfer.transports import PeerConnection, TransportContext
 
 log = get_logger(__name__)
 
 SET_UP_TIMEOUT_S = 10.0
 """Longest that an operation waits for its connection to be set up."""
 
-FAREWELL_TIMEOUT_S = 1.0
+CLOSE_TIMEOUT_S = 1.0
 """Longest that closing a peer takes when it does not answer; it finds out by itself then."""
 
 MAX_KEYS = 4096
@@ -61,7 +61,7 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     lid: int
 
 
-class SetUp(msgspec.Struct, frozen=True, array_like=True):
+class SetupRequest(msgspec.Struct, frozen=True, array_like=True):
     """End these lanes of mine, serve those, and tell me your device's keys of these regions."""
 
     device: str
@@ -74,7 +74,7 @@ class SetUp(msgspec.Struct, frozen=True, array_like=True):
     keys: list[int]
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True):
+class SetupReply(msgspec.Struct, frozen=True, array_like=True):
     """The answer: my ends of the lanes, and the keys."""
 
     address: Address
@@ -82,10 +82,16 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
     grants: list[tuple[int, int, int, int, bool]]
 
 
-class RdmaCarrier:
+class RdmaConnection:
     is_lost = False  # who does not answer a handshake today may do so tomorrow
 
-    def __init__(self, peer: _native.RdmaPeer, rail: str, ask: Callable[[SetUp, float], Ready], first: SetUp):
+    def __init__(
+        self,
+        peer: _native.RdmaPeer,
+        rail: str,
+        ask: Callable[[SetupRequest, float], SetupReply],
+        first: SetupRequest,
+    ):
         self._peer = peer
         self._rail = rail
         self._ask = ask
@@ -141,7 +147,7 @@ class RdmaCarrier:
         with contextlib.suppress(MooncakeError):  # whoever does not hear it finds out by itself
             retired = self._peer.retired()
             if retired:
-                self._ask(msgspec.structs.replace(self._empty, retired=retired), FAREWELL_TIMEOUT_S)
+                self._ask(msgspec.structs.replace(self._empty, retired=retired), CLOSE_TIMEOUT_S)
                 self._peer.forget_retired(retired)
 
     def set_up(self, deadline: float) -> Status:
@@ -155,7 +161,7 @@ class RdmaCarrier:
         except (MooncakeError, OSError) as error:
             if self._peer.is_able:
                 return Status.OK  # fewer lanes than wished for
-            log.info("rdma_set_up_failed", rail=self._rail, reason=str(error))
+            log.info("rdma_setup_failed", rail=self._rail, reason=str(error))
             if isinstance(error, DeadlineExceeded) and time.monotonic() >= deadline:
                 return Status.TIMED_OUT
             return _STATUS.get(type(error), Status.PEER_LOST)
@@ -190,7 +196,7 @@ _STATUS: dict[type[BaseException], Status] = {
 class RdmaTransport:
     needs_handshake = True
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: TransportContext) -> None:
         settings = site.settings
         self._exchange = site.exchange
         self._num_lanes = site.num_streams + 1  # so that a small transfer does not wait for a big one
@@ -241,7 +247,7 @@ class RdmaTransport:
         *,
         handshake: str = "",
         rail: str = "",
-    ) -> Carrier:
+    ) -> PeerConnection:
         pairs = self._pairs(endpoint)
         if not pairs or not handshake:
             raise PeerLost(f"rdma peer {endpoint!r} tells no device or no handshake address")
@@ -251,21 +257,21 @@ class RdmaTransport:
 
         exchange = self._exchange
 
-        def ask(question: SetUp, patience_s: float) -> Ready:
+        def ask(question: SetupRequest, patience_s: float) -> SetupReply:
             payload = msgspec.msgpack.encode(question)
             answer = exchange(handshake, "rdma", payload, patience_s, epoch=epoch)
             try:
-                return msgspec.msgpack.decode(answer, type=Ready)
+                return msgspec.msgpack.decode(answer, type=SetupReply)
             except msgspec.MsgspecError as error:
                 raise ProtocolError(f"rdma peer at {handshake}: {error}") from error
 
-        first = SetUp(theirs, self._owner, self._address(ours), [], [], [])
-        return RdmaCarrier(peer, f"{ours}>{theirs} of {handshake}", ask, first)
+        first = SetupRequest(theirs, self._owner, self._address(ours), [], [], [])
+        return RdmaConnection(peer, f"{ours}>{theirs} of {handshake}", ask, first)
 
     def accept(self, payload: bytes) -> bytes:
         """A peer's set-up. Lanes that it gave up end before anything new begins."""
         try:
-            asked = msgspec.msgpack.decode(payload, type=SetUp)
+            asked = msgspec.msgpack.decode(payload, type=SetupRequest)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"rdma set-up: {error}; is it of another release?") from error
         if len(asked.lanes) > MAX_LANES or len(asked.keys) > MAX_KEYS:
@@ -286,7 +292,7 @@ class RdmaTransport:
         except OSError as error:
             hint = "; raise its limit of locked memory (ulimit -l)" if error.errno == errno.ENOMEM else ""
             raise OutOfMemory(f"rdma peer's device {asked.device}: {error}{hint}") from error
-        return msgspec.msgpack.encode(Ready(address, lanes, grants))
+        return msgspec.msgpack.encode(SetupReply(address, lanes, grants))
 
     def close(self) -> None:
         self._native.close()

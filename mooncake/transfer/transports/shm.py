@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from mooncake import _native
 from mooncake._native import Status, View
 from mooncake.errors import AccessDenied, DeadlineExceeded, PeerLost
-from mooncake.transfer.segment import RegionInfo
-from mooncake.transfer.transports import Carrier, Site
-from mooncake.transfer.transports.carrier import NativeCarrier
+from mooncake.transfer.descriptor import RegionInfo
+from mooncake.transfer.transports import PeerConnection, TransportContext
+from mooncake.transfer.transports.carrier import NativeConnection
 
 
-class ShmCarrier(NativeCarrier):
+class ShmConnection(NativeConnection):
     def __init__(self, peer: _native.ShmPeer) -> None:
         super().__init__(peer, shared_only)
         self._shm = peer
@@ -26,14 +26,16 @@ class ShmCarrier(NativeCarrier):
 
 
 class ShmTransport:
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: TransportContext) -> None:
         self._native = _native.ShmTransport(site.regions, site.epoch)
         self.endpoint = self._native.endpoint
 
-    def connect(self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float) -> Carrier:
+    def connect(
+        self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float
+    ) -> PeerConnection:
         peer = self._native.connect(endpoint, epoch, shared_only(regions), timeout_s)
         if isinstance(peer, _native.ShmPeer):
-            return ShmCarrier(peer)
+            return ShmConnection(peer)
         if peer == Status.TIMED_OUT:
             raise DeadlineExceeded(
                 f"shm peer {endpoint} did not answer within {timeout_s:g} s; is it stopped?"

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from mooncake import _native
 from mooncake.errors import AddressInUse, InvalidArgument, PeerLost, Unavailable
 from mooncake.rpc.limits import default_max_connections
-from mooncake.transfer.host import numeric_host, with_port
-from mooncake.transfer.segment import RegionInfo
+from mooncake.transfer.descriptor import RegionInfo
+from mooncake.transfer.host_address import numeric_host, with_port
 from mooncake.transfer.tls import native_tls
-from mooncake.transfer.transports import Carrier, Site
+from mooncake.transfer.transports import PeerConnection, TransportContext
 
 WILDCARDS = ("0.0.0.0", "::")
 
 
-class TcpCarrier:
+class TcpConnection:
     is_lost = False  # a refused connection today may be accepted tomorrow
 
     def __init__(self, peer: _native.TcpPeer) -> None:
@@ -42,7 +42,7 @@ class TcpCarrier:
 
 
 class TcpTransport:
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: TransportContext) -> None:
         self._regions = site.regions
         self._num_streams = site.num_streams
         settings = site.settings
@@ -88,7 +88,7 @@ class TcpTransport:
 
     def connect(
         self, endpoint: str, epoch: int, regions: Sequence[RegionInfo], timeout_s: float, *, rail: str = ""
-    ) -> Carrier:
+    ) -> PeerConnection:
         source, _, target = rail.partition(">")
         places = [place.rpartition(":") for place in endpoint.split(",")]
         host, port = next(
@@ -103,7 +103,7 @@ class TcpTransport:
             raise Unavailable(f"tcp peer {endpoint}: {error}") from error
         remote = [(region.address, region.size_bytes, region.key) for region in regions]
         starts_at = "" if source == "*" or (":" in source) != (":" in address) else source
-        return TcpCarrier(
+        return TcpConnection(
             _native.TcpPeer(
                 self._regions, remote, address, int(port), epoch, self._num_streams, starts_at, self._tls
             )

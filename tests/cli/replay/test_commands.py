@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.sim.costs import load_costs
+from mooncake.sim.serving.node_costs import load_costs
 from tests.cli.conftest import Run
-from tests.cli.replay.server import Served, serving
+from tests.cli.replay.openai_double import Served, serving
 
 LOAD = "poisson:rate=200,requests=40,input_tokens=100,output_tokens=5,block_tokens=32"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.cli.simulation.planning import read_prices
+from mooncake.cli.simulation.plan import read_prices
 from tests.cli.conftest import Run
 
 LOAD = "poisson:rate=2,requests=120,input_tokens=4000,prefixes=40,prefix_tokens=2048"

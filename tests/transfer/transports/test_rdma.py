@@ -18,13 +18,7 @@ import pytest
 from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
 from mooncake.metrics import registry
 from mooncake.transfer import Op, Status, TransferEngine, TransferSettings
-from mooncake.transfer.transports.rdma import (
-    MAX_LANES,
-    RdmaTransport,
-    SetUp,
-    pairs_of,
-    usable_devices,
-)
+from mooncake.transfer.transports.rdma import MAX_LANES, RdmaTransport, SetupRequest, pairs_of, usable_devices
 
 MIB = 1 << 20
 
@@ -107,7 +101,7 @@ def test_only_the_owner_ends_a_lane(engines: tuple[TransferEngine, TransferEngin
     lanes = num_served(far)
     address = rdma_of(near)._address(devices()[0])
     everything = [(devices()[0], pair) for pair in range(1 << 10)]
-    stranger = SetUp(devices()[0], 1, address, [], everything, [])
+    stranger = SetupRequest(devices()[0], 1, address, [], everything, [])
     rdma_of(far).accept(msgspec.msgpack.encode(stranger))
     assert num_served(far) == lanes
 
@@ -116,7 +110,7 @@ def test_only_the_owner_ends_a_lane(engines: tuple[TransferEngine, TransferEngin
 def test_a_set_up_that_makes_no_sense_is_refused(engines: tuple[TransferEngine, TransferEngine]) -> None:
     _, far = engines
     address = rdma_of(far)._address(devices()[0])
-    good = SetUp(devices()[0], 1, address, [(1, 1)], [], [])
+    good = SetupRequest(devices()[0], 1, address, [(1, 1)], [], [])
     for bad in (
         msgspec.structs.replace(good, device="nosuch0"),
         msgspec.structs.replace(good, lanes=[(1, 1)] * (MAX_LANES + 1)),

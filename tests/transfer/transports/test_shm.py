@@ -23,7 +23,7 @@ SHM = TransferSettings(transports=("shm",))
 AS_ANOTHER_USER = """
 import os, sys
 from mooncake.transfer import *
-from mooncake.transfer.segment import decode_descriptor
+from mooncake.transfer.descriptor import decode_descriptor
 with TransferEngine(TransferSettings(transports=("shm",))) as warm, TransferEngine(warm.settings) as lender:
     pool, here = lender.allocate(4096), warm.allocate(4096)
     done = warm.run(Op.READ, warm.open(lender.describe()), [here.address], [pool.address], [4096])

@@ -411,10 +411,10 @@ def test_each_rail_leads_there(rail: int) -> None:
         pool, here = far.allocate(4096), near.allocate(4096)
         here.view()[:] = b"r" * 4096
         segment = near.open(far.describe())
-        carrier = segment.carrier(segment.paths[rail], 10)
-        assert carrier is not None
+        connection = segment.connection(segment.paths[rail], 10)
+        assert connection is not None
         columns = [np.array([value], dtype=np.uint64) for value in (here.address, pool.address, 4096)]
-        done = carrier.run(Op.WRITE, columns[0], columns[1], columns[2], 10, False)
+        done = connection.run(Op.WRITE, columns[0], columns[1], columns[2], 10, False)
         assert done.status == Status.OK and bytes(pool.view()) == b"r" * 4096
 
 

@@ -1,0 +1,178 @@
+"""Rounds of measuring: ours and its ceiling take turns, so that only neighbours in time are compared.
+
+On a machine that others use, too, speed changes within seconds. A ratio is therefore the median of the
+ratios of single rounds, not the ratio of two medians; the order within a round alternates.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mooncake.cli.bench.ceilings import READ, WRITE, Ceiling, RawStream, Sample
+from mooncake.cli.bench.paths import Paths, Subject
+from mooncake.config import format_size
+
+KIB, MIB = 1 << 10, 1 << 20
+ROUND_BYTES = 32 * MIB
+"""One round moves about so much, and at most ``MOST_CALLS`` calls."""
+MOST_CALLS = 1000
+ROUNDS_ALONE = 5
+"""For ceilings by themselves, which is for people to look at."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``count`` slices of ``size_bytes`` in one batch."""
+
+    size_bytes: int
+    count: int = 1
+
+    def __str__(self) -> str:
+        size = format_size(self.size_bytes).replace("iB", " iB").replace("K ", " K").replace("M ", " M")
+        return size if self.count == 1 else f"{self.count} x {size}"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size_bytes * self.count
+
+    @property
+    def num_calls(self) -> int:
+        return min(MOST_CALLS, max(1, ROUND_BYTES // self.num_bytes))
+
+
+SHAPES = (
+    Shape(4 * KIB),
+    Shape(64 * KIB),
+    Shape(256 * KIB),
+    Shape(MIB),
+    Shape(16 * MIB),
+    Shape(128 * MIB),
+    Shape(128 * KIB, 512),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; ``ceiling`` and ``ratio`` are empty where nothing is compared."""
+
+    path: str
+    op: str
+    shape: str
+    size_bytes: int
+    count: int
+    gb_s: float
+    p50_us: float
+    p99_us: float
+    cpu_s_per_gb: float
+    ceiling: str = ""
+    ceiling_gb_s: float | None = None
+    ceiling_cpu_s_per_gb: float | None = None
+    ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class CeilingRow:
+    """What the machine does without us."""
+
+    name: str
+    op: str
+    shape: str
+    gb_s: float
+    cpu_s_per_gb: float
+
+
+@dataclass
+class _Samples:
+    """Samples of one subject, direction and shape."""
+
+    ours: list[Sample] = field(default_factory=list)
+    ceiling: list[Sample] = field(default_factory=list)
+
+
+def measure_ceilings(
+    ceilings: Mapping[str, Ceiling], shapes: Sequence[Shape], rounds: int
+) -> list[CeilingRow]:
+    """Every ceiling by itself."""
+    rows = []
+    for ceiling in ceilings.values():
+        for shape in (shape for shape in shapes if shape.size_bytes >= MIB):
+            for op in (WRITE, READ):
+                times = range(min(rounds, ROUNDS_ALONE))
+                samples = [ceiling.move(op, shape.size_bytes, 1, shape.num_calls) for _ in times]
+                cpu = statistics.median(sample.cpu_s_per_gb for sample in samples)
+                speed = statistics.median(sample.gb_s for sample in samples)
+                rows.append(CeilingRow(ceiling.name, op, str(shape), speed, cpu))
+    return rows
+
+
+def measure_ping(stream: RawStream, size_bytes: int, rounds: int) -> float:
+    """Microseconds of a C program's round trip."""
+    return statistics.median(stream.ping(size_bytes, 300) for _ in range(rounds)) * 1e6
+
+
+def measure_paths(
+    paths: Paths,
+    subjects: Sequence[Subject],
+    ceilings: Mapping[str, Ceiling],
+    shapes: Sequence[Shape],
+    rounds: int,
+    tell: Callable[[str], None],
+) -> list[Row]:
+    """All subjects, directions and shapes. Every one is verified before the clock starts."""
+    rows: list[Row] = []
+    for shape in shapes:
+        tell(f"{shape} ...")
+        seen = {(subject, op): _Samples() for subject in subjects for op in (WRITE, READ)}
+        for number, (subject, op) in enumerate(seen):
+            paths.verify(subject, op, shape.size_bytes, shape.count, seed=len(rows) + number + 1)
+        for round_number in range(-1, rounds):  # in the first, connections, page tables and caches warm up
+            for (subject, op), into in seen.items():
+                ceiling = ceilings.get(subject.ceiling)
+                ours, theirs = _turn(paths, subject, ceiling, op, shape, round_number % 2 == 0)
+                if round_number < 0:
+                    continue
+                into.ours.append(ours)
+                if theirs is not None:
+                    into.ceiling.append(theirs)
+        rows += [_row(subject, op, shape, into) for (subject, op), into in seen.items()]
+    return rows
+
+
+def _turn(
+    paths: Paths, subject: Subject, ceiling: Ceiling | None, op: str, shape: Shape, is_first: bool
+) -> tuple[Sample, Sample | None]:
+    asked = (op, shape.size_bytes, shape.count, shape.num_calls)
+    before = ceiling.move(*asked) if ceiling is not None and not is_first else None
+    ours = paths.move(subject, *asked)
+    after = ceiling.move(*asked) if ceiling is not None and is_first else None
+    return ours, before or after
+
+
+def _row(subject: Subject, op: str, shape: Shape, seen: _Samples) -> Row:
+    calls = sorted(call for sample in seen.ours for call in sample.calls_s)
+    p50, p99 = (calls[int(len(calls) * part)] * 1e6 for part in (0.5, 0.99))
+    row = Row(
+        subject.name,
+        op,
+        str(shape),
+        shape.size_bytes,
+        shape.count,
+        statistics.median(sample.gb_s for sample in seen.ours),
+        p50,
+        p99,
+        statistics.median(sample.cpu_s_per_gb for sample in seen.ours),
+    )
+    if not seen.ceiling:
+        return row
+    pairs = zip(seen.ours, seen.ceiling, strict=True)
+    return Row(
+        **{
+            **vars(row),
+            "ceiling": subject.ceiling,
+            "ceiling_gb_s": statistics.median(sample.gb_s for sample in seen.ceiling),
+            "ceiling_cpu_s_per_gb": statistics.median(sample.cpu_s_per_gb for sample in seen.ceiling),
+            "ratio": statistics.median(ours.gb_s / theirs.gb_s for ours, theirs in pairs),
+        }
+    )

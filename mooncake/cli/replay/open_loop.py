@@ -1,0 +1,170 @@
+"""A trace against a live endpoint: every request at its time, whatever became of those before (open loop)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mooncake import clock
+from mooncake.cli.replay.endpoint import Endpoint, TimedAnswer
+from mooncake.cli.replay.trace_prompts import TracePrompts
+from mooncake.sim.serving.decode_batch import longest_mean
+from mooncake.sim.serving.results import DONE, FAILED, REJECTED, Recorder, RunResults, Timeline
+from mooncake.sim.traces.trace_row import TraceRow
+
+SAMPLE_S = 1.0
+LATE_S = 0.05
+"""A request that leaves later than that behind its time shows that this machine can't keep up."""
+
+
+@dataclass
+class ReplayObservations:
+    """What a replay saw besides its outcome."""
+
+    errors: Counter[str] = field(default_factory=Counter)
+    "Why requests failed, and how often."
+    rejections: Counter[str] = field(default_factory=Counter)
+    num_without_retry_after: int = 0
+    "429 answers that didn't say when to come back."
+    retry_after_s: list[float] = field(default_factory=list)
+    num_late: int = 0
+    "Requests that this machine sent late."
+
+
+class Replay:
+    """One run. ``progress(sent, ended)`` is called at every change."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        prompts: TracePrompts,
+        speedup: float,
+        objectives: tuple[float, float],
+        tells_slo: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._prompts = prompts
+        self._speedup = speedup
+        self._objectives = objectives
+        names = ("x-slo-ttft-ms", "x-slo-tbt-ms")
+        wanted = {name: f"{s * 1000:g}" for name, s in zip(names, objectives, strict=True) if s}
+        self._headers = wanted if tells_slo else {}
+        self._progress = progress
+        self._recorder = Recorder()
+        self._measured = ReplayObservations()
+        self._num_ended = 0
+        self._num_decoding = 0
+        self._samples: list[tuple[float, ...]] = []
+
+    async def run(self, rows: Iterable[TraceRow]) -> tuple[RunResults, ReplayObservations]:
+        """Send everything, wait for every end. A broken row raises and nothing is measured."""
+        began = clock.monotonic()
+        first_s: float | None = None
+        sampling = asyncio.create_task(self._sample(began))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, row in enumerate(rows):
+                    first_s = row.timestamp_s if first_s is None else first_s
+                    due_s = (row.timestamp_s - first_s) / self._speedup
+                    prompt = self._prompts.tokens(row, number)  # before its time, so that it leaves on time
+                    await asyncio.sleep(max(0.0, began + due_s - clock.monotonic()))
+                    self._measured.num_late += clock.monotonic() - began - due_s > LATE_S
+                    place = self._recorder.add(clock.monotonic() - began, len(prompt), row.num_output)
+                    group.create_task(self._one(place, prompt, row.num_output))
+        finally:
+            sampling.cancel()
+        columns = np.array(self._samples, dtype=np.float64).reshape(-1, 10).T
+        outcome = self._recorder.outcome(Timeline(SAMPLE_S, *columns), *self._objectives)
+        return outcome, self._measured
+
+    async def _one(self, place: int, prompt: list[int], num_output: int) -> None:
+        self._num_decoding += 1
+        answer = await self._endpoint.complete(prompt, num_output, self._headers)
+        self._num_decoding -= 1
+        self._num_ended += 1
+        self._note(place, answer, num_output)
+        if self._progress is not None:
+            self._progress(len(self._recorder), self._num_ended)
+
+    def _note(self, place: int, answer: TimedAnswer, num_output: int) -> None:
+        recorder, measured = self._recorder, self._measured
+        if answer.status == 429:
+            recorder.status[place] = REJECTED
+            measured.rejections[answer.error] += 1
+            if answer.retry_after_s is None:
+                measured.num_without_retry_after += 1
+            else:
+                measured.retry_after_s.append(answer.retry_after_s)
+            return
+        if not answer.is_complete or len(answer.token_at_s) != num_output:
+            recorder.status[place] = FAILED
+            short = f"{len(answer.token_at_s)} of {num_output} tokens came"
+            measured.errors[answer.error or short] += 1
+            return
+        recorder.status[place] = DONE
+        recorder.ttft_s[place] = answer.token_at_s[0]
+        recorder.tbt_s[place], recorder.tbt_mean_s[place] = token_intervals(answer.intervals_s)
+        recorder.e2e_s[place] = answer.end_s
+        recorder.cached_tokens[place] = answer.num_cached
+
+    async def _sample(self, began: float) -> None:
+        recorder = self._recorder
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            status = np.frombuffer(bytes(recorder.status), dtype=np.int8)
+            done = status == DONE
+            asked = float(np.array(recorder.num_input)[done].sum())
+            cached = float(np.array(recorder.cached_tokens)[done].sum())
+            num_rejected = float((status == REJECTED).sum())
+            now_s = clock.monotonic() - began
+            self._samples.append(
+                (now_s, 0, 0, self._num_decoding, len(recorder), num_rejected, asked, cached, 0, 0)
+            )
+
+
+def token_intervals(intervals_s: list[float]) -> tuple[float, float]:
+    """Mean of the longest tenth, as in the simulator, and mean of all; 0 without any."""
+    if not intervals_s:
+        return 0.0, 0.0
+    longest_s = longest_mean([(1, seconds) for seconds in intervals_s], 0.0, len(intervals_s))
+    return longest_s, sum(intervals_s) / len(intervals_s)
+
+
+@dataclass(frozen=True)
+class ReplayAccuracy:
+    """Predicted beside measured: of the requests that both completed, and of the runs as wholes."""
+
+    num_compared: int
+    ttft_error: float
+    "Mean absolute error over the mean measured TTFT."
+    tbt_error: float
+    hit_rate_error: float
+    "Predicted less measured."
+    goodput_error: float
+    "Predicted over measured, less 1."
+
+
+def accuracy(predicted: RunResults, measured: RunResults) -> ReplayAccuracy:
+    """Compare two runs of the same rows."""
+    assert len(predicted) == len(measured), (len(predicted), len(measured))
+    both = predicted.is_done & measured.is_done
+
+    def error(name: str) -> float:
+        ours = getattr(predicted, name)[both].astype(np.float64)
+        theirs = getattr(measured, name)[both].astype(np.float64)
+        mean = float(theirs.mean()) if len(theirs) else 0.0
+        return float(np.abs(ours - theirs).mean()) / mean if mean else 0.0
+
+    ours, theirs = predicted.summary(), measured.summary()
+    return ReplayAccuracy(
+        num_compared=int(both.sum()),
+        ttft_error=error("ttft_s"),
+        tbt_error=error("tbt_mean_s"),
+        hit_rate_error=ours.hit_rate - theirs.hit_rate,
+        goodput_error=ours.goodput_per_s / theirs.goodput_per_s - 1 if theirs.goodput_per_s else 0.0,
+    )

@@ -1,0 +1,273 @@
+"""Turns a settings class and what to do with it into a subcommand.
+
+There is no second list of options: flags, their help and their errors come from the fields of the settings
+class. Values are passed on as text, because ``config.load`` is the one place that judges them. A role is
+then run until SIGTERM or SIGINT, either of which is a clean stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from typer.core import TyperCommand
+
+from mooncake import config
+from mooncake.config import LogSettings, Option
+from mooncake.rpc.limits import raise_file_limit
+from mooncake.security import Identity, SecuritySettings, install_identity
+
+CONFIG_VARIABLE = "MOONCAKE_CONFIG"
+"""Names the configuration file when ``--config`` does not."""
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What a command was asked to do."""
+
+    settings: Any
+    logs: LogSettings
+    file: Path | None
+
+
+class ManyValues(TyperCommand):
+    """Lets a repeatable option take several values at once: ``--prefill a:1 b:2`` is said twice."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        many = {flag for param in self.params if getattr(param, "multiple", False) for flag in param.opts}
+        return super().parse_args(ctx, repeat_flags(args, many))
+
+
+def repeat_flags(words: Sequence[str], many: set[str]) -> list[str]:
+    """``--prefill a b --port 1`` -> ``--prefill a --prefill b --port 1``."""
+    result: list[str] = []
+    current, num_values = "", 0
+    for word in words:
+        if word.startswith("-"):
+            current, num_values = word if word in many else "", 0
+        elif current:
+            num_values += 1
+            if num_values > 1:
+                result.append(current)
+        result.append(word)
+    return result
+
+
+def add_command(
+    application: typer.Typer,
+    name: str,
+    settings_class: type,
+    run: Callable[[Invocation], None],
+    example: str,
+    known_roles: Sequence[str],
+) -> None:
+    """Add a subcommand whose flags are the fields of ``settings_class``."""
+
+    def command(**given: Any) -> None:
+        own = {
+            field: given.pop(field) for field in (option.field for option in config.options(settings_class))
+        }
+        file, logs, log_origins = _general(given, known_roles)
+        security, security_origins = _security(given, file, known_roles)
+        settings: Any
+        settings, origins = config.load(settings_class, own, os.environ, file, known_roles)
+        if given["print_config"]:
+            print(config.describe(settings, origins))
+            print(config.describe(logs, log_origins))
+            print(config.describe(security, security_origins))
+            return
+        if given["parent"]:
+            die_with(given["parent"])
+        install_identity(Identity(security))
+        run(Invocation(settings, logs, file))
+
+    parameters = [_parameter(option) for option in config.options(settings_class)]
+    parameters += GENERAL_PARAMETERS
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    application.command(
+        name,
+        cls=ManyValues,
+        help=inspect.getdoc(settings_class),
+        epilog=f"Example: {example}",
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )(command)
+
+
+def config_file(named: str | None) -> Path | None:
+    """The configuration file that the flag, or else the environment, names."""
+    name = named or os.environ.get(CONFIG_VARIABLE)
+    return Path(name).expanduser() if name else None
+
+
+def _general(
+    given: dict[str, Any], known_roles: Sequence[str]
+) -> tuple[Path | None, LogSettings, dict[str, str]]:
+    """The configuration file and the log settings, which every command has."""
+    file = config_file(given["config"])
+    flags = {"level": given["log_level"], "format": given["log_format"]}
+    logs, origins = config.load(LogSettings, flags, os.environ, file, known_roles, flags_start="--log-")
+    return file, logs, origins
+
+
+def _security(
+    given: dict[str, Any], file: Path | None, known_roles: Sequence[str]
+) -> tuple[SecuritySettings, dict[str, str]]:
+    """Who this process is to others, which every command has."""
+    flags = {option.field: given[option.field] for option in config.options(SecuritySettings)}
+    return config.load(SecuritySettings, flags, os.environ, file, known_roles)
+
+
+def _parameter(option: Option, panel: str | None = None) -> inspect.Parameter:
+    """A field as a parameter that typer understands. All flags are optional: None means not given."""
+    flags = option.flag
+    kind: Any = str | None
+    if option.base is bool:
+        flags, kind = f"{option.flag}/--no-{option.flag[2:]}", bool | None
+    elif option.takes_many:
+        kind = list[str] | None
+    details = typer.Option(
+        flags,
+        help=_help(option),
+        metavar=None if option.base is bool else _metavar(option),
+        show_default=False,
+        rich_help_panel=panel,
+    )
+    return _keyword(option.field, Annotated[kind, details])
+
+
+def _help(option: Option) -> str:
+    if option.default in (None, (), ""):
+        return escape(option.sentence)
+    shown = option.show(option.default).strip('"')
+    return escape(f"{option.sentence} (default: {shown})")
+
+
+def _metavar(option: Option) -> str:
+    choices = config.choices_of(option.base)
+    if choices:
+        return f"[{'|'.join(choices)}]"
+    if option.has(config.Size):
+        return "SIZE"
+    if option.takes_many:
+        return "VALUE ..."
+    return {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(option.base, "TEXT")
+
+
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _general_parameters() -> list[inspect.Parameter]:
+    level, log_format = config.options(LogSettings)
+    panel = "General"
+    return [
+        _keyword(
+            "config",
+            Annotated[
+                str | None,
+                typer.Option(
+                    "--config",
+                    metavar="FILE",
+                    help=f"TOML or JSON file with one table per role; {CONFIG_VARIABLE} names it too.",
+                    rich_help_panel=panel,
+                ),
+            ],
+        ),
+        _keyword(
+            "print_config",
+            Annotated[
+                bool | None,
+                typer.Option(
+                    "--print-config",
+                    help="Print every setting and where its value came from, and do nothing else.",
+                    rich_help_panel=panel,
+                    show_default=False,
+                ),
+            ],
+        ),
+        *(
+            _keyword(
+                f"log_{option.field}",
+                Annotated[
+                    str | None,
+                    typer.Option(
+                        f"--log-{option.name}",
+                        metavar=_metavar(option),
+                        help=_help(option),
+                        show_default=False,
+                        rich_help_panel=panel,
+                    ),
+                ],
+            )
+            for option in (level, log_format)
+        ),
+        *(_parameter(option, "Security") for option in config.options(SecuritySettings)),
+        _keyword("parent", Annotated[int | None, typer.Option("--parent", hidden=True)]),
+    ]
+
+
+GENERAL_PARAMETERS = _general_parameters()
+
+
+# -- running -----------------------------------------------------------------------------------------
+
+
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run_until_stopped(serve: Callable[[Any], Coroutine[Any, Any, None] | None], settings: Any) -> None:
+    """Run a role's ``serve``, plain or async. SIGTERM and SIGINT end it cleanly and are no error."""
+
+    raise_file_limit()
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in STOPPING_SIGNALS:
+        signal.signal(number, stop)
+    with contextlib.suppress(KeyboardInterrupt):
+        if inspect.iscoroutinefunction(serve):
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(_until_signal(serve(settings)))
+        else:
+            serve(settings)
+
+
+async def _until_signal(serving: Coroutine[Any, Any, None]) -> None:
+    """A signal cancels ``serving``, which cleans up in its ``finally`` blocks."""
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(serving)
+    for number in STOPPING_SIGNALS:
+        loop.add_signal_handler(number, task.cancel)
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies, however that happens (PR_SET_PDEATHSIG)."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        sys.exit(1)

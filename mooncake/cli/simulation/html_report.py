@@ -1,0 +1,165 @@
+"""Runs as one HTML file with plots, which needs nothing but a browser.
+
+The plots are matplotlib's, drawn as SVG into the page. Lines of all runs share each plot, because what people
+ask of a report is "which of them, and when did it go wrong?".
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mooncake.cli.bench.plot import COLOURS
+from mooncake.cli.simulation.tables import HEADINGS, ClusterRun, cells
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NUM_POINTS = 1000
+"""Of a curve: more can't be seen and make the file large."""
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem;
+  color: #1a1a1a }
+table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto }
+th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: pre }
+th:first-child, td:first-child { text-align: left }
+figure { margin: 1.5rem 0 } figcaption { color: #555 } svg { max-width: 100%; height: auto }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(30rem, 1fr)); gap: 0 2rem }
+"""
+
+
+def render_html(trace: str, runs: list[ClusterRun]) -> str:
+    """The report. Raises ModuleNotFoundError without matplotlib."""
+    figures = "\n".join(
+        f"<figure>{_svg(draw, runs)}<figcaption>{html.escape(caption)}</figcaption></figure>"
+        for draw, caption in PLOTS
+    )
+    heading = "".join(f"<th>{html.escape(one)}</th>" for one in HEADINGS)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(run)) + "</tr>" for run in runs
+    )
+    first = runs[0].summary
+    objectives = f"TTFT at most {first.slo_ttft_s:g} s and TBT at most {first.slo_tbt_s * 1000:g} ms"
+    took = ", ".join(f"{html.escape(run.name)} in {run.took_s:.1f} s" for run in runs)
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{html.escape(trace)}: simulated</title><style>{_STYLE}</style>
+<h1>{html.escape(trace)}, simulated</h1>
+<p>Good requests are completed with {objectives}; TBT is the mean of the longest tenth of a request's
+intervals between tokens. Dotted lines are the objectives. Simulated: {took}.</p>
+<table><tr>{heading}</tr>{rows}</table>
+<div class="plots">{figures}</div></html>
+"""
+
+
+def _svg(draw: Callable[[Axes, list[ClusterRun]], None], runs: list[ClusterRun]) -> str:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    # A fixed salt and no date: the same run gives the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "mooncake", "svg.fonttype": "none", "font.size": 9}):
+        figure, axes = pyplot.subplots(figsize=(7, 3.8), layout="constrained")
+        draw(axes, runs)
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False)
+        out = io.StringIO()
+        metadata: dict[str, Any] = {"Date": None, "Creator": None}
+        figure.savefig(out, format="svg", metadata=metadata)
+        pyplot.close(figure)
+    return re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>", "", out.getvalue(), flags=re.DOTALL)
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _cdf(axes: Axes, runs: list[ClusterRun], column: str, scale: float, objective: float) -> None:
+    shares = np.linspace(0.0, 1.0, NUM_POINTS)
+    for number, run in enumerate(runs):
+        values = getattr(run.outcome, column)[run.outcome.is_done]
+        if len(values):
+            axes.plot(np.quantile(values, shares) * scale, shares, color=_colour(number), label=run.name)
+    if objective:
+        axes.axvline(objective * scale, color="#777777", linestyle=":")
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 1)
+    axes.set_ylabel("share of completed requests")
+
+
+def _ttft(axes: Axes, runs: list[ClusterRun]) -> None:
+    _cdf(axes, runs, "ttft_s", 1, runs[0].summary.slo_ttft_s)
+    axes.set_xscale("symlog", linthresh=0.1)
+    axes.set_xlabel("TTFT, s")
+
+
+def _tbt(axes: Axes, runs: list[ClusterRun]) -> None:
+    _cdf(axes, runs, "tbt_s", 1000, runs[0].summary.slo_tbt_s)
+    axes.set_xlabel("TBT, ms")
+
+
+def _over_time(
+    axes: Axes, runs: list[ClusterRun], label: str, values: Callable[[Any], Any], styles: str = "-"
+) -> None:
+    for number, run in enumerate(runs):
+        line = run.outcome.time_line
+        if len(line.at_s):
+            step = max(1, len(line.at_s) // NUM_POINTS)
+            at_min = line.at_s[::step] / 60
+            axes.plot(at_min, values(line)[::step], styles, color=_colour(number), label=run.name)
+    axes.set_xlabel("minutes")
+    axes.set_ylabel(label)
+    axes.set_ylim(bottom=0)
+
+
+def _queue(axes: Axes, runs: list[ClusterRun]) -> None:
+    _over_time(axes, runs, "prefill work that waits, s", lambda line: line.queue_s)
+
+
+def _running(axes: Axes, runs: list[ClusterRun]) -> None:
+    _over_time(axes, runs, "requests being decoded", lambda line: line.num_running)
+
+
+def _hits(axes: Axes, runs: list[ClusterRun]) -> None:
+    def lately(line: Any) -> Any:
+        """Over the last tenth of the run's samples, at least six of them."""
+        width = max(6, len(line.at_s) // 10)
+        cached = line.cached_tokens - np.concatenate([np.zeros(width), line.cached_tokens])[: len(line.at_s)]
+        asked = line.input_tokens - np.concatenate([np.zeros(width), line.input_tokens])[: len(line.at_s)]
+        return cached / np.maximum(asked, 1.0)
+
+    _over_time(axes, runs, "hit rate of prompt tokens, lately", lately)
+
+
+def _rejections(axes: Axes, runs: list[ClusterRun]) -> None:
+    _over_time(axes, runs, "rejected so far", lambda line: line.num_rejected)
+
+
+def _replicas(axes: Axes, runs: list[ClusterRun]) -> None:
+    _over_time(axes, runs, "instances that hold a hot block", lambda line: line.replicas_top10)
+    for number, run in enumerate(runs):
+        line = run.outcome.time_line
+        step = max(1, len(line.at_s) // NUM_POINTS)
+        axes.plot(line.at_s[::step] / 60, line.replicas_top100[::step], ":", color=_colour(number))
+
+
+PLOTS: tuple[tuple[Callable[[Axes, list[ClusterRun]], None], str], ...] = (
+    (_ttft, "Time to the first token: the share of completed requests that had it by then."),
+    (_tbt, "Time between tokens, longest tenth."),
+    (_queue, "Load of prefill over time."),
+    (_running, "Load of decode over time."),
+    (_hits, "Prompt tokens that were not computed, of those asked for."),
+    (_rejections, "Rejections."),
+    (
+        _replicas,
+        "Replicas of hot blocks, on average: the 10 most used (solid) and the 100 most used (dotted).",
+    ),
+)

@@ -1,0 +1,181 @@
+"""The existing package's ``MooncakeConfig``: the flat JSON file named in ``MOONCAKE_CONFIG_PATH``.
+
+Read into the words of ``MooncakeDistributedStore.setup``. Programs read its fields and call its helpers by
+name, so the names are theirs. Roles of this package have settings of their own (``config.py``), which take
+the same file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mooncake.compat.store import setup_arguments as words
+from mooncake.compat.transfer.transport_choice import PROTOCOLS, UNSUPPORTED_PROTOCOLS
+from mooncake.errors import InvalidArgument
+from mooncake.log import get_logger
+
+log = get_logger("mooncake.config")
+
+DEFAULT_GLOBAL_SEGMENT_SIZE = 3_355_443_200
+DEFAULT_LOCAL_BUFFER_SIZE = 1_073_741_824
+
+CONFIG_VARIABLE = "MOONCAKE_CONFIG_PATH"
+MASTER_VARIABLE = "MOONCAKE_MASTER"
+
+_REQUIRED = ("local_hostname", "metadata_server", "master_server_address")
+
+
+def _parse_segment_size(value: int | str) -> int:
+    """Bytes, from 500gb, '1.5 GB', 16k, 1e9 or a number.
+
+    Raises:
+        ValueError: not a size.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"{value!r} is not a size")
+    return words.parse_size(int(value) if isinstance(value, float) else value)
+
+
+def _parse_bool(value: bool | int | str) -> bool:
+    """True or false, from the ways in which people write it.
+
+    Raises:
+        ValueError: neither.
+    """
+    return words.parse_bool(value)
+
+
+@dataclass
+class MooncakeConfig:
+    """What a program needs to know to take part in a store."""
+
+    local_hostname: str
+    metadata_server: str
+    global_segment_size: int
+    local_buffer_size: int
+    protocol: str
+    device_name: str
+    master_server_address: str
+    enable_ssd_offload: bool = False
+    ssd_offload_path: str = ""
+    tenant_id: str = words.DEFAULT_TENANT
+    enable_client_http_server: bool = False
+    client_http_port: int = words.DEFAULT_HTTP_PORT
+    cluster_id: str = ""
+    root_fs_dir: str = ""
+
+    def __post_init__(self) -> None:
+        for field in _REQUIRED:
+            value = getattr(self, field)
+            if not isinstance(value, str) or not value.strip():
+                raise ValueError(f"Missing required config field: {field}")
+        if not isinstance(self.protocol, str) or not self.protocol.strip():
+            raise ValueError(f"protocol must be a non-empty string, not {self.protocol!r}")
+        self.protocol = self.protocol.strip().lower()
+        if self.protocol not in PROTOCOLS and self.protocol not in UNSUPPORTED_PROTOCOLS:
+            log.warning(f"protocol {self.protocol!r} is unknown; known are {', '.join(PROTOCOLS)}")
+        for field in ("global_segment_size", "local_buffer_size"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} must be 0 or more, not {getattr(self, field)}")
+        if not 0 <= self.client_http_port < 65536:
+            raise ValueError(f"client_http_port must be 0 to 65535, not {self.client_http_port}")
+
+    @staticmethod
+    def from_file(file_path: str) -> MooncakeConfig:
+        """The configuration in a JSON file.
+
+        Raises:
+            ValueError: a required field is missing, or a value is none; the message names it.
+            OSError: the file cannot be read.
+        """
+        given = json.loads(Path(file_path).read_text())
+        if not isinstance(given, dict):
+            raise ValueError(f"{file_path}: a JSON object is expected, not {type(given).__name__}")
+        for field in _REQUIRED:
+            if given.get(field) in (None, ""):
+                raise ValueError(f"Missing required config field: {field}")
+        for key in given.keys() - _VARIABLES.keys():  # programs keep keys of their own there
+            close = difflib.get_close_matches(key, _VARIABLES, 1, cutoff=0.85)
+            if close:
+                log.warning(f"{file_path}: {key!r} means nothing; did you mean {close[0]!r}?")
+        return MooncakeConfig.of(given)
+
+    @staticmethod
+    def of(given: dict[str, Any]) -> MooncakeConfig:
+        """From the words of such a file, those of others left out.
+
+        Raises:
+            ValueError: a required one is missing, or a value is none; the message names it.
+        """
+        return _config_from(given)
+
+    @staticmethod
+    def load_from_env() -> MooncakeConfig:
+        """From the file that ``MOONCAKE_CONFIG_PATH`` names, else from ``MOONCAKE_*`` variables.
+
+        Raises:
+            ValueError: neither that nor ``MOONCAKE_MASTER`` is set, or a value is none.
+        """
+        file = os.getenv(CONFIG_VARIABLE)
+        if file:
+            return MooncakeConfig.from_file(file)
+        if not os.getenv(MASTER_VARIABLE):
+            raise ValueError(
+                f"Neither the environment variable '{CONFIG_VARIABLE}' nor '{MASTER_VARIABLE}' is set."
+            )
+        given = {field: os.environ[name] for field, name in _VARIABLES.items() if name in os.environ}
+        return MooncakeConfig.of({"local_hostname": "localhost", "metadata_server": "P2PHANDSHAKE", **given})
+
+
+_VARIABLES = {
+    "local_hostname": "MOONCAKE_LOCAL_HOSTNAME",
+    "metadata_server": "MOONCAKE_TE_META_DATA_SERVER",
+    "global_segment_size": "MOONCAKE_GLOBAL_SEGMENT_SIZE",
+    "local_buffer_size": "MOONCAKE_LOCAL_BUFFER_SIZE",
+    "protocol": "MOONCAKE_PROTOCOL",
+    "device_name": "MOONCAKE_DEVICE",
+    "master_server_address": MASTER_VARIABLE,
+    "enable_ssd_offload": "MOONCAKE_OFFLOAD_ENABLED",
+    "ssd_offload_path": "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH",
+    "tenant_id": "MOONCAKE_TENANT_ID",
+    "enable_client_http_server": "MOONCAKE_ENABLE_CLIENT_HTTP_SERVER",
+    "client_http_port": "MOONCAKE_CLIENT_HTTP_PORT",
+    "cluster_id": "MOONCAKE_CLUSTER_ID",
+    "root_fs_dir": "MOONCAKE_ROOT_FS_DIR",
+}
+
+
+def _config_from(given: dict[str, Any]) -> MooncakeConfig:
+    def read(field: str, default: Any, parse: Any) -> Any:
+        try:
+            return parse(given[field]) if field in given else default
+        except (ValueError, TypeError, InvalidArgument) as error:
+            raise ValueError(f"{field}: {error}") from error
+
+    return MooncakeConfig(
+        local_hostname=read("local_hostname", "", _text),
+        metadata_server=read("metadata_server", "", _text),
+        global_segment_size=read("global_segment_size", DEFAULT_GLOBAL_SEGMENT_SIZE, _parse_segment_size),
+        local_buffer_size=read("local_buffer_size", DEFAULT_LOCAL_BUFFER_SIZE, _parse_segment_size),
+        protocol=read("protocol", "tcp", _text),
+        device_name=read("device_name", "", _text),
+        master_server_address=read("master_server_address", "", _text),
+        enable_ssd_offload=read("enable_ssd_offload", False, _parse_bool),
+        ssd_offload_path=read("ssd_offload_path", "", _text),
+        tenant_id=read("tenant_id", words.DEFAULT_TENANT, _text),
+        enable_client_http_server=read("enable_client_http_server", False, _parse_bool),
+        client_http_port=read("client_http_port", words.DEFAULT_HTTP_PORT, int),
+        cluster_id=read("cluster_id", "", _text),
+        root_fs_dir=read("root_fs_dir", "", _text),
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"text is expected, not {value!r}")
+    return value

@@ -1,0 +1,118 @@
+"""The existing package's ``mooncake.http_metadata_server``: the HTTP metadata service in a thread.
+
+``mooncake_http_metadata_server --port 8080 --host 0.0.0.0`` runs it as a program. Unlike the existing one it
+lets a process publish its address again, which one that was restarted has to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import enum
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from mooncake.errors import AddressInUse, MooncakeError
+from mooncake.http.server import HttpServer, listen
+from mooncake.log import get_logger, setup_logging
+from mooncake.security import process_identity, warn_if_open
+from mooncake.transfer.metadata.server import make_app
+
+log = get_logger(__name__)
+
+
+class KVPoll(enum.IntEnum):
+    Failed = 0
+    Bootstrapping = 1
+    WaitingForInput = 2
+    Transferring = 3
+    Success = 4
+
+
+class KVBootstrapServer:
+    """Serves ``/metadata`` from ``run`` to ``close``."""
+
+    def __init__(self, port: int, host: str = "0.0.0.0") -> None:
+        self.port, self.host = port, host
+        self._state = KVPoll.Bootstrapping
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._over: asyncio.Event | None = None
+        self._is_ready = threading.Event()
+
+    def run(self) -> None:
+        """Listen; returns when requests are taken. Harmless when repeated.
+
+        Raises:
+            AddressInUse: the port is taken.
+        """
+        if self._thread is not None:
+            return
+        listening = listen(self.host, self.port)
+        self.port = listening.getsockname()[1]
+        web = HttpServer(make_app(), listening, tls=process_identity().server_tls)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(web)), daemon=True)
+        self._thread.start()
+        self._is_ready.wait()
+
+    def poll(self) -> KVPoll:
+        """``Success`` while it serves, ``Bootstrapping`` before, ``Failed`` when it has ended."""
+        return self._state
+
+    def close(self) -> None:
+        """Stop. Harmless when repeated, and before ``run``."""
+        self._state = KVPoll.Failed
+        if self._thread is None or self._loop is None or self._over is None:
+            return
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+    async def _serve(self, web: HttpServer) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            await web.start()
+            self._state = KVPoll.Success
+            self._is_ready.set()
+            await self._over.wait()
+        finally:
+            self._state = KVPoll.Failed
+            self._is_ready.set()
+            await web.close()
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The console script ``mooncake_http_metadata_server``."""
+    parser = argparse.ArgumentParser(
+        prog="mooncake_http_metadata_server",
+        description="Keep the addresses of transfer engines.",
+        epilog="Example: mooncake_http_metadata_server --port 8080 --host 0.0.0.0",
+    )
+    parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--host", default="0.0.0.0")
+    levels = ("DEBUG", "INFO", "WARNING", "ERROR")
+    parser.add_argument("--log-level", type=str.upper, choices=levels, default="INFO")
+    arguments = parser.parse_args(words)
+    if not 0 <= arguments.port < 65536:
+        parser.error(f"--port {arguments.port}: 0 to 65535 is expected")
+    setup_logging(arguments.log_level.lower(), role="metadata")
+    warn_if_open("mooncake_http_metadata_server", arguments.host)
+    server = KVBootstrapServer(arguments.port, arguments.host)
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: over.set())
+    try:
+        server.run()
+    except AddressInUse as error:
+        print(f"error: {error}: --port", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except (MooncakeError, OSError) as error:
+        print(
+            f"error: {arguments.host}:{arguments.port}: {error}: --host, --port", file=sys.stderr, flush=True
+        )
+        sys.exit(2)
+    log.info("ready", role="metadata", address=f"http://{server.host}:{server.port}")
+    over.wait()
+    server.close()

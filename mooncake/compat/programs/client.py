@@ -1,0 +1,153 @@
+"""``mooncake_client``: one process of a host lends its memory and SSD, and tells workers where the store is.
+
+The existing program's flags and defaults. What it does for its workers there (hold their memory, move their
+bytes) workers do themselves here; see ``compat/store/dummy_client.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import mooncake
+from mooncake.cli import run_program
+from mooncake.cli.role_command import run_until_stopped
+from mooncake.compat.programs.gflags import parse_flags
+from mooncake.compat.store.setup_arguments import SetupArguments, parse_size
+from mooncake.errors import InvalidArgument
+from mooncake.log import get_logger, setup_logging
+from mooncake.security import check_address, keep_upstream_defaults
+
+log = get_logger(__name__)
+
+FLAGS: dict[str, Any] = {
+    "host": "0.0.0.0",
+    "port": 50052,
+    "master_server_address": "127.0.0.1:50051",
+    "metadata_server": "http://127.0.0.1:8080/metadata",
+    "protocol": "tcp",
+    "device_names": "",
+    "global_segment_size": "4 GB",
+    "local_buffer_size": "0",
+    "threads": 1,
+    "tenant_id": "default",
+    "enable_offload": False,
+    "offload_path": "",
+    "start_offload_rpc_server": True,
+    "enable_http_server": False,
+    "http_port": 9300,
+}
+WITHOUT_EFFECT = {
+    "threads": "bytes are moved by the threads of the transfer engine",
+    "start_offload_rpc_server": "whoever reads from the SSD opens its file",
+}
+HELP = """\
+mooncake_client: lend this host's memory and SSD to the store, for workers that call setup_dummy.
+
+Example: mooncake_client --master_server_address=10.0.0.1:50051 --global_segment_size="64 GB" --port=50052
+
+Flags take one dash or two, underscores or hyphens, and their value after = or a space:
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientOptions:
+    """What the flags amount to."""
+
+    words: SetupArguments
+    port: int
+    """Where workers ask; a port that the host names is the transfer engine's."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The console script ``mooncake_client``."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if {"-h", "-help", "--help", "--helpfull", "--helpshort"} & set(given):
+        print(HELP)
+        print("\n".join(f"  --{name}={default}" for name, default in FLAGS.items()))
+        sys.exit(0)
+    if {"-version", "--version"} & set(given):
+        print(f"mooncake_client {mooncake.__version__}")
+        sys.exit(0)
+    run_program(lambda: _run(given))
+
+
+def _run(given: Sequence[str]) -> None:
+    setup_logging(role="client")
+    keep_upstream_defaults("mooncake_client")
+    run_until_stopped(_serve, read(given))
+
+
+def read(given: Sequence[str]) -> ClientOptions:
+    """What the command line asks for.
+
+    Raises:
+        InvalidArgument: names the flag, the value and what it takes.
+    """
+    values = parse_flags(given, FLAGS)
+    for name, reason in WITHOUT_EFFECT.items():
+        if values[name] != FLAGS[name]:
+            log.warning("flag_without_effect", flag=f"--{name}", reason=reason)
+    sizes = {}
+    for name in ("global_segment_size", "local_buffer_size"):
+        try:
+            sizes[name] = parse_size(values[name])
+        except ValueError as error:
+            raise InvalidArgument(f"--{name}", values[name], str(error)) from error
+    if not 0 <= values["port"] < 65536:
+        raise InvalidArgument("--port", values["port"], "0 to 65535")
+    words = SetupArguments(
+        values["host"],
+        values["metadata_server"],
+        sizes["global_segment_size"],
+        sizes["local_buffer_size"],
+        values["protocol"],
+        values["device_names"],
+        values["master_server_address"],
+        enable_ssd_offload=values["enable_offload"],
+        ssd_offload_path=values["offload_path"],
+        tenant_id=values["tenant_id"],
+        enable_client_http_server=values["enable_http_server"],
+        client_http_port=values["http_port"],
+    )
+    return ClientOptions(words.checked(), values["port"])
+
+
+async def _serve(options: ClientOptions) -> None:
+    # Late: --help and bad flags should not wait for the native extension.
+    from mooncake.compat.store.dummy_client import ACCESS, ClientInfo, ClientInfoRequest
+    from mooncake.compat.store.session_setup import open_session
+    from mooncake.compat.transfer.transport_choice import split_host
+    from mooncake.rpc import RpcServer
+    from mooncake.transfer.host_address import reachable_host
+
+    host, fixed = split_host(options.words.local_hostname)
+    check_address(host)
+    name = reachable_host(host) + (f":{fixed}" if fixed else "")
+    words = dataclasses.replace(options.words, local_hostname=name)
+    session = await asyncio.to_thread(open_session, words)
+    client_info = ClientInfo(
+        session.hostname,
+        words.metadata_server,
+        words.protocol,
+        words.rdma_devices,
+        words.master_server_addr,
+        words.tenant_id,
+    )
+    server = RpcServer(
+        {ClientInfoRequest: lambda _, __: client_info}, access=ACCESS, name="client", is_peer=True
+    )
+    try:
+        port = await server.start(host, options.port)
+        log.info("ready", role="client", address=f"{host}:{port}", segment=session.hostname)
+        await asyncio.Event().wait()
+    finally:
+        await server.close()
+        await asyncio.to_thread(session.close)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""``mooncake_master``: our master behind the existing program's flags, defaults and log lines.
+
+Only translates: flags, a flag file and ``--config_path`` become ``MasterSettings``. What a flag can't mean
+here is said once, with the reason, and the program goes on; what is misspelt or out of range ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import mooncake
+from mooncake import config
+from mooncake.cli import run_program
+from mooncake.cli.role_command import run_until_stopped
+from mooncake.compat.programs.gflags import split_flags
+from mooncake.compat.programs.master_flags import BOOLEANS, FLAGS, TRANSLATED
+from mooncake.errors import AddressInUse, InvalidArgument
+from mooncake.log import get_logger, setup_logging
+from mooncake.security import keep_upstream_defaults
+from mooncake.store.settings import MasterSettings
+
+log = get_logger(__name__)
+
+SNAPSHOTS_VARIABLE = "MOONCAKE_SNAPSHOT_LOCAL_PATH"
+REPORT_S = 10.0
+HELP = """\
+mooncake_master: keep the store's metadata (mooncake master, with the flags of the existing package).
+
+Example: mooncake_master --rpc_port=50051 --enable_http_metadata_server=true --default_kv_lease_ttl=5s
+
+Flags take one dash or two, underscores or hyphens, and their value after = or a space. Files with flags:
+--flagfile (one a line), --config_path (JSON or YAML with the same names). ADMIN_API_KEY, when set, is the key
+that changes through the HTTP side need.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class MasterOptions:
+    """What the flags amount to."""
+
+    settings: MasterSettings
+    metadata: tuple[str, int] | None
+    """Where to serve the HTTP metadata service, too."""
+    warnings: list[str]
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The console script ``mooncake_master``."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if {"-h", "-help", "--help", "--helpfull", "--helpshort"} & set(words):
+        print(HELP)
+        print("\n".join(_help_lines()))
+        sys.exit(0)
+    if {"-version", "--version"} & set(words):
+        print(f"mooncake_master {mooncake.__version__}")
+        sys.exit(0)
+    run_program(lambda: _run(words))
+
+
+def _run(words: Sequence[str]) -> None:
+    setup_logging(role="master")
+    keep_upstream_defaults("mooncake_master")
+    options = read(words, os.environ)
+    for warning in options.warnings:
+        log.warning("flag_without_effect", reason=warning)
+    run_until_stopped(_serve, options)
+
+
+async def _serve(options: MasterOptions) -> None:
+    from mooncake.store.server import serve  # late: --help and bad flags should not wait for a web framework
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(serve(options.settings))
+            if options.metadata is not None:
+                from mooncake.transfer.metadata.server import MetadataSettings
+                from mooncake.transfer.metadata.server import serve as serve_metadata
+
+                group.create_task(_named(serve_metadata(MetadataSettings(*options.metadata))))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _named(serving: Coroutine[Any, Any, None]) -> None:
+    """A taken port is that of the metadata service, and its flag is said."""
+    try:
+        await serving
+    except AddressInUse as error:
+        raise AddressInUse(f"{error}: --http_metadata_server_port") from error
+
+
+def read(words: Sequence[str], environment: Mapping[str, str]) -> MasterOptions:
+    """What the command line asks for.
+
+    Raises:
+        InvalidArgument: names the flag, the value and what it takes.
+    """
+    given = split_flags(words, FLAGS.keys(), BOOLEANS, environment)
+    if given.get("config_path"):
+        path = FLAGS["config_path"].kind.value("config_path", given["config_path"])
+        given = {**_file(Path(path)), **given}
+    values = {name: flag.kind.value(name, given.get(name, flag.default)) for name, flag in FLAGS.items()}
+    changed = {name for name in given if values[name] != FLAGS[name].kind.read(FLAGS[name].default)}
+    warnings = [
+        f"--{name}: {FLAGS[name].why_not}" for name in given if name in changed and not FLAGS[name].field
+    ]
+    fields = {flag.field: values[name] for name, flag in FLAGS.items() if flag.field not in ("", TRANSLATED)}
+    fields["port"] = values["rpc_port"] if "rpc_port" in given and values["rpc_port"] else values["port"]
+    _translate(values, given, environment, fields, warnings)
+    fields = {name: value for name, value in fields.items() if value is not None}
+    settings, _ = config.load(MasterSettings, fields, environment)
+    metadata = None
+    if values["enable_http_metadata_server"]:
+        metadata = values["http_metadata_server_host"], values["http_metadata_server_port"]
+    return MasterOptions(settings, metadata, warnings)
+
+
+def _file(path: Path) -> dict[str, str]:
+    """The flags in a JSON or YAML file, as text; flags on the command line beat them."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(
+            "--config_path", str(path), f"a readable JSON or YAML file ({error})"
+        ) from error
+    try:
+        content = json.loads(text) if path.suffix == ".json" else read_yaml(text)
+    except ValueError as error:
+        raise InvalidArgument("--config_path", str(path), f"well-formed JSON or YAML ({error})") from error
+    if not isinstance(content, dict):
+        raise InvalidArgument("--config_path", str(path), "an object of flags and their values")
+    words = []
+    for name, value in content.items():
+        if isinstance(value, dict | list) or value is None:
+            raise InvalidArgument(f"{name} in {path}", value, "text, a number, true or false")
+        words.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
+    try:
+        return split_flags(words, FLAGS.keys(), BOOLEANS)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{error.field} in {path}", error.value, error.allowed) from error
+
+
+def read_yaml(text: str) -> Any:
+    """Raises ValueError when it is not well-formed."""
+    import yaml  # late: only those who have such a file need it
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _translate(
+    values: Mapping[str, Any],
+    given: Mapping[str, str],
+    environment: Mapping[str, str],
+    fields: dict[str, Any],
+    warnings: list[str],
+) -> None:
+    """What needs more than one flag, or another word."""
+    if "put_start_release_timeout_sec" in given:
+        # Theirs counts from the start of a put, ours from its deadline. Not by default: memory rests as long
+        # after a master was lost, and 10 minutes is long.
+        late_s = values["put_start_release_timeout_sec"] - values["put_start_discard_timeout_sec"]
+        fields["grace_s"] = max(0.0, late_s)
+    if "client_ttl" not in given:
+        fields["segment_ttl_s"] = None  # ours is shorter
+    fields["report_s"] = REPORT_S if values["enable_metric_reporting"] else 0.0
+    _translate_log(values, environment, fields, warnings)
+    _translate_tiers(values, given, fields, warnings)
+    if values["enable_ha"]:
+        fields["election"] = _election(values)
+    else:
+        fields["cluster_id"] = None
+    if not values["kv_events_backend_id"]:
+        fields["kv_events_backend"] = None
+    if not values["enable_kv_events"]:
+        fields["kv_events_endpoint"] = None
+    elif not (values["kv_events_bind_endpoint"] and values["kv_events_backend_id"]):
+        fields["kv_events_endpoint"] = None
+        warnings.append("--enable_kv_events: needs --kv_events_bind_endpoint and --kv_events_backend_id")
+    if values["enable_multi_tenants"] and values["tenant_quota_connector_type"] != "file":
+        warnings.append("--tenant_quota_connector_type: quotas are kept in a file or set by HTTP")
+
+
+def _translate_tiers(
+    values: Mapping[str, Any], given: Mapping[str, str], fields: dict[str, Any], warnings: list[str]
+) -> None:
+    """Only what is asked for: our own defaults are not theirs, where nodes decide by having an SSD."""
+    if {"promotion_on_hit", "promotion_admission_threshold"} & given.keys():
+        is_on = values["promotion_on_hit"] or "promotion_on_hit" not in given
+        fields["promote_after_hits"] = values["promotion_admission_threshold"] if is_on else 0
+    if "offload_force_evict" in given:
+        fields["evict_undemoted"] = values["offload_force_evict"]
+    if "dynamic_replication_mode" in given:
+        mode = values["dynamic_replication_mode"]
+        is_on = mode == "enforce"
+        fields["hot_uses_per_s"] = values["dynamic_replication_admission_qps_threshold"] if is_on else 0.0
+        fields["max_hot_replicas"] = values["dynamic_replication_max_memory_replicas"]
+        if mode == "observe":
+            warnings.append("--dynamic_replication_mode: hot objects are replicated or not; now they are not")
+    if not values["enable_multi_tenants"]:
+        fields["strict_tenants"] = None
+    elif values["tenant_quota_connector_type"] == "file":
+        fields["tenants_file"] = values["tenant_quota_connector_uri"].removeprefix("file://") or None
+
+
+def _translate_log(
+    values: Mapping[str, Any], environment: Mapping[str, str], fields: dict[str, Any], warnings: list[str]
+) -> None:
+    asking = [name for name in ("enable_oplog", "enable_snapshot", "enable_snapshot_restore") if values[name]]
+    folder = values["snapshot_backup_dir"] or environment.get(SNAPSHOTS_VARIABLE, "")
+    if asking and folder:
+        fields["oplog"] = str(Path(folder) / f"{values['cluster_id']}.oplog")
+    elif asking and not values["enable_ha"]:
+        warnings.append(f"--{asking[0]}: keeps nothing without a folder; name one by --snapshot_backup_dir")
+    elif folder:
+        warnings.append("--snapshot_backup_dir: used only with --enable_snapshot or --enable_oplog")
+
+
+def _election(values: Mapping[str, Any]) -> str:
+    scheme = values["ha_backend_type"]
+    if scheme == "k8s":
+        raise InvalidArgument(
+            "--ha_backend_type", scheme, "etcd or redis (in Kubernetes, too: run one beside)"
+        )
+    servers = values["ha_backend_connstring"] or (values["etcd_endpoints"] if scheme == "etcd" else "")
+    if not servers:
+        flag = "--etcd_endpoints" if scheme == "etcd" else "--ha_backend_connstring"
+        raise InvalidArgument(flag, "", "host:port of the server that elects, as --enable_ha asks for one")
+    hosts = [one.strip().rpartition("://")[2] for one in servers.replace(",", ";").split(";")]
+    return f"{scheme}://" + ";".join(host.rstrip("/") for host in hosts if host)
+
+
+def _help_lines() -> list[str]:
+    lines = []
+    for name, flag in FLAGS.items():
+        effect = f"; no effect: {flag.why_not}" if flag.why_not else ""
+        lines.append(f"  --{name}={flag.default}  ({flag.kind.allowed}{effect})")
+    return lines

@@ -1,0 +1,73 @@
+"""``vllm_v1_proxy_server`` and ``mooncake_proxy``: the proxies that demos of disaggregated serving start.
+
+Their flags, defaults and endpoints, in front of the gateway. The first names hosts and ports apart and passes
+on what a prefill answers; the second takes ``--prefill URL [BOOTSTRAP_PORT]`` as vLLM's proxy for its
+MooncakeConnector does, or ``--prefill host:port ...`` as the XpYd demo does. Other flags are passed on to the
+gateway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from mooncake.cli import main as mooncake_main
+from mooncake.security import keep_upstream_defaults
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Either console script, and ``python -m mooncake.vllm_v1_proxy_server``."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    keep_upstream_defaults("mooncake_proxy")
+    mooncake_main(["gateway", *gateway_words(given, os.environ.get("OPENAI_API_KEY", ""))])
+
+
+def gateway_words(given: Sequence[str], api_key: str = "") -> list[str]:
+    """The proxy's flags as the gateway's."""
+    parsed, rest = _parser().parse_known_args(given)
+    prefill = [word for group in parsed.prefill or [] for word in group]
+    decode = [word for group in parsed.decode or [] for word in group]
+    if not prefill and not decode:
+        prefill = _paired("prefiller", parsed.prefiller_hosts, parsed.prefiller_ports)
+        decode = _paired("decoder", parsed.decoder_hosts, parsed.decoder_ports)
+    words = ["--model", parsed.model, "--host", parsed.host, "--port", str(parsed.port)]
+    words += ["--scheduling", parsed.scheduling]
+    if not any(word.startswith("--protocol") for word in rest):
+        has_bootstrap = any(word.isdecimal() or word.startswith("http://") for word in prefill)
+        words += ["--protocol", "bootstrap" if has_bootstrap else "sequential"]
+    if api_key:
+        words += ["--engine-api-key", api_key]
+    for flag, found in (("--prefill", prefill), ("--decode", decode)):
+        words += [flag, *found] if found else []
+    return words + rest
+
+
+def _paired(what: str, hosts: list[str], ports: list[int]) -> list[str]:
+    if len(hosts) != len(ports):
+        sys.exit(
+            f"error: --{what}-hosts has {len(hosts)} values and --{what}-ports {len(ports)}: as many, please"
+        )
+    return [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        description="A proxy in front of engines that prefill and engines that decode.",
+        epilog="Further flags are those of `mooncake gateway`, which this starts.",
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--model", "-m", default="model", help="its name; engines' own names serve, too")
+    parser.add_argument("--scheduling", default="round_robin")
+    for side, port in (("prefiller", 8100), ("decoder", 8200)):
+        parser.add_argument(f"--{side}-hosts", f"--{side}-host", nargs="+", default=["localhost"])
+        parser.add_argument(f"--{side}-ports", f"--{side}-port", nargs="+", type=int, default=[port])
+    parser.add_argument(
+        "--prefill", "-p", nargs="+", action="append", metavar="INSTANCE", help="host:port, or URL [PORT]"
+    )
+    parser.add_argument("--decode", "-d", nargs="+", action="append", metavar="INSTANCE")
+    return parser

@@ -1,0 +1,558 @@
+"""The existing package's ``mooncake.mooncake_store_service``: a store's client behind a small REST API.
+
+``mc_store_rest_server``, or ``python -m mooncake.mooncake_store_service``: values go in as text and come out
+as bytes; memory of this process or of this host can be lent to the store and taken back. Calls of the store
+block, so each runs on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from mooncake import clock
+from mooncake.compat.config_file import MooncakeConfig, _config_from, _parse_segment_size
+from mooncake.errors import AccessDenied, AddressInUse, InvalidArgument, MooncakeError, Unavailable
+from mooncake.http.connections import Deadlines
+from mooncake.http.server import ConnectionAcceptor, CountingTransport, TrackedProtocol, listen
+from mooncake.log import get_logger, setup_logging
+from mooncake.security import TRUSTED, process_identity, warn_if_open
+from mooncake.security.admin_key import AdminKey
+from mooncake.security.certificates import principal_of
+from mooncake.store import MooncakeDistributedStore
+
+log = get_logger(__name__)
+
+MAX_BODY_BYTES = 100 << 20
+MAX_GRACE_S = 3600
+RETRY_S = 1.0
+BODY_S = 60.0
+NOT_FOUND = -704
+FOR_THIS_HOST = (
+    *("/api/mount_shm", "/api/unmount_shm", "/api/mount", "/api/unmount", "/api/unmount_local_disk"),
+    *("/api/reconfigure", "/api/remove_all"),
+)
+"""Calls that lend memory, take it back, or remove everything: without a key they are for this host only."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+ResultT = TypeVar("ResultT")
+
+
+class _BadRequest(Exception):
+    """What is wrong with a request, for its sender."""
+
+
+class MooncakeStoreService:
+    """One store client and its REST API.
+
+    Args:
+        config_path: a ``mooncake.json``; without it the environment says (see ``MooncakeConfig``).
+        cli_config: fields of ``MooncakeConfig`` that beat those of the file.
+        api_key: what every call but ``/health`` must send as ``X-API-Key``. Without one, objects are there
+            for everybody who reaches the port, as with the existing package, unless the cluster has a
+            credential: then for members by their certificates, or for callers on this host. Memory is lent
+            and taken back, and everything removed, for callers on this host only.
+        lends_to_anybody: without a key, all of this for callers elsewhere, too.
+    """
+
+    def __init__(
+        self,
+        config_path: str | None = None,
+        cli_config: Mapping[str, Any] | None = None,
+        api_key: str = "",
+        lends_to_anybody: bool = False,
+    ) -> None:
+        self.config = _config(config_path, dict(cli_config or {}))
+        self._key = AdminKey(api_key) if api_key else None
+        self._lends_to_anybody = lends_to_anybody
+        self.store: Any = None
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+        self._acceptor: ConnectionAcceptor | None = None
+        self._listening: socket.socket | None = None
+        self._shared: list[str] = []
+        """Segments that ``reconfigure`` has mounted."""
+        self._reconfiguring = asyncio.Lock()
+
+    # Life
+
+    async def start_store_service(self, max_wait_time: float = 60.0) -> bool:
+        """Connect to the master; tried again every second for so long."""
+        config, deadline = self.config, clock.monotonic() + max_wait_time
+        while True:
+            store = MooncakeDistributedStore()
+            code = await asyncio.to_thread(
+                store.setup,
+                config.local_hostname,
+                config.metadata_server,
+                config.global_segment_size,
+                config.local_buffer_size,
+                config.protocol,
+                config.device_name,
+                config.master_server_address,
+                None,
+                config.enable_ssd_offload,
+                config.ssd_offload_path,
+                config.tenant_id,
+            )
+            if code == 0:
+                self.store = store
+                log.info("store_ready", master=config.master_server_address)
+                return True
+            await asyncio.to_thread(store.close)
+            if clock.monotonic() + RETRY_S > deadline:
+                log.error("store_failed", master=config.master_server_address, code=code)
+                return False
+            log.warning("store_not_ready", master=config.master_server_address, code=code)
+            await asyncio.sleep(RETRY_S)
+
+    async def start_http_service(self, port: int = 8080, host: str = "0.0.0.0") -> bool:
+        """Listen; ``self.port`` is where.
+
+        Raises:
+            AddressInUse: the port is taken.
+        """
+        self._runner = runner = web.AppRunner(self.make_app(), access_log=None)
+        await runner.setup()
+        try:
+            self._listening = listen(host, port)
+        except (OSError, AddressInUse) as error:
+            await runner.cleanup()
+            raise AddressInUse(
+                f"{host}:{port} can't be listened on ({error}); choose another --port"
+            ) from error
+        self._acceptor = acceptor = ConnectionAcceptor(
+            self._listening, Deadlines(body_s=BODY_S), tls=process_identity().server_tls
+        )
+        make = runner.server
+        assert make is not None
+        acceptor.open(lambda one: TrackedProtocol(acceptor, one, make()))
+        self.port = self._listening.getsockname()[1]
+        log.info("ready", role="rest", address=f"http://{host}:{self.port}")
+        return True
+
+    async def stop(self) -> None:
+        """Answer nothing more and leave the store. Harmless when repeated."""
+        runner, self._runner = self._runner, None
+        acceptor, self._acceptor = self._acceptor, None
+        if acceptor is not None:
+            acceptor.close()
+        if runner is not None:
+            await runner.cleanup()
+        if acceptor is not None:
+            await acceptor.end()
+        if self._listening is not None:
+            self._listening.close()
+        store, self.store = self.store, None
+        if store is not None:
+            await asyncio.to_thread(store.close)
+
+    def make_app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_in_json, self._check])
+        app.add_routes(
+            [
+                web.put("/api/put", self.handle_put),
+                web.get("/api/get/{key:.+}", self.handle_get),
+                web.get("/api/exist/{key:.+}", self.handle_exist),
+                web.delete("/api/remove/{key:.+}", self.handle_remove),
+                web.delete("/api/remove_all", self.handle_remove_all),
+                web.post("/api/mount_shm", self.handle_mount_shm),
+                web.post("/api/unmount_shm", self.handle_unmount_shm),
+                web.post("/api/mount", self.handle_mount),
+                web.post("/api/unmount", self.handle_unmount),
+                web.post("/api/unmount_local_disk", self.handle_unmount_local_disk),
+                web.post("/api/reconfigure", self.handle_reconfigure),
+                web.get("/health", self.handle_health),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _check(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Who may ask what, before anything of the body is read; then the body, within its deadline."""
+        watched: Any = request.transport
+        acceptor = self._acceptor
+        if acceptor is None or not isinstance(watched, CountingTransport):
+            return await self._checked(request, handler)  # it came by another way than this service's port
+        connections, one = acceptor.connections, watched.one
+        connections.header_received(one, clock.monotonic())
+        try:
+            return await self._checked(request, handler)
+        finally:
+            connections.body_received(one, clock.monotonic())
+            connections.response_sent(one, clock.monotonic())
+
+    async def _checked(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self._key is not None and request.path != "/health":
+            refusal = self._key.refusal(request.headers)
+            if refusal is not None:
+                return _error(refusal.message, refusal.status)
+        elif request.path != "/health" and not self._lends_to_anybody and not _is_member(request):
+            message = (
+                "who are you? This service acts for a member of a cluster with a credential: start it with "
+                "ADMIN_API_KEY set and send that as X-API-Key, or start it with --insecure"
+            )
+            return _error(message, 403)
+        elif request.path in FOR_THIS_HOST and not self._lends_to_anybody and not _is_from_this_host(request):
+            message = (
+                f"{request.path} from another host takes a key: start the service with ADMIN_API_KEY set and "
+                "send it as X-API-Key, or start it with --insecure"
+            )
+            return _error(message, 403)
+        await request.read()  # it is kept by the request, for its handler
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    # Objects
+
+    async def handle_put(self, request: web.Request) -> web.Response:
+        try:
+            body = await _body(request)
+            key, value = body.get("key"), body.get("value")
+            if not key or not value:
+                return _error("Missing key or value", 400)
+            content = _text("value", value).encode()
+            code = await self._run(lambda: self.store.put(_text("key", key), content))
+        except _BadRequest as error:
+            return _error(str(error), 400)
+        return _done() if code == 0 else _error(f"PUT operation failed ({code})", 500)
+
+    async def handle_get(self, request: web.Request) -> web.Response:
+        key = request.match_info["key"]
+        content = await self._run(lambda: self.store.get(key))
+        if not content:
+            return _error("Key not found", 404)
+        return web.Response(body=bytes(content), content_type="application/octet-stream")
+
+    async def handle_exist(self, request: web.Request) -> web.Response:
+        key = request.match_info["key"]
+        code = await self._run(lambda: self.store.is_exist(key))
+        if code < 0:
+            return _error(f"EXIST operation failed ({code})", 500)
+        return web.json_response({"exists": code == 1})
+
+    async def handle_remove(self, request: web.Request) -> web.Response:
+        key = request.match_info["key"]
+        code = await self._run(lambda: self.store.remove(key))
+        if code == NOT_FOUND:
+            return _error("Key not found", 404)
+        return _done() if code == 0 else _error(f"REMOVE operation failed ({code})", 500)
+
+    async def handle_remove_all(self, request: web.Request) -> web.Response:
+        count = await self._run(lambda: self.store.remove_all())
+        if count < 0:
+            return _error(f"REMOVE_ALL operation failed ({count})", 500)
+        return web.json_response({"status": f"success removed {count} keys"})
+
+    async def handle_health(self, request: web.Request) -> web.Response:
+        code = 0 if self.store is None else await self._run(lambda: self.store.health_check())
+        return web.json_response({"status": "ok" if self.store is not None else "no store", "health": code})
+
+    # Segments
+
+    async def handle_mount_shm(self, request: web.Request) -> web.Response:
+        """Lend shared memory, or a file, of this host."""
+        try:
+            body = await _body(request)
+            outcome = await self._mount_shared(body, "name")
+        except _BadRequest as error:
+            return _error(str(error), 400)
+        return _mounted(outcome)
+
+    async def handle_mount(self, request: web.Request) -> web.Response:
+        """Lend new memory of this process."""
+        try:
+            body = await _body(request)
+            size, protocol, location = (
+                _size(body),
+                _word(body, "protocol", "tcp"),
+                _word(body, "location", ""),
+            )
+            outcome = await self._run(lambda: self.store.allocate_and_mount_segment(size, protocol, location))
+        except _BadRequest as error:
+            return _error(str(error), 400)
+        return _mounted(outcome, allocated_size=outcome.get("allocated_size", 0))
+
+    async def handle_unmount_shm(self, request: web.Request) -> web.Response:
+        return await self._handle_unmount(request, lambda: self.store.unmount_segment)
+
+    async def handle_unmount(self, request: web.Request) -> web.Response:
+        return await self._handle_unmount(request, lambda: self.store.unmount_and_free_segment)
+
+    async def _handle_unmount(
+        self, request: web.Request, choose: Callable[[], Callable[[list[str], int], int]]
+    ) -> web.Response:
+        try:
+            body = await _body(request)
+            ids, grace_s = _ids(body), _grace(body)
+            failed = await self._run(lambda: [one for one in ids if choose()([one], grace_s) != 0])
+        except _BadRequest as error:
+            return _error(str(error), 400)
+        self._shared = [one for one in self._shared if one in failed or one not in ids]
+        return _error("Failed to unmount segments", 500, failed_segment_ids=failed) if failed else _done()
+
+    async def handle_unmount_local_disk(self, request: web.Request) -> web.Response:
+        try:
+            grace_s = _grace(await _body(request))
+            code = await self._run(lambda: self.store.unmount_local_disk_segment(grace_s))
+        except _BadRequest as error:
+            return _error(str(error), 400)
+        return _done() if code == 0 else _error(f"Failed to unmount the local disk ({code})", 500)
+
+    async def handle_reconfigure(self, request: web.Request) -> web.Response:
+        """``decode`` lends a shared segment (the new one before the last goes), ``prefill`` none."""
+        try:
+            body = await _body(request)
+            mode = body.get("mode")
+            if mode not in ("decode", "prefill"):
+                raise _BadRequest(f"mode is {mode!r}; allowed: decode, prefill")
+            grace_s = _grace(body)
+            async with self._reconfiguring:
+                before, fresh = self._shared, list[str]()
+                if mode == "decode":
+                    outcome = await self._mount_shared(body, "path")
+                    if outcome["ret"] != 0:
+                        return _error("Failed to mount the segment; nothing was changed", 500)
+                    fresh = list(outcome["segment_ids"])
+                failed = await self._run(
+                    lambda: [one for one in before if self.store.unmount_segment([one], grace_s) != 0]
+                )
+                self._shared = fresh + failed
+        except _BadRequest as error:
+            return _error(str(error), 400)
+        if failed:
+            return _error("Failed to unmount segments", 500, failed_segment_ids=failed, segment_ids=fresh)
+        return web.json_response({"status": "success", "mode": mode, "segment_ids": fresh})
+
+    async def _mount_shared(self, body: dict[str, Any], field: str) -> dict[str, Any]:
+        name = body.get(field)
+        if not name:
+            raise _BadRequest(f"Missing {field}")
+        path = str(SHARED_MEMORY / _shared_name(field, _text(field, name)))
+        size, offset = _size(body), _whole(body, "offset", 0, 1 << 62)
+        protocol, location = _word(body, "protocol", "tcp"), _word(body, "location", "")
+        outcome: dict[str, Any] = await self._run(
+            lambda: self.store.mount_segment(path, size, offset, protocol, location)
+        )
+        return outcome
+
+    async def _run(self, call: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.to_thread(call)
+
+
+# What requests say -------------------------------------------------------------------------------------
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise _BadRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise _BadRequest("the body must be a JSON object")
+    return body
+
+
+def _text(field: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _BadRequest(f"{field} must be text, not {type(value).__name__}")
+    return value
+
+
+def _shared_name(field: str, text: str) -> str:
+    """The name of shared memory: as ``shm_open`` takes it, or with the folder before it; nothing else."""
+    name = text.removeprefix(f"{SHARED_MEMORY}/").removeprefix("/")
+    if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 255:
+        raise _BadRequest(
+            f"{field} is {text[:100]!r}; allowed: the name of shared memory under {SHARED_MEMORY}"
+        )
+    return name
+
+
+def _word(body: dict[str, Any], field: str, default: str) -> str:
+    return _text(field, body.get(field, default))
+
+
+def _whole(body: dict[str, Any], field: str, default: int, most: int) -> int:
+    value = body.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise _BadRequest(f"{field} is {value!r}; allowed: a whole number from 0 to {most}")
+    return value
+
+
+def _grace(body: dict[str, Any]) -> int:
+    return _whole(body, "grace_period_seconds", 0, MAX_GRACE_S)
+
+
+def _size(body: dict[str, Any]) -> int:
+    value = body.get("size")
+    if value is None:
+        raise _BadRequest("Missing size")
+    try:
+        size = _parse_segment_size(value)
+    except ValueError as error:
+        raise _BadRequest(f"size is {value!r}; allowed: bytes, or a size such as 1GB") from error
+    if size <= 0:
+        raise _BadRequest(f"size is {value!r}; allowed: more than 0")
+    return size
+
+
+def _ids(body: dict[str, Any]) -> list[str]:
+    given = body.get("segment_ids")
+    ids = [given] if isinstance(given, str) else given
+    if not ids:
+        raise _BadRequest("Missing segment_ids")
+    if not isinstance(ids, list) or not all(isinstance(one, str) and one for one in ids):
+        raise _BadRequest("segment_ids must be text or a list of texts")
+    return ids
+
+
+def _is_member(request: web.Request) -> bool:
+    """Whether the caller may do what this process may, where the cluster has a credential: it is a member by
+    its certificate and of no tenant or, where there is only a cluster key, on this host."""
+    identity = process_identity()
+    if not identity.has_tls:
+        return identity.is_open or _is_from_this_host(request)
+    try:
+        return principal_of(request.get_extra_info("peercert")).level in TRUSTED
+    except AccessDenied:
+        return False
+
+
+def _is_from_this_host(request: web.Request) -> bool:
+    """Whether the caller is on this host, or reaches us through a proxy that is."""
+    try:
+        return ipaddress.ip_address((request.remote or "").partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _done() -> web.Response:
+    return web.json_response({"status": "success"})
+
+
+def _mounted(outcome: dict[str, Any], **more: Any) -> web.Response:
+    if outcome["ret"] != 0:
+        return _error(f"Failed to mount the segment ({outcome['ret']})", 500)
+    return web.json_response({"status": "success", "segment_ids": outcome["segment_ids"], **more})
+
+
+def _error(text: str, status: int, **more: Any) -> web.Response:
+    return web.json_response({"error": text, **more}, status=status)
+
+
+@web.middleware
+async def _in_json(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Also what aiohttp refuses, and what goes wrong, is said in JSON."""
+    try:
+        response: web.StreamResponse = await handler(request)
+        return response
+    except web.HTTPException as error:
+        return _error(f"{request.method} {request.path}: {error.reason}", error.status)
+    except Exception as error:
+        log.exception("request_failed", path=request.path)
+        return _error(f"{type(error).__name__}: {error}", 500)
+
+
+# The program -------------------------------------------------------------------------------------------
+
+
+def _config(path: str | None, given: dict[str, Any]) -> MooncakeConfig:
+    """The file's, or the environment's, with ``given`` over it. Raises InvalidArgument, naming the field."""
+    known = MooncakeConfig.__dataclass_fields__
+    for name in given:
+        if name not in known:
+            raise InvalidArgument(f"-D {name}", given[name], ", ".join(known))
+    try:
+        if not path and not given:
+            return MooncakeConfig.load_from_env()
+        content = json.loads(Path(path).read_text()) if path else _from_environment()
+        if not isinstance(content, dict):
+            raise ValueError(f"{path}: a JSON object is expected")
+        return _config_from({**content, **given})
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("--config", path or "the environment", str(error)) from error
+
+
+def _from_environment() -> dict[str, Any]:
+    """What the environment says, when it says enough; the command line may say the rest."""
+    try:
+        found = MooncakeConfig.load_from_env()
+    except ValueError:
+        return {"local_hostname": "localhost", "metadata_server": "P2PHANDSHAKE"}
+    return {name: getattr(found, name) for name in MooncakeConfig.__dataclass_fields__}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mc_store_rest_server",
+        description="A client of the store behind a REST API.",
+        epilog="Example: mc_store_rest_server --config mooncake.json -D protocol=tcp --port 8080",
+    )
+    parser.add_argument("--config", help="mooncake.json; without it MOONCAKE_CONFIG_PATH or MOONCAKE_MASTER")
+    parser.add_argument(
+        "-D", "--define", action="append", default=[], metavar="KEY=VALUE", help="over the file"
+    )
+    parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--host", default="0.0.0.0")
+    parser.add_argument(
+        "--insecure", action="store_true", help="lend memory to, and answer, other hosts without a key, too"
+    )
+    parser.add_argument("--max-wait-time", type=float, default=60.0, help="seconds to wait for the master")
+    return parser
+
+
+async def _serve(arguments: argparse.Namespace, given: dict[str, str]) -> None:
+    key = os.environ.get("ADMIN_API_KEY", "")
+    service = MooncakeStoreService(arguments.config, given, key, arguments.insecure)
+    if not key:
+        warn_if_open("mc_store_rest_server", arguments.host)
+    over = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, over.set)
+    starting = asyncio.create_task(service.start_store_service(arguments.max_wait_time))
+    waiting = asyncio.create_task(over.wait())
+    try:
+        await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if over.is_set():
+            return
+        if not starting.result():
+            raise Unavailable(f"the master {service.config.master_server_address} did not answer in time")
+        await service.start_http_service(arguments.port, arguments.host)
+        await over.wait()
+    finally:
+        starting.cancel()
+        waiting.cancel()
+        await service.stop()
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The console script ``mc_store_rest_server``."""
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    given: dict[str, str] = {}
+    for text in arguments.define:
+        name, has_value, value = text.partition("=")
+        if not has_value:
+            parser.error(f"-D {text}: KEY=VALUE is expected")
+        given[name] = value
+    if not 0 <= arguments.port < 65536:
+        parser.error(f"--port {arguments.port}: 0 to 65535 is expected")
+    setup_logging(role="rest")
+    try:
+        asyncio.run(_serve(arguments, given))
+    except MooncakeError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1 if isinstance(error, Unavailable) else 2)

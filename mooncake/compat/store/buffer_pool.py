@@ -1,0 +1,283 @@
+"""Pools of registered buffers, lent for a while.
+
+Leases come out of the memory that ``setup`` promised as the local buffer, which exists from the first
+lease on; what does not fit there is allocated and registered for its lease alone. Memory is only taken
+back when nobody looks at it any more: a view that was made of a lease's bytes makes ``release`` fail.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.errors import MooncakeError
+from mooncake.store.allocator import PAGE_BYTES, Allocator
+from mooncake.transfer import Region, TransferEngine
+
+MIN_SIZE_CLASS = 64 << 10
+ALIGNMENT = 8 << 20
+
+
+class LocalBuffer:
+    """Registered memory of a session, given out in pages. Takes no real memory before it is written."""
+
+    def __init__(self, engine: TransferEngine, size_bytes: int) -> None:
+        self._engine = engine
+        self._size_bytes = size_bytes
+        self._lock = threading.Lock()
+        self._region: Region | None = None
+        self._pages: Allocator | None = None
+
+    def take(self, size_bytes: int) -> npt.NDArray[np.uint8] | None:
+        """So many bytes; None when it is full or was promised no memory."""
+        if size_bytes > self._size_bytes or self._size_bytes < PAGE_BYTES:
+            return None
+        with self._lock:
+            if self._region is None or self._pages is None:
+                try:
+                    size = self._size_bytes
+                    self._region = self._engine.allocate(size, huge_pages=False, populate=False)
+                except MooncakeError:
+                    return None
+                self._pages = Allocator(size, PAGE_BYTES)
+            offset = self._pages.allocate(size_bytes)
+            if offset is None:
+                return None
+            return np.frombuffer(self._region.view(), np.uint8, size_bytes, offset)
+
+    def give_back(self, address: int) -> bool:
+        """False when it is none of its bytes."""
+        with self._lock:
+            region, pages = self._region, self._pages
+            if region is None or pages is None or not 0 <= address - region.address < region.size_bytes:
+                return False
+            pages.free(address - region.address)
+            return True
+
+
+class BufferLeaseView:
+    """A lease's bytes as a ``memoryview``."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self.buffer = buffer
+
+
+class BufferLease:
+    """Memory that is the holder's until ``release``, or until its ``with`` block ends."""
+
+    def __init__(self, pool: BufferPool, memory: npt.NDArray[np.uint8], size: int) -> None:
+        self._pool = pool
+        self._memory: npt.NDArray[np.uint8] | None = memory
+        self._view: memoryview | None = memory[:size].data
+        self._ptr = memory.ctypes.data
+        self._size = size
+
+    @property
+    def ptr(self) -> int:
+        """The address of the first byte."""
+        self._held()
+        return self._ptr
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes, writable."""
+        return self._held()
+
+    def release(self) -> None:
+        """Give the memory back. Harmless when repeated.
+
+        Raises:
+            BufferError: somebody still holds a view of it.
+        """
+        if self._view is None or self._memory is None:
+            return
+        self._view.release()  # BufferError when an array was made of it
+        shown = weakref.ref(self._memory)
+        capacity = self._memory.nbytes
+        keep = self._memory
+        self._view = self._memory = None
+        del keep
+        left = shown()
+        if left is not None:  # a slice of the view holds on to it
+            self._memory, self._view = left, left[: self._size].data
+            raise BufferError("release: a view of this lease's bytes is still in use")
+        self._pool._take_back(self._ptr, capacity)
+
+    def _held(self) -> memoryview:
+        if self._view is None:
+            raise RuntimeError("this lease was released")
+        return self._view
+
+    def __enter__(self) -> BufferLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = "released" if self._view is None else f"at {self._ptr:#x}"
+        return f"<BufferLease {self._size} bytes {state}>"
+
+
+class BufferPool:
+    """Lends registered buffers of a store, in sizes of powers of two from ``min_size_class`` on.
+
+    Args:
+        store: a ``MooncakeDistributedStore``, or anything with ``register_buffer``, ``unregister_buffer``.
+        max_bytes: of all leases together; 0 is without limit.
+        max_size_class: up to where sizes are powers of two; larger ones are rounded to pages.
+        alignment: of memory that is allocated for one lease.
+        block_on_exhaustion: wait for a release, for ``default_timeout`` seconds if that is given.
+        max_regions: how many leases may have memory of their own; None is without limit.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        max_bytes: int = 0,
+        min_size_class: int = MIN_SIZE_CLASS,
+        max_size_class: int | None = None,
+        alignment: int = ALIGNMENT,
+        block_on_exhaustion: bool = True,
+        default_timeout: float | None = None,
+        max_regions: int | None = None,
+        prewarm_size: int | None = None,
+        prewarm_count: int = 0,
+    ) -> None:
+        if max_bytes < 0 or min_size_class < 1 or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(
+                f"BufferPool: max_bytes ({max_bytes}) must not be negative, min_size_class "
+                f"({min_size_class}) must be positive, alignment ({alignment}) a power of two"
+            )
+        if max_size_class is not None and max_size_class < min_size_class:
+            raise ValueError(f"BufferPool: max_size_class {max_size_class} is below {min_size_class}")
+        self._store = store
+        self._local: LocalBuffer | None = getattr(store, "_local_buffer", lambda: None)()
+        self._max_bytes = max_bytes
+        self._min_size_class = min_size_class
+        self._max_size_class = max_size_class
+        self._alignment = alignment
+        self._blocks = block_on_exhaustion
+        self._timeout_s = default_timeout
+        self._max_regions = max_regions
+        self._changed = threading.Condition()
+        self._leased_bytes = 0
+        self._num_leases = 0
+        self._own: dict[int, mmap.mmap] = {}
+        """Address -> memory of a lease that did not fit in the local buffer."""
+        self._is_closed = False
+        if prewarm_size is not None and prewarm_count:
+            self.prewarm(prewarm_size, prewarm_count)
+
+    def acquire(self, size: int, block: bool | None = None, timeout: float | None = None) -> BufferLease:
+        """A lease on ``size`` bytes.
+
+        Raises:
+            ValueError: the size is not positive, or larger than the pool.
+            TimeoutError: nothing was released in time.
+            MemoryError: the pool is exhausted and must not wait, or the machine has no more memory.
+        """
+        if size < 1 or (self._max_bytes and self._class_of(size) > self._max_bytes):
+            raise ValueError(f"acquire: size {size}; 1 to {self._max_bytes or 'any number of'} bytes")
+        waits = self._blocks if block is None else block
+        with self._changed:
+            memory = self._find(size)
+            if memory is None and waits:
+                patience_s = self._timeout_s if timeout is None else timeout
+                found: list[npt.NDArray[np.uint8]] = []
+
+                def is_there() -> bool:
+                    now = self._find(size)
+                    if now is not None:
+                        found.append(now)
+                    return now is not None
+
+                if not self._changed.wait_for(is_there, patience_s):
+                    raise TimeoutError(f"acquire: no {size} bytes were released within {patience_s} s")
+                memory = found[0]
+            if memory is None:
+                raise MemoryError(f"acquire: {self._leased_bytes} bytes are lent, no {size} are left")
+            self._leased_bytes += memory.nbytes
+            self._num_leases += 1
+        return BufferLease(self, memory, size)
+
+    def buffer(self, size: int, block: bool | None = None, timeout: float | None = None) -> BufferLease:
+        """``with pool.buffer(size) as lease:``, the same as ``acquire``."""
+        return self.acquire(size, block, timeout)
+
+    def prewarm(self, size: int, count: int) -> None:
+        """Touch memory for so many leases, so that the first ones find it there."""
+        leases = [self.acquire(size, block=False) for _ in range(count)]
+        for lease in leases:
+            np.frombuffer(lease.buffer, np.uint8)[:: mmap.PAGESIZE] = 0
+            lease.release()
+
+    def close(self) -> None:
+        """Let go of the memory. Harmless when repeated.
+
+        Raises:
+            RuntimeError: leases are open.
+        """
+        with self._changed:
+            if self._num_leases:
+                raise RuntimeError(f"close: {self._num_leases} leases are open; release them first")
+            self._is_closed = True
+
+    def _class_of(self, size: int) -> int:
+        size_class = max(self._min_size_class, 1 << (size - 1).bit_length())
+        if self._max_size_class is not None and size_class > self._max_size_class:
+            size_class = size
+        return -(-size_class // PAGE_BYTES) * PAGE_BYTES
+
+    def _find(self, size: int) -> npt.NDArray[np.uint8] | None:
+        """Memory for a lease, if there is any now."""
+        if self._is_closed:
+            raise RuntimeError("acquire: this pool is closed")
+        room = self._class_of(size)
+        if self._max_bytes and self._leased_bytes + room > self._max_bytes:
+            return None
+        memory = None if self._local is None else self._local.take(room)
+        return self._allocate(room) if memory is None else memory
+
+    def _allocate(self, room: int) -> npt.NDArray[np.uint8] | None:
+        if self._max_regions is not None and len(self._own) >= self._max_regions:
+            return None
+        try:
+            owner = mmap.mmap(-1, room + self._alignment)
+        except (OSError, ValueError, OverflowError) as error:
+            raise MemoryError(f"acquire {room} bytes: {error}") from error
+        whole = np.frombuffer(owner, np.uint8)
+        start = -whole.ctypes.data % self._alignment
+        memory = np.frombuffer(owner, np.uint8, room, start)
+        code = self._store.register_buffer(memory.ctypes.data, room)
+        if code:
+            raise RuntimeError(f"acquire: register_buffer answered {code}; is the store set up?")
+        self._own[memory.ctypes.data] = owner
+        return memory
+
+    def _take_back(self, address: int, room: int) -> None:
+        with self._changed:
+            if self._own.pop(address, None) is not None:
+                self._store.unregister_buffer(address)
+            elif self._local is not None:
+                self._local.give_back(address)
+            self._leased_bytes -= room
+            self._num_leases -= 1
+            self._changed.notify_all()
+
+
+RegisteredBufferLease = BufferLease
+RegisteredBufferLeaseView = BufferLeaseView
+RegisteredBufferPool = BufferPool

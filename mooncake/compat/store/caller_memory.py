@@ -1,0 +1,78 @@
+"""A program's memory for the length of one call: registered already, or registered for so long.
+
+Pointers that were never registered work, as programs expect, and so do device pointers where there is a
+CUDA driver. A pointer to nothing is refused before anybody follows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from mooncake.compat.store.arguments import MAX_ADDRESS, Span, is_span
+from mooncake.compat.store.store_session import StoreSession
+from mooncake.errors import InvalidArgument
+from mooncake.transfer.memory import is_mapped
+
+
+def is_accessible(session: StoreSession, span: Span) -> bool:
+    """The program may move these bytes: registered, mapped, or reachable as a device's."""
+    if not is_span(span):
+        return False
+    address, size_bytes = span
+    if not size_bytes:
+        return True
+    columns = np.array([address], dtype=np.uint64), np.array([size_bytes], dtype=np.uint64)
+    if session.registered.uncovered(*columns) is None or is_mapped(address, size_bytes):
+        return True
+    try:
+        session.engine.unregister(session.engine.register(span))
+    except InvalidArgument:
+        return False
+    return True
+
+
+def are_accessible(session: StoreSession, rows: Sequence[Sequence[Span]]) -> list[bool]:
+    """Of each row, whether all of it ``is_memory``. Quick when all of them lie in registered memory."""
+    spans = [span for row in rows for span in row]
+    with contextlib.suppress(OverflowError):
+        columns = np.array(spans, dtype=np.int64).reshape(-1, 2)
+        addresses, sizes = columns[:, 0], columns[:, 1]
+        good = (sizes == 0) | ((sizes > 0) & (addresses > 0) & (addresses < MAX_ADDRESS - sizes))
+        where = addresses.astype(np.uint64), sizes.astype(np.uint64)
+        if good.all() and session.registered.uncovered(*where) is None:
+            return [True] * len(rows)
+    return [all(is_accessible(session, span) for span in row) for row in rows]
+
+
+@contextlib.contextmanager
+def registered_spans(session: StoreSession, spans: Sequence[Span]) -> Iterator[None]:
+    """In the block, transfer may use ``spans``.
+
+    Raises:
+        InvalidArgument: some of it is no memory of this process.
+    """
+    addresses = np.array([address for address, _ in spans], dtype=np.uint64)
+    sizes = np.array([size_bytes for _, size_bytes in spans], dtype=np.uint64)
+    missing = session.registered.uncovered(addresses, sizes)
+    if missing is None:
+        yield
+        return
+    host: list[int] = []
+    device: list[int] = []
+    for at in np.flatnonzero(missing).tolist():
+        (host if is_mapped(*spans[at]) else device).append(at)
+    regions = [session.engine.register(spans[at]) for at in device]
+    try:
+        if host:
+            session.temporary_registrations.begin(addresses[host], sizes[host])
+        try:
+            yield
+        finally:
+            if host:
+                session.temporary_registrations.end()
+    finally:
+        for region in regions:
+            session.engine.unregister(region)

@@ -1,0 +1,71 @@
+"""The HTTP side of a client: is it well, and what did it do. For load balancers and scrapers.
+
+``/health`` (200 or 503), ``/metrics`` in Prometheus' format with the existing package's names beside ours,
+``/metrics/summary`` in one line. Where the cluster has a credential, strangers are told ``/health`` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from mooncake.compat.store.client_metrics import ClientMetrics
+from mooncake.errors import AddressInUse
+from mooncake.http.server import HttpServerThread, listen
+from mooncake.metrics import CONTENT_TYPE, page
+from mooncake.security import TRUSTED, HttpAuth, Identity, process_identity
+
+STATES = ("healthy", "not_initialized", "master_unreachable")
+"""By what ``health_check`` answers."""
+
+
+class ClientHttpServer:
+    """Serves until ``close``.
+
+    Raises:
+        AddressInUse: the port is taken.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        health: Callable[[], int],
+        client_metrics: ClientMetrics,
+        identity: Identity | None = None,
+    ) -> None:
+        identity = identity or process_identity()
+        key = os.environ.get("ADMIN_API_KEY", "")
+        app = HttpAuth(_app(health, client_metrics), identity, TRUSTED, open_paths=("/health",), api_key=key)
+        try:
+            listening = listen("0.0.0.0", port)
+        except AddressInUse as error:
+            raise AddressInUse(f"client_http_port {port} is in use; free it or choose another") from error
+        self._server = HttpServerThread(app, listening, identity.server_tls)
+        self.port = self._server.port
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def _app(health: Callable[[], int], client_metrics: ClientMetrics) -> Starlette:
+    async def state(_: Request) -> Response:
+        found = STATES[await asyncio.to_thread(health)]
+        return JSONResponse({"status": found}, 200 if found == STATES[0] else 503)
+
+    def metrics(_: Request) -> Response:
+        return Response(page() + client_metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    def summary(_: Request) -> Response:
+        return PlainTextResponse(client_metrics.summary())
+
+    def nothing(_: Request) -> Response:
+        return PlainTextResponse("not found: /health, /metrics or /metrics/summary\n", 404)
+
+    answers = {"/health": state, "/metrics": metrics, "/metrics/summary": summary, "/{path:path}": nothing}
+    return Starlette(routes=[Route(path, answer) for path, answer in answers.items()])

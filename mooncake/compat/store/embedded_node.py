@@ -1,0 +1,113 @@
+"""A node in a program's own process: its segments are the program's memory, its loop a thread of its own.
+
+The existing package works that way; here it is the exception (``mooncaked`` keeps what a program that
+dies would lose). The thread is a daemon: a program that forgets to close still ends, and ``exit_hooks.py``
+unmounts what it left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from mooncake.errors import MooncakeError, Unavailable
+from mooncake.log import get_logger
+from mooncake.store.node.node import Node, NodeSettings
+from mooncake.transfer import Region, TransferEngine
+
+log = get_logger("mooncake.store")
+
+CLOSE_S = 5.0
+
+ResultT = TypeVar("ResultT")
+
+
+class EmbeddedNode:
+    """Runs one ``Node`` on the program's engine until ``close``. Thread-safe.
+
+    Raises:
+        OutOfMemory: the machine does not have the memory.
+        InvalidArgument: the SSD's directory is not what it should be.
+        Unavailable: the master did not take the segments in ``timeout_s``.
+    """
+
+    def __init__(self, settings: NodeSettings, engine: TransferEngine, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="store-node", daemon=True)
+        self._thread.start()
+        self._node = Node(settings, engine)
+        try:
+            self._wait(self._node.start(), timeout_s + CLOSE_S)
+            if self._node.lent:
+                self._wait(self._mounted(), timeout_s + CLOSE_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def is_on_own_thread(self) -> bool:
+        """The caller runs on its thread."""
+        return threading.current_thread() is self._thread
+
+    def lend(self, region: Region, name: str) -> None:
+        """Mount a further segment.
+
+        Raises:
+            InvalidArgument: the name is taken.
+            Unavailable: the master did not take it in time.
+        """
+
+        async def mount() -> None:
+            self._node.lend(region, name)
+            try:
+                await self._mounted()
+            except Unavailable:
+                await self._node.take_back(name)
+                raise
+
+        self._wait(mount(), self._timeout_s + CLOSE_S)
+
+    def take_back(self, name: str, grace_s: float = 0.0) -> None:
+        """Unmount a segment; readers that found something there go on for ``grace_s``.
+
+        Raises:
+            InvalidArgument: there is none of that name.
+        """
+        self._wait(self._node.take_back(name, grace_s), self._timeout_s + CLOSE_S + grace_s)
+
+    async def _mounted(self) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._node.mounted.wait()
+        except TimeoutError:
+            raise Unavailable(
+                f"the master at {self._node.settings.master} did not take {', '.join(self._node.lent)} "
+                f"within {self._timeout_s:g} s; is a name in use?"
+            ) from None
+
+    def close(self) -> None:
+        """Tell the master, and give the memory back. Harmless when repeated."""
+        if self._loop.is_closed():
+            return
+        try:
+            self._wait(self._node.close(), CLOSE_S)
+        except (RuntimeError, MooncakeError, TimeoutError) as error:
+            # At the interpreter's exit there are no more threads to be had; the master has been told.
+            log.debug("node_close_failed", reason=str(error))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._loop.close()
+
+    def _wait(self, work: Coroutine[Any, Any, ResultT], timeout_s: float) -> ResultT:
+        future: Future[ResultT] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise

@@ -1,0 +1,150 @@
+"""Embedding tables in the store: one object per head, looked up by rows.
+
+A lookup reads the rows that it needs, each once, under a session that stays open from the first lookup on:
+the master is asked where a table lies once, and not again before a read fails. Without a store the tables
+stay in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.compat.store.error_codes import StoreCode
+
+if TYPE_CHECKING:
+    from mooncake.compat.store.store import MooncakeDistributedStore
+
+Rows: TypeAlias = npt.NDArray[np.float32]
+
+
+class EngramStoreConfig:
+    """``table_vocab_sizes``: rows of each head's table; ``embedding_dim``: floats of a row."""
+
+    __slots__ = ("embedding_dim", "table_vocab_sizes")
+
+    def __init__(self) -> None:
+        self.table_vocab_sizes: list[int] = []
+        self.embedding_dim = 0
+
+
+class EngramStore:
+    """The tables of one layer.
+
+    Raises:
+        ValueError: there is no head, or a size is not positive.
+    """
+
+    def __init__(
+        self, layer_id: int, config: EngramStoreConfig, store: MooncakeDistributedStore | None = None
+    ) -> None:
+        self._sizes = [int(size) for size in config.table_vocab_sizes]
+        self._dim = int(config.embedding_dim)
+        if not self._sizes or min(self._sizes) < 1 or self._dim < 1:
+            raise ValueError(
+                f"tables of {self._sizes} rows of {self._dim}: at least one head, 1 row, 1 float"
+            )
+        self._store = store
+        self._keys = [f"engram:l{int(layer_id)}:h{head}" for head in range(len(self._sizes))]
+        self._local: list[Rows] = []
+        self._is_open = False
+
+    def get_embedding_dim(self) -> int:
+        return self._dim
+
+    def get_num_heads(self) -> int:
+        return len(self._sizes)
+
+    def get_store_keys(self) -> list[str]:
+        return list(self._keys)
+
+    def get_table_vocab_sizes(self) -> list[int]:
+        return list(self._sizes)
+
+    def populate(self, embedding_buffers: Sequence[Any]) -> None:
+        """Store the tables, float32 [rows, embedding_dim] each. Those that exist stay as they are.
+
+        Raises:
+            ValueError: not as many as heads, or of another shape or type.
+            RuntimeError: the store does not take them.
+        """
+        if len(embedding_buffers) != len(self._sizes):
+            raise ValueError(f"{len(embedding_buffers)} tables for {len(self._sizes)} heads")
+        tables = [
+            self._table(buffer, size) for buffer, size in zip(embedding_buffers, self._sizes, strict=True)
+        ]
+        if self._store is None:
+            self._local = [table.copy() for table in tables]
+            return
+        started = self._store.batch_put_session_start(self._keys, [table.nbytes for table in tables])
+        exists = int(StoreCode.OBJECT_ALREADY_EXISTS)
+        mine = [i for i, code in enumerate(started) if code == 0]
+        keys = [self._keys[i] for i in mine]
+        if len(started) != len(self._keys) or any(code not in (0, exists) for code in started):
+            self._store.batch_put_session_revoke(keys)
+            raise RuntimeError(f"the store does not take the tables {self._keys}: {started}")
+        pointers, sizes = [[tables[i].ctypes.data] for i in mine], [[tables[i].nbytes] for i in mine]
+        self._store.batch_put_from_multi_buffer_ranges(keys, pointers, sizes, [[0]] * len(keys))
+        ended = self._store.batch_put_session_end(keys)
+        if any(ended):
+            raise RuntimeError(f"the tables {keys} were not stored: {ended}")
+
+    def lookup(self, row_ids: Any) -> Rows:
+        """float32 [..., heads, embedding_dim] for integers [..., heads].
+
+        Raises:
+            ValueError: another last dimension, or a row that the table does not have.
+            RuntimeError: a table is not there.
+        """
+        ids = np.asarray(row_ids)
+        if ids.dtype.kind not in "iu" or not ids.ndim or ids.shape[-1] != len(self._sizes):
+            raise ValueError(f"row_ids of {ids.dtype} {ids.shape}: integers [..., {len(self._sizes)}]")
+        if ids.size and (
+            ids.min() < 0 or (ids.reshape(-1, len(self._sizes)).max(axis=0) >= self._sizes).any()
+        ):
+            raise ValueError(f"row_ids from {ids.min()} to {ids.max()}: the tables have {self._sizes} rows")
+        distinct = [np.unique(ids[..., head], return_inverse=True) for head in range(len(self._sizes))]
+        rows = self._rows([numbers for numbers, _ in distinct])
+        found = np.empty((*ids.shape, self._dim), dtype=np.float32)
+        for head, (_, places) in enumerate(distinct):
+            found[..., head, :] = rows[head][places.reshape(ids.shape[:-1])]
+        return found
+
+    def remove_from_store(self, force: bool = False) -> int:
+        """0, also when they are gone already; else the code of the first table that stays."""
+        self._local = []
+        if self._store is None:
+            return 0
+        self._store.batch_get_session_end(self._keys)
+        self._is_open = False
+        gone = (0, int(StoreCode.OBJECT_NOT_FOUND))
+        return next((code for code in self._store.batch_remove(self._keys, force) if code not in gone), 0)
+
+    def _rows(self, numbers: Sequence[npt.NDArray[Any]]) -> list[Rows]:
+        """These rows of each head's table."""
+        if self._store is None:
+            if not self._local:
+                raise RuntimeError("there are no tables yet; populate() first")
+            return [table[of_head] for table, of_head in zip(self._local, numbers, strict=True)]
+        rows = [np.empty((len(of_head), self._dim), dtype=np.float32) for of_head in numbers]
+        row_bytes = 4 * self._dim
+        pointers = [[part.ctypes.data + at * row_bytes for at in range(len(part))] for part in rows]
+        offsets = [[int(number) * row_bytes for number in of_head] for of_head in numbers]
+        sizes = [[row_bytes] * len(part) for part in rows]
+        for _ in range(2):
+            if self._is_open:
+                read = self._store.batch_get_into_multi_buffer_ranges(self._keys, pointers, sizes, offsets)
+                if read == [part.nbytes for part in rows]:
+                    return rows
+            # Not opened yet, or what was opened has gone: tables may have been stored anew.
+            self._is_open = self._store.batch_get_session_start(self._keys) == [0] * len(self._keys)
+        raise RuntimeError(f"some of the tables {self._keys} are not in the store")
+
+    def _table(self, buffer: Any, num_rows: int) -> Rows:
+        table = np.asarray(buffer)
+        if table.dtype != np.float32 or table.shape != (num_rows, self._dim):
+            raise ValueError(f"table of {table.dtype} {table.shape}: float32 [{num_rows}, {self._dim}]")
+        return np.ascontiguousarray(table)

@@ -1,0 +1,82 @@
+"""The error numbers of the existing package, and which of our refusals and errors each of them is.
+
+Programs compare these integers. vLLM goes further: a number outside a short list makes it keep its
+buffers pinned until the process ends, because it may mean that somebody still writes to them. Nothing
+here leaves a transfer behind, so ordinary failures stay within that list (``ORDINARY_FAILURES``).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from mooncake.errors import InvalidArgument, MooncakeError, OutOfMemory, Refusal, Unavailable
+
+
+class StoreCode(IntEnum):
+    """The numbers that this package returns; the existing one has more."""
+
+    OK = 0
+    INTERNAL_ERROR = -1
+    NO_AVAILABLE_HANDLE = -200
+    INVALID_PARAMS = -600
+    REPLICA_IS_NOT_READY = -703
+    OBJECT_NOT_FOUND = -704
+    OBJECT_ALREADY_EXISTS = -705
+    OBJECT_HAS_LEASE = -706
+    OBJECT_REPLICA_BUSY = -714
+    RPC_FAIL = -900
+    TASK_NOT_FOUND = -1400
+    TASK_PENDING_LIMIT_EXCEEDED = -1401
+    TENANT_QUOTA_EXCEEDED = -1700
+    TENANT_NOT_REGISTERED = -1701
+
+
+ORDINARY_FAILURES = frozenset({-200, -703, -704, -705, -900, -901})
+"""What vLLM takes for an ordinary failure of a read or a write; of a read also -600, -702 and -707, of a
+write also -1700."""
+
+CODES_OF_REFUSALS = {
+    "no_space": StoreCode.NO_AVAILABLE_HANDLE,
+    "too_large": StoreCode.NO_AVAILABLE_HANDLE,
+    "no_ssd": StoreCode.NO_AVAILABLE_HANDLE,
+    "invalid_key": StoreCode.INVALID_PARAMS,
+    "invalid_size": StoreCode.INVALID_PARAMS,
+    "invalid_policy": StoreCode.INVALID_PARAMS,
+    "invalid_checksums": StoreCode.INVALID_PARAMS,
+    "unknown_segment": StoreCode.INVALID_PARAMS,
+    "expired": StoreCode.REPLICA_IS_NOT_READY,
+    "incomplete": StoreCode.REPLICA_IS_NOT_READY,
+    "aborted": StoreCode.REPLICA_IS_NOT_READY,
+    "not_found": StoreCode.OBJECT_NOT_FOUND,
+    "leased": StoreCode.OBJECT_HAS_LEASE,
+    "busy": StoreCode.OBJECT_REPLICA_BUSY,
+    "peer_lost": StoreCode.RPC_FAIL,
+    "not_leader": StoreCode.RPC_FAIL,
+    "limit": StoreCode.TASK_PENDING_LIMIT_EXCEEDED,
+    "quota_exceeded": StoreCode.TENANT_QUOTA_EXCEEDED,
+    "unknown_tenant": StoreCode.TENANT_NOT_REGISTERED,
+}
+"""Every code of a ``Refusal`` that a client may meet."""
+
+
+def code_of_refusal(refusal: Refusal) -> int:
+    return int(CODES_OF_REFUSALS.get(refusal.code, StoreCode.INTERNAL_ERROR))
+
+
+def code_of_error(error: MooncakeError) -> int:
+    match error:
+        case InvalidArgument():
+            return int(StoreCode.INVALID_PARAMS)
+        case OutOfMemory():
+            return int(StoreCode.NO_AVAILABLE_HANDLE)
+        case Unavailable():
+            return int(StoreCode.RPC_FAIL)
+        case _:
+            return int(StoreCode.INTERNAL_ERROR)
+
+
+def code_of(outcome: Refusal | bool | None) -> int:
+    """Of a put (None: stored) or a removal (True: gone now, False: there was none)."""
+    if isinstance(outcome, Refusal):
+        return code_of_refusal(outcome)
+    return int(StoreCode.OBJECT_NOT_FOUND if outcome is False else StoreCode.OK)

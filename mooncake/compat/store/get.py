@@ -1,0 +1,193 @@
+"""The calls that read objects and ask about them.
+
+A miss, and anything else that goes wrong with one key, is that key's number (or empty bytes, or None);
+the others of the batch are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mooncake.compat.store.arguments import (
+    Span,
+    check_key,
+    check_keys,
+    is_good_key,
+    numbers,
+    rows,
+    total_bytes,
+)
+from mooncake.compat.store.batches import cut, pick
+from mooncake.compat.store.buffer_handle import BufferHandle
+from mooncake.compat.store.buffer_registration import BufferRegistrationCalls
+from mooncake.compat.store.object_reads import INVALID, MISS, read_fragments, read_granted, read_objects
+from mooncake.compat.store.range_reads import open_reads
+from mooncake.compat.store.store_session import StoreSession
+
+
+class ReadCalls(BufferRegistrationCalls):
+    # To bytes -----------------------------------------------------------------------------------------
+
+    def get(self, key: str, /) -> bytes:
+        """The object; empty for a miss and for anything that goes wrong."""
+        check_key("get", key)
+        return self._get("get", [key])[0]
+
+    def get_batch(self, keys: Sequence[str], /) -> list[bytes]:
+        """As ``get`` of each; one empty value for no keys at all."""
+        keys = check_keys("get_batch", keys)
+        return self._get("get_batch", keys) if keys else [b""]
+
+    def get_buffer(self, key: str, /) -> BufferHandle | None:
+        """The object in memory of its own, or None."""
+        check_key("get_buffer", key)
+        return self._get_buffers("get_buffer", [key])[0]
+
+    def batch_get_buffer(self, keys: Sequence[str], /) -> list[BufferHandle | None]:
+        """As ``get_buffer`` of each."""
+        return self._get_buffers("batch_get_buffer", check_keys("batch_get_buffer", keys))
+
+    # To pointers ----------------------------------------------------------------------------------------
+
+    def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
+        """Bytes read; -704 for a miss, -600 when the buffer is too small."""
+        return self._get_pointers("get_into", [key], [[buffer_ptr]], [[size]])[0]
+
+    def batch_get_into(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        """As ``get_into`` of each."""
+        what = "batch_get_into"
+        pointers = [[pointer] for pointer in numbers(what, "buffer_ptrs", buffer_ptrs)]
+        return self._get_pointers(what, keys, pointers, [[size] for size in numbers(what, "sizes", sizes)])
+
+    def batch_get_into_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        prefer_alloc_in_same_node: bool = False,
+    ) -> list[int]:
+        """Bytes read for each; an object fills its buffers in order. -600 when it is larger than they are."""
+        return self._get_pointers("batch_get_into_multi_buffers", keys, all_buffer_ptrs, all_sizes)
+
+    def get_into_ranges(
+        self,
+        buffer_ptrs: Sequence[int],
+        all_keys: Sequence[Sequence[str]],
+        all_dst_offsets: Sequence[Sequence[Sequence[int]]],
+        all_src_offsets: Sequence[Sequence[Sequence[int]]],
+        all_sizes: Sequence[Sequence[Sequence[int]]],
+    ) -> list[list[list[int]]]:
+        """Fragments of objects ``all_keys[i][j]`` to ``buffer_ptrs[i]``: of each the bytes read, or a code.
+
+        -704 for a miss, -600 for a fragment that does not lie in its object, or lists of unequal lengths.
+        """
+        what = "get_into_ranges"
+        pointers = numbers(what, "buffer_ptrs", buffer_ptrs)
+        keys = [check_keys(what, row) for row in all_keys]
+        columns = [
+            [rows(what, name, row) for row in values]
+            for name, values in (
+                ("all_dst_offsets", all_dst_offsets),
+                ("all_src_offsets", all_src_offsets),
+                ("all_sizes", all_sizes),
+            )
+        ]
+        shape = [[len(sizes) for sizes in row] for row in columns[2]]
+        bad = [[[INVALID] * num for num in row] for row in shape]
+        if len(pointers) != len(keys) or [len(row) for row in keys] != [len(row) for row in shape]:
+            return bad
+        if any([[len(sizes) for sizes in row] for row in column] != shape for column in columns):
+            return bad
+
+        def get(session: StoreSession) -> list[list[list[int]]]:
+            places = [(i, j) for i, row in enumerate(keys) for j in range(len(row))]
+            grants = open_reads(session, [keys[i][j] for i, j in places])
+            fragments = [
+                [
+                    (source, pointers[i] + target, size)
+                    for target, source, size in zip(*(column[i][j] for column in columns), strict=True)
+                ]
+                for i, j in places
+            ]
+            found = iter(read_fragments(session, grants, fragments))
+            return [[next(found) for _ in row] for row in keys]
+
+        return self._in_session(what, get, lambda code: [[[code] * num for num in row] for row in shape])
+
+    # Asking ---------------------------------------------------------------------------------------------
+
+    def get_size(self, key: str, /) -> int:
+        """The object's size; -704 for a miss."""
+        check_key("get_size", key)
+
+        def ask(session: StoreSession) -> int:
+            found = session.store.open_reads([key])[0] if is_good_key(key) else None
+            return MISS if found is None else found.size_bytes
+
+        return self._in_session("get_size", ask, int)
+
+    def is_exist(self, key: str, /) -> int:
+        """1 or 0; negative when nobody knows. A key that exists is leased, so that a get finds it."""
+        check_key("is_exist", key)
+        return self._exist("is_exist", [key])[0]
+
+    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+        """As ``is_exist`` of each."""
+        return self._exist("batch_is_exist", check_keys("batch_is_exist", keys))
+
+    def _exist(self, what: str, keys: list[str]) -> list[int]:
+        def ask(session: StoreSession) -> list[int]:
+            at = [i for i, key in enumerate(keys) if is_good_key(key)]
+            flags = [0] * len(keys)
+            for i, flag in zip(at, session.store.exists(pick(keys, at)), strict=True):
+                flags[i] = int(flag)
+            return flags
+
+        return self._in_session(what, ask, lambda code: [code] * len(keys))
+
+    # What they come down to -----------------------------------------------------------------------------
+
+    def _get(self, what: str, keys: list[str]) -> list[bytes]:
+        def get(session: StoreSession) -> list[bytes]:
+            values = [b""] * len(keys)
+            at = [i for i, key in enumerate(keys) if is_good_key(key)]
+            for i, value in zip(at, session.store.get_batch(pick(keys, at)), strict=True):
+                values[i] = value or b""
+            session.client_metrics.moved("read", sum(map(len, values)))
+            return values
+
+        return self._in_session(what, get, lambda _: [b""] * len(keys))
+
+    def _get_buffers(self, what: str, keys: list[str]) -> list[BufferHandle | None]:
+        def get(session: StoreSession) -> list[BufferHandle | None]:
+            grants = open_reads(session, keys)
+            handles = [None if grant is None else BufferHandle(grant.size_bytes) for grant in grants]
+            parts = [[] if handle is None else [(handle.ptr(), handle.size())] for handle in handles]
+            codes = read_granted(session, grants, parts)
+            return [handle if code >= 0 else None for handle, code in zip(handles, codes, strict=True)]
+
+        return self._in_session(what, get, lambda _: [None] * len(keys))
+
+    def _get_pointers(self, what: str, keys: Any, pointers: Any, sizes: Any) -> list[int]:
+        keys = check_keys(what, keys)
+        addresses, lengths = rows(what, "buffer_ptrs", pointers), rows(what, "sizes", sizes)
+        if not len(keys) == len(addresses) == len(lengths):
+            return [INVALID] * len(keys)
+        if any(len(row) != len(other) for row, other in zip(addresses, lengths, strict=True)):
+            return [INVALID] * len(keys)
+        parts = [list(zip(row, other, strict=True)) for row, other in zip(addresses, lengths, strict=True)]
+        return self._get_into(what, keys, parts)
+
+    def _get_into(self, what: str, keys: list[str], parts: Sequence[Sequence[Span]]) -> list[int]:
+        """Sizes or codes per key; ``parts``: per key the places to fill, in order."""
+
+        def get(session: StoreSession) -> list[int]:
+            codes: list[int] = []
+            for at in cut([total_bytes(spans) for spans in parts]):
+                codes += read_objects(session, pick(keys, at), pick(parts, at))
+            return codes
+
+        return self._in_session(what, get, lambda code: [code] * len(keys))

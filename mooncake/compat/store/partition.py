@@ -1,0 +1,156 @@
+"""Which part of a tensor is whose: ranks to boxes, and a wanted box out of stored ones.
+
+A dimension is cut as torch's ``chunk`` cuts it: equal parts, the last ones shorter or empty. Several cuts
+are made one after the other, each of what the one before left. Knows shapes and ranks; where the parts are
+stored and how they are read is ``tensor_parallel.py``'s business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import TypeAlias
+
+from mooncake.compat.store.tensor_format import Axis, AxisKind
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""(start, stop) in each dimension."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """Part ``rank`` of ``count`` along ``dim``."""
+
+    rank: int
+    count: int
+    dim: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BoxOverlap:
+    """A stored part that a wanted box needs: its number, and what to copy from where to where."""
+
+    number: int
+    source: Box
+    """Within the stored part."""
+    target: Box
+    """Within the wanted box."""
+
+
+def extent_of(length: int, rank: int, count: int) -> tuple[int, int]:
+    """(start, stop) of part ``rank``."""
+    step = -(-length // count)
+    start = min(length, rank * step)
+    return start, min(length, start + step)
+
+
+def box_of(shape: Sequence[int], cuts: Sequence[Cut]) -> Box:
+    """What is left of ``shape`` after ``cuts``.
+
+    Raises:
+        ValueError: there is no such rank or no such dimension.
+    """
+    box = [(0, length) for length in shape]
+    for cut in cuts:
+        if cut.count < 1 or not 0 <= cut.rank < cut.count:
+            raise ValueError(f"rank {cut.rank} of {cut.count}: from 0 to one less than the size")
+        if not -len(box) <= cut.dim < len(box):
+            raise ValueError(f"split_dim {cut.dim}: the tensor has {len(box)} dimensions")
+        start, stop = box[cut.dim]
+        first, last = extent_of(stop - start, cut.rank, cut.count)
+        box[cut.dim] = (start + first, start + last)
+    return tuple(box)
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """For indexing a tensor."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def all_cuts(cuts: Sequence[Cut]) -> Iterator[tuple[Cut, ...]]:
+    """Every rank's cuts of a division, in the order of ranks; one empty tuple for no division."""
+    yield from product(*([Cut(rank, cut.count, cut.dim) for rank in range(cut.count)] for cut in cuts))
+
+
+def plan_overlaps(wanted: Box, stored: Sequence[Box]) -> list[BoxOverlap] | None:
+    """How ``wanted`` is put together from ``stored`` boxes, which do not overlap; None: they lack some."""
+    pieces: list[BoxOverlap] = []
+    covered = 0
+    for number, box in enumerate(stored):
+        common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, box, strict=True))
+        if any(start >= stop for start, stop in common):
+            continue
+        pieces.append(BoxOverlap(number, _within(common, box), _within(common, wanted)))
+        covered += prod(shape_of(common))
+    return pieces if covered == prod(shape_of(wanted)) else None
+
+
+def num_runs(shape: Sequence[int], box: Box) -> int:
+    """In how many bits of contiguous memory ``box`` lies; the last dimension is the fastest."""
+    return prod(shape_of(box)[: _first_whole(shape, box)])
+
+
+def runs(
+    source_shape: Sequence[int], source: Box, target_shape: Sequence[int], target: Box
+) -> Iterator[tuple[int, int, int]]:
+    """(element of the source, element of the target, number of elements) of equal boxes, run by run.
+
+    A run is contiguous in both.
+    """
+    extents = shape_of(source)
+    split = max(_first_whole(source_shape, source), _first_whole(target_shape, target))
+    length = prod(extents[split:])
+    for place in product(*map(range, extents[:split])):
+        inner = (0,) * (len(extents) - split)
+        yield (
+            _element(source_shape, source, place + inner),
+            _element(target_shape, target, place + inner),
+            length,
+        )
+
+
+def _first_whole(shape: Sequence[int], box: Box) -> int:
+    """The dimension from which on a run goes: all behind it are covered whole."""
+    dim = len(shape)
+    while dim > 0:
+        dim -= 1
+        if box[dim] != (0, shape[dim]):
+            break
+    return dim
+
+
+def _element(shape: Sequence[int], box: Box, place: Sequence[int]) -> int:
+    at = 0
+    for length, (start, _), step in zip(shape, box, place, strict=True):
+        at = at * length + start + step
+    return at
+
+
+def cuts_of(axes: Sequence[Axis]) -> list[Cut]:
+    """The cuts that axes stand for: only tensor parallelism divides a tensor."""
+    return [Cut(axis.rank, axis.count, axis.split_dim) for axis in axes if axis.kind == AxisKind.TP]
+
+
+def axes_with(axes: Sequence[Axis], cuts: Sequence[Cut], shape: Sequence[int]) -> tuple[Axis, ...]:
+    """``axes``, the dividing ones with the ranks of ``cuts`` and how long the part is there."""
+    described: list[Axis] = []
+    made: list[Cut] = []
+    left = iter(cuts)
+    for axis in axes:
+        if axis.kind == AxisKind.TP:
+            made.append(next(left))
+            dim = made[-1].dim % max(1, len(shape))
+            start, stop = box_of(shape, made)[dim]
+            axis = dataclasses.replace(axis, rank=made[-1].rank, split_dim=dim, extent=stop - start)
+        described.append(axis)
+    return tuple(described)
+
+
+def _within(inner: Box, outer: Box) -> Box:
+    return tuple((a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))

@@ -1,0 +1,225 @@
+"""The calls that store objects: from bytes, from pointers, whole or in parts, new or in another's place.
+
+All of them come down to ``store_parts``: per key the places where its bytes lie, one number per key in
+return. An object that exists stays as it is and counts as stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mooncake.compat.store.arguments import (
+    Span,
+    check_key,
+    check_keys,
+    numbers,
+    rows,
+    span_of_value,
+    total_bytes,
+)
+from mooncake.compat.store.batches import on_good, pick
+from mooncake.compat.store.buffer_registration import BufferRegistrationCalls
+from mooncake.compat.store.caller_memory import are_accessible
+from mooncake.compat.store.error_codes import StoreCode
+from mooncake.compat.store.object_writes import store_parts
+from mooncake.compat.store.public_types import ReplicateConfig
+from mooncake.compat.store.put_options import put_options
+from mooncake.compat.store.store_session import StoreSession
+
+INVALID = int(StoreCode.INVALID_PARAMS)
+_DEFAULT = ReplicateConfig()
+
+
+class WriteCalls(BufferRegistrationCalls):
+    # From bytes ---------------------------------------------------------------------------------------
+
+    def put(self, key: str, value: Any, config: ReplicateConfig = _DEFAULT) -> int:
+        """0, also when the key exists and keeps its value; -200: no space; -600: empty or too large."""
+        return self._put_values("put", [key], [[value]], config)[0]
+
+    def put_parts(self, key: str, *parts: Any, config: ReplicateConfig = _DEFAULT) -> int:
+        """As ``put`` of all parts in a row; 0 and nothing stored when there are none."""
+        for part in parts:
+            _check_part(part)
+        if not any(memoryview(part).nbytes for part in parts):
+            return self._nothing("put_parts", key)
+        return self._put_values("put_parts", [key], [parts], config)[0]
+
+    def put_batch(
+        self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig = _DEFAULT
+    ) -> int:
+        """As ``put`` of each; the first number that is not 0."""
+        return _first(self._put_values("put_batch", keys, [[value] for value in values], config))
+
+    def upsert(self, key: str, value: Any, config: ReplicateConfig = _DEFAULT) -> int:
+        """As ``put``, in the place of what is there."""
+        return self._put_values("upsert", [key], [[value]], config, replace=True)[0]
+
+    def upsert_parts(self, key: str, *parts: Any, config: ReplicateConfig = _DEFAULT) -> int:
+        """As ``put_parts``, in the place of what is there."""
+        for part in parts:
+            _check_part(part)
+        if not any(memoryview(part).nbytes for part in parts):
+            return self._nothing("upsert_parts", key)
+        return self._put_values("upsert_parts", [key], [parts], config, replace=True)[0]
+
+    def upsert_batch(
+        self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig = _DEFAULT
+    ) -> int:
+        """As ``put_batch``, in the place of what is there."""
+        parts = [[value] for value in values]
+        return _first(self._put_values("upsert_batch", keys, parts, config, replace=True))
+
+    # From pointers ------------------------------------------------------------------------------------
+
+    def put_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = _DEFAULT) -> int:
+        """As ``put`` of the ``size`` bytes at ``buffer_ptr``, which are not copied here."""
+        return self._put_pointers("put_from", [key], [[buffer_ptr]], [[size]], config)[0]
+
+    def put_from_with_metadata(
+        self,
+        key: str,
+        buffer_ptr: int,
+        metadata_buffer_ptr: int,
+        size: int,
+        metadata_size: int,
+        config: ReplicateConfig = _DEFAULT,
+    ) -> int:
+        """One object: the metadata, then the data."""
+        what = "put_from_with_metadata"
+        pointers, sizes = [metadata_buffer_ptr, buffer_ptr], [metadata_size, size]
+        return self._put_pointers(what, [key], [pointers], [sizes], config)[0]
+
+    def batch_put_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig = _DEFAULT,
+    ) -> list[int]:
+        """0 or a negative number for each."""
+        what = "batch_put_from"
+        pointers = [[pointer] for pointer in numbers(what, "buffer_ptrs", buffer_ptrs)]
+        return self._put_pointers(
+            what, keys, pointers, [[size] for size in numbers(what, "sizes", sizes)], config
+        )
+
+    def batch_put_from_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        config: ReplicateConfig = _DEFAULT,
+    ) -> list[int]:
+        """0 or a negative number for each; an object is its buffers in a row. [] before ``setup``."""
+        what = "batch_put_from_multi_buffers"
+        if self._store is None:
+            return []
+        return self._put_pointers(what, keys, all_buffer_ptrs, all_sizes, config)
+
+    def upsert_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = _DEFAULT) -> int:
+        """As ``put_from``, in the place of what is there."""
+        return self._put_pointers("upsert_from", [key], [[buffer_ptr]], [[size]], config, replace=True)[0]
+
+    def batch_upsert_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig = _DEFAULT,
+    ) -> list[int]:
+        """As ``batch_put_from``, in the place of what is there."""
+        what = "batch_upsert_from"
+        pointers = [[pointer] for pointer in numbers(what, "buffer_ptrs", buffer_ptrs)]
+        lengths = [[size] for size in numbers(what, "sizes", sizes)]
+        return self._put_pointers(what, keys, pointers, lengths, config, replace=True)
+
+    # What they come down to -----------------------------------------------------------------------------
+
+    def _nothing(self, what: str, key: str) -> int:
+        """Stores nothing, where there is a store."""
+        check_key(what, key)
+        return self._do(what, lambda _: 0, int)
+
+    def _put_values(
+        self,
+        what: str,
+        keys: Any,
+        values: Sequence[Sequence[Any]],
+        config: ReplicateConfig,
+        replace: bool = False,
+    ) -> list[int]:
+        """Bytes-like values, which go through the local buffer, so none may be larger."""
+        keys = check_keys(what, keys)
+        kept, parts = [], []
+        for row in values:
+            spans = []
+            for value in row:
+                span, keep = span_of_value(what, value)
+                spans.append(span)
+                kept.append(keep)
+            parts.append(spans)
+
+        def put(session: StoreSession) -> list[int]:
+            def put_those(at: list[int]) -> list[int]:
+                return store_parts(session, pick(keys, at), pick(parts, at), options.at(at), replace)
+
+            options = put_options(config, len(keys))
+            limit = session.words.local_buffer_size
+            fits = [total_bytes(spans) <= limit for spans in parts]
+            return on_good(fits, put_those)
+
+        if len(keys) != len(parts):
+            return [INVALID] * max(1, len(keys))
+        return self._in_session(what, put, lambda code: [code] * len(keys))
+
+    def _put_pointers(
+        self, what: str, keys: Any, pointers: Any, sizes: Any, config: ReplicateConfig, replace: bool = False
+    ) -> list[int]:
+        keys = check_keys(what, keys)
+        addresses, lengths = rows(what, "buffer_ptrs", pointers), rows(what, "sizes", sizes)
+        if not len(keys) == len(addresses) == len(lengths):
+            return [INVALID] * len(keys)
+        fits = [len(row) == len(other) for row, other in zip(addresses, lengths, strict=True)]
+        parts = [list(zip(row, other, strict=False)) for row, other in zip(addresses, lengths, strict=True)]
+
+        def put(session: StoreSession) -> list[int]:
+            def put_those(at: list[int]) -> list[int]:
+                return store_parts(session, pick(keys, at), pick(parts, at), options.at(at), replace)
+
+            options = put_options(config, len(keys))
+            good = [
+                fit and is_there for fit, is_there in zip(fits, are_accessible(session, parts), strict=True)
+            ]
+            return on_good(good, put_those)
+
+        return self._in_session(what, put, lambda code: [code] * len(keys))
+
+    def _put(
+        self,
+        what: str,
+        keys: Sequence[str],
+        parts: Sequence[Sequence[Span]],
+        config: ReplicateConfig,
+        replace: bool = False,
+    ) -> list[int]:
+        """One code per key; ``parts``: per key the places of its bytes, which the caller vouches for."""
+        return self._in_session(
+            what,
+            lambda session: store_parts(session, keys, parts, put_options(config, len(keys)), replace),
+            lambda code: [code] * len(keys),
+        )
+
+
+def _check_part(part: Any) -> None:
+    try:
+        view = memoryview(part)
+    except TypeError:
+        raise RuntimeError("parts must be 1-D bytes-like") from None
+    if view.ndim != 1:
+        raise RuntimeError("parts must be 1-D bytes-like")
+
+
+def _first(codes: Sequence[int]) -> int:
+    return next((code for code in codes if code), 0)

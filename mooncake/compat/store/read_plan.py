@@ -1,0 +1,82 @@
+"""How parts of an object are read: straight to where they are wanted, or through whole chunks.
+
+A part of a chunk can't be verified, so the store reads whole chunks only. Parts that make up whole chunks
+go straight to their places; of every other chunk that is touched, all of it is fetched to a staging area
+and the parts are copied from there when it was found to be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeAlias
+
+Part: TypeAlias = tuple[int, int, int]
+"""(offset in the object, local address, length)"""
+
+
+@dataclasses.dataclass(slots=True)
+class ReadPlan:
+    """For one object. Every list is in the order of offsets, but for overlapping parts."""
+
+    direct: list[Part] = dataclasses.field(default_factory=list)
+    staged: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """(offset, length) of the chunks to fetch, one behind the other, into the staging area."""
+    copies: list[Part] = dataclasses.field(default_factory=list)
+    """(offset in this object's staging area, local address, length)"""
+    staged_bytes: int = 0
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.staged_bytes + sum(length for _, _, length in self.direct)
+
+
+def plan_reads(size_bytes: int, chunk_bytes: int, parts: Sequence[Part]) -> ReadPlan:
+    """``parts`` lie within the object; they may touch, overlap and be empty."""
+    plan = ReadPlan()
+    edges: dict[int, list[Part]] = {}
+    """Chunk -> parts of it."""
+    for offset, address, length in parts:
+        end = offset + length
+        whole_from = -(-offset // chunk_bytes) * chunk_bytes
+        whole_to = end if end == size_bytes else end // chunk_bytes * chunk_bytes
+        if whole_from >= whole_to:  # no chunk is covered whole; two may be touched
+            whole_from = whole_to = min(end, whole_from)
+        if whole_from < whole_to:
+            plan.direct.append((whole_from, address + whole_from - offset, whole_to - whole_from))
+        for start, stop in ((offset, whole_from), (whole_to, end)):
+            if start < stop:
+                piece = (start, address + start - offset, stop - start)
+                edges.setdefault(start // chunk_bytes, []).append(piece)
+    for chunk, pieces in edges.items():
+        first = chunk * chunk_bytes
+        length = min(chunk_bytes, size_bytes - first)
+        if _tile(pieces, first, length):
+            plan.direct += pieces
+            continue
+        plan.copies += [(plan.staged_bytes + offset - first, address, n) for offset, address, n in pieces]
+        plan.staged.append((first, length))
+        plan.staged_bytes += length
+    return plan
+
+
+def chunk_bytes_for(sizes: Sequence[int], largest: int, smallest: int = 4096) -> int:
+    """A chunk that the buffers of an object make up, so that each of them can be read by itself.
+
+    Only when they are all of one size (the last may be smaller) between ``smallest`` and ``largest``;
+    else ``largest``.
+    """
+    if not sizes:
+        return largest
+    first = sizes[0]
+    are_alike = all(size == first for size in sizes[:-1]) and sizes[-1] <= first
+    return first if are_alike and smallest <= first <= largest else largest
+
+
+def _tile(pieces: Sequence[Part], first: int, length: int) -> bool:
+    at = first
+    for offset, _, num_bytes in sorted(pieces):
+        if offset != at:
+            return False
+        at += num_bytes
+    return at == first + length

@@ -1,0 +1,45 @@
+"""The calls that remove objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mooncake.compat.store.arguments import check_key, check_keys, is_good_key
+from mooncake.compat.store.batches import pick
+from mooncake.compat.store.error_codes import StoreCode, code_of
+from mooncake.compat.store.lifecycle import StoreLifecycle
+from mooncake.compat.store.store_session import StoreSession
+
+
+class RemoveCalls(StoreLifecycle):
+    def remove(self, key: str, force: bool = False) -> int:
+        """0; -704 when there is none, -706 when a reader may hold it, unless ``force``."""
+        check_key("remove", key)
+        return self._remove("remove", [key], force)[0]
+
+    def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
+        """As ``remove`` of each."""
+        return self._remove("batch_remove", check_keys("batch_remove", keys), force)
+
+    def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
+        """How many objects were removed whose key the expression (RE2's) is found in; -600: it is none."""
+        check_key("remove_by_regex", regex_pattern)
+
+        def remove(session: StoreSession) -> int:
+            return session.store.remove_matching(regex_pattern, force)
+
+        return self._in_session("remove_by_regex", remove, int)
+
+    def remove_all(self, force: bool = False) -> int:
+        """How many objects of this tenant were removed; leased ones stay, unless ``force``."""
+        return self._in_session("remove_all", lambda session: session.store.remove_all(force), int)
+
+    def _remove(self, what: str, keys: list[str], force: bool) -> list[int]:
+        def remove(session: StoreSession) -> list[int]:
+            at = [i for i, key in enumerate(keys) if is_good_key(key)]
+            codes = [int(StoreCode.OBJECT_NOT_FOUND)] * len(keys)
+            for i, outcome in zip(at, session.store.remove(pick(keys, at), force), strict=True):
+                codes[i] = code_of(outcome)
+            return codes
+
+        return self._in_session(what, remove, lambda code: [code] * len(keys))

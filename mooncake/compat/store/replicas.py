@@ -1,0 +1,137 @@
+"""The calls about single copies of objects: where they are, how to make, move and drop them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from mooncake.compat.store.arguments import check_key, check_keys, is_good_key
+from mooncake.compat.store.batches import pick
+from mooncake.compat.store.error_codes import StoreCode, code_of_refusal
+from mooncake.compat.store.lifecycle import StoreLifecycle
+from mooncake.compat.store.public_types import (
+    Descriptor,
+    DiskDescriptor,
+    MemoryDescriptor,
+    QueryTaskResponse,
+    ReplicaDescriptor,
+    ReplicaStatus,
+    TaskStatus,
+    TaskType,
+)
+from mooncake.compat.store.store_session import StoreSession
+from mooncake.errors import Refusal
+from mooncake.store.messages import JobStatus, ObjectStatus
+from mooncake.types import Tier
+
+NO_TASK = (0, 0)
+_FIRST_HALF = 1
+"""A task's id is two numbers, and (0, 0) is none."""
+
+_STATES = {
+    "waiting": TaskStatus.PENDING,
+    "running": TaskStatus.PROCESSING,
+    "done": TaskStatus.SUCCESS,
+    "failed": TaskStatus.FAILED,
+    "cancelled": TaskStatus.FAILED,
+}
+
+
+class ReplicaCalls(StoreLifecycle):
+    def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
+        """The copies of an object; [] for a miss."""
+        check_key("get_replica_desc", key)
+        return self._describe("get_replica_desc", [key]).get(key, [])
+
+    def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
+        """The copies of each object that there is."""
+        return self._describe("batch_get_replica_desc", check_keys("batch_get_replica_desc", keys))
+
+    def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
+        """Drop the copies on a segment, or all that are in memory; the keys of which there were some."""
+        keys = check_keys("batch_replica_clear", keys)
+
+        def clear(session: StoreSession) -> list[str]:
+            good = [key for key in keys if is_good_key(key)]
+            outcomes = session.store.drop_replicas(good, segment_name)
+            return [key for key, outcome in zip(good, outcomes, strict=True) if outcome is True]
+
+        return self._in_session("batch_replica_clear", clear, lambda _: [])
+
+    def create_copy_task(self, key: str, targets: Sequence[str]) -> tuple[tuple[int, int], int]:
+        """(id, 0) of a task that makes a further copy on each of ``targets``; ((0, 0), code)."""
+        check_key("create_copy_task", key)
+        segments = check_keys("create_copy_task", targets)
+        return self._begin_task("create_copy_task", lambda session: session.store.copy(key, segments))
+
+    def create_move_task(self, key: str, source: str, target: str) -> tuple[tuple[int, int], int]:
+        """As ``create_copy_task``, of a copy that leaves ``source``."""
+        for word in (key, source, target):
+            check_key("create_move_task", word)
+        return self._begin_task("create_move_task", lambda session: session.store.move(key, source, target))
+
+    def query_task(self, task_id: tuple[int, int]) -> tuple[QueryTaskResponse | None, int]:
+        """(how far it is, 0), or (None, -1400) for a task that is not known (any more)."""
+        first, job_id = task_id
+        unknown: tuple[QueryTaskResponse | None, int] = (None, int(StoreCode.TASK_NOT_FOUND))
+
+        def query(session: StoreSession) -> tuple[QueryTaskResponse | None, int]:
+            if first != _FIRST_HALF or not 0 < job_id < 1 << 63:
+                return unknown
+            status = session.store.job(job_id)
+            return unknown if status is None else (_response(status), 0)
+
+        return self._in_session("query_task", query, lambda code: (None, code))
+
+    def get_offload_rpc_read_count(self) -> int:
+        """0: whoever reads from an SSD reads it itself, without asking its owner."""
+        return 0
+
+    def _describe(self, what: str, keys: list[str]) -> dict[str, list[ReplicaDescriptor]]:
+        def describe(session: StoreSession) -> dict[str, list[ReplicaDescriptor]]:
+            at = [i for i, key in enumerate(keys) if is_good_key(key)]
+            found = zip(pick(keys, at), session.store.inspect(pick(keys, at)), strict=True)
+            return {key: rows for key, status in found if status is not None and (rows := _copies(status))}
+
+        return self._in_session(what, describe, lambda _: {})
+
+    def _begin_task(
+        self, what: str, begin: Callable[[StoreSession], JobStatus | Refusal]
+    ) -> tuple[tuple[int, int], int]:
+        def create(session: StoreSession) -> tuple[tuple[int, int], int]:
+            outcome = begin(session)
+            if isinstance(outcome, Refusal):
+                return NO_TASK, code_of_refusal(outcome)
+            return (_FIRST_HALF, outcome.job_id), 0
+
+        return self._in_session(what, create, lambda code: (NO_TASK, code))
+
+
+def _copies(status: ObjectStatus) -> list[ReplicaDescriptor]:
+    """Those that can be read; an object that is being written has none yet."""
+    if status.is_writing:
+        return []
+    copies: list[ReplicaDescriptor] = []
+    for replica in status.replicas:
+        if not replica.is_alive:
+            continue
+        place: MemoryDescriptor | DiskDescriptor
+        if replica.tier is Tier.SSD:
+            place = DiskDescriptor(replica.segment, status.size_bytes)
+        else:
+            place = MemoryDescriptor(Descriptor(status.size_bytes, replica.address, replica.segment))
+        state = ReplicaStatus.COMPLETE if replica.is_complete else ReplicaStatus.PROCESSING
+        copies.append(ReplicaDescriptor(state, place))
+    return copies
+
+
+def _response(status: JobStatus) -> QueryTaskResponse:
+    response = QueryTaskResponse()
+    now_ms = time.time() * 1000
+    response.id = (_FIRST_HALF, status.job_id)
+    response.type = TaskType.REPLICA_MOVE if status.kind == "move" else TaskType.REPLICA_COPY
+    response.status = _STATES[status.state]
+    response.created_at_ms_epoch = int(now_ms - 1000 * status.age_s)
+    response.last_updated_at_ms_epoch = int(now_ms - 1000 * status.idle_s)
+    response.message = status.reason
+    return response

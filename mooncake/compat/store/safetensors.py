@@ -1,0 +1,68 @@
+"""Tensors between the store and files of the safetensors format. Its library is loaded when called."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from mooncake.compat.store.arguments import check_key
+from mooncake.compat.store.error_codes import StoreCode
+from mooncake.compat.store.tensor_memory import Tensor
+from mooncake.compat.store.tensors import TensorCalls
+from mooncake.log import get_logger
+
+log = get_logger("mooncake.store")
+
+SUFFIX = ".safetensors"
+
+
+class SafetensorCalls(TensorCalls):
+    """A file holds a tensor under the name of its key."""
+
+    def save_tensor_to_safetensor(self, key: str, file_name: str | None = None) -> int:
+        """Write the tensor ``key`` to a file, ``<key>.safetensors`` unless named; 0, -704, or -1 without."""
+        check_key("save_tensor_to_safetensor", key)
+        tensor = self.get_tensor(key)
+        if tensor is None:
+            return int(StoreCode.OBJECT_NOT_FOUND)
+        path = Path(key + SUFFIX if file_name is None else file_name)
+        try:
+            _library().save_file({key: tensor}, path)
+        except _errors() as error:
+            log.error(f"save_tensor_to_safetensor of {key!r} to {path}: {error}")
+            return int(StoreCode.INTERNAL_ERROR)
+        return int(StoreCode.OK)
+
+    def load_tensor_from_safetensor(self, key: str | None = None, file_name: str = "") -> Tensor | None:
+        """Put the tensor of a file into the store and return it; None when there is none.
+
+        It is put under ``key``, or without one under its name in the file, which must then be its only
+        tensor; a file of several must have one called ``key``.
+        """
+        what = "load_tensor_from_safetensor"
+        if key is not None:
+            check_key(what, key)
+        try:
+            found: dict[str, Tensor] = _library().load_file(Path(file_name))
+        except _errors() as error:
+            log.error(f"{what}: {file_name!r}: {error}")
+            return None
+        name = key if key in found else next(iter(found)) if len(found) == 1 else None
+        if name is None:
+            log.error(f"{what}: {file_name!r} has {sorted(found)}, none of them is {key!r}")
+            return None
+        tensor = found[name]
+        return tensor if self.put_tensor(name if key is None else key, tensor) == 0 else None
+
+
+def _library() -> Any:
+    return importlib.import_module("safetensors.torch")
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What goes wrong with files, and with a library that is not there."""
+    try:
+        return OSError, ImportError, importlib.import_module("safetensors").SafetensorError
+    except ImportError:
+        return OSError, ImportError

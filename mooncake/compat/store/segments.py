@@ -1,0 +1,193 @@
+"""The calls that lend more memory to the store, and take it back.
+
+A segment is named by two numbers joined by a hyphen, as programs expect of an id; its name with the master
+is this process's with the id behind it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mooncake.compat.store.arguments import number
+from mooncake.compat.store.lifecycle import StoreLifecycle
+from mooncake.compat.store.setup_arguments import MIN_SEGMENT_BYTES
+from mooncake.compat.store.store_session import StoreSession
+from mooncake.errors import AccessDenied, InvalidArgument, MooncakeError, Refusal, StorageError
+from mooncake.log import get_logger
+from mooncake.transfer import Region
+
+log = get_logger("mooncake.store")
+
+FAILED = -1
+"""What every failure of these calls is."""
+
+
+@dataclass
+class ExtraSegment:
+    """A segment of this process beside the one of ``setup``."""
+
+    session: StoreSession
+    name: str
+    region: Region
+
+
+class SegmentCalls(StoreLifecycle):
+    def __init__(self) -> None:
+        super().__init__()
+        self._segments_lock = threading.Lock()
+        self._segments: dict[str, ExtraSegment] = {}
+        """By id."""
+
+    def mount_segment(
+        self, path: str, size: int, offset: int = 0, protocol: str = "tcp", location: str = ""
+    ) -> dict[str, Any]:
+        """Lend part of a file or of shared memory; ``{"ret": 0, "segment_ids": [id]}``, or -1 and none."""
+        what = "mount_segment"
+        size, offset = number(what, "size", size), number(what, "offset", offset)
+        if not isinstance(path, str):
+            raise TypeError(f"{what}(): path must be str, not {type(path).__name__}")
+
+        def mount(session: StoreSession) -> str:
+            return self._mount(session, lambda: _map(session, path, size, offset))
+
+        return self._mounted(what, mount)
+
+    def allocate_and_mount_segment(
+        self, size: int, protocol: str = "tcp", location: str = ""
+    ) -> dict[str, Any]:
+        """Lend so much new memory; as ``mount_segment``, and how much it is."""
+        what = "allocate_and_mount_segment"
+        size = number(what, "size", size)
+
+        def mount(session: StoreSession) -> str:
+            if size < MIN_SEGMENT_BYTES:
+                raise InvalidArgument("size", size, f"{MIN_SEGMENT_BYTES} bytes or more")
+            return self._mount(
+                session, lambda: session.engine.allocate(size, huge_pages=session.settings.huge_pages)
+            )
+
+        outcome = self._mounted(what, mount)
+        return {**outcome, "allocated_size": 0 if outcome["ret"] else size}
+
+    def unmount_segment(self, segment_ids: Sequence[str], grace_period_seconds: int = 0) -> int:
+        """0; -1 when one of them is unknown. With a grace period it is emptied first, and goes after it."""
+        return self._unmount("unmount_segment", segment_ids, grace_period_seconds)
+
+    def unmount_and_free_segment(self, segment_ids: Sequence[str], grace_period_seconds: int = 0) -> int:
+        """As ``unmount_segment``; the memory goes with it in either case."""
+        return self._unmount("unmount_and_free_segment", segment_ids, grace_period_seconds)
+
+    def unmount_local_disk_segment(self, grace_period_seconds: int = 0) -> int:
+        """Take the SSD tier of ``setup`` back; what it holds is there after a restart. -1 without one."""
+
+        def unmount(session: StoreSession) -> int:
+            session.node().take_back(f"{session.hostname}/ssd", float(grace_period_seconds))
+            return 0
+
+        return self._in_session("unmount_local_disk_segment", unmount, lambda _: FAILED)
+
+    # What they come down to -----------------------------------------------------------------------------
+
+    def _mounted(self, what: str, mount: Callable[[StoreSession], str]) -> dict[str, Any]:
+        def done(session: StoreSession) -> dict[str, Any]:
+            return {"ret": 0, "segment_ids": [mount(session)]}
+
+        return self._in_session(what, done, lambda _: {"ret": FAILED, "segment_ids": []})
+
+    def _mount(self, session: StoreSession, allocate: Callable[[], Region]) -> str:
+        segment_id = f"{secrets.randbits(64)}-{secrets.randbits(64)}"
+        name = f"{session.hostname}/{segment_id}"
+        region = allocate()
+        try:
+            session.node().lend(region, name)
+        except MooncakeError:
+            session.engine.unregister(region)
+            raise
+        with self._segments_lock:
+            self._segments[segment_id] = ExtraSegment(session, name, region)
+        return segment_id
+
+    def _unmount(self, what: str, segment_ids: Sequence[str], grace_s: float) -> int:
+        if isinstance(segment_ids, str):
+            raise TypeError(f"{what}(): segment_ids must be a list of str")
+
+        def unmount(session: StoreSession) -> int:
+            with self._segments_lock:
+                found = [self._segments.get(segment_id) for segment_id in segment_ids]
+                if any(segment is None or segment.session is not session for segment in found):
+                    raise InvalidArgument("segment_ids", list(segment_ids), "ids of this store's segments")
+                for segment_id in segment_ids:
+                    self._segments.pop(segment_id, None)
+            for segment in found:
+                if segment is not None:
+                    _drain_and_release(segment, grace_s)
+            return 0
+
+        return self._in_session(what, unmount, lambda _: FAILED)
+
+
+def _drain_and_release(segment: ExtraSegment, grace_s: float) -> None:
+    session = segment.session
+    if grace_s <= 0:
+        _release(segment)
+        return
+    # From now on nothing new goes there, and what is there goes elsewhere if there is room.
+    outcome = session.store.drain([segment.name])
+    if isinstance(outcome, Refusal):
+        log.warning(f"unmount {segment.name}: {outcome}")
+    later = threading.Timer(grace_s, _release, [segment])
+    later.daemon = True
+    later.start()
+    session.at_close.append(later.cancel)
+
+
+def _release(segment: ExtraSegment) -> None:
+    session = segment.session
+    if session.enter():
+        try:
+            session.node().take_back(segment.name)
+            session.engine.unregister(segment.region)
+        except MooncakeError as error:
+            log.error(f"unmount {segment.name}: {error}")
+        finally:
+            session.leave()
+
+
+def _map(session: StoreSession, path: str, size: int, offset: int) -> Region:
+    """Part of a file as memory, which other processes may have mapped, too.
+
+    Whoever reads and writes the pool reads and writes it: neither a link nor somebody else's file is taken.
+    """
+    if size < MIN_SEGMENT_BYTES or offset < 0 or offset % mmap.ALLOCATIONGRANULARITY:
+        raise InvalidArgument(
+            "size and offset", (size, offset), f"{MIN_SEGMENT_BYTES} or more, and a multiple of a page"
+        )
+    try:
+        # Not blocking: a pipe would wait for its other end.
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except PermissionError as error:
+        raise AccessDenied(f"mount {path!r}: {error.strerror}") from error
+    except OSError as error:
+        raise InvalidArgument("path", path, f"a file that can be opened ({error.strerror})") from error
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise AccessDenied(f"mount {path!r}: only a plain file of this process's user can be lent")
+        room = found.st_size
+        if offset + size > room:
+            raise InvalidArgument("size", size, f"at most {room - offset}, what {path} has from {offset} on")
+        mapped = mmap.mmap(file, size, offset=offset)
+    except OSError as error:
+        raise StorageError(f"mount {path!r}: {error.strerror}") from error
+    finally:
+        os.close(file)
+    return session.engine.register(np.frombuffer(mapped, np.uint8))

@@ -1,0 +1,175 @@
+"""How a session comes about: words to an engine, a name, a greeting of the master, segments.
+
+Nothing is left behind when one of these fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from mooncake.compat.store.client_http import ClientHttpServer
+from mooncake.compat.store.exit_hooks import close_at_exit
+from mooncake.compat.store.setup_arguments import (
+    MIN_SEGMENT_BYTES,
+    DropinSettings,
+    SetupArguments,
+    read_environment,
+)
+from mooncake.compat.store.store_session import StoreSession
+from mooncake.compat.transfer import InnerTransferEngine
+from mooncake.compat.transfer.environment import read_environment as read_engine_environment
+from mooncake.compat.transfer.error_codes import EngineCodeError
+from mooncake.compat.transfer.host_probe import available_schemes, rdma_devices, resolves
+from mooncake.compat.transfer.transport_choice import choose_transports, split_host
+from mooncake.config import load
+from mooncake.errors import AddressInUse, InvalidArgument
+from mooncake.log import get_logger
+from mooncake.store import messages as m
+from mooncake.store.node.node import NodeSettings
+from mooncake.transfer import TransferEngine, TransferSettings
+
+log = get_logger("mooncake.store")
+
+MAX_FOLDERS = 256
+_SSD_SHARE = 0.9
+"""Of a file system's size, at most so much is lent."""
+
+
+def open_session(words: SetupArguments) -> StoreSession:
+    """A session whose master answers and, if there is one, knows the segment.
+
+    Raises:
+        MooncakeError: it cannot be; the message says why.
+    """
+    settings = read_environment()
+    session = _session_with_engine(words, settings)
+    try:
+        _wait_for_master(session)
+        _mount(session)
+        if words.enable_client_http_server:
+            endpoint = ClientHttpServer(
+                words.client_http_port, lambda: 0 if session.has_master() else 2, session.client_metrics
+            )
+            session.at_close.append(endpoint.close)
+    except BaseException:
+        session.close()
+        raise
+    close_at_exit(session)
+    return session
+
+
+def _session_with_engine(words: SetupArguments, settings: DropinSettings) -> StoreSession:
+    """A session with its engine, listening at the port of its name unless the program brought one."""
+    host, fixed = split_host(words.local_hostname)
+    shown = f"[{host}]" if ":" in host else host
+    every = range(settings.min_port, settings.max_port + 1)
+    ports = [fixed] if fixed else random.SystemRandom().sample(every, min(settings.setup_retries, len(every)))
+    if words.engine is not None:
+        if not isinstance(words.engine, InnerTransferEngine):
+            raise InvalidArgument(
+                "engine", type(words.engine).__name__, "what TransferEngine.get_engine() returned"
+            )
+        return StoreSession(words, settings, words.engine.engine, f"{shown}:{ports[0]}", owns_engine=False)
+    base = _engine_settings(words)
+    for port in ports:
+        name = f"{shown}:{port}"
+        with contextlib.suppress(AddressInUse):
+            engine = TransferEngine(replace(base, name=name, tcp_port=port))
+            return StoreSession(words, settings, engine, name, owns_engine=True)
+    where = f"port {fixed}" if fixed else f"{len(ports)} ports from {every[0]} to {every[-1]}, all"
+    raise InvalidArgument("local_hostname", words.local_hostname, f"a port that is free; {where} in use")
+
+
+def _engine_settings(words: SetupArguments) -> TransferSettings:
+    """Of an engine whose peers are found through the master."""
+    knobs = read_engine_environment()
+    try:
+        choice = choose_transports(
+            *(words.local_hostname, words.metadata_server, words.protocol, words.rdma_devices, knobs),
+            *(available_schemes(), rdma_devices(), resolves),
+        )
+    except EngineCodeError as error:
+        raise InvalidArgument("rdma_devices", words.rdma_devices, str(error)) from error
+    if choice.warning:
+        log.warning(f"setup: {choice.warning}")
+    flags = {field: value for field, value in choice.flags.items() if not field.startswith("metadata")}
+    settings, _ = load(TransferSettings, flags, os.environ)
+    return replace(settings, metadata="")
+
+
+def _wait_for_master(session: StoreSession) -> None:
+    """Wait for the master, for a while; see that the name is free."""
+    patient = session.client(session.settings.setup_timeout_s)
+    try:
+        if session.engine.identity.tenant:  # it may not look at segments, and lends none
+            patient.ask(m.Exists([], session.engine.identity.tenant))
+            return
+        status: m.MasterStatus = patient.ask(m.GetMasterStatus())
+    finally:
+        patient.close()
+    name = session.hostname
+    if any(segment.segment == name and segment.state == "alive" for segment in status.segments):
+        raise InvalidArgument(
+            "local_hostname", session.words.local_hostname, f"free; segment {name!r} is another process's"
+        )
+
+
+def _mount(session: StoreSession) -> None:
+    words, settings = session.words, session.settings
+    has_ssd = words.enable_ssd_offload or settings.ssd_offload
+    if not words.global_segment_size and not has_ssd:
+        return
+    nothing = NodeSettings(
+        master=words.master_server_addr,
+        name=session.hostname,
+        huge_pages=settings.huge_pages,
+        pool_size_bytes=words.global_segment_size and max(words.global_segment_size, MIN_SEGMENT_BYTES),
+    )
+    if not has_ssd:
+        session.node(nothing)
+        return
+    root = Path(words.ssd_offload_path or settings.ssd_path)
+    refusal: InvalidArgument | None = None
+    for folder in _free_folders(root):
+        size_bytes = min(settings.ssd_size_bytes, int(shutil.disk_usage(root).total * _SSD_SHARE))
+        try:
+            session.node(replace(nothing, ssd_path=str(folder), ssd_size_bytes=size_bytes))
+            return
+        except InvalidArgument as error:
+            refusal = error  # another process may just have taken it
+    raise refusal or InvalidArgument("ssd_offload_path", str(root), f"fewer than {MAX_FOLDERS} processes")
+
+
+def _free_folders(root: Path) -> Iterator[Path]:
+    """Of an SSD that several processes share: a folder for each, the same again after a restart."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument(
+            "ssd_offload_path", str(root), f"a directory that can be written ({error.strerror})"
+        ) from error
+    for number in range(MAX_FOLDERS):
+        folder = root / f"client-{number}"
+        if not _is_locked(folder / "mooncake.lock"):
+            yield folder
+
+
+def _is_locked(file: Path) -> bool:
+    try:
+        opened = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False  # not there yet; or whoever opens it will say what is wrong
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(opened)
+    return False

@@ -1,0 +1,249 @@
+"""The words of ``setup``, in all their forms, and the environment variables that a drop-in client honours.
+
+Nothing is guessed in silence: a key that means nothing is warned of, a value that cannot be is refused
+with its name. Knows no socket and no store.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from mooncake.config import AlsoFrom, load
+from mooncake.errors import InvalidArgument
+from mooncake.log import get_logger
+
+log = get_logger("mooncake.store")
+
+MIN_SEGMENT_BYTES = 4096
+"""A smaller segment than this is made so large."""
+MIN_SIZE_BYTES = 1024
+MAX_LOCAL_BUFFER_BYTES = 1 << 40
+DEFAULT_SIZE_BYTES = 16 << 20
+DEFAULT_TENANT = "default"
+DEFAULT_MASTER = "127.0.0.1:50051"
+DEFAULT_HTTP_PORT = 9300
+
+_Port = Annotated[int, Meta(ge=1, le=65535)]
+
+_UNITS = {"": 0, "b": 0, "k": 10, "kb": 10, "m": 20, "mb": 20, "g": 30, "gb": 30, "t": 40, "tb": 40}
+
+
+@dataclass(frozen=True)
+class DropinSettings:
+    """What the environment says to a ``MooncakeDistributedStore``."""
+
+    min_port: Annotated[_Port, AlsoFrom("MC_STORE_CLIENT_MIN_PORT")] = 12300
+    "Lowest port drawn for a local host name without one."
+
+    max_port: Annotated[_Port, AlsoFrom("MC_STORE_CLIENT_MAX_PORT")] = 14300
+    "Highest port drawn for a local host name without one."
+
+    setup_retries: Annotated[int, Meta(ge=1, le=10000), AlsoFrom("MC_STORE_CLIENT_SETUP_RETRIES")] = 20
+    "How many ports are tried."
+
+    huge_pages: Annotated[bool, AlsoFrom("MC_STORE_USE_HUGEPAGE")] = False
+    "Ask for huge pages for the segment that this process contributes."
+
+    ssd_offload: Annotated[bool, AlsoFrom("MOONCAKE_OFFLOAD_ENABLED")] = False
+    "Keep an SSD tier also when `setup` does not say so."
+
+    ssd_path: Annotated[str, AlsoFrom("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH")] = "/data/file_storage"
+    "Directory of the SSD tier when `setup` names none."
+
+    ssd_size_bytes: Annotated[int, Meta(ge=1), AlsoFrom("MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES")] = 2 << 40
+    "Most bytes that the SSD tier may take; less where the file system has less."
+
+    timeout_s: Annotated[float, Meta(gt=0)] = 5.0
+    "Seconds that one call may take, reaching the master included; large batches are cut in several."
+
+    probe_timeout_s: Annotated[float, Meta(gt=0)] = 1.0
+    "Seconds after which a master that failed before is still taken for dead, and in `health_check`."
+
+    setup_timeout_s: Annotated[float, Meta(gt=0)] = 10.0
+    "Seconds that `setup` waits for the master, and then for it to take the segment."
+
+
+ALWAYS_SO = {
+    "MOONCAKE_STORE_CHECKSUM": "every object carries checksums",
+    "MC_STORE_MEMCPY": "bytes of this host are copied through shared memory",
+}
+NOT_HONOURED = {
+    "MC_STORE_LOCAL_HOT_CACHE_SIZE": "a view of the object's memory on this host needs no second copy",
+    "MC_STORE_LOCAL_HOT_CACHE_BLOCK_SIZE": "there is no local hot cache",
+    "MC_STORE_LOCAL_HOT_CACHE_USE_SHM": "there is no local hot cache",
+    "MC_STORE_PIN_MEMORY_MAX_BYTES": "registered memory is pinned by the transports that need it",
+    "MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR": "there is one SSD backend, and it survives restarts",
+    "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": "reads from SSD go to the caller's buffer",
+    "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "tasks are waited for, not asked for",
+    "MOONCAKE_OFFLOAD_TOTAL_KEYS_LIMIT": "the tier is limited by its size",
+    "MOONCAKE_OFFLOAD_USE_URING": "io_uring is used where the kernel allows it",
+}
+"""Variables of the existing store that change nothing here, each with the reason."""
+
+_warned: set[str] = set()
+
+
+def read_environment(environment: Mapping[str, str] | None = None) -> DropinSettings:
+    """The settings, with a warning for each variable that is known and has no effect; once per process.
+
+    Raises:
+        InvalidArgument: a variable has a value that it cannot have, or the ports are in the wrong order.
+    """
+    environment = os.environ if environment is None else environment
+    for variable, reason in NOT_HONOURED.items():
+        if variable in environment and variable not in _warned:
+            _warned.add(variable)
+            log.warning(f"environment variable {variable} is not honoured: {reason}")
+    settings, _ = load(DropinSettings, {}, environment)
+    if settings.min_port > settings.max_port:
+        raise InvalidArgument(
+            "MC_STORE_CLIENT_MIN_PORT", settings.min_port, f"at most {settings.max_port}, the highest port"
+        )
+    return settings
+
+
+@dataclass(frozen=True)
+class SetupArguments:
+    """What ``setup`` was told, by its own names."""
+
+    local_hostname: str
+    metadata_server: str
+    global_segment_size: int
+    local_buffer_size: int
+    protocol: str
+    rdma_devices: str
+    master_server_addr: str
+    engine: Any = None
+    enable_ssd_offload: bool = False
+    ssd_offload_path: str = ""
+    tenant_id: str = DEFAULT_TENANT
+    enable_client_http_server: bool = False
+    client_http_port: int = DEFAULT_HTTP_PORT
+
+    def __post_init__(self) -> None:
+        for field in ("local_hostname", "metadata_server", "protocol", "rdma_devices", "master_server_addr"):
+            if not isinstance(getattr(self, field), str):
+                raise TypeError(f"setup(): {field} must be str, not {type(getattr(self, field)).__name__}")
+        for field in ("ssd_offload_path", "tenant_id"):
+            if not isinstance(getattr(self, field), str):
+                raise TypeError(f"setup(): {field} must be str, not {type(getattr(self, field)).__name__}")
+        for field in ("global_segment_size", "local_buffer_size", "client_http_port"):
+            if not isinstance(getattr(self, field), int):
+                raise TypeError(f"setup(): {field} must be int, not {type(getattr(self, field)).__name__}")
+
+    def checked(self) -> SetupArguments:
+        """Itself.
+
+        Raises:
+            InvalidArgument: a word that cannot be; the message names it.
+        """
+        for field in ("local_hostname", "metadata_server", "master_server_addr"):
+            if not getattr(self, field).strip():
+                raise InvalidArgument(field, getattr(self, field), "not empty")
+        for field in ("global_segment_size", "local_buffer_size"):
+            size_bytes = getattr(self, field)
+            if size_bytes and not MIN_SIZE_BYTES <= size_bytes < 1 << 62:
+                raise InvalidArgument(field, size_bytes, f"0, or {MIN_SIZE_BYTES} bytes and more")
+        if self.local_buffer_size > MAX_LOCAL_BUFFER_BYTES:
+            raise InvalidArgument("local_buffer_size", self.local_buffer_size, "at most 1 TiB")
+        if not 0 <= self.client_http_port < 65536:
+            raise InvalidArgument("client_http_port", self.client_http_port, "0 to 65535")
+        return self
+
+
+ALIASES = {"master_server_address": "master_server_addr", "device_name": "rdma_devices"}
+"""What programs call a key of the dictionary that the existing package looks for under another name."""
+_DEFAULTS: dict[str, Any] = {
+    "global_segment_size": DEFAULT_SIZE_BYTES,
+    "local_buffer_size": DEFAULT_SIZE_BYTES,
+    "protocol": "tcp",
+    "rdma_devices": "",
+    "master_server_addr": DEFAULT_MASTER,
+}
+_SIZES = ("global_segment_size", "local_buffer_size")
+_BOOLEANS = ("enable_ssd_offload", "enable_client_http_server")
+_REQUIRED = ("local_hostname", "metadata_server")
+_STRINGS = ("protocol", "rdma_devices", "master_server_addr", "ssd_offload_path", "tenant_id")
+_IGNORED = ("ipc_socket_path",)
+KEYS = (*_REQUIRED, *_SIZES, *_STRINGS, *_BOOLEANS, "client_http_port", *_IGNORED)
+
+
+def setup_arguments(config: Mapping[str, Any]) -> SetupArguments:
+    """The dictionary form of ``setup``; values may be strings. Unknown keys are warned of.
+
+    Raises:
+        InvalidArgument: a required key is missing, or a value is none.
+    """
+    given: dict[str, str] = {}
+    for key, value in config.items():
+        name = ALIASES.get(key, key)
+        if name not in KEYS:
+            close = difflib.get_close_matches(str(key), [*KEYS, *ALIASES], 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(KEYS)}"
+            log.warning(f"setup: key {key!r} means nothing; {hint}")
+        elif key == name or name not in config:
+            given[name] = str(value).strip()
+    for key in _REQUIRED:
+        if not given.get(key):
+            raise InvalidArgument(f"setup key {key!r}", given.get(key), "it is required")
+    values: dict[str, Any] = dict(_DEFAULTS)
+    for key, text in given.items():
+        if key in _SIZES:
+            values[key] = _named(key, text, parse_size)
+        elif key in _BOOLEANS:
+            values[key] = _named(key, text, parse_bool)
+        elif key == "client_http_port":
+            values[key] = _named(key, text, int)
+        elif key not in _IGNORED:
+            values[key] = text
+    return SetupArguments(**values)
+
+
+def _named(key: str, text: str, parse: Any) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise InvalidArgument(f"setup key {key!r}", text, str(error)) from error
+
+
+def parse_size(value: int | str) -> int:
+    """Bytes, from a number or from ``16MB``, ``1.5 gb``, ``16k``, ``1e9``: powers of 1024, as ever here.
+
+    Raises:
+        ValueError: not a size.
+    """
+    if isinstance(value, int):
+        return int(value)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(value))
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size such as 4096, 16MB or '1.5 GB'")
+    return (
+        int(float(match[1]) * (1 << _UNITS[match[2].lower()]))
+        if not match[1].isdecimal()
+        else (int(match[1]) << _UNITS[match[2].lower()])
+    )
+
+
+_BOOL_WORDS = {
+    **dict.fromkeys(("true", "1", "yes", "on", "enable"), True),
+    **dict.fromkeys(("false", "0", "no", "off", "disable"), False),
+}
+
+
+def parse_bool(value: bool | int | str) -> bool:
+    """True or false, from the ways in which people write it.
+
+    Raises:
+        ValueError: neither.
+    """
+    word = str(value).strip().lower()
+    if word not in _BOOL_WORDS:
+        raise ValueError(f"{value!r} is neither true (1, yes, on, enable) nor false (0, no, off, disable)")
+    return _BOOL_WORDS[word]

@@ -1,0 +1,98 @@
+"""``MooncakeDistributedStore``: the existing package's store, put together from its kinds of calls."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from mooncake.compat.store import dummy_client
+from mooncake.compat.store.arguments import check_key, number
+from mooncake.compat.store.buffer_pool import LocalBuffer
+from mooncake.compat.store.object_sessions import ObjectSessionCalls
+from mooncake.compat.store.remove import RemoveCalls
+from mooncake.compat.store.replicas import ReplicaCalls
+from mooncake.compat.store.safetensors import SafetensorCalls
+from mooncake.compat.store.segments import SegmentCalls
+from mooncake.compat.store.setup_arguments import (
+    DEFAULT_MASTER,
+    DEFAULT_SIZE_BYTES,
+    SetupArguments,
+    setup_arguments,
+)
+from mooncake.compat.store.store_session import StoreSession
+from mooncake.compat.store.tensor_parallel import TensorParallelCalls
+
+
+class MooncakeDistributedStore(
+    TensorParallelCalls, SafetensorCalls, ObjectSessionCalls, RemoveCalls, ReplicaCalls, SegmentCalls
+):
+    """A client of the store, with the calls and the numbers of the existing package.
+
+    ``setup`` first; before it, and after ``close``, every call answers that there is nothing. New programs
+    are better served by ``mooncake.store.Store``, which raises what went wrong.
+    """
+
+    def setup(self, *args: Any, **kwargs: Any) -> int:
+        """Connect to a master and, with a ``global_segment_size``, lend it memory of this process.
+
+        setup(local_hostname: str, metadata_server: str, global_segment_size: int, local_buffer_size: int,
+        protocol: str, rdma_devices: str, master_server_addr: str, engine: object = None,
+        enable_ssd_offload: bool = False, ssd_offload_path: str = '', tenant_id: str = 'default',
+        enable_client_http_server: bool = False, client_http_port: int = 9300) -> int
+
+        setup(config: dict) -> int, with these names as keys; sizes may be written '16MB'.
+
+        Returns 0; -600 when a word cannot be; -1 when the master does not answer. The log says why.
+        """
+        config = args[0] if args else kwargs.get("config")
+        if len(args) + len(kwargs) == 1 and isinstance(config, dict):
+            return self._begin(lambda: setup_arguments(config))
+        words = SetupArguments(*args, **kwargs)
+        return self._begin(lambda: words)
+
+    def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
+        """Connect to the store of this host's ``mooncake_client`` at ``host:port``; 0, or -1.
+
+        ``mem_pool_size``: how much ``alloc_from_mem_pool`` may give out.
+        """
+        what = "setup_dummy"
+        pool_bytes = number(what, "mem_pool_size", mem_pool_size)
+        buffer_bytes = number(what, "local_buffer_size", local_buffer_size)
+        check_key(what, server_address)
+        hostname = ""
+
+        def find() -> SetupArguments:
+            nonlocal hostname
+            told = dummy_client.client_info(server_address)
+            hostname = told.hostname
+            return dummy_client.setup_arguments_from(told, server_address, buffer_bytes)
+
+        def opened(session: StoreSession) -> None:
+            session.hostname = hostname  # the segment that is near: programs prefer it by this name
+            session.pool = LocalBuffer(session.engine, pool_bytes)
+
+        return min(0, -1 if self._begin(find, opened) else 0)
+
+    def init_all(self, protocol: str, device_name: str, mount_segment_size: int, /) -> int:
+        """``setup`` on one host with a master at its usual port; for tests."""
+        words = ("localhost", "P2PHANDSHAKE", mount_segment_size, DEFAULT_SIZE_BYTES)
+        return self.setup(*words, protocol, device_name, DEFAULT_MASTER)
+
+    def alloc_from_mem_pool(self, size: int, /) -> int:
+        """The address of registered memory of ``setup_dummy``'s pool; 0 when it has no more."""
+        size_bytes = number("alloc_from_mem_pool", "size", size)
+
+        def allocate(session: StoreSession) -> int:
+            memory = session.pool.take(size_bytes) if size_bytes > 0 else None
+            return 0 if memory is None else int(memory.ctypes.data)
+
+        return self._in_session("alloc_from_mem_pool", allocate, lambda _: 0)
+
+
+MooncakeDistributedStore.setup.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        *inspect.signature(SetupArguments).parameters.values(),
+    ],
+    return_annotation=int,
+)

@@ -1,0 +1,234 @@
+"""A tensor as an object: 304 bytes that say what it is, then its elements.
+
+The bytes are the existing package's, so that what one program stores with a tensor call another can read
+with ``get_into`` and its own arithmetic. Owns that format and the manifests of tensors stored in parts;
+knows numbers and shapes only: no torch, no memory, no store.
+
+    0 u32 magic | 4 u16 version | 6 u16 header size | 8 i32 dtype | 12 i32 ndim | 16 u32 layout | 20 u32 flags
+    24 u64 data offset | 32 u64 data bytes | 40 i64[8] global shape | 104 i64[8] local shape (-1: no such dim)
+    168 u32 axes | 172 u32 0 | 176 4 x (i32 kind, index, rank, count, split dim, expert or stage; i64 extent)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from enum import IntEnum
+from math import prod
+
+MAGIC = 0x4D4F4F4E
+MANIFEST_MAGIC = 0x574D414E
+VERSION = 1
+MAX_DIMS = 8
+MAX_AXES = 4
+
+_FIXED = struct.Struct("<IHHiiIIQQ8q8qII")
+_AXIS = struct.Struct("<6iq")
+_MANIFEST = struct.Struct("<IIIiiiII8q")
+
+HEADER_BYTES = _FIXED.size + MAX_AXES * _AXIS.size
+MANIFEST_BYTES = _MANIFEST.size
+_AXIS_COUNT = struct.Struct("<II")
+PARALLELISM_MANIFEST_BYTES = MANIFEST_BYTES + _AXIS_COUNT.size + MAX_AXES * _AXIS.size
+
+DTYPES: dict[str, tuple[int, int]] = {
+    "float32": (0, 4),
+    "float64": (1, 8),
+    "int8": (2, 1),
+    "uint8": (3, 1),
+    "int16": (4, 2),
+    "uint16": (5, 2),
+    "int32": (6, 4),
+    "uint32": (7, 4),
+    "int64": (8, 8),
+    "uint64": (9, 8),
+    "bool": (10, 1),
+    "float16": (11, 2),
+    "bfloat16": (12, 2),
+    "float8_e4m3fn": (13, 1),
+    "float8_e5m2": (14, 1),
+}
+"""torch's name -> (the format's number, bytes of one element)."""
+
+_BY_NUMBER = {number: (name, size) for name, (number, size) in DTYPES.items()}
+
+
+class AxisKind(IntEnum):
+    DP = 0
+    TP = 1
+    EP = 2
+    PP = 3
+
+
+class Layout(IntEnum):
+    FULL = 0
+    SHARD = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Axis:
+    """One way in which a job is divided, and this part's place in it."""
+
+    kind: AxisKind
+    rank: int
+    count: int
+    split_dim: int = -1
+    member_id: int = -1
+    """The expert (EP) or the stage (PP); -1 where there is none."""
+    extent: int = 0
+    """How long the part is along ``split_dim``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a tensor is. ``shape`` is that of the part that follows, ``global_shape`` that of the whole."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    axes: tuple[Axis, ...] = ()
+
+    @property
+    def data_bytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype][1]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole object."""
+        return HEADER_BYTES + self.data_bytes
+
+    @property
+    def is_shard(self) -> bool:
+        return any(axis.kind == AxisKind.TP for axis in self.axes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorManifest:
+    """How a tensor that is stored in parts is put together."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    split_dim: int
+    count: int
+    axes: tuple[Axis, ...] = ()
+    """Those of the first part that was stored; empty for the parts of writers."""
+
+
+def encode(header: TensorHeader) -> bytes:
+    """The 304 bytes.
+
+    Raises:
+        ValueError: the format has no place for such a tensor.
+    """
+    _check(header)
+    number, _ = DTYPES[header.dtype]
+    fixed = _FIXED.pack(
+        MAGIC,
+        VERSION,
+        HEADER_BYTES,
+        number,
+        len(header.shape),
+        Layout.SHARD if header.is_shard else Layout.FULL,
+        0,
+        HEADER_BYTES,
+        header.data_bytes,
+        *_padded(header.global_shape),
+        *_padded(header.shape),
+        len(header.axes),
+        0,
+    )
+    return fixed + _axes_bytes(header.axes)
+
+
+def decode(head: bytes | bytearray | memoryview, size_bytes: int) -> TensorHeader:
+    """What the first 304 bytes of an object of ``size_bytes`` say.
+
+    Raises:
+        ValueError: it is no tensor.
+    """
+    if len(head) < HEADER_BYTES or size_bytes < HEADER_BYTES:
+        raise ValueError(
+            f"{min(len(head), size_bytes)} bytes are no tensor: its header alone has {HEADER_BYTES}"
+        )
+    fields = _FIXED.unpack_from(head)
+    magic, version, header_bytes, number, ndim, layout, _, data_offset, data_bytes = fields[:9]
+    if magic != MAGIC or version != VERSION or header_bytes != HEADER_BYTES or data_offset != HEADER_BYTES:
+        raise ValueError(f"no tensor: magic {magic:#x}, version {version}, header of {header_bytes} bytes")
+    num_axes = fields[25]
+    if number not in _BY_NUMBER or not 0 <= ndim <= MAX_DIMS or num_axes > MAX_AXES or layout not in (0, 1):
+        raise ValueError(f"no tensor: dtype {number}, {ndim} dimensions, {num_axes} axes, layout {layout}")
+    shape, global_shape = tuple(fields[17 : 17 + ndim]), tuple(fields[9 : 9 + ndim])
+    header = TensorHeader(_BY_NUMBER[number][0], shape, global_shape, _axes_in(head, _FIXED.size, num_axes))
+    _check(header)
+    if header.data_bytes != data_bytes or size_bytes < header.size_bytes:
+        raise ValueError(f"no tensor: {data_bytes} bytes of {size_bytes} for the shape {shape}")
+    return header
+
+
+def encode_manifest(manifest: TensorManifest) -> bytes:
+    """96 bytes, and 136 more if it names axes."""
+    number, _ = DTYPES[manifest.dtype]
+    size = PARALLELISM_MANIFEST_BYTES if manifest.axes else MANIFEST_BYTES
+    shape = _padded(manifest.shape)
+    ndim = len(manifest.shape)
+    head = _MANIFEST.pack(
+        MANIFEST_MAGIC, VERSION, size, number, ndim, manifest.split_dim, manifest.count, 0, *shape
+    )
+    if not manifest.axes:
+        return head
+    return head + _AXIS_COUNT.pack(len(manifest.axes), 0) + _axes_bytes(manifest.axes)
+
+
+def decode_manifest(data: bytes) -> TensorManifest:
+    """Raises:
+    ValueError: it is no manifest.
+    """
+    if len(data) < MANIFEST_BYTES:
+        raise ValueError(f"{len(data)} bytes are no manifest")
+    magic, version, size, number, ndim, split_dim, count, _, *shape = _MANIFEST.unpack_from(data)
+    if magic != MANIFEST_MAGIC or version != VERSION or size != len(data) or number not in _BY_NUMBER:
+        raise ValueError(f"no manifest: magic {magic:#x}, version {version}, {size} bytes, dtype {number}")
+    if not 0 <= ndim <= MAX_DIMS or count < 1 or not -1 <= split_dim < max(ndim, 1):
+        raise ValueError(f"no manifest: {count} parts along {split_dim} of {ndim} dimensions")
+    axes: tuple[Axis, ...] = ()
+    if size == PARALLELISM_MANIFEST_BYTES:
+        num_axes, _ = _AXIS_COUNT.unpack_from(data, MANIFEST_BYTES)
+        if num_axes > MAX_AXES:
+            raise ValueError(f"no manifest: {num_axes} axes")
+        axes = _axes_in(data, MANIFEST_BYTES + _AXIS_COUNT.size, num_axes)
+    return TensorManifest(_BY_NUMBER[number][0], tuple(shape[:ndim]), split_dim, count, axes)
+
+
+def _check(header: TensorHeader) -> None:
+    if header.dtype not in DTYPES:
+        raise ValueError(f"dtype {header.dtype} can't be stored; these can: {', '.join(DTYPES)}")
+    if len(header.shape) > MAX_DIMS or len(header.global_shape) != len(header.shape):
+        raise ValueError(f"shape {header.shape} of {header.global_shape}: at most {MAX_DIMS} dimensions")
+    if len(header.axes) > MAX_AXES:
+        raise ValueError(f"{len(header.axes)} axes: at most {MAX_AXES}")
+    if any(length < 0 for length in header.shape + header.global_shape):
+        raise ValueError(f"shape {header.shape} of {header.global_shape}: no length is negative")
+
+
+def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape + (-1,) * (MAX_DIMS - len(shape))
+
+
+def _axes_bytes(axes: tuple[Axis, ...]) -> bytes:
+    packed = [
+        _AXIS.pack(axis.kind, index, axis.rank, axis.count, axis.split_dim, axis.member_id, axis.extent)
+        for index, axis in enumerate(axes)
+    ]
+    return b"".join(packed).ljust(MAX_AXES * _AXIS.size, b"\0")
+
+
+def _axes_in(data: bytes | bytearray | memoryview, start: int, num_axes: int) -> tuple[Axis, ...]:
+    axes: list[Axis] = []
+    for index in range(num_axes):
+        kind, _, rank, count, split_dim, member_id, extent = _AXIS.unpack_from(
+            data, start + index * _AXIS.size
+        )
+        if not 0 <= kind <= 3 or not 0 <= rank < count:
+            raise ValueError(f"no tensor: axis of kind {kind}, rank {rank} of {count}")
+        axes.append(Axis(AxisKind(kind), rank, count, split_dim, member_id, extent))
+    return tuple(axes)

@@ -1,0 +1,261 @@
+"""The calls for tensors that several ranks write and read in parts.
+
+Whoever stores a whole tensor with tensor parallelism stores every part of it, so that it does not matter
+which rank comes first; a writer of a writer partition stores its own part only. A reader gets the part that
+it names, if it was stored so; any other part, and the whole, is put together from whatever was stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mooncake.compat.store.parallelism import ParallelAxis, ReadTarget, TensorParallelism, tp_key
+from mooncake.compat.store.public_types import ReplicateConfig
+from mooncake.compat.store.tensor_gather import TensorGatherCalls
+from mooncake.compat.store.tensor_memory import Tensor
+from mooncake.compat.store.tensor_split import TensorSplitCalls, tensors_at
+from mooncake.compat.store.tensors import INVALID
+
+__all__ = ["ParallelAxis", "ReadTarget", "TensorParallelCalls", "TensorParallelism"]
+
+
+class TensorParallelCalls(TensorSplitCalls, TensorGatherCalls):
+    """Tensors in parts. None where something is missing; a code where numbers are returned."""
+
+    # Tensor parallelism: key_tp_0, key_tp_1, ... --------------------------------------------------------
+
+    def put_tensor_with_tp(
+        self, key: str, tensor: Tensor, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
+    ) -> int:
+        """Store every part of the whole ``tensor``; 0 or a code. ``tp_size`` 1 stores it whole."""
+        return self._put_tp("put_tensor_with_tp", [key], [tensor], None, tp_rank, tp_size, split_dim)[0]
+
+    def batch_put_tensor_with_tp(
+        self,
+        base_keys: Sequence[str],
+        tensors_list: Sequence[Tensor],
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> list[int]:
+        what = "batch_put_tensor_with_tp"
+        return self._put_tp(what, base_keys, tensors_list, None, tp_rank, tp_size, split_dim)
+
+    def pub_tensor_with_tp(
+        self,
+        key: str,
+        tensor: Tensor,
+        config: ReplicateConfig | None = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> int:
+        """As ``put_tensor_with_tp``, with wishes for the objects."""
+        return self._put_tp("pub_tensor_with_tp", [key], [tensor], config, tp_rank, tp_size, split_dim)[0]
+
+    def batch_pub_tensor_with_tp(
+        self,
+        base_keys: Sequence[str],
+        tensors_list: Sequence[Tensor],
+        config: ReplicateConfig | None = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> list[int]:
+        what = "batch_pub_tensor_with_tp"
+        return self._put_tp(what, base_keys, tensors_list, config, tp_rank, tp_size, split_dim)
+
+    def put_tensor_with_tp_from(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> int:
+        """As ``put_tensor_with_tp`` of the whole tensor whose object lies at ``buffer_ptr``."""
+        return self.batch_put_tensor_with_tp_from([key], [buffer_ptr], [size], tp_rank, tp_size, split_dim)[0]
+
+    def batch_put_tensor_with_tp_from(
+        self,
+        base_keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> list[int]:
+        what = "batch_put_tensor_with_tp_from"
+        tensors = tensors_at(what, base_keys, buffer_ptrs, sizes)
+        return self._put_tp(what, base_keys, tensors, None, tp_rank, tp_size, split_dim)
+
+    def get_tensor_with_tp(
+        self, key: str, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
+    ) -> Tensor | None:
+        """The part of ``tp_rank``, as it was stored."""
+        return self.batch_get_tensor_with_tp([key], tp_rank, tp_size)[0]
+
+    def batch_get_tensor_with_tp(
+        self, base_keys: Sequence[str], tp_rank: int = 0, tp_size: int = 1
+    ) -> list[Tensor | None]:
+        what = "batch_get_tensor_with_tp"
+        return self._get_tensors(what, [tp_key(key, tp_rank, tp_size) for key in base_keys])
+
+    def get_tensor_with_tp_into(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> Tensor | None:
+        """As ``get_tensor_into`` of the part of ``tp_rank``."""
+        return self.get_tensor_into(tp_key(key, tp_rank, tp_size), buffer_ptr, size)
+
+    def batch_get_tensor_with_tp_into(
+        self,
+        base_keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> list[Any]:
+        return self.batch_get_tensor_into(
+            [tp_key(key, tp_rank, tp_size) for key in base_keys], buffer_ptrs, sizes
+        )
+
+    # Any parallelism --------------------------------------------------------------------------------------
+
+    def put_tensor_with_parallelism(
+        self,
+        key: str,
+        tensor: Tensor,
+        parallelism: TensorParallelism | None = None,
+        config: ReplicateConfig | None = None,
+        writer_partition: tuple[int, int, int] | None = None,
+    ) -> int:
+        """Store the whole ``tensor`` in the parts that ``parallelism`` names, or this writer's part of it.
+
+        0 or a code; -600 for both, and for what can't be. Without either it is stored whole.
+        """
+        what = "put_tensor_with_parallelism"
+        return self._put_parallel(what, [key], [tensor], [parallelism], config, [writer_partition])[0]
+
+    def upsert_tensor_with_parallelism(
+        self,
+        key: str,
+        tensor: Tensor,
+        parallelism: TensorParallelism | None = None,
+        config: ReplicateConfig | None = None,
+        writer_partition: tuple[int, int, int] | None = None,
+    ) -> int:
+        """The same, replacing what is there."""
+        what = "upsert_tensor_with_parallelism"
+        return self._put_parallel(what, [key], [tensor], [parallelism], config, [writer_partition], True)[0]
+
+    def batch_put_tensor_with_parallelism(
+        self,
+        keys: Sequence[str],
+        tensors_list: Sequence[Tensor],
+        parallelisms: Sequence[TensorParallelism | None] | None = None,
+        config: ReplicateConfig | None = None,
+        writer_partitions: Sequence[tuple[int, int, int] | None] | None = None,
+    ) -> list[int]:
+        what = "batch_put_tensor_with_parallelism"
+        return self._put_parallel(what, keys, tensors_list, parallelisms, config, writer_partitions)
+
+    def batch_upsert_tensor_with_parallelism(
+        self,
+        keys: Sequence[str],
+        tensors_list: Sequence[Tensor],
+        parallelisms: Sequence[TensorParallelism | None] | None = None,
+        config: ReplicateConfig | None = None,
+        writer_partitions: Sequence[tuple[int, int, int] | None] | None = None,
+    ) -> list[int]:
+        what = "batch_upsert_tensor_with_parallelism"
+        return self._put_parallel(what, keys, tensors_list, parallelisms, config, writer_partitions, True)
+
+    def put_tensor_with_parallelism_from(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        parallelism: TensorParallelism | None = None,
+        config: ReplicateConfig | None = None,
+        writer_partition: tuple[int, int, int] | None = None,
+    ) -> int:
+        """As ``put_tensor_with_parallelism`` of the whole tensor whose object lies at ``buffer_ptr``."""
+        return self.batch_put_tensor_with_parallelism_from(
+            [key], [buffer_ptr], [size], [parallelism], config, [writer_partition]
+        )[0]
+
+    def upsert_tensor_with_parallelism_from(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        parallelism: TensorParallelism | None = None,
+        config: ReplicateConfig | None = None,
+        writer_partition: tuple[int, int, int] | None = None,
+    ) -> int:
+        """The same, replacing what is there."""
+        return self.batch_upsert_tensor_with_parallelism_from(
+            [key], [buffer_ptr], [size], [parallelism], config, [writer_partition]
+        )[0]
+
+    def batch_put_tensor_with_parallelism_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        parallelisms: Sequence[TensorParallelism | None] | None = None,
+        config: ReplicateConfig | None = None,
+        writer_partitions: Sequence[tuple[int, int, int] | None] | None = None,
+    ) -> list[int]:
+        what = "batch_put_tensor_with_parallelism_from"
+        tensors = tensors_at(what, keys, buffer_ptrs, sizes)
+        return self._put_parallel(what, keys, tensors, parallelisms, config, writer_partitions)
+
+    def batch_upsert_tensor_with_parallelism_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        parallelisms: Sequence[TensorParallelism | None] | None = None,
+        config: ReplicateConfig | None = None,
+        writer_partitions: Sequence[tuple[int, int, int] | None] | None = None,
+    ) -> list[int]:
+        what = "batch_upsert_tensor_with_parallelism_from"
+        tensors = tensors_at(what, keys, buffer_ptrs, sizes)
+        return self._put_parallel(what, keys, tensors, parallelisms, config, writer_partitions, True)
+
+    def get_tensor_with_parallelism(self, key: str, target: ReadTarget | None = None) -> Tensor | None:
+        """What ``target`` wants; without one, the whole tensor, however it was stored."""
+        return self.batch_get_tensor_with_parallelism([key], [target])[0]
+
+    def batch_get_tensor_with_parallelism(
+        self, keys: Sequence[str], targets: Sequence[ReadTarget | None] | None = None
+    ) -> list[Tensor | None]:
+        found = self._read_parallel("batch_get_tensor_with_parallelism", keys, targets)
+        return [None if part is None else part.tensor for part in found]
+
+    def get_tensor_with_parallelism_into(
+        self, key: str, buffer_ptr: int, size: int, target: ReadTarget | None = None
+    ) -> Tensor | None:
+        """The same, as an object at ``buffer_ptr``; the tensor that lies there, None if it does not fit."""
+        return self.batch_get_tensor_with_parallelism_into([key], [buffer_ptr], [size], [target])[0]
+
+    def batch_get_tensor_with_parallelism_into(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        targets: Sequence[ReadTarget | None] | None = None,
+    ) -> list[Any]:
+        what = "batch_get_tensor_with_parallelism_into"
+        if not len(keys) == len(buffer_ptrs) == len(sizes):
+            return [INVALID] * len(keys)
+        return self._read_parallel_into(what, keys, buffer_ptrs, sizes, targets)

@@ -1,0 +1,327 @@
+"""The calls that put and get torch's tensors, whole or as the parts of tensor parallel ranks.
+
+A put sends the header and the elements from where they are, as one object of two spans; a get fetches the
+object to fresh memory and returns the tensor that lies in it, or to memory of the caller. torch is loaded by
+the first of these calls and not before.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from mooncake.compat.store.error_codes import StoreCode
+from mooncake.compat.store.get import ReadCalls
+from mooncake.compat.store.public_types import ObjectDataType, ReplicateConfig
+from mooncake.compat.store.put import WriteCalls
+from mooncake.compat.store.range_reads import open_reads, read_parts
+from mooncake.compat.store.store_session import StoreSession
+from mooncake.compat.store.tensor_format import HEADER_BYTES, TensorHeader, decode, encode
+from mooncake.compat.store.tensor_memory import (
+    FetchedObject,
+    Tensor,
+    header_of,
+    in_memory,
+    span_of,
+    tensor_at,
+    tensor_from,
+)
+from mooncake.log import get_logger
+from mooncake.transfer.memory import is_mapped
+
+log = get_logger("mooncake.store")
+
+INVALID = int(StoreCode.INVALID_PARAMS)
+ResultT = TypeVar("ResultT")
+ArgumentsP = ParamSpec("ArgumentsP")
+
+
+class TensorObject:
+    """One object on its way into the store: what it consists of, kept alive while it is sent."""
+
+    __slots__ = ("_head", "_owner", "key", "spans")
+
+    def __init__(
+        self, key: str, head: bytes, elements: tuple[int, int] = (0, 0), owner: object = None
+    ) -> None:
+        self.key = key
+        self._head = ctypes.create_string_buffer(head, len(head))
+        self._owner = owner
+        self.spans = [(ctypes.addressof(self._head), len(head))]
+        if elements[1]:
+            self.spans.append(elements)
+
+
+def tensor_object(key: str, tensor: Tensor, header: TensorHeader | None = None) -> TensorObject:
+    """``tensor`` as the object ``key``; with ``header``, as the part that it says.
+
+    Raises:
+        ValueError: it is no tensor that can be stored.
+    """
+    held = in_memory(tensor)
+    return TensorObject(key, encode(header_of(held) if header is None else header), span_of(held), held)
+
+
+def _whole_object(key: str, tensor: Tensor) -> list[TensorObject]:
+    return [tensor_object(key, tensor)]
+
+
+class TensorCalls(ReadCalls, WriteCalls):
+    """Tensors by their keys. A miss, and whatever went wrong, is None; a code where numbers are returned."""
+
+    # Whole tensors --------------------------------------------------------------------------------------
+
+    def put_tensor(self, key: str, tensor: Tensor) -> int:
+        """0, also when the key exists (it stays as it is); -600 for what is no tensor."""
+        return self._put_tensors("put_tensor", [key], [tensor])[0]
+
+    def batch_put_tensor(self, keys: Sequence[str], tensors_list: Sequence[Tensor]) -> list[int]:
+        return self._put_tensors("batch_put_tensor", keys, tensors_list)
+
+    def pub_tensor(self, key: str, tensor: Tensor, config: ReplicateConfig | None = None) -> int:
+        """As ``put_tensor``, with wishes for the object."""
+        return self._put_tensors("pub_tensor", [key], [tensor], config)[0]
+
+    def batch_pub_tensor(
+        self, keys: Sequence[str], tensors_list: Sequence[Tensor], config: ReplicateConfig | None = None
+    ) -> list[int]:
+        return self._put_tensors("batch_pub_tensor", keys, tensors_list, config)
+
+    def upsert_tensor(self, key: str, tensor: Tensor) -> int:
+        """Create or replace; 0 or a code."""
+        return self._put_tensors("upsert_tensor", [key], [tensor], replace=True)[0]
+
+    def batch_upsert_tensor(self, keys: Sequence[str], tensors_list: Sequence[Tensor]) -> list[int]:
+        return self._put_tensors("batch_upsert_tensor", keys, tensors_list, replace=True)
+
+    def upsert_pub_tensor(self, key: str, tensor: Tensor, config: ReplicateConfig | None = None) -> int:
+        return self._put_tensors("upsert_pub_tensor", [key], [tensor], config, replace=True)[0]
+
+    def batch_upsert_pub_tensor(
+        self, keys: Sequence[str], tensors_list: Sequence[Tensor], config: ReplicateConfig | None = None
+    ) -> list[int]:
+        return self._put_tensors("batch_upsert_pub_tensor", keys, tensors_list, config, replace=True)
+
+    def get_tensor(self, key: str) -> Tensor | None:
+        """A tensor of its own, in main memory; None for a miss and for what is no tensor."""
+        return self._get_tensors("get_tensor", [key])[0]
+
+    def batch_get_tensor(self, keys: Sequence[str]) -> list[Tensor | None]:
+        return self._get_tensors("batch_get_tensor", keys)
+
+    # Memory of the caller, which holds or takes the whole object -----------------------------------------
+
+    def put_tensor_from(self, key: str, buffer_ptr: int, size: int) -> int:
+        """Store what lies at ``buffer_ptr``, header first; -600 when that is no tensor."""
+        return self._put_from("put_tensor_from", [key], [buffer_ptr], [size])[0]
+
+    def batch_put_tensor_from(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        return self._put_from("batch_put_tensor_from", keys, buffer_ptrs, sizes)
+
+    def upsert_tensor_from(self, key: str, buffer_ptr: int, size: int) -> int:
+        return self._put_from("upsert_tensor_from", [key], [buffer_ptr], [size], replace=True)[0]
+
+    def batch_upsert_tensor_from(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        return self._put_from("batch_upsert_tensor_from", keys, buffer_ptrs, sizes, replace=True)
+
+    def get_tensor_into(self, key: str, buffer_ptr: int, size: int) -> Tensor | None:
+        """Fetch the object to ``buffer_ptr``; the tensor that lies there, in the caller's memory."""
+        return self._get_into_memory("get_tensor_into", [key], [buffer_ptr], [size])[0]
+
+    def batch_get_tensor_into(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[Any]:
+        """Tensors, None for each miss; -600 for each key when the lists do not match."""
+        if not len(keys) == len(buffer_ptrs) == len(sizes):
+            return [INVALID] * len(keys)
+        return self._get_into_memory("batch_get_tensor_into", keys, buffer_ptrs, sizes)
+
+    def get_tensor_into_cuda(self, key: str, tensor: Tensor) -> int:
+        """Fill ``tensor`` on whatever device; bytes of its elements, -704, or -600 when it is another one."""
+        return self.batch_get_tensor_into_cuda([key], [tensor])[0]
+
+    def batch_get_tensor_into_cuda(self, keys: Sequence[str], tensors_list: Sequence[Tensor]) -> list[int]:
+        if len(keys) != len(tensors_list):
+            return [INVALID] * len(keys)
+        found = self._get_tensors("batch_get_tensor_into_cuda", keys)
+        return [_filled(target, source) for target, source in zip(tensors_list, found, strict=True)]
+
+    # How it is done -------------------------------------------------------------------------------------
+
+    def _put_tensors(
+        self,
+        what: str,
+        keys: Sequence[str],
+        tensors: Sequence[Tensor],
+        config: ReplicateConfig | None = None,
+        replace: bool = False,
+    ) -> list[int]:
+        if len(keys) != len(tensors):
+            return [INVALID] * len(keys)
+        objects = [
+            or_none(what, key, _whole_object, key, tensor) for key, tensor in zip(keys, tensors, strict=True)
+        ]
+        return self._put_objects(what, objects, config, replace)
+
+    def _put_from(
+        self,
+        what: str,
+        keys: Sequence[str],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        replace: bool = False,
+    ) -> list[int]:
+        if not len(keys) == len(addresses) == len(sizes):
+            return [INVALID] * len(keys)
+        results = [INVALID] * len(keys)
+        held: list[tuple[int, list[tuple[int, int]]]] = []
+        for number, (key, address, size) in enumerate(zip(keys, addresses, sizes, strict=True)):
+            header = or_none(what, key, header_at, address, size)
+            if header is not None:
+                held.append((number, [(address, header.size_bytes)]))
+        spans = [spans for _, spans in held]
+        codes = self._put(what, [keys[i] for i, _ in held], spans, tensor_config(None), replace=replace)
+        for (number, _), code in zip(held, codes, strict=True):
+            results[number] = code
+        return results
+
+    def _put_objects(
+        self,
+        what: str,
+        objects: Sequence[Sequence[TensorObject] | None],
+        config: ReplicateConfig | None,
+        replace: bool,
+    ) -> list[int]:
+        """Each of several objects that make up one tensor; its code is the first of theirs that is not 0."""
+        every = [entry for several in objects if several is not None for entry in several]
+        put_config = config_per_object(tensor_config(config), [len(several or ()) for several in objects])
+        if put_config is None:
+            return [INVALID] * len(objects)
+        spans = [entry.spans for entry in every]
+        codes = iter(self._put(what, [entry.key for entry in every], spans, put_config, replace=replace))
+        results: list[int] = []
+        for several in objects:
+            of_tensor = [next(codes) for _ in several or ()]
+            results.append(INVALID if several is None else next((code for code in of_tensor if code), 0))
+        return results
+
+    def _get_tensors(self, what: str, keys: Sequence[str]) -> list[Tensor | None]:
+        fetched = self._fetch(what, keys)
+        return [
+            None if fresh is None else or_none(what, key, fresh.tensor)
+            for key, fresh in zip(keys, fetched, strict=True)
+        ]
+
+    def _fetch(self, what: str, keys: Sequence[str]) -> list[FetchedObject | None]:
+        """Whole objects in fresh memory; None for each miss."""
+
+        def act(session: StoreSession) -> list[FetchedObject | None]:
+            found = open_reads(session, keys)
+            fetched = [None if grant is None else FetchedObject(grant.size_bytes) for grant in found]
+            present = [(g, f) for g, f in zip(found, fetched, strict=True) if g is not None and f is not None]
+            parts = [[(0, fresh.address, fresh.size_bytes)] for _, fresh in present]
+            good = iter(read_parts(session, [grant for grant, _ in present], parts))
+            session.client_metrics.moved("read", sum(fresh.size_bytes for _, fresh in present))
+            return [fresh if fresh is not None and next(good) else None for fresh in fetched]
+
+        return self._in_session(what, act, lambda _: [None] * len(keys))
+
+    def _get_into_memory(
+        self, what: str, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
+    ) -> list[Tensor | None]:
+        parts = [[(address, size)] for address, size in zip(addresses, sizes, strict=True)]
+        arrived = self._get_into(what, list(keys), parts)
+        return [
+            or_none(what, key, tensor_at, address, size) if size > 0 else None
+            for key, address, size in zip(keys, addresses, arrived, strict=True)
+        ]
+
+
+def or_none(
+    what: str,
+    key: str,
+    make: Callable[ArgumentsP, ResultT],
+    *args: ArgumentsP.args,
+    **kwargs: ArgumentsP.kwargs,
+) -> ResultT | None:
+    """What ``make`` makes; None, and a line in the log, when that is no tensor."""
+    try:
+        return make(*args, **kwargs)
+    except ValueError as error:
+        log.error(f"{what} of {key!r}: {error}")
+        return None
+
+
+def header_at(address: int, size_bytes: int) -> TensorHeader:
+    """Of the object that lies at ``address``.
+
+    Raises:
+        ValueError: it is no tensor.
+    """
+    if size_bytes < HEADER_BYTES or not is_mapped(address, size_bytes):
+        raise ValueError(f"{size_bytes} bytes at {address:#x} are no tensor")
+    return decode(ctypes.string_at(address, HEADER_BYTES), size_bytes)
+
+
+def tensor_config(config: ReplicateConfig | None) -> ReplicateConfig:
+    """``config``, or that of a tensor for which nothing was said."""
+    if config is None:
+        config = ReplicateConfig()
+        config.data_type = ObjectDataType.TENSOR
+    return config
+
+
+def config_per_object(config: ReplicateConfig, num_objects: Sequence[int]) -> ReplicateConfig | None:
+    """``config`` for tensors that become so many objects each: they share their tensor's group.
+
+    None: its groups are not as many as the tensors.
+    """
+    if config.group_ids is None:
+        return config
+    if len(config.group_ids) != len(num_objects):
+        return None
+    own = copy.copy(config)
+    own.group_ids = [
+        group for group, count in zip(config.group_ids, num_objects, strict=True) for _ in range(count)
+    ]
+    return own
+
+
+def _filled(target: Tensor, source: Tensor | None) -> int:
+    if source is None:
+        return int(StoreCode.OBJECT_NOT_FOUND)
+    if getattr(target, "dtype", None) != source.dtype or target.shape != source.shape:
+        return INVALID
+    target.copy_(source)
+    return int(source.numel() * source.element_size())
+
+
+# The module's own functions of these names --------------------------------------------------------------
+
+
+def _serialize_tensor(tensor: Tensor) -> tuple[bytes, int, int, Tensor]:
+    """(header, address of the elements, their bytes, what keeps them alive).
+
+    Raises:
+        ValueError: it is no tensor that can be stored.
+    """
+    held = in_memory(tensor)
+    address, num_bytes = span_of(held)
+    return encode(header_of(held)), address, num_bytes, held
+
+
+def _deserialize_tensor(data: bytes) -> Tensor:
+    """Raises:
+    ValueError: the bytes are no tensor.
+    """
+    return tensor_from(data)
+
+
+def _tensor_metadata_size() -> int:
+    return HEADER_BYTES

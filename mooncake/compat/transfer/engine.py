@@ -1,0 +1,17 @@
+"""``TransferEngine`` as programs written for the existing package know it: addresses in, numbers out.
+
+Nothing here raises for a broken world: the number says that it failed and the log says why. All methods
+may be called from any thread; the interpreter lock is not held while bytes move.
+"""
+
+from __future__ import annotations
+
+from mooncake.compat.transfer.memory_calls import MemoryCalls
+from mooncake.compat.transfer.public_types import TransferOpcode
+from mooncake.compat.transfer.transfer_calls import TransferCalls
+
+
+class TransferEngine(MemoryCalls, TransferCalls):
+    """One engine of this process. Does nothing until ``initialize``."""
+
+    TransferOpcode = TransferOpcode

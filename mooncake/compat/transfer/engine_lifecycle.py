@@ -1,0 +1,223 @@
+"""A drop-in engine from ``initialize`` on: its words, its session, its peers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from mooncake.compat.transfer.async_batches import AsyncBatches
+from mooncake.compat.transfer.environment import EngineSettings, read_environment, set_log_level
+from mooncake.compat.transfer.error_codes import EngineCode, EngineCodeError, code_of
+from mooncake.compat.transfer.host_probe import (
+    available_schemes,
+    is_free,
+    local_topology,
+    rdma_devices,
+    resolves,
+)
+from mooncake.compat.transfer.public_types import InnerTransferEngine, TransferNotify
+from mooncake.compat.transfer.registered_memory import RegisteredMemory
+from mooncake.compat.transfer.temporary_registration import TemporaryRegistrations
+from mooncake.compat.transfer.transport_choice import P2P, TransportChoice, choose_transports, split_host
+from mooncake.config import load
+from mooncake.errors import AddressInUse, InvalidArgument, MooncakeError, PeerLost, ProtocolError, Unavailable
+from mooncake.log import get_logger
+from mooncake.transfer.engine import TransferEngine as Engine
+from mooncake.transfer.host_address import numeric_host
+from mooncake.transfer.remote_segment import RemoteSegment
+from mooncake.transfer.settings import TransferSettings
+from mooncake.transfer.transports import Completion, Status
+
+log = get_logger("mooncake.engine")
+
+
+class EngineLifecycle:
+    """One engine of this process and what is said to its peers. Does nothing until ``initialize``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._knobs = EngineSettings()
+        self._is_p2p = False
+        self._registered: RegisteredMemory | None = None
+        self._batches: AsyncBatches | None = None
+        self._temporary_registrations: TemporaryRegistrations | None = None
+
+    # Beginning --------------------------------------------------------------------------------------
+
+    def initialize(
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str = "", /
+    ) -> int:
+        """0, also when it was called before; -1 (-6: no such device, -101: no such host) with a log line."""
+        return self._initialize(local_hostname, metadata_server, protocol, device_name, "")
+
+    def initialize_ext(
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        protocol: str,
+        device_name: str,
+        metadata_type: str,
+        /,
+    ) -> int:
+        """As ``initialize``; ``metadata_type`` (http, etcd, redis, p2p) for a server without a scheme."""
+        return self._initialize(local_hostname, metadata_server, protocol, device_name, metadata_type)
+
+    def _initialize(self, host: str, metadata: str, protocol: str, device: str, kind: str) -> int:
+        with self._lock:
+            if self._engine is not None:
+                return 0
+            try:
+                self._start(host, metadata, protocol, device, kind)
+            except MooncakeError as error:
+                log.error(f"initialize: {error}")
+                return int(code_of(error))
+            return 0
+
+    def _start(self, host: str, metadata: str, protocol: str, device: str, kind: str) -> None:
+        knobs = self._knobs = read_environment()
+        set_log_level(knobs.log_level)
+        choice = choose_transports(
+            *(host, metadata, protocol, device, knobs),
+            *(available_schemes(), rdma_devices(), resolves, kind),
+        )
+        if choice.warning:
+            log.warning(f"initialize: {choice.warning}")
+        settings, _ = load(TransferSettings, choice.flags, os.environ)
+        engine = self._bind_or_fall_back(choice, settings)
+        try:
+            engine.publish()
+        except MooncakeError as error:
+            engine.close()
+            raise EngineCodeError(
+                EngineCode.INVALID_ARGUMENT, f"metadata server {metadata!r}: {error}"
+            ) from error
+        self._is_p2p = settings.metadata == P2P
+        self._registered = RegisteredMemory(engine)
+        temporary = self._temporary_registrations = TemporaryRegistrations(engine.regions)
+
+        def ended(
+            number: int, completion: Completion
+        ) -> None:  # no method: `del engine` is how programs close
+            temporary.end_of(number)
+            if completion.status != Status.OK:
+                log.error(f"batch {number} failed: {completion.status.name.lower()}")
+
+        self._batches = AsyncBatches(engine.new_queue(), ended)
+        self._engine = engine
+        log.info(f"listening for handshakes at {engine.handshake}")
+
+    def _bind_or_fall_back(self, choice: TransportChoice, settings: TransferSettings) -> Engine:
+        """Without rdma when the kernel knows a device of no use, unless told to fail or given its name."""
+        try:
+            return self._bind(choice, settings)
+        except (InvalidArgument, Unavailable) as error:
+            field = getattr(error, "field", "transports")
+            if "rdma" not in settings.transports or field not in ("transports", "rdma_devices"):
+                raise
+            if self._knobs.force_hca or field == "rdma_devices" or settings.rdma_devices:
+                raise EngineCodeError(EngineCode.DEVICE_NOT_FOUND, str(error)) from error
+            rest = tuple(scheme for scheme in settings.transports if scheme != "rdma")
+            log.warning(f"initialize: {error}; {' and '.join(rest)} will carry the bytes")
+            return self._bind(choice, replace(settings, transports=rest, rdma_devices=()))
+
+    def _bind(self, choice: TransportChoice, settings: TransferSettings) -> Engine:
+        """An engine that answers handshakes at a port of the range."""
+        low, high = self._knobs.min_rpc_port, self._knobs.max_rpc_port
+        if low > high:
+            raise InvalidArgument("MC_MIN_RPC_PORT", low, f"at most MC_MAX_RPC_PORT, which is {high}")
+        ports = [choice.port] if choice.port else random.sample(range(low, high + 1), high + 1 - low)
+        for port in ports:
+            if is_free(settings.listen_host, port):
+                with contextlib.suppress(AddressInUse):
+                    return Engine(replace(settings, handshake_port=port))
+        where = f"port {choice.port}" if choice.port else f"any port from {low} to {high}"
+        raise EngineCodeError(
+            EngineCode.SOCKET,
+            f"{where} at {settings.listen_host} is in use; see MC_MIN_RPC_PORT, MC_MAX_RPC_PORT",
+        )
+
+    def _ready(self) -> Engine:
+        if self._engine is None:
+            raise EngineCodeError(
+                EngineCode.INVALID_ARGUMENT,
+                "the engine is not initialized; call initialize() and see that it returns 0",
+            )
+        return self._engine
+
+    @property
+    def _memory(self) -> RegisteredMemory:
+        self._ready()
+        assert self._registered is not None
+        return self._registered
+
+    def get_rpc_port(self) -> int:
+        """The port of this process's session ``host:port``; 0 before ``initialize``."""
+        return 0 if self._engine is None else int(self._engine.handshake.rpartition(":")[2])
+
+    def get_engine(self) -> InnerTransferEngine | None:
+        """For a store's ``setup``; None before ``initialize``."""
+        return None if self._engine is None else InnerTransferEngine(self._engine)
+
+    def get_engine_ptr(self) -> int:
+        """A number that tells engines of one process apart; 0 before ``initialize``."""
+        return 0 if self._engine is None else id(self._engine)
+
+    def get_local_topology(self, device_name: str | None = None) -> str:
+        """JSON: each memory location's preferred network cards and the others."""
+        return local_topology(device_name or "")
+
+    # Peers --------------------------------------------------------------------------------------------
+
+    def get_notifies(self) -> list[TransferNotify]:
+        """What peers told this process since the last call."""
+        if self._engine is None:
+            return []
+        return [TransferNotify(told.name, told.text) for told in self._engine.notifications()]
+
+    def send_probe(self, peer_server_name: str) -> int:
+        """0 when the peer answers; -101 unknown host, -102 nobody there, -103 garbage in the metadata,
+        -104 another version, -200 unknown to the metadata server."""
+
+        def probe() -> None:
+            engine = self._ready()
+            if self._is_p2p:
+                numeric_host(split_host(peer_server_name)[0], "peer_server_name")
+                engine.probe(peer_server_name)
+                return
+            try:
+                segment = engine.open_name(peer_server_name)
+            except ProtocolError as error:
+                raise EngineCodeError(EngineCode.MALFORMED_JSON, str(error)) from error
+            except MooncakeError as error:
+                raise EngineCodeError(EngineCode.METADATA, str(error)) from error
+            if segment is None:
+                raise EngineCodeError(EngineCode.METADATA, f"no segment is called {peer_server_name!r}")
+            engine.probe(segment.descriptor.handshake)
+
+        return self._number("send_probe", probe)
+
+    def warmup_efa_segment(self, segment_name: str, /) -> int:
+        """0: there is nothing to warm up, because there is no EFA transport."""
+        return 0
+
+    def _open(self, name: str) -> RemoteSegment:
+        segment = self._ready().open_name(name)
+        if segment is None:
+            raise PeerLost(
+                f"no segment is called {name!r}; is its process running, with the same metadata server?"
+            )
+        return segment
+
+    def _number(self, what: str, act: Callable[[], None]) -> int:
+        """0, or what the failure of ``act`` is as a number, with its reason in the log."""
+        try:
+            act()
+        except MooncakeError as error:
+            log.error(f"{what}: {error}")
+            return int(code_of(error))
+        return 0

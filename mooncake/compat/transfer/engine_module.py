@@ -1,0 +1,54 @@
+"""The engine module of the existing package, by its name: ``from mooncake.engine import TransferEngine``.
+
+The names; the classes are those of this package's modules. New programs are better
+served by ``mooncake.transfer``, which says what went wrong.
+"""
+
+from mooncake.compat.transfer import (
+    InnerTransferEngine,
+    ReceivedData,
+    ReceivedTensor,
+    RpcInterface,
+    SharedSegment,
+    TransferEngine,
+    TransferNotify,
+    TransferOpcode,
+    create_rpc_client,
+    create_rpc_server,
+)
+from mooncake.compat.transfer.host_probe import has_cuda
+
+CoroRPCInterface = RpcInterface
+
+Read = TransferOpcode.Read
+Write = TransferOpcode.Write
+
+SUPPORT_CUDA = has_cuda()
+"""Device memory can be had here. The others are about hardware that this package has no transport for."""
+SUPPORT_EFA = False
+SUPPORT_HIP = False
+SUPPORT_INTRA_NVLINK = False
+SUPPORT_MNNVL = False
+SUPPORT_MUSA = False
+
+__all__ = [
+    "SUPPORT_CUDA",
+    "SUPPORT_EFA",
+    "SUPPORT_HIP",
+    "SUPPORT_INTRA_NVLINK",
+    "SUPPORT_MNNVL",
+    "SUPPORT_MUSA",
+    "CoroRPCInterface",
+    "InnerTransferEngine",
+    "Read",
+    "ReceivedData",
+    "ReceivedTensor",
+    "RpcInterface",
+    "SharedSegment",
+    "TransferEngine",
+    "TransferNotify",
+    "TransferOpcode",
+    "Write",
+    "create_rpc_client",
+    "create_rpc_server",
+]

@@ -1,0 +1,93 @@
+"""The calls about memory: registering it, managed buffers, looking into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mooncake.compat.transfer.engine_lifecycle import EngineLifecycle
+from mooncake.compat.transfer.registered_memory import copy_in, copy_out
+from mooncake.errors import InvalidArgument
+from mooncake.transfer.memory import is_mapped
+
+
+class MemoryCalls(EngineLifecycle):
+    """What a program may move and let others move."""
+
+    def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
+        """0; -7 when it overlaps what is registered; -1 when there is no such memory."""
+        return self._number("register_memory", lambda: self._memory.add([buffer_addr], [capacity], location))
+
+    def unregister_memory(self, buffer_addr: int, /) -> int:
+        """0; -3 when nothing registered begins there."""
+        return self._number("unregister_memory", lambda: self._memory.remove([buffer_addr]))
+
+    def batch_register_memory(
+        self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
+    ) -> int:
+        """0 when all are registered; else none of them, and a number as of ``register_memory``."""
+
+        def register() -> None:
+            with self._ready().deferred_publication():
+                self._memory.add(buffer_addresses, capacities, location)
+
+        return self._number("batch_register_memory", register)
+
+    def batch_unregister_memory(self, buffer_addresses: Sequence[int], /) -> int:
+        """0; -3 when one of them was not registered (the others are not any more)."""
+
+        def unregister() -> None:
+            with self._ready().deferred_publication():
+                self._memory.remove(buffer_addresses)
+
+        return self._number("batch_unregister_memory", unregister)
+
+    def allocate_managed_buffer(self, length: int, /) -> int:
+        """The address of ``length`` registered bytes, or 0."""
+        addresses: list[int] = []
+        self._number("allocate_managed_buffer", lambda: addresses.append(self._memory.allocate(length)))
+        return addresses[0] if addresses else 0
+
+    def free_managed_buffer(self, buffer_addr: int, length: int, /) -> int:
+        """0; -3 when it is no managed buffer."""
+        return self._number("free_managed_buffer", lambda: self._memory.free(buffer_addr))
+
+    def write_bytes_to_buffer(self, dest_address: int, src: bytes | str, length: int, /) -> int:
+        """Copy ``length`` bytes to an address of this process; 0, or -1 when there is no such memory."""
+
+        def copy() -> None:
+            data = src.encode() if isinstance(src, str) else bytes(src)
+            if not 0 <= length <= len(data):
+                raise InvalidArgument("length", length, f"0 to {len(data)}, the bytes given")
+            self._vouch(dest_address, length)
+            copy_in(dest_address, data[:length])
+
+        return self._number("write_bytes_to_buffer", copy)
+
+    def read_bytes_from_buffer(self, source_address: int, length: int, /) -> bytes:
+        """``length`` bytes at an address of this process; empty when there is no such memory."""
+        read: list[bytes] = []
+
+        def copy() -> None:
+            self._vouch(source_address, length)
+            read.append(copy_out(source_address, length))
+
+        self._number("read_bytes_from_buffer", copy)
+        return read[0] if read else b""
+
+    def _vouch(self, address: int, size: int) -> None:
+        if size < 0 or (size and not is_mapped(address, size)):
+            raise InvalidArgument("memory", f"[{address:#x}, +{size})", "memory of this process")
+
+    def get_first_buffer_address(self, segment_name: str, /) -> int:
+        """Where the first registered memory of a segment (of this process, too) begins; 0 without any."""
+        found: list[int] = []
+
+        def look() -> None:
+            engine = self._ready()
+            if segment_name == engine.name:
+                found.append(self._memory.first())
+            else:
+                found.extend(region.address for region in self._open(segment_name).descriptor.regions[:1])
+
+        self._number("get_first_buffer_address", look)
+        return found[0] if found else 0

@@ -1,0 +1,333 @@
+"""``RpcInterface``: bytes and tensors from one program to a callback in another.
+
+A convenience of the existing engine for what is not worth registering memory for. Small frames over
+``mooncake.rpc``; what is larger goes in pieces and is put together by the receiver. The callback runs in a
+thread of the server, and the sender's call returns when it has returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mooncake.compat.transfer.registered_memory import copy_out
+from mooncake.errors import InvalidArgument, MooncakeError, OutOfMemory
+from mooncake.log import get_logger
+from mooncake.rpc import BlockingClient, Call, Connection, RpcServer
+from mooncake.rpc.client import split_address
+from mooncake.security import TRUSTED, Access
+from mooncake.transfer.host_address import numeric_host
+from mooncake.transfer.memory import span_of
+
+log = get_logger("mooncake.engine")
+
+PART_BYTES = 8 << 20
+MAX_BYTES = 4 << 30
+"""Of one message."""
+MAX_GATHERED_BYTES = 4 << 30
+"""Of unfinished messages, of all connections together."""
+MAX_PARTS = 256
+"""Unfinished messages of one connection."""
+
+_STARTUP_TIMEOUT_S = 10.0
+
+
+class MessagePart(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
+    """Part of a message; the one that completes it is answered when the callback has returned."""
+
+    number: int
+    "Of the message, among those of the connection."
+    size_bytes: int
+    "Of the whole message."
+    payload: bytes
+    dtype: str = ""
+    "Of a tensor; empty for data."
+    shape: tuple[int, ...] = ()
+
+
+class PartReceived(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
+    """The piece is there."""
+
+
+ACCESS = Access({MessagePart: TRUSTED})
+
+
+@dataclass(frozen=True)
+class ReceivedData:
+    """What ``send_data`` brought."""
+
+    source_address: str
+    _payload: bytearray
+
+    @property
+    def data_size(self) -> int:
+        return len(self._payload)
+
+    def get_bytes(self) -> bytes:
+        return bytes(self._payload)
+
+    def get_memory_view(self) -> memoryview:
+        return memoryview(self._payload)
+
+
+@dataclass(frozen=True)
+class ReceivedTensor:
+    """What ``send_tensor`` brought: plain bytes, so that nobody needs torch to receive them."""
+
+    source_address: str
+    dtype: str
+    "As the sender's library writes it: ``torch.float32``, ``float32``."
+    shape: tuple[int, ...]
+    _payload: bytearray
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self._payload)
+
+    def get_data_size(self) -> int:
+        return len(self._payload)
+
+    def get_data_as_bytes(self) -> bytes:
+        return bytes(self._payload)
+
+    def get_memory_view(self) -> memoryview:
+        return memoryview(self._payload)
+
+
+class RpcInterface:
+    """Sends, receives, or both. Thread-safe. Calls answer False or -1 and log why."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clients: dict[str, BlockingClient] = {}
+        self._numbers = itertools.count()
+        self._timeout_s = 30.0
+        self._listen_at: tuple[str, int] | None = None
+        self._num_threads = 8
+        self._server: _RpcServerThread | None = None
+        self._on_data: Callable[[ReceivedData], object] | None = None
+        self._on_tensor: Callable[[ReceivedTensor], object] | None = None
+
+    def initialize(
+        self,
+        listen_address: str = "",
+        thread_count: int = 0,
+        timeout_seconds: int = 30,
+        pool_size: int = 100,
+    ) -> bool:
+        """To send, and with a ``listen_address`` to receive once a server is started."""
+        is_fine = self.initialize_client(pool_size, timeout_seconds)
+        if is_fine and listen_address:
+            is_fine = self.initialize_server(listen_address, thread_count or 8, timeout_seconds)
+        return is_fine
+
+    def initialize_client(self, pool_size: int = 100, timeout_seconds: int = 30) -> bool:
+        """``pool_size`` is taken as read: one connection per receiver carries any number of calls."""
+        self._timeout_s = float(timeout_seconds)
+        return True
+
+    def initialize_server(
+        self, listen_address: str, thread_count: int = 8, timeout_seconds: int = 30
+    ) -> bool:
+        """Where to listen (``host:port``) and how many callbacks may run at once."""
+        try:
+            self._listen_at = split_address(listen_address)
+        except MooncakeError as error:
+            log.error(f"initialize_server: {error}")
+            return False
+        self._num_threads = max(1, thread_count)
+        return True
+
+    def start_server(self) -> bool:
+        """Serve until ``stop_server``; this call waits for it."""
+        if not self.start_server_async():
+            return False
+        server = self._server
+        if server is not None:
+            server.wait()
+        return True
+
+    def start_server_async(self) -> bool:
+        """Serve in the background; True when it listens."""
+        with self._lock:
+            if self._server is not None:
+                return True
+            try:
+                if self._listen_at is None:
+                    raise InvalidArgument("listen_address", "", "given to initialize_server() before")
+                self._server = _RpcServerThread(*self._listen_at, self._num_threads, self._receive)
+            except MooncakeError as error:
+                log.error(f"start_server: {error}")
+                return False
+            return True
+
+    def stop_server(self) -> None:
+        """No callback will run any more, and those that run have ended. Harmless when repeated."""
+        with self._lock:
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def set_data_receive_callback(self, callback: Callable[[ReceivedData], object]) -> None:
+        self._on_data = callback
+
+    def set_tensor_receive_callback(self, callback: Callable[[ReceivedTensor], object]) -> None:
+        self._on_tensor = callback
+
+    def send_data(self, target_address: str, data: Any) -> int:
+        """0 when the receiver's callback has returned, else -1."""
+        return self._send(target_address, lambda: (memoryview(data).cast("B"), "", ()))
+
+    def send_tensor(self, target_address: str, tensor: Any) -> int:
+        """0 when the receiver's callback has returned, else -1. Torch and numpy, from any device."""
+        return self._send(target_address, lambda: _bytes_of(tensor))
+
+    def send_data_async(self, target_address: str, data: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        """An awaitable of ``send_data``'s answer, on ``loop``."""
+        return loop.run_in_executor(None, self.send_data, target_address, data)
+
+    def send_tensor_async(self, target_address: str, tensor: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        """An awaitable of ``send_tensor``'s answer, on ``loop``."""
+        return loop.run_in_executor(None, self.send_tensor, target_address, tensor)
+
+    def _send(self, address: str, read: Callable[[], tuple[memoryview, str, tuple[int, ...]]]) -> int:
+        try:
+            payload, dtype, shape = read()
+            if len(payload) > MAX_BYTES:
+                raise InvalidArgument("data", f"{len(payload)} bytes", f"at most {MAX_BYTES}")
+            client, number = self._client(address), next(self._numbers)
+            for start in range(0, max(1, len(payload)), PART_BYTES):
+                part = bytes(payload[start : start + PART_BYTES])
+                client.call(MessagePart(number, len(payload), part, dtype, shape), self._timeout_s)
+        except (MooncakeError, TypeError) as error:
+            log.error(f"send to {address}: {error}")
+            return -1
+        return 0
+
+    def _client(self, address: str) -> BlockingClient:
+        with self._lock:
+            client = self._clients.get(address)
+            if client is None:
+                client = BlockingClient(
+                    address, [PartReceived], name="the receiver", is_patient=False, servers=TRUSTED
+                )
+                self._clients[address] = client
+            return client
+
+    def _receive(self, source: str, piece: MessagePart, payload: bytearray) -> None:
+        if piece.dtype:
+            if self._on_tensor is not None:
+                self._on_tensor(ReceivedTensor(source, piece.dtype, piece.shape, payload))
+        elif self._on_data is not None:
+            self._on_data(ReceivedData(source, payload))
+
+
+class _RpcServerThread:
+    """Listens in a thread of its own; callbacks run in a pool beside it."""
+
+    def __init__(
+        self, host: str, port: int, num_threads: int, receive: Callable[[str, MessagePart, bytearray], None]
+    ) -> None:
+        self._receive = receive
+        self._pool = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="mooncake-rpc")
+        self._parts: dict[tuple[Connection, int], bytearray] = {}
+        self._gathered_bytes = 0
+        self._rpc = RpcServer(
+            {MessagePart: self._take}, on_lost=self._lost, access=ACCESS, name="rpc_interface", is_peer=True
+        )
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        address = numeric_host(host, "listen_address")
+        self._thread = threading.Thread(
+            target=self._run, args=(address, port, started), name="mooncake-rpc", daemon=True
+        )
+        self._thread.start()
+        started.result(_STARTUP_TIMEOUT_S)
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_STARTUP_TIMEOUT_S)
+        self._pool.shutdown()
+
+    def _run(self, host: str, port: int, started: concurrent.futures.Future[None]) -> None:
+        try:
+            self._loop.run_until_complete(self._serve(host, port, started))
+        finally:
+            self._loop.close()
+
+    async def _serve(self, host: str, port: int, started: concurrent.futures.Future[None]) -> None:
+        try:
+            await self._rpc.start(host, port)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        await self._stop.wait()
+        await self._rpc.close()
+
+    async def _take(self, piece: MessagePart, call: Call) -> PartReceived:
+        key = (call.connection, piece.number)
+        if not 0 <= piece.size_bytes <= MAX_BYTES:
+            raise InvalidArgument("size_bytes", piece.size_bytes, f"at most {MAX_BYTES}")
+        gathered = self._parts.get(key)
+        if gathered is None:
+            if sum(one is call.connection for one, _ in self._parts) >= MAX_PARTS:
+                raise OutOfMemory(
+                    f"{MAX_PARTS} messages of this connection are unfinished; finish them first"
+                )
+            gathered = self._parts[key] = bytearray()
+        size_bytes = len(gathered) + len(piece.payload)
+        if size_bytes > piece.size_bytes or self._gathered_bytes + len(piece.payload) > MAX_GATHERED_BYTES:
+            self._forget(key)
+            if size_bytes > piece.size_bytes:
+                raise InvalidArgument("payload", size_bytes, f"the {piece.size_bytes} bytes of the message")
+            raise OutOfMemory("unfinished messages take too much memory here; send it again later")
+        gathered += piece.payload
+        self._gathered_bytes += len(piece.payload)
+        if size_bytes == piece.size_bytes:
+            self._forget(key)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._pool, self._receive, call.connection.peer, piece, gathered)
+        return PartReceived()
+
+    def _lost(self, connection: Connection) -> None:
+        for key in [key for key in self._parts if key[0] is connection]:
+            self._forget(key)
+
+    def _forget(self, key: tuple[Connection, int]) -> None:
+        self._gathered_bytes -= len(self._parts.pop(key))
+
+
+def _bytes_of(tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
+    if not hasattr(tensor, "dtype"):
+        raise TypeError(f"a tensor or an array is needed, not {type(tensor).__name__}")
+    if hasattr(tensor, "detach"):  # torch's: to main memory, in order
+        tensor = tensor.detach().cpu().contiguous()
+    shape, dtype = tuple(int(size) for size in tensor.shape), str(tensor.dtype)
+    if hasattr(tensor, "data_ptr"):  # bfloat16 and friends have no numpy form
+        address, size, _ = span_of(tensor)
+        return memoryview(copy_out(address, size)), dtype, shape
+    return memoryview(tensor.tobytes()), dtype, shape
+
+
+def create_rpc_client(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
+    """An interface that sends."""
+    interface = RpcInterface()
+    interface.initialize_client()
+    return interface
+
+
+def create_rpc_server(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
+    """An interface that receives once it is told where (``initialize_server``)."""
+    return RpcInterface()

@@ -1,0 +1,65 @@
+"""Local memory that a program moves without having registered it.
+
+The existing engine moves such memory over tcp, and programs rely on it. Here it is registered for as long
+as any batch of that kind is under way: not for each batch by itself, because two batches may use the same
+bytes, and the end of one must not take them from the other. Peers are never told of it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from mooncake.compat.transfer.host_probe import may_be_registered
+from mooncake.errors import InvalidArgument
+from mooncake.transfer.descriptor import Column
+from mooncake.transfer.transports import Region, RegionTable
+
+
+class TemporaryRegistrations:
+    """Thread-safe."""
+
+    def __init__(self, regions: RegionTable) -> None:
+        self._table = regions
+        self._lock = threading.Lock()
+        self._regions: dict[tuple[int, int], Region] = {}
+        self._num_batches = 0
+        self._numbers: set[int] = set()
+
+    def begin(self, addresses: Column, sizes: Column, number: int = 0) -> None:
+        """Register what is not; a batch that uses it begins. Each needs its ``end``, or with a ``number``
+        its ``end_of``.
+
+        Raises:
+            InvalidArgument: some of it is no memory of this process.
+        """
+        spans = np.unique(np.stack([addresses, sizes]), axis=1).T.tolist()
+        for address, size in spans:
+            if not may_be_registered(address, size):
+                raise InvalidArgument("local memory", f"[{address:#x}, +{size})", "memory of this process")
+        with self._lock:
+            self._num_batches += 1
+            if number:
+                self._numbers.add(number)
+            for address, size in spans:
+                if (address, size) not in self._regions:
+                    self._regions[address, size] = self._table.add(address, size, True)
+
+    def end(self) -> None:
+        """A batch has ended; with the last of them the memory is given back."""
+        with self._lock:
+            self._num_batches -= 1
+            over = [] if self._num_batches else list(self._regions.values())
+            if over:
+                self._regions = {}
+            for region in over:
+                self._table.remove(region.key)
+
+    def end_of(self, number: int) -> None:
+        """As ``end``, if that batch uses any of it."""
+        with self._lock:
+            if number not in self._numbers:
+                return
+            self._numbers.remove(number)
+        self.end()

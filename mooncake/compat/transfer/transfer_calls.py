@@ -1,0 +1,290 @@
+"""The calls that move bytes: waited for, asked about, or in the order of a CUDA stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mooncake.compat.transfer.async_batches import FAILED
+from mooncake.compat.transfer.engine_lifecycle import EngineLifecycle
+from mooncake.compat.transfer.host_probe import wait_for_stream
+from mooncake.compat.transfer.public_types import TransferNotify, TransferOpcode
+from mooncake.compat.transfer.temporary_registration import TemporaryRegistrations
+from mooncake.log import get_logger
+from mooncake.transfer.columns import Addresses, TransferColumns, transfer_columns
+from mooncake.transfer.completion_queue import CompletionQueue
+from mooncake.transfer.moves import completion_error
+from mooncake.transfer.transports import Op, Status
+
+log = get_logger("mooncake.engine")
+
+SHORTEST_TIMEOUT_S = 5.0
+_S_PER_BYTE = 1e-9
+
+
+class TransferCalls(EngineLifecycle):
+    """Moves between local addresses and a peer's."""
+
+    # Transfers that are waited for ------------------------------------------------------------------
+
+    def transfer_sync_write(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        transport_hint: str = "",
+    ) -> int:
+        """0, or -1."""
+        return self._sync(target_hostname, [buffer], [peer_buffer_address], [length], TransferOpcode.Write)
+
+    def transfer_sync_read(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        transport_hint: str = "",
+    ) -> int:
+        """0, or -1."""
+        return self._sync(target_hostname, [buffer], [peer_buffer_address], [length], TransferOpcode.Read)
+
+    def transfer_sync(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        opcode: int,
+        notify: TransferNotify | None = None,
+        transport_hint: str = "",
+    ) -> int:
+        """0, or -1. ``notify`` reaches the peer after the bytes."""
+        return self._sync(target_hostname, [buffer], [peer_buffer_address], [length], opcode, notify)
+
+    def batch_transfer_sync_write(
+        self,
+        target_hostname: str,
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
+        transport_hint: str = "",
+    ) -> int:
+        """0, or -1; 0 for nothing to move."""
+        return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Write)
+
+    def batch_transfer_sync_read(
+        self,
+        target_hostname: str,
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
+        transport_hint: str = "",
+    ) -> int:
+        """0, or -1; 0 for nothing to move."""
+        return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Read)
+
+    def batch_transfer_sync(
+        self,
+        target_hostname: str,
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
+        opcode: int,
+        notify: TransferNotify | None = None,
+        transport_hint: str = "",
+    ) -> int:
+        """0, or -1; 0 for nothing to move. ``notify`` reaches the peer after the bytes."""
+        return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, opcode, notify)
+
+    def _sync(
+        self,
+        target: str,
+        local: Addresses,
+        remote: Addresses,
+        lengths: Addresses,
+        opcode: int,
+        notify: TransferNotify | None = None,
+    ) -> int:
+        def move() -> None:
+            engine, op = self._ready(), _op(opcode)
+            columns = transfer_columns(local, remote, lengths)
+            timeout_s = self._timeout_s(int(columns.lengths.sum()))
+            if not len(columns.lengths):
+                return
+            segment = self._open(target)
+            rows = (columns.local, columns.remote, columns.lengths)
+            is_temporary = self._register_temporarily(columns)
+            try:
+                done = engine.run(op, segment, *rows, timeout_s=timeout_s)
+            finally:
+                if is_temporary:
+                    self._registrations.end()
+            if done.status != Status.OK:
+                raise completion_error(op, segment, done, timeout_s)
+            if notify is not None:
+                engine.notify(segment, notify.name, notify.msg, timeout_s)
+
+        return min(0, -1 if self._number("transfer", move) else 0)
+
+    # Transfers that are asked about -----------------------------------------------------------------
+
+    def batch_transfer_async_write(
+        self,
+        target_hostname: str,
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
+        transport_hint: str = "",
+    ) -> int:
+        """A batch id, or 0."""
+        return self._async(target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Write)
+
+    def batch_transfer_async_read(
+        self,
+        target_hostname: str,
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
+        transport_hint: str = "",
+    ) -> int:
+        """A batch id, or 0."""
+        return self._async(target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Read)
+
+    def batch_transfer_async(
+        self,
+        target_hostname: str,
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
+        opcode: int,
+        transport_hint: str = "",
+    ) -> int:
+        """A batch id, or 0."""
+        return self._async(target_hostname, buffers, peer_buffer_addresses, lengths, opcode)
+
+    def transfer_submit_write(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        transport_hint: str = "",
+    ) -> int:
+        """A batch id, or 0."""
+        return self._async(target_hostname, [buffer], [peer_buffer_address], [length], TransferOpcode.Write)
+
+    def transfer_check_status(self, batch_id: int, /) -> int:
+        """0 in flight; 1 done; -1 failed; -2 too late. The id is good until it has ended and been told so."""
+        return FAILED if self._batches is None else self._batches.status(batch_id)
+
+    def get_batch_transfer_status(self, batch_ids: Sequence[int], /) -> int:
+        """Waits for all of them: 0 when all are well, else -1."""
+        return FAILED if self._batches is None else (0 if self._batches.wait(batch_ids) else FAILED)
+
+    def _async(
+        self, target: str, local: Addresses, remote: Addresses, lengths: Addresses, opcode: int
+    ) -> int:
+        numbers: list[int] = []
+
+        def begin() -> None:
+            engine, op = self._ready(), _op(opcode)
+            columns = transfer_columns(local, remote, lengths)
+            rows = (columns.local, columns.remote, columns.lengths)
+            timeout_s = self._timeout_s(int(columns.lengths.sum()))
+            segment = self._open(target)
+
+            def submit(queue: CompletionQueue, number: int) -> None:
+                self._register_temporarily(columns, number)
+                try:
+                    engine.submit(queue, number, op, segment, *rows, timeout_s=timeout_s)
+                except BaseException:
+                    self._registrations.end_of(number)
+                    raise
+
+            assert self._batches is not None
+            numbers.append(self._batches.begin(submit))
+
+        self._number("transfer", begin)
+        return numbers[0] if numbers else 0
+
+    # On a CUDA stream ---------------------------------------------------------------------------------
+
+    def transfer_write_on_cuda(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        stream_ptr: int = 0,
+        transport_hint: str = "",
+    ) -> None:
+        """Write what the stream has computed. RuntimeError when it fails, or without a CUDA driver."""
+        self._on_cuda(target_hostname, [buffer], [peer_buffer_address], [length], Op.WRITE, stream_ptr)
+
+    def transfer_read_on_cuda(
+        self,
+        target_hostname: str,
+        buffer: int,
+        peer_buffer_address: int,
+        length: int,
+        stream_ptr: int = 0,
+        transport_hint: str = "",
+    ) -> None:
+        """Read before what is put into the stream from now on. RuntimeError as above."""
+        self._on_cuda(target_hostname, [buffer], [peer_buffer_address], [length], Op.READ, stream_ptr)
+
+    def batch_transfer_write_on_cuda(
+        self,
+        target_hostname: str,
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
+        stream_ptr: int = 0,
+        transport_hint: str = "",
+    ) -> None:
+        """Write what the stream has computed. RuntimeError as above."""
+        self._on_cuda(target_hostname, buffers, peer_buffer_addresses, lengths, Op.WRITE, stream_ptr)
+
+    def batch_transfer_read_on_cuda(
+        self,
+        target_hostname: str,
+        buffers: Addresses,
+        peer_buffer_addresses: Addresses,
+        lengths: Addresses,
+        stream_ptr: int = 0,
+        transport_hint: str = "",
+    ) -> None:
+        """Read before what is put into the stream from now on. RuntimeError as above."""
+        self._on_cuda(target_hostname, buffers, peer_buffer_addresses, lengths, Op.READ, stream_ptr)
+
+    def _on_cuda(
+        self, target: str, local: Addresses, remote: Addresses, lengths: Addresses, op: Op, stream: int
+    ) -> None:
+        """In the order of the stream: what it holds ends first, and what comes later finds the bytes moved.
+
+        The caller waits for it, which a callback in the stream would spare; the order is the same.
+        """
+        wait_for_stream(stream)
+        opcode = TransferOpcode.Write if op == Op.WRITE else TransferOpcode.Read
+        if self._sync(target, local, remote, lengths, opcode):
+            raise RuntimeError(f"{op.name.lower()} with {target} failed; the log says why")
+
+    def _timeout_s(self, num_bytes: int) -> float:
+        return max(SHORTEST_TIMEOUT_S, self._knobs.transfer_timeout_s) + num_bytes * _S_PER_BYTE
+
+    def _register_temporarily(self, columns: TransferColumns, number: int = 0) -> bool:
+        """Whether a batch begins that uses local memory which the program did not register."""
+        missing = self._memory.uncovered(columns.local, columns.lengths)
+        if missing is None:
+            return False
+        self._registrations.begin(columns.local[missing], columns.lengths[missing], number)
+        return True
+
+    @property
+    def _registrations(self) -> TemporaryRegistrations:
+        assert self._temporary_registrations is not None
+        return self._temporary_registrations
+
+
+def _op(opcode: int) -> Op:
+    return Op.WRITE if TransferOpcode(opcode) == TransferOpcode.Write else Op.READ

@@ -1,0 +1,103 @@
+"""KV events as engines and stores send them, read into three kinds.
+
+It owns the dialects and refuses to know what block hashes mean. There are four: vLLM's batches are arrays
+whose events are maps with a ``type``; newer ones are maps as a whole; SGLang's events are arrays that begin
+with the type; the existing Mooncake store's are maps with an ``event_type``. Our own workers speak vLLM's,
+our own store its predecessor's, and both add a ``reason`` to what is removed. What a dialect has beside the
+fields below is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+ForeignHash = bytes | int
+
+
+class _ReceivedEvent(msgspec.Struct, frozen=True, tag_field="type", tag=str):
+    pass
+
+
+class BlockStored(_ReceivedEvent, frozen=True):
+    block_hashes: list[ForeignHash] = []
+    parent_block_hash: ForeignHash | None = None
+    token_ids: list[int] | None = None
+    "The tokens of all these blocks, in order."
+    block_size: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    "What went into the hash of each block beside its tokens."
+    object_key: str | None = None
+    "Of a store: the name of the object that is a block."
+    seq_hashes: list[int] | None = None
+    "Of a store: the blocks by the standard of ``sequence_hash.py``."
+    tenant_id: str | None = None
+    model_name: str | None = None
+    additional_salt: str | None = None
+
+
+class BlockRemoved(_ReceivedEvent, frozen=True):
+    block_hashes: list[ForeignHash] = []
+    medium: str | None = None
+    object_key: str | None = None
+    seq_hashes: list[int] | None = None
+    lora_name: str | None = None
+    tenant_id: str | None = None
+    model_name: str | None = None
+    additional_salt: str | None = None
+    reason: str | None = None
+
+
+class AllBlocksCleared(_ReceivedEvent, frozen=True):
+    pass
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[KvEvent]
+    data_parallel_rank: int | None = None
+
+
+_decoder = msgspec.msgpack.Decoder(EventBatch)
+
+# Of events that are arrays: what follows the type.
+_FIELDS = {
+    "BlockStored": (
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+        *("lora_name", "extra_keys"),
+    ),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}
+_TYPES = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}
+
+
+def read_batch(payload: bytes) -> EventBatch:
+    """One batch in any dialect.
+
+    Raises:
+        msgspec.MsgspecError: it is none.
+    """
+    try:
+        return _decoder.decode(payload)
+    except msgspec.ValidationError:
+        batch = msgspec.msgpack.decode(payload)
+    if isinstance(batch, dict):
+        batch = [batch.get("ts"), batch.get("events"), batch.get("data_parallel_rank")]
+    if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
+        raise msgspec.ValidationError("a batch is [timestamp, events, data-parallel rank]")
+    return msgspec.convert([batch[0], [_as_map(event) for event in batch[1]], *batch[2:3]], EventBatch)
+
+
+def _as_map(event: Any) -> Any:
+    if isinstance(event, list) and event and event[0] in _FIELDS:
+        return {"type": event[0], **dict(zip(_FIELDS[event[0]], event[1:], strict=False))}
+    if isinstance(event, dict) and "type" not in event:
+        return {**event, "type": _TYPES.get(event.get("event_type", ""), "unknown")}
+    return event

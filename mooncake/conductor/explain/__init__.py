@@ -1,0 +1,1 @@
+"""Explanations: why a request was placed where it was, and why each of its blocks was missed."""

@@ -1,0 +1,288 @@
+"""Why a request went where it went, and what became of it: a bounded memory that people may ask.
+
+It owns a record per request (what was weighed, chosen, predicted, measured), bounded by number and by bytes,
+and decides nothing. What a request missed and why is found by ``miss_reasons.py`` when somebody asks, because
+nobody asks about most requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from mooncake.conductor.admission.result import AdmissionResult
+from mooncake.conductor.explain.miss_reasons import BlockVerdict, PromptBlocks, block_verdicts
+from mooncake.conductor.index.prefix_index import PrefixIndex
+from mooncake.conductor.messages import Decision, Finished, Place, Prediction, Prefilled, Refuse
+from mooncake.conductor.prediction.regression import Floats
+from mooncake.types import InstanceId
+
+_RECORD_BYTES = 3_000
+"""What a record takes beside its blocks, generously."""
+
+
+class Explain(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What is known of a request? Answered with ``Explained``."""
+
+    request_id: str
+
+
+class CandidateInstance(msgspec.Struct, frozen=True):
+    """An instance that was weighed, or why it was not."""
+
+    instance: InstanceId
+    score_s: float = 0.0
+    "What the policy compared; lower is better."
+    queue_s: float = 0.0
+    fetch_s: float = 0.0
+    prefill_s: float = 0.0
+    cached_tokens: int = 0
+    why_not: str = ""
+
+
+@dataclass(slots=True)
+class CandidateSet:
+    """Candidates as the policy left them: most requests are never asked about."""
+
+    names: list[InstanceId]
+    "Best first."
+    columns: Iterable[Floats]
+    "Score, queue, fetch and prefill in seconds, and cached tokens."
+    not_weighed: list[tuple[InstanceId, str]]
+    "And why not."
+
+    def candidates(self) -> list[CandidateInstance]:
+        rows = zip(self.names, *(column.tolist() for column in self.columns), strict=True)
+        found = [
+            CandidateInstance(name, score_s, queue_s, fetch_s, prefill_s, int(cached_tokens))
+            for name, score_s, queue_s, fetch_s, prefill_s, cached_tokens in rows
+        ]
+        return found + [CandidateInstance(one, why_not=why_not) for one, why_not in self.not_weighed]
+
+
+class AdmissionOutcome(msgspec.Struct, frozen=True):
+    """The verdict of admission, with the loads it saw as parts of what the SLOs allow."""
+
+    rule: str
+    is_admitted: bool
+    code: str = ""
+    reason: str = ""
+    retry_after_s: float = 0.0
+    is_audited: bool = False
+    prefill_load: float = 0.0
+    decode_load: float = 0.0
+
+
+class PredictedTimes(msgspec.Struct, frozen=True):
+    """A ``Prediction``, by names."""
+
+    queue_s: float
+    fetch_s: float
+    prefill_s: float
+    ttft_s: float
+    tbt_s: float
+    output_tokens: int
+
+
+class ActualTimes(msgspec.Struct):
+    """What was measured; 0: not (yet)."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    load_s: float = 0.0
+    ttft_s: float = 0.0
+    tbt_s: float = 0.0
+    cached_tokens: int = 0
+    loaded_tokens: int = 0
+    output_tokens: int = 0
+    is_complete: bool = False
+
+
+class Explanation(msgspec.Struct):
+    """The answer to "why?"."""
+
+    request_id: str
+    seconds_ago: float
+    num_tokens: int
+    state: str
+    "``refused``, ``prefill``, ``decode``, ``finished`` or ``failed``."
+    policy: str
+    reason: str
+    prefill: InstanceId | None
+    decode: InstanceId
+    degraded: str
+    num_placements: int
+    candidates: list[CandidateInstance]
+    prediction: PredictedTimes | None
+    actual: ActualTimes
+    admission: AdmissionOutcome | None
+    blocks: list[BlockVerdict]
+
+
+class Explained(msgspec.Struct, array_like=True, tag=True):
+    """``explanation`` is None when nothing is known: never heard of, or too long ago."""
+
+    explanation: Explanation | None
+
+
+@dataclass(slots=True)
+class _Record:
+    place: Place
+    prompt: PromptBlocks
+    candidate_set: CandidateSet
+    placed_at: float
+    outcome: Decision | Refuse
+    admission: AdmissionOutcome | None
+    num_placements: int = 1
+    actual: ActualTimes = field(default_factory=ActualTimes)
+    finished_at: float | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return _RECORD_BYTES + 17 * len(self.prompt.keys)
+
+
+class Explainer:
+    """Remembers up to ``max_requests`` requests in up to ``max_bytes``, the latest."""
+
+    def __init__(self, max_requests: int, max_bytes: int, block_tokens: int) -> None:
+        self._max_requests, self._max_bytes = max_requests, max_bytes
+        self._block_tokens = block_tokens
+        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def is_on(self) -> bool:
+        return self._max_requests > 0
+
+    def placed(
+        self,
+        place: Place,
+        outcome: Decision | Refuse,
+        candidate_set: CandidateSet,
+        prompt: PromptBlocks,
+        rule: str,
+        verdict: AdmissionResult | None,
+        now: float,
+    ) -> None:
+        """A request was placed or refused; ``asked``: its blocks, as the index knew them then."""
+        if not self.is_on:
+            return
+        record = _Record(place, prompt, candidate_set, now, outcome, _admitted(rule, verdict))
+        before = self._records.pop(place.request_id, None)
+        if before is not None:
+            self._size_bytes -= before.size_bytes
+            record.num_placements += before.num_placements
+            record.admission = record.admission or before.admission
+        # The prompt itself is not needed again, and its lists of blocks are the bulk of it.
+        record.place = msgspec.structs.replace(place, keys=[], bare_keys=[])
+        self._records[place.request_id] = record
+        self._size_bytes += record.size_bytes
+        while len(self._records) > self._max_requests or self._size_bytes > self._max_bytes:
+            self._size_bytes -= self._records.popitem(last=False)[1].size_bytes
+
+    def prefilled(self, event: Prefilled, now: float) -> None:
+        record = self._records.get(event.request_id)
+        if record is None or record.prompt.written_at is not None:
+            return
+        record.prompt.written_at = now
+        actual, prompt = record.actual, record.prompt
+        actual.queue_s, actual.prefill_s, actual.load_s = event.queued_s, event.computed_s, event.loaded_s
+        actual.cached_tokens, actual.loaded_tokens = event.num_cached_tokens, event.num_loaded_tokens
+        prompt.num_cached = event.num_cached_tokens // self._block_tokens
+        prompt.num_loaded = event.num_loaded_tokens // self._block_tokens
+        prompt.is_measured = event.num_computed_tokens > 0
+
+    def finished(self, event: Finished, now: float) -> None:
+        record = self._records.get(event.request_id)
+        if record is None:
+            return
+        record.finished_at = now
+        record.prompt.written_at = record.prompt.written_at or now
+        record.actual.ttft_s, record.actual.tbt_s = event.ttft_s, event.tbt_s
+        record.actual.output_tokens, record.actual.is_complete = event.num_output_tokens, event.is_complete
+
+    def rejected_late(self, refuse: Refuse, rule: str, verdict: AdmissionResult, now: float) -> None:
+        """Its prompt was computed in vain."""
+        record = self._records.get(refuse.request_id)
+        if record is not None:
+            record.outcome, record.admission = refuse, _admitted(rule, verdict)
+            record.prompt.written_at = record.prompt.written_at or now
+
+    def explain(
+        self, request_id: str, index: PrefixIndex, identity_of: Callable[[InstanceId], str], now: float
+    ) -> Explanation | None:
+        """Everything about a request; None when it is not remembered.
+
+        ``identity_of`` an instance: the digest under which its blocks lie in the pool, or "".
+        """
+        record = self._records.get(request_id)
+        if record is None:
+            return None
+        outcome, is_refused = record.outcome, isinstance(record.outcome, Refuse)
+        in_flight = [other.prompt for other in self._others_in_flight(record)]
+        return Explanation(
+            request_id=request_id,
+            seconds_ago=now - record.placed_at,
+            num_tokens=record.place.num_tokens,
+            state=_state(record),
+            policy=outcome.policy if isinstance(outcome, Decision) else "",
+            reason=str(outcome.refusal) if isinstance(outcome, Refuse) else outcome.reason,
+            prefill=None if isinstance(outcome, Refuse) else outcome.prefill,
+            decode="" if isinstance(outcome, Refuse) else outcome.decode,
+            degraded="" if isinstance(outcome, Refuse) else outcome.degraded,
+            num_placements=record.num_placements,
+            candidates=record.candidate_set.candidates(),
+            prediction=_predicted(outcome.prediction),
+            actual=record.actual,
+            admission=record.admission,
+            blocks=[]
+            if is_refused
+            else block_verdicts(record.prompt, in_flight, index, identity_of(record.prompt.instance)),
+        )
+
+    def check(self) -> None:
+        assert self._size_bytes == sum(record.size_bytes for record in self._records.values())
+        assert len(self._records) <= self._max_requests
+
+    def _others_in_flight(self, record: _Record) -> Iterator[_Record]:
+        """Requests whose prompts were being computed when this one was placed."""
+        at = record.placed_at
+        for other in self._records.values():
+            is_placed = isinstance(other.outcome, Decision) and other.placed_at <= at
+            written_at = other.prompt.written_at
+            if other is not record and is_placed and (written_at is None or written_at > at):
+                yield other
+
+
+def _predicted(prediction: Prediction | None) -> PredictedTimes | None:
+    return None if prediction is None else PredictedTimes(**msgspec.structs.asdict(prediction))
+
+
+def _admitted(rule: str, verdict: AdmissionResult | None) -> AdmissionOutcome | None:
+    if verdict is None:
+        return None
+    return AdmissionOutcome(
+        rule,
+        verdict.is_admitted,
+        verdict.code,
+        verdict.reason,
+        verdict.retry_after_s,
+        verdict.is_audited,
+        verdict.prefill_load,
+        verdict.decode_load,
+    )
+
+
+def _state(record: _Record) -> str:
+    if isinstance(record.outcome, Refuse):
+        return "refused"
+    if record.finished_at is not None:
+        return "finished" if record.actual.is_complete else "failed"
+    return "prefill" if record.prompt.written_at is None else "decode"

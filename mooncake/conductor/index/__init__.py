@@ -1,0 +1,1 @@
+"""The global prefix index: which instance and which tier holds which block."""

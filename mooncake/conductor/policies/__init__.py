@@ -1,0 +1,1 @@
+"""Scheduling policies: how the instances for a request are chosen."""

@@ -1,0 +1,294 @@
+"""Who serves a request: the policies, as plain functions from candidates to a choice with its reason.
+
+It owns the formulas and refuses to know health, membership and the index: whoever calls has already
+dropped the instances that may not be chosen. A policy weighs *seconds until this prompt is computed*,
+the one unit in which a queue, a cached prefix and a transfer can be compared, divided by the share of
+work that a newcomer should get. The numbers behind a choice travel with it, so that "why did it land
+there?" has an answer. Candidates are an array of slots, and what is known of them are columns: a policy
+is a dozen operations on arrays, however many there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from mooncake.conductor.index.prefix_match import PrefixMatch
+from mooncake.conductor.prediction.load import LoadAccounts, Slots
+from mooncake.conductor.prediction.predictor import Predictor
+from mooncake.conductor.prediction.regression import Floats
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.types import InstanceId
+
+
+@dataclass(slots=True)
+class ClusterView:
+    """What policies decide over."""
+
+    settings: SchedulingSettings
+    random: Random
+    loads: LoadAccounts
+    predict: Predictor
+    names: list[InstanceId] = field(default_factory=list)
+    "By slot; empty where there is no instance."
+    sources: Slots = field(default_factory=lambda: np.empty(0, np.int64))
+    "Whose blocks others may fetch."
+    turns: Floats = field(default_factory=lambda: np.empty(0))
+    "Credits of ``round_robin``."
+
+    def estimate(self, job: PromptJob, slot: int) -> tuple[float, float]:
+        """Of one instance: seconds until it has computed what it has, and seconds to compute this prompt."""
+        [queue_s], [prefill_s] = (one.tolist() for one in estimates(self, job, np.array([slot])))
+        return queue_s, prefill_s
+
+
+@dataclass(slots=True)
+class PromptJob:
+    """What is to be placed."""
+
+    now: float
+    num_tokens: int
+    "Length of the prompt."
+    cached: Floats
+    "Leading tokens of the prompt that each instance holds on any tier, by slot."
+    in_memory: Floats
+    "Those that need not be read from its SSD first."
+    affinity: str = ""
+    "A hint that requests with the same word should meet again; empty for none."
+    output_tokens: int = 0
+    "As long as the answer is expected to be; 0 when nothing is known."
+    priority: int = 0
+    "Lower goes first."
+    matched: PrefixMatch | None = None
+    "Where ``cached`` comes from, block by block."
+
+    def turn(self, compute_s: float) -> float:
+        """Its turn where shorter prompts overtake longer ones, but nobody is overtaken for ever.
+
+        A prompt is as old as it is, and younger by a few times what it takes to compute: one of 20 s may be
+        overtaken by short ones for a minute or so, then it is the oldest.
+        """
+        return self.now + PATIENCE * compute_s + self.priority * PRIORITY_S
+
+
+@dataclass(slots=True)
+class CandidateColumns:
+    """The candidates that came closest, best first, as columns; for whoever asks why."""
+
+    slots: Slots
+    score_s: Floats
+    queue_s: Floats
+    fetch_s: Floats
+    prefill_s: Floats
+    cached_tokens: Floats
+
+
+@dataclass(slots=True)
+class InstanceChoice:
+    slot: int
+    reason: str
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    "Of computing what is neither cached nor fetched."
+    done_s: float = 0.0
+    "Until the prompt is computed."
+    busy_s: float = 0.0
+    "How long that keeps the instance from computing others."
+    fetch_s: float = 0.0
+    card_s: float = 0.0
+    "How long loading keeps both cards from moving other things."
+    source: int = -1
+    "Slot of the instance that lends blocks; -1 for none."
+    fetch_tokens: tuple[int, int] = (0, 0)
+    "Which of the prompt's: [first, end)."
+    turn: float = 0.0
+    "Of those that wait there, the lowest is computed next; 0 for who comes first."
+    considered: CandidateColumns | None = None
+
+
+Policy = Callable[[ClusterView, PromptJob, Slots], InstanceChoice]
+
+NUM_CONSIDERED = 8
+
+PATIENCE = 4.0
+"""How many times its own computing a prompt lets shorter ones go first."""
+
+PRIORITY_S = 1e6
+"""What a step of priority is worth in waiting: more than anybody waits."""
+
+
+def prefill_by_cache(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
+    """Where the prompt is computed first: the queue there, plus what is not cached there."""
+    queue, prefill = estimates(cluster, job, slots)
+    score, best, why = ranked(cluster, job, slots, queue + prefill)
+    chosen = slots[best]
+    reason = f"{why or 'soonest'}: {estimate_text(job, chosen, queue[best], prefill[best])}"
+    return chosen_at(cluster, job, slots, best, reason, queue, prefill, score)
+
+
+def prefill_by_load(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
+    """Shortest queue."""
+    queue, prefill = estimates(cluster, job, slots)
+    # What this prompt itself adds counts whole everywhere: a newcomer gets its share of it, too.
+    whole = cluster.predict.prefill_s(slots, 0.0, job.num_tokens)
+    score = shared(cluster, job, slots, queue + whole)
+    best = least_used(cluster, slots, score)
+    return chosen_at(cluster, job, slots, best, f"shortest queue: {queue[best]:.3f} s", queue, prefill, score)
+
+
+def round_robin(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
+    """In turn, newcomers less often.
+
+    Smooth weighted round robin as in nginx: everybody gains its share, the richest serves and pays all.
+    """
+    shares = cluster.loads.shares(slots, job.now, cluster.settings.slow_start_s)
+    gains = np.ones(len(slots)) if shares is None else shares
+    cluster.turns[slots] += gains
+    best = int(cluster.turns[slots].argmax())
+    cluster.turns[slots[best]] -= gains.sum()
+    return _alone(cluster, job, slots, best, "its turn")
+
+
+def at_random(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
+    shares = cluster.loads.shares(slots, job.now, cluster.settings.slow_start_s)
+    if shares is None:
+        best = cluster.random.randrange(len(slots))
+    else:
+        [best] = cluster.random.choices(range(len(slots)), weights=shares.tolist())
+    return _alone(cluster, job, slots, best, "by chance")
+
+
+def decode_by_load(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
+    """Fewest running requests; among equals the one that already holds most of the prompt."""
+    running = cluster.loads.num_requests.take(slots)
+    score = shared(cluster, job, slots, running + 1)
+    equals = (score == score.min()).nonzero()[0]
+    # Both in one number: blocks first, then who served least.
+    order = job.cached[slots[equals]] * 1e9 - cluster.loads.num_placed[slots[equals]]
+    best = int(equals[order.argmax()])
+    return InstanceChoice(int(slots[best]), f"fewest running: {running[best]:.0f}")
+
+
+def decode_by_tbt(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoice:
+    """Shortest next step with this request in it, among those in whose memory it fits."""
+    loads = cluster.loads
+    tokens = job.num_tokens + job.output_tokens
+    context = loads.context_tokens.take(slots) + tokens
+    capacity = loads.capacity_tokens.take(slots)
+    fits = context <= capacity
+    num_fit = np.count_nonzero(fits)
+    if not num_fit:
+        # Someone has to wait wherever it goes: where least is promised in excess of what there is.
+        best = int((context / capacity).argmin())
+        return InstanceChoice(
+            int(slots[best]), f"no memory anywhere, least wanted: {context[best]:.0f} tokens"
+        )
+    step = cluster.predict.step_s(slots, loads.batch_size.take(slots) + 1, context)
+    step = shared(cluster, job, slots, step if num_fit == len(slots) else np.where(fits, step, np.inf))
+    best = int(step.argmin())
+    equals = (step <= step[best] * (1 + 1e-9)).nonzero()[0]
+    if len(equals) > 1:
+        order = job.cached[slots[equals]] * 1e9 - loads.num_placed[slots[equals]]
+        best = int(equals[order.argmax()])
+    running = loads.batch_size[slots[best]]
+    return InstanceChoice(
+        int(slots[best]), f"shortest step: {step[best] * 1000:.1f} ms with {running:.0f} others"
+    )
+
+
+# --- what policies are made of
+
+
+def estimates(cluster: ClusterView, job: PromptJob, slots: Slots) -> tuple[Floats, Floats]:
+    """Of each candidate: seconds until it has computed what it has, and seconds to compute this prompt."""
+    queue, _ = cluster.loads.queue_s(slots, job.now)
+    return queue, cluster.predict.prefill_s(slots, job.cached.take(slots), job.num_tokens)
+
+
+def shared(cluster: ClusterView, job: PromptJob, slots: Slots, score: Floats) -> Floats:
+    """A newcomer seems as much more expensive as its share is smaller."""
+    shares = cluster.loads.shares(slots, job.now, cluster.settings.slow_start_s)
+    return score if shares is None else score / shares
+
+
+def least_used(cluster: ClusterView, slots: Slots, score: Floats) -> int:
+    """Position of the best; among equals, who has least to do and served least."""
+    best = int(score.argmin())
+    equals = (score <= score[best] * (1 + 1e-9) + 1e-12).nonzero()[0]
+    if len(equals) == 1:
+        return best
+    loads, tied = cluster.loads, slots[equals]
+    return int(equals[(loads.num_requests[tied] * 1e12 + loads.num_placed[tied]).argmin()])
+
+
+def ranked(cluster: ClusterView, job: PromptJob, slots: Slots, done: Floats) -> tuple[Floats, int, str]:
+    """Scores, the position of the best, and why it is not the lowest; the affinity hint is heard."""
+    score = shared(cluster, job, slots, done)
+    best = least_used(cluster, slots, score)
+    if job.affinity:
+        preferred = _preferred(cluster, job.affinity, slots)
+        # The hint is worth one computation of this prompt: following it is what makes later turns hit.
+        whole = cluster.predict.prefill_s(slots[preferred : preferred + 1], 0.0, job.num_tokens)[0]
+        if score[preferred] <= score[best] + whole:
+            return score, preferred, f"affinity {job.affinity[:40]!r}"
+    return score, best, ""
+
+
+def estimate_text(job: PromptJob, slot: int, queue_s: float, prefill_s: float) -> str:
+    cached = int(job.cached[slot])
+    return f"{cached} of {job.num_tokens} tokens cached, {queue_s:.3f} s queued, {prefill_s:.3f} s to compute"
+
+
+def chosen_at(
+    cluster: ClusterView,
+    job: PromptJob,
+    slots: Slots,
+    best: int,
+    reason: str,
+    queue: Floats,
+    prefill: Floats,
+    score: Floats,
+    fetch: Floats | None = None,
+) -> InstanceChoice:
+    """The choice of one candidate; with the few that came closest, if anybody may ask why."""
+    queue_s, prefill_s = float(queue[best]), float(prefill[best])
+    choice = InstanceChoice(int(slots[best]), reason, queue_s, prefill_s, queue_s + prefill_s, prefill_s)
+    if cluster.settings.explained_requests:
+        if len(slots) <= NUM_CONSIDERED:
+            closest = score.argsort()
+        else:
+            closest = score.argpartition(NUM_CONSIDERED)[:NUM_CONSIDERED]
+            closest = closest[score[closest].argsort()]
+        near = slots[closest]
+        choice.considered = CandidateColumns(
+            near,
+            score[closest],
+            queue[closest],
+            np.zeros(len(near)) if fetch is None else fetch[closest],
+            prefill[closest],
+            job.cached[near],
+        )
+    return choice
+
+
+def _alone(cluster: ClusterView, job: PromptJob, slots: Slots, best: int, reason: str) -> InstanceChoice:
+    """A choice that looked at no numbers still comes with its own."""
+    slot = int(slots[best])
+    queue_s, prefill_s = cluster.estimate(job, slot)
+    return InstanceChoice(slot, reason, queue_s, prefill_s, queue_s + prefill_s, prefill_s)
+
+
+def _preferred(cluster: ClusterView, affinity: str, slots: Slots) -> int:
+    """Position of the instance that the affinity hint points to.
+
+    Highest random weight hashing: stable when other instances come and go, and needs no memory.
+    """
+
+    def weight(position: int) -> bytes:
+        return hashlib.sha256(f"{affinity}\0{cluster.names[slots[position]]}".encode()).digest()
+
+    return max(range(len(slots)), key=weight)

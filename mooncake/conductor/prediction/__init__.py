@@ -1,0 +1,1 @@
+"""Predictions of queueing, transfer, prefill and decode times, and their accuracy."""

@@ -1,0 +1,1 @@
+"""The index as a service of its own: other routers register their engines and query it by HTTP."""

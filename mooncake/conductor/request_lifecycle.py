@@ -1,0 +1,175 @@
+"""What the conductor remembers of a request beside where it is: whether it was let in, and why it went there.
+
+Joins admission and explanations to the conductor's events, and owns nothing but their joint. With admission
+"none" and no memory for explanations it costs a comparison, which is what the simulator wants.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+import numpy as np
+
+from mooncake.conductor.admission.controller import AdmissionController
+from mooncake.conductor.admission.result import AdmissionRequest, AdmissionResult, PoolCapacity
+from mooncake.conductor.explain.explainer import CandidateSet, Explainer, Explanation
+from mooncake.conductor.explain.miss_reasons import POOL_SCOPE, PromptBlocks
+from mooncake.conductor.index.prefix_index import PrefixIndex
+from mooncake.conductor.index.prefix_match import PrefixMatch
+from mooncake.conductor.messages import (
+    AdmissionStatus,
+    Decision,
+    Finished,
+    Place,
+    Prediction,
+    Prefilled,
+    Refuse,
+)
+from mooncake.conductor.policies.selection import InstanceChoice
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.errors import Refusal
+from mooncake.types import InstanceId
+
+_MAX_OTHERS = 8
+
+
+class RequestLifecycle:
+    """Admission by the rule of the settings, and the memory of what was decided."""
+
+    def __init__(self, settings: SchedulingSettings) -> None:
+        self.admission = AdmissionController(
+            settings.admission, audit_share=settings.audit_share, turn_share=settings.turn_share
+        )
+        self.explainer = Explainer(
+            settings.explained_requests, settings.explained_size_bytes, settings.block_tokens
+        )
+        self._settings = settings
+
+    @property
+    def is_admitting_all(self) -> bool:
+        return self.admission.rule == "none"
+
+    def decide(
+        self,
+        event: Place,
+        prediction: Prediction,
+        busy_s: float,
+        pools: PoolCapacity,
+        is_measured: tuple[bool, bool],
+        now: float,
+    ) -> AdmissionResult | None:
+        """Whether a request is let in; None for one that was already, and only needs another instance.
+
+        ``is_measured``: whether predictions of prefill, and of decode, rest on measurements. Nobody is
+        rejected because of a guess.
+        """
+        if not event.needs_prefill or self.admission.knows(event.request_id):
+            return None
+        applicant = AdmissionRequest(
+            event.request_id,
+            event.num_tokens,
+            prediction.queue_s,
+            busy_s,
+            prediction.ttft_s,
+            prediction.tbt_s,
+            prediction.output_tokens,
+            is_measured[0] * (event.slo_ttft_s or self._settings.slo_ttft_s),
+            is_measured[1] * (event.slo_tbt_s or self._settings.slo_tbt_s),
+            event.priority,
+        )
+        return self.admission.decide(applicant, pools, now)
+
+    def placed(
+        self,
+        event: Place,
+        outcome: Decision | Refuse,
+        candidate_set: CandidateSet,
+        prompt: PromptBlocks,
+        verdict: AdmissionResult | None,
+        now: float,
+    ) -> None:
+        """It was placed or refused; see ``Explainer.judged``."""
+        self.explainer.placed(event, outcome, candidate_set, prompt, self.admission.rule, verdict, now)
+
+    def prefilled(self, event: Prefilled, pools: Callable[[], PoolCapacity], now: float) -> Refuse | None:
+        """Its prompt is computed; the paper's rules may still reject it."""
+        self.explainer.prefilled(event, now)
+        if not self.admission.knows(event.request_id):
+            return None
+        verdict = self.admission.prefilled(event.request_id, pools(), now, event.has_begun)
+        if verdict.is_admitted:
+            return None
+        refuse = refusal_of(event.request_id, verdict, None)
+        self.explainer.rejected_late(refuse, self.admission.rule, verdict, now)
+        return refuse
+
+    def finished(self, event: Finished, now: float) -> None:
+        self.explainer.finished(event, now)
+        self.admission.finished(event.request_id, event.ttft_s, event.tbt_s, event.is_complete, now)
+
+    def explain(
+        self, request_id: str, index: PrefixIndex, identity_of: Callable[[InstanceId], str], now: float
+    ) -> Explanation | None:
+        return self.explainer.explain(request_id, index, identity_of, now)
+
+    def status(self) -> AdmissionStatus:
+        audit, rejected = self.admission.audit, dict(self.admission.num_rejected)
+        return AdmissionStatus(
+            self.admission.rule, rejected, audit.num_admitted, audit.num_ended, audit.num_in_slo
+        )
+
+    def check(self) -> None:
+        self.admission.check()
+        self.explainer.check()
+
+
+def refusal_of(request_id: str, verdict: AdmissionResult, prediction: Prediction | None) -> Refuse:
+    """What a rejected request is told."""
+    return Refuse(request_id, Refusal(verdict.code, verdict.reason), verdict.retry_after_s, prediction)
+
+
+def prompt_blocks_of(
+    event: Place, match: PrefixMatch, index: PrefixIndex, computing: InstanceId, now: float
+) -> PromptBlocks:
+    """The blocks of a prompt and who has them now; ``computing``: who it was placed on, or ""."""
+    num_blocks = len(match.keys)
+    prompt = PromptBlocks(
+        array("Q", match.keys.tobytes()),
+        array("Q", event.bare_keys[:num_blocks]),
+        bytes(num_blocks),
+        "",
+        computing,
+        now,
+    )
+    if not num_blocks:
+        return prompt
+    slot = index.slots.get(computing)
+    if slot is not None:
+        prompt.tiers = match.tiers_of(slot)
+    if match.num_held:
+        leading = match.leading.copy()
+        if slot is not None:
+            leading[slot] = 0
+        best = int(leading.argmax())
+        if leading[best]:
+            prompt.others[index.instance_at(best)] = int(leading[best])
+    for scope in index.scopes_of(event.keys[0], POOL_SCOPE):
+        prompt.pools[scope] = index.match(event.keys[:num_blocks], scope).num_held
+    return prompt
+
+
+def candidates_of(
+    names: Sequence[InstanceId], choice: InstanceChoice | None, others: Iterable[tuple[InstanceId, str]]
+) -> CandidateSet:
+    """The instances that came closest, and some that were not weighed, with the reason."""
+    not_weighed = list(islice(others, _MAX_OTHERS))
+    if choice is None:
+        return CandidateSet([], np.empty((5, 0)), not_weighed)
+    seen = choice.considered
+    if seen is None:
+        alone = np.array([[0.0], [choice.queue_s], [choice.fetch_s], [choice.prefill_s], [0.0]])
+        return CandidateSet([names[choice.slot]], alone, not_weighed)
+    columns = (seen.score_s, seen.queue_s, seen.fetch_s, seen.prefill_s, seen.cached_tokens)
+    return CandidateSet([names[slot] for slot in seen.slots.tolist()], columns, not_weighed)

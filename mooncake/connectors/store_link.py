@@ -1,0 +1,651 @@
+"""Sends each layer's keys and values to the store while the next layer computes, and loads them so too.
+
+This is the ``KvLink`` of any engine that has a store: our own worker's, and behind ``vllm.py`` that of
+others. It knows an engine by where its blocks lie (``memory.py``) and whose they are (an identity), and
+no framework. Two threads meet here. The *engine thread* computes; it hands over columns of addresses
+and goes on. The *loop* (an asyncio thread) talks to the master and takes completions. Bytes move in
+native threads and never pass Python::
+
+    engine thread   start_save ── layer 0 ── save_layer(0) ── layer 1 ── save_layer(1) …  finish_save
+    loop               └ start_puts ─▶ grants                                └ completions ─▶ end_puts
+    native                              └──── layer 0 ──┴──── layer 1 ──┴ …
+
+Nothing here may make an answer wrong or late: a lookup that fails is a miss, a save that fails is
+forgotten, a load that fails (peer lost, checksum wrong, lease over, too slow) says so and the
+engine computes the blocks itself. A load or save is ``done`` when nothing touches the pool any more
+(``claim.py``), whatever stood still meanwhile. While the master can't be reached it isn't asked again for a
+moment, so that a dead store costs one short wait and not one per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+from prometheus_client import Counter
+
+from mooncake import clock
+from mooncake.connectors.claim import LOG_EVERY_S, Claim
+from mooncake.connectors.memory import CacheIdentity, HostMemory, StagedBlocks
+from mooncake.errors import MooncakeError
+from mooncake.kvlayout import Column
+from mooncake.log import get_logger
+from mooncake.metrics import registry
+from mooncake.prefix import BlockHash
+from mooncake.store import AsyncStore, PutGrant, ReadGrant
+from mooncake.transfer import Completion, Op, RemoteSegment, Status, TransferEngine
+
+log = get_logger(__name__)
+
+loaded_bytes = Counter(
+    "mooncake_inference_kv_loaded_bytes", "Bytes of KV loaded from the store and verified.", registry=registry
+)
+saved_bytes = Counter(
+    "mooncake_inference_kv_saved_bytes", "Bytes of KV saved to the store.", registry=registry
+)
+failures = Counter(
+    "mooncake_inference_kv_link_failures",
+    "Lookups, loads and saves that failed and were answered by computing.",
+    ["operation"],
+    registry=registry,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkSettings:
+    """How patient an engine is with its store."""
+
+    lookup_timeout_s: float = 1.0
+    """A lookup that takes longer counts as a miss."""
+    load_timeout_s: float = 10.0
+    """A load that takes longer is given up and the blocks are computed."""
+    retry_after_s: float = 1.0
+    """How long the store is left alone after it could not be reached."""
+
+
+class StoreLookup:
+    """Which of the asked blocks the store holds, counted from the first without a gap."""
+
+    def __init__(self, blocks: Sequence[tuple[BlockHash, int]]) -> None:
+        self.blocks = list(blocks)
+        self.done = False
+        self.grants: list[ReadGrant] = []
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.grants)
+
+
+class StoreLoad:
+    """Layers of some blocks on their way into the pool, in parts: one for each segment and layer.
+
+    ``is_bad``: it was refused, and none of it will come.
+    """
+
+    def __init__(self, num_layers: int, num_parts: int, deadline: float, is_bad: bool = False) -> None:
+        self.claim = Claim("load", deadline)
+        self.num_layers_loaded = 0
+        self.num_layers_entered = 0
+        """Layers that the engine took from host memory."""
+        self.arrived = threading.Condition()
+        self.held: StagedBlocks | None = None
+        self._is_bad = is_bad or not self.claim.enter(clock.monotonic(), num_layers * num_parts)
+        self._num_missing = [num_parts] * num_layers
+        self.claim.close()
+
+    @property
+    def deadline(self) -> float:
+        return self.claim.deadline
+
+    @property
+    def done(self) -> bool:
+        """Nothing writes into the pool any more."""
+        return self.claim.is_free
+
+    @property
+    def failed(self) -> bool:
+        """Some layer did not come, or came wrong, and nothing writes into the pool any more."""
+        return self._is_bad and self.done
+
+    def land(self, layer: int, good: bool) -> bool:
+        """One part of ``layer`` is complete. True if this is the first that is not good."""
+        with self.arrived:
+            first_failure = not good and not self._is_bad
+            self._is_bad = self._is_bad or not good
+            self._num_missing[layer] -= 1
+            while (
+                self.num_layers_loaded < len(self._num_missing)
+                and not self._num_missing[self.num_layers_loaded]
+            ):
+                self.num_layers_loaded += 1
+            self.claim.leave()
+            self.arrived.notify_all()
+        return first_failure
+
+    def lapse(self) -> None:
+        """The host memory that it arrived in goes to others: what the engine has not taken is lost."""
+        with self.arrived:
+            self._is_bad = self._is_bad or self.num_layers_entered < len(self._num_missing)
+            self.arrived.notify_all()
+
+
+class StoreSave:
+    """Layers of some blocks on their way into the store."""
+
+    def __init__(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> None:
+        self.blocks = list(blocks)
+        self.claim = Claim("save", float("inf"))
+        """Its deadline is that of the reserved space, once there is some."""
+        self.is_ended = False
+        """The master was told, or will not be."""
+        self.is_stored = [False] * len(self.blocks)
+        """Per block: the store holds it, whoever wrote it."""
+        self.is_wanted = True
+        self.held: StagedBlocks | None = None
+        self.grants: list[PutGrant] | None = None
+        self.granted: list[int] = []
+        """Positions in ``blocks`` of the grants."""
+        self.is_given = False
+        """The engine gives no more layers."""
+        self.num_layers_computed = 0
+        self.num_layers_submitted = 0
+        self.is_settled = False
+        """Every layer was written, or none will be: what remains is to tell the master."""
+        self.lock = threading.Lock()
+
+    @property
+    def done(self) -> bool:
+        """Nothing reads the pool any more, and nothing more will be stored."""
+        return self.is_ended and self.claim.is_free
+
+    @property
+    def num_stored_blocks(self) -> int:
+        """Leading blocks that the store holds."""
+        return next((count for count, stored in enumerate(self.is_stored) if not stored), len(self.blocks))
+
+
+@dataclasses.dataclass(frozen=True)
+class _SegmentMove:
+    """Bytes of one segment that are to be moved."""
+
+    token: int
+    op: Op
+    segment: RemoteSegment
+    columns: tuple[Column, Column, Column]
+    deadline: float
+
+
+class StoreLink:
+    """Moves KV between one engine's memory and the store.
+
+    Args:
+        identity: whose blocks they are, and what one is as an object.
+        memory: where they lie; registered with ``transfer`` until ``close``.
+        loop: the loop on which ``store`` lives.
+    """
+
+    def __init__(
+        self,
+        store: AsyncStore,
+        transfer: TransferEngine,
+        identity: CacheIdentity,
+        memory: HostMemory,
+        loop: asyncio.AbstractEventLoop,
+        settings: LinkSettings = LinkSettings(),
+    ) -> None:
+        self._store = store
+        self._transfer = transfer
+        self._identity = identity
+        self._layout = identity.layout
+        self._loop = loop
+        self._settings = settings
+        self._memory = memory
+        self._wake: Callable[[], None] = lambda: None
+        self._silent_until = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._queue = transfer.new_queue()
+        self._in_flight: dict[int, Callable[[Completion], None]] = {}
+        self._next_token = 0
+        self._token_lock = threading.Lock()
+        self._waiting: dict[RemoteSegment, list[_SegmentMove]] = {}
+        """For peers that are being greeted."""
+        self._regions = transfer.register_all(memory.buffers)
+        self._loop.call_soon_threadsafe(self._loop.add_reader, self._queue.fileno(), self._drain)
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        """``wake`` is called, from the loop, whenever a lookup, load or save got further."""
+
+        def guarded() -> None:
+            try:
+                wake()
+            except Exception:  # the engine's own; what was under way is to end all the same
+                log.exception("callback_failed")
+
+        self._wake = guarded
+
+    async def close(self) -> None:
+        """Stop; nothing touches the pool afterwards."""
+        self._loop.remove_reader(self._queue.fileno())
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for region in self._regions:
+            self._transfer.unregister(region)
+        for token in list(self._in_flight):  # it is over, and nobody will hear of it any more
+            self._complete(Completion(token, Status.CANCELLED))
+        await asyncio.sleep(0)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- lookups -------------------------------------------------------------------------------
+
+    def lookup(self, blocks: Sequence[tuple[BlockHash, int]]) -> StoreLookup:
+        """Ask the store for ``blocks`` ((hash, number of tokens) in prefix order) and lease them."""
+        lookup = StoreLookup(blocks)
+        if not blocks or clock.monotonic() < self._silent_until:
+            lookup.done = True
+        else:
+            self._spawn(self._look_up(lookup))
+        return lookup
+
+    def release(self, lookup: StoreLookup) -> None:
+        """The lookup's blocks won't be loaded. Their leases lapse by themselves."""
+        lookup.grants = []
+
+    async def _look_up(self, lookup: StoreLookup) -> None:
+        keys = [self._identity.key(block_hash) for block_hash, _ in lookup.blocks]
+        try:
+            async with asyncio.timeout(self._settings.lookup_timeout_s):
+                found = await self._store.open_reads(keys)
+            for grant, (_, num_tokens) in zip(found, lookup.blocks, strict=True):
+                if grant is None or grant.size_bytes != self._layout.object_bytes(num_tokens):
+                    break
+                lookup.grants.append(grant)
+        except Exception as error:
+            lookup.grants = []
+            self._store_failed("lookup", error)
+        finally:
+            lookup.done = True
+            self._wake()
+
+    # -- loads ---------------------------------------------------------------------------------
+
+    def start_load(self, lookup: StoreLookup, block_ids: Sequence[int]) -> StoreLoad:
+        """Load the first ``len(block_ids)`` blocks of ``lookup`` into the pool, layer by layer."""
+        grants = lookup.grants[: len(block_ids)]
+        assert len(grants) == len(block_ids), "more blocks than were found"
+        patience_s = min(grant.expires_at for grant in grants) - clock.monotonic()
+        patience_s = max(0.0, min(patience_s, self._settings.load_timeout_s))
+        deadline = clock.monotonic() + patience_s
+        held = self._memory.hold(block_ids)
+        if held is None:
+            log.warning("load_refused", reason="no staging memory", num_blocks=len(block_ids))
+            return StoreLoad(0, 0, deadline, is_bad=True)
+        parts = _by_segment(grants)
+        load = StoreLoad(self._layout.num_layers, len(parts), deadline)
+        if load.done:
+            log.warning("load_refused", reason="its lease is over", num_blocks=len(block_ids))
+            self._memory.release(held)
+            return load
+        load.held = held
+        lengths = [tokens for _, tokens in lookup.blocks[: len(block_ids)]]
+        for layer in range(self._layout.num_layers):
+            for members in parts:
+                self._submit_load(load, layer, members, grants, lengths)
+        segments = [grants[members[0]].segment for members in parts]
+        self._loop.call_soon_threadsafe(self._loop.call_later, patience_s, self._expire, load, segments)
+        return load
+
+    def _expire(self, load: StoreLoad, segments: Sequence[RemoteSegment]) -> None:
+        """A load that is not there by its deadline has failed, and its bytes must not come later."""
+        if not load.done:
+            log.warning("load_timed_out", num_layers_loaded=load.num_layers_loaded)
+            for segment in segments:
+                self._transfer.cancel(segment)
+        assert load.held is not None
+        held = load.held
+        if held.slots:
+            load.lapse()
+            self._wake()
+        load.claim.when_free(lambda: self._memory.release(held))
+
+    def _submit_load(
+        self,
+        load: StoreLoad,
+        layer: int,
+        members: Sequence[int],
+        all_grants: Sequence[ReadGrant],
+        all_lengths: Sequence[int],
+    ) -> None:
+        grants = [all_grants[index] for index in members]
+        lengths = [all_lengths[index] for index in members]
+        assert load.held is not None
+        local = self._memory.addresses(load.held, layer, members)
+        remote, sizes = self._columns(layer, lengths, [grant.address for grant in grants])
+        chunks = self._chunks(layer)
+        expected = np.concatenate([grant.checksums[chunks] for grant in grants])
+        num_bytes = int(sizes.sum())
+
+        def arrived(completion: Completion) -> None:
+            good = completion.status == Status.OK and clock.monotonic() <= load.deadline
+            reason = completion.status.name
+            if good:
+                assert completion.checksums is not None
+                wrong = np.flatnonzero(completion.checksums != expected)
+                if wrong.size:
+                    good = False
+                    reason = f"checksum of {grants[int(wrong[0]) // self._layout.num_slabs].key}"
+                else:
+                    loaded_bytes.inc(num_bytes)
+            if load.land(layer, good):
+                failures.labels("load").inc()
+                log.warning("load_failed", layer=layer, reason=reason)
+            self._wake()
+
+        self._submit(Op.READ, grants[0].segment, (local, remote, sizes), load.deadline, arrived)
+
+    def wait_layer(self, loads: Sequence[StoreLoad], layer: int) -> None:
+        """Block the engine thread until ``layer`` of every load is there, or the load has failed.
+
+        It ends: at its deadline a load is cancelled, which completes everything in flight. Where the loop
+        that does this is held, the engine waits on, for its memory is in use; the log says so.
+        """
+        for load in loads:
+            with load.arrived:
+                while load.num_layers_loaded <= layer and not load.failed:
+                    is_overdue = clock.monotonic() >= load.deadline
+                    if not load.arrived.wait(LOG_EVERY_S) and is_overdue:
+                        load.claim.log_overdue()
+                if load.held is None or load.failed:
+                    continue
+                self._memory.enter(load.held, layer)  # under the lock: what has lapsed is not entered
+                load.num_layers_entered = layer + 1
+            if layer == self._layout.num_layers - 1:
+                self._memory.release(load.held)
+
+    # -- saves ---------------------------------------------------------------------------------
+
+    def start_save(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> StoreSave:
+        """Announce ``blocks`` ((hash, number of tokens, block id)) whose layers are about to be computed."""
+        save = StoreSave(blocks)
+        if blocks and clock.monotonic() >= self._silent_until:
+            save.held = self._memory.hold([block_id for _, _, block_id in blocks])
+        if save.held is None:
+            save.claim.close()
+            save.is_ended = True
+        else:
+            self._spawn(self._open_save(save))
+        return save
+
+    def save_layer(self, save: StoreSave, layer: int) -> None:
+        """``layer`` of the save's blocks is in the pool now."""
+        if save.held is None:
+            return
+        num_layers = self._memory.leave(save.held, layer, layer == self._layout.num_layers - 1)
+        with save.lock:
+            save.num_layers_computed = num_layers
+            self._advance(save)
+
+    def finish_save(self, save: StoreSave) -> None:
+        """Every layer was given; ``save.done`` turns true when the store has them or refused."""
+        with save.lock:
+            save.is_given = True
+            self._release_held(save)
+
+    def abort_save(self, save: StoreSave) -> None:
+        """What was given is not valid: revoke it."""
+        with save.lock:
+            save.is_given = True
+            save.is_wanted = False
+            self._settle(save)
+            self._release_held(save)
+
+    async def _open_save(self, save: StoreSave) -> None:
+        keys = [self._identity.key(block_hash) for block_hash, _, _ in save.blocks]
+        sizes = [self._layout.object_bytes(num_tokens) for _, num_tokens, _ in save.blocks]
+        chunks = [self._layout.chunk_bytes(num_tokens) for _, num_tokens, _ in save.blocks]
+        try:
+            async with asyncio.timeout(self._settings.lookup_timeout_s):
+                answers = await self._store.start_puts(keys, sizes, chunks)
+        except BaseException as error:  # also when it is cancelled: nothing of it will be stored
+            self._store_failed("save", error)
+            self._end_save(save)
+            if not isinstance(error, Exception):
+                raise
+            return
+        grants: list[PutGrant] = []
+        for position, answer in enumerate(answers):
+            if isinstance(answer, PutGrant) and answer.failure is None:
+                grants.append(answer)
+                save.granted.append(position)
+            elif isinstance(answer, PutGrant):
+                failures.labels("save").inc()
+                log.warning("save_failed", key=answer.key, reason=str(answer.failure))
+            elif answer is None:
+                save.is_stored[position] = True
+            else:
+                failures.labels("save").inc()
+                log.info("save_refused", code=answer.code, reason=answer.reason)
+        if not grants:
+            self._end_save(save)
+            return
+        save.claim.deadline = min(grant.expires_at for grant in grants)
+        patience_s = save.claim.deadline - clock.monotonic()
+        self._loop.call_later(max(0.0, patience_s), self._expire_save, save)
+        with save.lock:
+            save.grants = grants
+            self._advance(save)
+            self._settle(save)
+
+    def _expire_save(self, save: StoreSave) -> None:
+        """Space that was reserved too long ago may be given to others: write to it no more."""
+        if save.done:
+            return
+        assert save.grants is not None
+        log.warning("save_timed_out", num_layers=save.num_layers_computed)
+        with save.lock:
+            save.is_wanted = False
+            self._settle(save)
+        for members in _by_segment(save.grants):
+            self._transfer.cancel(save.grants[members[0]].segment)
+
+    def _advance(self, save: StoreSave) -> None:
+        """Submit every computed layer that has not been; the caller holds the save's lock."""
+        if save.grants is None or not save.is_wanted:
+            return
+        parts = _by_segment(save.grants)
+        for layer in range(save.num_layers_submitted, save.num_layers_computed):
+            for members in parts:
+                if not save.claim.enter(clock.monotonic()):
+                    # The timer says so too, but it may be late: no write may begin in space that is not ours.
+                    save.is_wanted = False
+                    self._settle(save)
+                    return
+                self._submit_save(save, layer, members)
+        save.num_layers_submitted = max(save.num_layers_submitted, save.num_layers_computed)
+
+    def _submit_save(self, save: StoreSave, layer: int, members: Sequence[int]) -> None:
+        assert save.grants is not None
+        grants = [save.grants[index] for index in members]
+        positions = [save.granted[index] for index in members]
+        assert save.held is not None
+        local = self._memory.addresses(save.held, layer, positions)
+        lengths = [save.blocks[position][1] for position in positions]
+        remote, sizes = self._columns(layer, lengths, [grant.address for grant in grants])
+
+        def written(completion: Completion) -> None:
+            with save.lock:
+                save.claim.leave()
+                if completion.status == Status.OK:
+                    assert completion.checksums is not None
+                    checksums = completion.checksums.reshape(len(grants), -1)
+                    for position, grant in enumerate(grants):
+                        grant.checksums[self._chunks(layer)] = checksums[position]
+                        grant.is_written[self._chunks(layer)] = True
+                elif save.is_wanted:
+                    save.is_wanted = False
+                    failures.labels("save").inc()
+                    log.warning("save_failed", layer=layer, status=completion.status.name)
+                self._settle(save)
+
+        deadline = clock.monotonic() + self._settings.load_timeout_s
+        deadline = min(deadline, save.claim.deadline)
+        self._submit(Op.WRITE, grants[0].segment, (local, remote, sizes), deadline, written)
+
+    def _settle(self, save: StoreSave) -> None:
+        """When nothing is in flight any more, tell the master; the caller holds the save's lock."""
+        complete = save.num_layers_submitted == self._layout.num_layers or not save.is_wanted
+        if save.grants is None or not complete or save.is_settled:
+            return
+        save.claim.close()
+        if not save.claim.is_free:
+            return
+        save.is_settled = True
+        self._spawn(self._close_save(save))
+
+    async def _close_save(self, save: StoreSave) -> None:
+        assert save.grants is not None
+        try:
+            async with asyncio.timeout(self._settings.lookup_timeout_s):
+                if not save.is_wanted:
+                    await self._store.abort_puts(save.grants)
+                else:
+                    answers = await self._store.end_puts(save.grants)
+                    for position, grant, answer in zip(save.granted, save.grants, answers, strict=True):
+                        if answer is None:
+                            save.is_stored[position] = True
+                            saved_bytes.inc(grant.size_bytes)
+        except Exception as error:
+            self._store_failed("save", error)
+        finally:
+            self._end_save(save)
+
+    def _end_save(self, save: StoreSave) -> None:
+        with save.lock:
+            save.claim.close()
+            save.is_ended = True
+            self._release_held(save)
+        self._wake()
+
+    def _release_held(self, save: StoreSave) -> None:
+        """Host memory is needed as long as layers are given and moved; the caller holds the lock."""
+        if save.held is not None and save.is_given and save.done:
+            self._memory.release(save.held)
+
+    # -- the ground under both -----------------------------------------------------------------
+
+    def _chunks(self, layer: int) -> slice:
+        """Which chunks of an object are ``layer``."""
+        num_slabs = self._layout.num_slabs
+        return slice(layer * num_slabs, (layer + 1) * num_slabs)
+
+    def _columns(self, layer: int, lengths: Sequence[int], addresses: Sequence[int]) -> tuple[Column, Column]:
+        """(remote addresses, sizes) of the slabs of ``layer`` of objects, object by object."""
+        shape = (len(addresses), self._layout.num_slabs)
+        remote = np.empty(shape, dtype=np.uint64)
+        sizes = np.empty(shape, dtype=np.uint64)
+        for row, (num_tokens, address) in enumerate(zip(lengths, addresses, strict=True)):
+            offsets = self._layout.object_offsets(layer, num_tokens)
+            remote[row] = [address + offset for offset in offsets]
+            sizes[row] = self._layout.chunk_bytes(num_tokens)
+        return remote.reshape(-1), sizes.reshape(-1)
+
+    def _submit(
+        self,
+        op: Op,
+        segment: RemoteSegment,
+        columns: tuple[Column, Column, Column],
+        deadline: float,
+        done: Callable[[Completion], None],
+    ) -> None:
+        """Ask for the bytes. Where the peer is new they wait until it was greeted, and nobody else does."""
+        with self._token_lock:
+            self._next_token += 1
+            ask = _SegmentMove(self._next_token, op, segment, columns, deadline)
+            self._in_flight[ask.token] = done
+            waits = segment in self._waiting or not segment.is_connected
+            is_first = waits and segment not in self._waiting
+            if waits:
+                self._waiting.setdefault(segment, []).append(ask)
+        if is_first:
+            self._spawn(self._greet(segment))
+        elif not waits:
+            self._send(ask)
+
+    def _send(self, ask: _SegmentMove) -> None:
+        timeout_s = ask.deadline - clock.monotonic()
+        status = Status.TIMED_OUT
+        if timeout_s > 0:
+            try:
+                self._transfer.submit(
+                    self._queue,
+                    ask.token,
+                    ask.op,
+                    ask.segment,
+                    *ask.columns,
+                    checksum=True,
+                    timeout_s=timeout_s,
+                )
+                return
+            except MooncakeError as error:  # nothing was begun
+                log.error("transfer_refused", reason=str(error))
+                status = Status.UNREGISTERED
+        # Not from here: whoever asks holds the lock that is taken when it ends.
+        self._loop.call_soon_threadsafe(self._complete, Completion(ask.token, status))
+
+    async def _greet(self, segment: RemoteSegment) -> None:
+        """Send what waits for ``segment`` once it has answered; what ran out of time by then has failed."""
+        while True:
+            with self._token_lock:
+                soonest = min(ask.deadline for ask in self._waiting[segment])
+            left_s = soonest - clock.monotonic()
+            has_answered = left_s > 0 and await asyncio.to_thread(segment.connect, left_s)
+            now = clock.monotonic()
+            with self._token_lock:
+                asks = self._waiting.pop(segment)
+                in_time = [ask for ask in asks if ask.deadline > now]
+                if in_time and not has_answered:
+                    self._waiting[segment] = in_time
+            for ask in asks:
+                if ask.deadline <= now:
+                    self._complete(Completion(ask.token, Status.TIMED_OUT))
+                elif has_answered:
+                    self._send(ask)
+            if has_answered or not in_time:
+                return
+
+    def _drain(self) -> None:
+        for completion in self._queue.drain():
+            self._complete(completion)
+
+    def _complete(self, completion: Completion) -> None:
+        self._in_flight.pop(completion.token)(completion)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` on the loop, from whichever thread."""
+
+        def begin() -> None:
+            task = self._loop.create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._loop.call_soon_threadsafe(begin)
+
+    def _store_failed(self, operation: str, error: BaseException) -> None:
+        failures.labels(operation).inc()
+        if not isinstance(error, MooncakeError | TimeoutError | asyncio.CancelledError):
+            log.exception("operation_failed", operation=operation)  # a mistake of ours
+            return
+        self._silent_until = clock.monotonic() + self._settings.retry_after_s
+        log.warning("store_unreachable", operation=operation, error=str(error) or type(error).__name__)
+
+
+def _by_segment(grants: Sequence[PutGrant | ReadGrant]) -> list[list[int]]:
+    """Positions of ``grants``, grouped by the segment they lie in, in order."""
+    groups: dict[int, list[int]] = {}
+    for position, grant in enumerate(grants):
+        groups.setdefault(id(grant.segment), []).append(position)
+    return list(groups.values())

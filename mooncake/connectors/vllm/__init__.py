@@ -1,0 +1,36 @@
+"""Our connectors for vLLM: what ``kv_connector_module_path`` may name.
+
+``MooncakeStoreConnector`` (``store_connector.py``) shares prefixes through the pool; ``MooncakeConnector``
+(``push_connector.py``) hands a prompt's KV from the engine that prefills to the one that decodes. vLLM has
+connectors of these names in its own tree, for the existing package; ours are taken when this module is named,
+or where our package is installed and vLLM computes on a CPU (``plugin.py``).
+
+Names load on first use: the plugin runs in each of vLLM's processes before vLLM is set up, and LMCache's
+connector needs ``cache_identity`` where there may be no vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mooncake.connectors.vllm.push_connector import MooncakeConnector
+    from mooncake.connectors.vllm.store_connector import MooncakeStoreConnector
+
+__all__ = ["MooncakeConnector", "MooncakeStoreConnector"]
+
+_OWNERS = {
+    "MooncakeConnector": "mooncake.connectors.vllm.push_connector",
+    "MooncakeStoreConnector": "mooncake.connectors.vllm.store_connector",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OWNERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_OWNERS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OWNERS})

@@ -1,0 +1,97 @@
+"""A vLLM rank's KV memory: what of it we can move, where its blocks lie, and whose numbers they are.
+
+Owns what all our connectors for vLLM ask of its caches. What is moved, where to and when, they decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from vllm import __version__ as vllm_version
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from mooncake.connectors.block_transfer import Shards
+from mooncake.connectors.memory import SlabMemory
+from mooncake.connectors.session import warn_of_unknown_options
+from mooncake.connectors.tensor_slabs import memory_of, order_of
+from mooncake.connectors.vllm.cache_identity import Rank, facts_of, model_weights, num_shards
+from mooncake.errors import InvalidArgument
+from mooncake.kvlayout import ForeignIdentity
+from mooncake.log import setup_library_logging
+
+CPU_ATTN = "CPU_ATTN"
+HEADS_DIM = 1
+"""Of that backend's tensors: [blocks, heads, tokens, keys and values]."""
+
+
+def prepare(config: Any, kv_cache_config: Any, known: Collection[str]) -> None:
+    """What each of our connectors does first; ``known``: its words of ``kv_connector_extra_config``.
+
+    Raises:
+        InvalidArgument: a cache that we would move wrongly.
+    """
+    setup_library_logging("vllm")
+    transfer = config.kv_transfer_config
+    warn_of_unknown_options(transfer.kv_connector_extra_config, known)
+    _check_cache(config, kv_cache_config)
+    # A cache that fails is no reason to fail a request. vLLM reads this once we are made.
+    transfer.kv_load_failure_policy = "recompute"
+
+
+def _check_cache(config: Any, kv_cache_config: Any) -> None:
+    """Refuse what would be moved wrongly."""
+    parallel = config.parallel_config
+    if parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1:
+        raise InvalidArgument("decode_context_parallel_size", "more than 1", "1 with this connector")
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
+        kinds = [type(spec).__name__ for spec in specs]
+        raise InvalidArgument("kv_cache_groups", kinds, "one of full attention")
+    sizes = resolve_kv_cache_block_sizes(kv_cache_config, config)
+    if set(sizes) != {specs[0].block_size}:
+        raise InvalidArgument("hash_block_size", sizes[1], f"the block size, {specs[0].block_size}")
+
+
+def registered_memory(
+    config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any], store_tp_size: int | None = None
+) -> tuple[Shards, SlabMemory]:
+    """Of the tensors that vLLM registers with a connector.
+
+    Raises:
+        InvalidArgument: they are on a device, or of a shape, that we can't move.
+    """
+    tensors = list(kv_caches.values())
+    devices = {str(tensor.device) for tensor in tensors}
+    if devices != {"cpu"}:
+        allowed = "cpu: for others take vLLM's own, by kv_connector_module_path"
+        raise InvalidArgument("device", ",".join(sorted(devices)), allowed)
+    tp_size = config.parallel_config.tensor_parallel_size
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    count = num_shards(store_tp_size, tp_size)
+    backends = _backends(config, spec, kv_caches)
+    heads_dim = HEADS_DIM if all(name.startswith(CPU_ATTN) for name in backends) else None
+    layout, memory = memory_of(tensors, kv_cache_config.num_blocks, spec.block_size, count, heads_dim)
+    weights = model_weights(config, extra)
+    facts = facts_of(config, vllm_version, weights, list(kv_caches), backends)
+    total = 1 if config.model_config.use_mla else config.model_config.get_total_num_kv_heads()
+    heads = Rank(get_tensor_model_parallel_rank(), tp_size).heads(total, count)
+    shards = [ForeignIdentity.of(layout, heads=f"{first}:{end} of {total}", **facts) for first, end in heads]
+    return Shards(shards), memory
+
+
+def _backends(config: Any, spec: Any, kv_caches: Mapping[str, Any]) -> list[str]:
+    """How each layer's attention lays out and packs what it keeps."""
+    known = config.compilation_config.static_forward_context
+    found = []
+    for name, tensor in kv_caches.items():
+        backend = known[name].get_attn_backend().get_name()
+        isa = ""
+        if backend == CPU_ATTN:  # it packs keys for the instructions that this machine has
+            isa = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype)
+        found.append(f"{backend} {isa} {tensor.dtype} {order_of(tensor.stride())}")
+    return found

@@ -1,0 +1,399 @@
+"""vLLM's ``KVConnectorBase_V1`` between two engines: one writes a prompt's KV into the other's blocks.
+
+A thin shell around ``direct``. ``kv_transfer_params`` say what a request is (the gateway's ``push``)::
+
+    to prefill   {"do_remote_decode": true, "transfer_id": ID}                      max_tokens 1
+    to decode    {"do_remote_prefill": true, "transfer_id": ID}                     before, after or meanwhile
+                 optionally "remote_host", "remote_port": the listener of this prefill, one of those in
+                 ``prefill_addr`` (addresses with commas between them); else the first of them
+
+Rank r of an engine listens at its port + r and is asked by rank r. What fails is computed by decode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import threading
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from mooncake.connectors.peer_push import BlockOffer, BlockRequest, Listeners, PushOutcome, Receiver, Sender
+from mooncake.connectors.session import TransferThread, transports_of
+from mooncake.connectors.vllm.cache_identity import Adapters
+from mooncake.connectors.vllm.kv_memory import prepare, registered_memory
+from mooncake.connectors.vllm.stats import ConnectorStats, CountedConnector, PushMetrics
+from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.log import get_logger
+from mooncake.rpc.client import split_address
+
+log = get_logger(__name__)
+
+A_MOMENT_S = 0.002
+"""What a step with nothing to compute may wait for blocks to arrive."""
+
+USUAL_ADDRESS = "127.0.0.1:8200"
+TIMEOUT_S = 120.0
+
+SECONDS = {"pushed": "push_seconds", "received": "receive_seconds"}
+"""Which time is of which outcome."""
+
+KNOWN = {
+    *("listen_addr", "prefill_addr", "decode_addr", "timeout_s"),
+    *("protocol", "local_hostname", "weights_digest", "sampled_weights"),
+}
+"""Words of ``kv_connector_extra_config``."""
+
+
+@dataclasses.dataclass
+class PushPlans(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to every rank, each step."""
+
+    offers: list[BlockOffer]
+    dropped: list[tuple[str, str]]
+    wanted: dict[str, BlockRequest]
+    """By request."""
+    is_idle: bool
+
+
+@dataclasses.dataclass
+class EndedOffers(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Offer to how many ranks don't need its blocks any more."""
+
+    offers: dict[str, int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> EndedOffers:
+        assert isinstance(other, EndedOffers)
+        for transfer_id, count in other.offers.items():
+            self.offers[transfer_id] = self.offers.get(transfer_id, 0) + count
+        return self
+
+
+class MooncakeConnector(CountedConnector, KVConnectorBase_V1):  # type: ignore[misc]
+    """A prompt's KV from the engine that prefills into that which decodes."""
+
+    METRICS = PushMetrics
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        prepare(vllm_config, kv_cache_config, KNOWN)
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise InvalidArgument("pipeline_parallel_size", "more than 1", "1 with this connector")
+        self._scheduler: PushSchedulerSide | None = None
+        self._worker: PushWorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = PushSchedulerSide(vllm_config, kv_cache_config)
+        else:
+            self._worker = PushWorkerSide(vllm_config, kv_cache_config)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    # In the scheduler's process
+
+    @property
+    def _s(self) -> PushSchedulerSide:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._s.pool = gpu_block_pool
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._s.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._s.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._s.handovers(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        ended = connector_output.kv_connector_worker_meta
+        if isinstance(ended, EndedOffers):
+            self._s.ended(ended.offers)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._s.finished(request)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._s.is_busy
+
+    def has_pending_block_frees(self) -> bool:
+        return self._s.is_busy
+
+    # In a rank's process
+
+    @property
+    def _w(self) -> PushWorkerSide:
+        assert self._worker is not None
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._w.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        handovers = self._get_connector_metadata()
+        assert isinstance(handovers, PushPlans)
+        self._w.begin(handovers)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass  # loads are asynchronous: their requests are not in this step
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        pass  # a prompt is offered when all of it is computed
+
+    def wait_for_save(self) -> None:
+        handovers = self._get_connector_metadata()
+        assert isinstance(handovers, PushPlans)
+        self._w.offer(handovers.offers)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        handovers = self._get_connector_metadata()
+        assert isinstance(handovers, PushPlans)
+        return None, self._w.collect(A_MOMENT_S if handovers.is_idle else 0.0)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._w.bad_blocks
+
+    def build_connector_worker_meta(self) -> EndedOffers | None:
+        return self._w.take_ended()
+
+    # In both
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        return None if self._worker is None else self._worker.take_stats()
+
+
+@dataclasses.dataclass
+class _PendingOffer:
+    """A request whose prompt is to be offered."""
+
+    request: Any
+    transfer_id: str
+    is_offered: bool = False
+
+
+class PushSchedulerSide:
+    """What the connector does beside vLLM's scheduler; all in its thread."""
+
+    def __init__(self, config: Any, kv_cache_config: Any) -> None:
+        transfer = config.kv_transfer_config
+        self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._num_ranks = config.parallel_config.world_size
+        self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._listeners = Listeners(transfer.kv_connector_extra_config.get("prefill_addr", USUAL_ADDRESS))
+        self._adapters = Adapters(transfer.engine_id)
+        self._sendings: dict[str, _PendingOffer] = {}
+        self._held: dict[str, tuple[list[int], int]] = {}
+        """Offer to its blocks, and how many ranks still need them."""
+        self._wanted: dict[str, BlockRequest] = {}
+        self._dropped: list[tuple[str, str]] = []
+        self._first_blocks: dict[str, int] = {}
+        self.pool: Any = None
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._held or self._dropped)
+
+    def _digest(self, request: Any) -> bytes:
+        """Of the prompt's tokens, with whatever else decides what is computed of them."""
+        num_full = request.num_prompt_tokens // self._block_tokens
+        rest = request.prompt_token_ids[num_full * self._block_tokens :]
+        more = [feature.identifier for feature in request.mm_features]
+        words = hashlib.sha256(self._adapters.digest(request.lora_request))
+        for block_hash in request.block_hashes[:num_full][-1:]:
+            words.update(bytes(block_hash))
+        words.update(repr((request.num_prompt_tokens, list(rest), more, request.cache_salt)).encode())
+        return words.digest()
+
+    def matched(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """All of the prompt comes, except what is there."""
+        params = request.kv_transfer_params or {}
+        if not (self._receives and params.get("do_remote_prefill") and request.prompt_token_ids):
+            return 0, False
+        if not params.get("transfer_id"):
+            log.warning("transfer_without_id", request=request.request_id)
+            return 0, False
+        if self._listeners.chosen(params) is None:
+            named = f"{params.get('remote_host')}:{params.get('remote_port')}"
+            reason = f"{named} is none of this engine's prefill_addr"
+            log.warning("transfer_refused", request=request.request_id, reason=reason)
+            return 0, False  # it is computed here
+        num_tokens = request.num_prompt_tokens - num_computed_tokens
+        self._first_blocks[request.request_id] = num_computed_tokens // self._block_tokens
+        return (num_tokens, True) if num_tokens > 0 else (0, False)
+
+    def allocated(self, request: Any, block_ids: list[int], num_tokens: int) -> None:
+        params = request.kv_transfer_params or {}
+        transfer_id = params.get("transfer_id")
+        if transfer_id and params.get("do_remote_decode") and self._sends and request.prompt_token_ids:
+            self._sendings.setdefault(request.request_id, _PendingOffer(request, str(transfer_id)))
+        first = self._first_blocks.pop(request.request_id, 0)
+        if not num_tokens or not params.get("do_remote_prefill"):
+            return
+        params["do_remote_prefill"] = False  # should it be preempted, it is computed
+        num_blocks = -(-request.num_prompt_tokens // self._block_tokens)
+        address = self._listeners.chosen(params)
+        assert address is not None, "matched() has refused it"
+        self._wanted[request.request_id] = BlockRequest(
+            str(transfer_id), self._digest(request), first, list(block_ids[first:num_blocks]), address
+        )
+
+    def handovers(self, output: Any) -> PushPlans:
+        """What the ranks do in this step."""
+        offers = []
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            sending = self._sendings.get(request_id)
+            if sending is None or sending.is_offered or sending.transfer_id in self._held:
+                continue
+            request = sending.request
+            if request.num_computed_tokens + num_tokens < request.num_prompt_tokens:
+                continue
+            (block_ids,) = output.kv_connector_block_state.get_block_ids(request_id)
+            block_ids = list(block_ids[: -(-request.num_prompt_tokens // self._block_tokens)])
+            self.pool.touch([self.pool.blocks[block_id] for block_id in block_ids])
+            self._held[sending.transfer_id] = block_ids, self._num_ranks
+            sending.is_offered = True
+            offers.append(BlockOffer(sending.transfer_id, self._digest(request), block_ids))
+        wanted, self._wanted = self._wanted, {}
+        dropped, self._dropped = self._dropped, []
+        return PushPlans(offers, dropped, wanted, output.total_num_scheduled_tokens == 0)
+
+    def ended(self, offers: dict[str, int]) -> None:
+        for transfer_id, count in offers.items():
+            block_ids, num_ranks = self._held.pop(transfer_id)
+            if num_ranks > count:
+                self._held[transfer_id] = block_ids, num_ranks - count
+            else:
+                self.pool.free_blocks(self.pool.blocks[block_id] for block_id in reversed(block_ids))
+
+    def finished(self, request: Any) -> None:
+        self._first_blocks.pop(request.request_id, None)
+        sending = self._sendings.pop(request.request_id, None)
+        if sending is not None and not sending.is_offered:
+            self._dropped.append((sending.transfer_id, "prefill's request ended before it was computed"))
+
+
+class PushWorkerSide:
+    """What the connector does in a rank's process."""
+
+    def __init__(self, config: Any, kv_cache_config: Any) -> None:
+        transfer = config.kv_transfer_config
+        self._config, self._cache = config, kv_cache_config
+        self._extra = extra = transfer.kv_connector_extra_config
+        self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
+        host = str(extra.get("local_hostname", "127.0.0.1"))
+        self._thread = TransferThread(host, transports_of(str(extra.get("protocol", ""))))
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
+        self._rank = 0
+        self._changed = threading.Condition()
+        self._received: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self.bad_blocks: set[int] = set()
+        """Of the requests that ``collect`` named last."""
+        self._ended: dict[str, int] = {}
+        self._stats = ConnectorStats()
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        """These tensors are the rank's KV memory; blocks are moved between it and the other engine's."""
+        shards, memory = registered_memory(self._config, self._cache, kv_caches)
+        (digest,) = shards.digests
+        self._rank = get_tensor_model_parallel_rank()
+        timeout_s = float(self._extra.get("timeout_s", TIMEOUT_S))
+        transfer = self._thread.transfer
+        listens_at = ""
+        if self._receives:
+            self._receiver = Receiver(transfer, shards.layout, digest, memory, timeout_s, self._tell)
+        else:
+            transfer.register_all(memory.buffers)
+        if self._sends:
+            self._sender = Sender(
+                transfer, shards.layout, digest, memory, timeout_s, self._has_ended, self._tell
+            )
+            host, port = split_address(self._extra.get("listen_addr", USUAL_ADDRESS))
+            self._thread.wait(self._sender.start(host, port + self._rank))
+            listens_at = f"{host}:{self._sender.port}"
+        log.info("kv_registered", num_layers=len(kv_caches), layout=digest, listens_at=listens_at)
+
+    def begin(self, handovers: PushPlans) -> None:
+        for transfer_id, reason in handovers.dropped:
+            if self._sender is not None:
+                self._thread.loop.call_soon_threadsafe(self._sender.drop, transfer_id, reason)
+        for request_id, wanted in handovers.wanted.items():
+            self._thread.start(self._receive(request_id, wanted))
+
+    async def _receive(self, request_id: str, wanted: BlockRequest) -> None:
+        assert self._receiver is not None
+        try:
+            host, port = split_address(wanted.address)
+            own = dataclasses.replace(wanted, address=f"{host}:{port + self._rank}")
+            reason = await self._receiver.receive(own)
+        except MooncakeError as error:  # a request can name any address
+            reason = str(error)
+            self._tell(PushOutcome("recomputed", len(wanted.block_ids)))
+            log.warning("transfer_missed", transfer=wanted.transfer_id, reason=reason)
+        except Exception as error:  # a mistake of ours, before anything was begun
+            reason = type(error).__name__
+            self._tell(PushOutcome("recomputed", len(wanted.block_ids)))
+            log.exception("transfer_failed", transfer=wanted.transfer_id)
+        with self._changed:
+            self._received.add(request_id)
+            if reason:
+                self._bad_blocks.update(wanted.block_ids)
+            self._changed.notify_all()
+
+    def offer(self, offers: list[BlockOffer]) -> None:
+        assert self._sender is not None or not offers
+        for offer in offers:
+            assert self._sender is not None
+            self._thread.loop.call_soon_threadsafe(self._sender.offer, offer)
+
+    def _has_ended(self, transfer_id: str) -> None:
+        with self._changed:
+            self._ended[transfer_id] = 1
+            self._changed.notify_all()
+
+    def _tell(self, told: PushOutcome) -> None:
+        with self._changed:
+            self._stats.add(f"{told.outcome}_blocks", told.num_blocks)
+            self._stats.add(f"{told.outcome}_bytes", told.num_bytes)
+            if told.seconds is not None:
+                self._stats.observe(SECONDS[told.outcome], told.seconds)
+
+    def take_stats(self) -> ConnectorStats | None:
+        with self._changed:
+            stats, self._stats = self._stats, ConnectorStats()
+        return None if stats.is_empty() else stats
+
+    def collect(self, timeout_s: float) -> set[str]:
+        """Requests whose blocks are there, or won't come."""
+        with self._changed:
+            if not (self._received or self._ended):
+                self._changed.wait_for(lambda: self._received or self._ended, timeout_s)
+            received, self._received = self._received, set()
+            self.bad_blocks, self._bad_blocks = self._bad_blocks, set()
+        return received
+
+    def take_ended(self) -> EndedOffers | None:
+        with self._changed:
+            ended, self._ended = self._ended, {}
+        return EndedOffers(ended) if ended else None
+
+    def close(self) -> None:
+        for end in (self._sender, self._receiver):
+            if end is not None and not self._thread.loop.is_closed():
+                self._thread.wait(end.close())
+        self._sender = self._receiver = None
+        self._thread.close()

@@ -1,0 +1,153 @@
+"""What our connectors count, in the shapes in which vLLM carries, logs and exports it.
+
+The counters travel from the ranks and the scheduler to vLLM's front end, which adds them up and shows
+them under these names at its ``/metrics``; with several connectors at once (``MultiConnector``), too. They
+begin with ``vllm:`` because vLLM forgets such metrics, and no others, when an engine is made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from mooncake.connectors.vllm.plugin import take_name
+
+BUCKETS_S = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
+
+
+class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts (numbers) and times (lists of seconds) by name."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def add(self, name: str, count: int) -> None:
+        if count:
+            self.data[name] = self.data.get(name, 0) + count
+
+    def observe(self, name: str, seconds: float) -> None:
+        self.data.setdefault(name, []).append(seconds)
+
+    def moved(self, what: Sequence[tuple[int, int, float]], good: str, bad: str, seconds: str) -> None:
+        """(good blocks, bad blocks, seconds) of some loads or saves."""
+        for num_good, num_bad, took in what:
+            self.add(good, num_good)
+            self.add(bad, num_bad)
+            self.observe(seconds, took)
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] = self.data[name] + value if name in self.data else value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        reduced: dict[str, int | float] = {}
+        for name, value in sorted(self.data.items()):
+            if isinstance(value, list):
+                reduced[f"mean_{name}"] = round(sum(value) / len(value), 6)
+            else:
+                reduced[name] = value
+        return reduced
+
+
+class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same for Prometheus; which there are, each connector says."""
+
+    PREFIX: ClassVar[str]
+    COUNTERS: ClassVar[Mapping[str, str]]
+    TIMES: ClassVar[Mapping[str, str]]
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(
+                name=f"{self.PREFIX}_{name}_total", documentation=text, labelnames=labelnames
+            )
+            for name, text in self.COUNTERS.items()
+        }
+        self._times = {
+            name: self._histogram_cls(
+                name=f"{self.PREFIX}_{name}", documentation=text, buckets=BUCKETS_S, labelnames=labelnames
+            )
+            for name, text in self.TIMES.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any] | None, engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in (transfer_stats_data or {}).items():
+            if name in self._counters:
+                self._counters[name].labels(*labels).inc(value)
+            elif name in self._times:
+                for seconds in value:
+                    self._times[name].labels(*labels).observe(seconds)
+
+
+class CountedConnector:
+    """What a connector of ours answers when vLLM carries and shows its counts; before vLLM's base class."""
+
+    METRICS: ClassVar[type[ConnectorMetrics]]
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats() if data is None else ConnectorStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> ConnectorMetrics:
+        # Called in vLLM's front end, before the first stats arrive there. MultiConnector makes them anew by
+        # the connector's name alone; where we were found by our path, that name is still another's.
+        take_name(cls.__name__)
+        return cls.METRICS(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class StoreMetrics(ConnectorMetrics):
+    """Of ``MooncakeStoreConnector``."""
+
+    PREFIX = "vllm:mooncake_connector"
+    COUNTERS: ClassVar = {
+        "lookups": "Prompts looked up in the store.",
+        "lookup_failures": "Lookups that the store did not answer.",
+        "found_blocks": "Blocks that a lookup found.",
+        "missed_blocks": "Blocks that a lookup asked for and did not find.",
+        "loaded_blocks": "Blocks that a rank loaded and verified.",
+        "failed_blocks": "Blocks that a rank could not load; they were computed.",
+        "saved_blocks": "Blocks that a rank saved, or found saved.",
+        "unsaved_blocks": "Blocks that a rank could not save.",
+    }
+    TIMES: ClassVar = {
+        "lookup_seconds": "Time of one lookup.",
+        "load_seconds": "Time of one load on one rank.",
+        "save_seconds": "Time of one save on one rank, the computing of its layers included.",
+    }
+
+
+class PushMetrics(ConnectorMetrics):
+    """Of ``MooncakeConnector``."""
+
+    PREFIX = "vllm:mooncake_direct"
+    COUNTERS: ClassVar = {
+        "pushed_blocks": "Blocks that a rank of prefill wrote into decode's memory.",
+        "pushed_bytes": "Bytes of them.",
+        "refused_blocks": "Blocks that decode asked a rank of prefill for and did not get.",
+        "expired_blocks": "Computed blocks that nobody asked a rank of prefill for in time.",
+        "received_blocks": "Blocks that a rank of decode was given.",
+        "received_bytes": "Bytes of them.",
+        "recomputed_blocks": "Blocks that a rank of decode asked for and did not get; decode computed them.",
+    }
+    TIMES: ClassVar = {
+        "push_seconds": "Time in which one rank of prefill wrote one prompt's blocks.",
+        "receive_seconds": "Time from asking to having one prompt's blocks on one rank of decode, "
+        "what prefill still had to compute included.",
+    }

@@ -1,0 +1,433 @@
+"""vLLM's ``KVConnectorBase_V1`` over the pool: prefixes computed by one engine are loaded by another.
+
+A thin shell. It says in vLLM's words what ``planning`` (which blocks), ``moving`` (how) and
+``vllm_facts`` (whose) decide. One instance lives beside vLLM's scheduler and one in each rank::
+
+    scheduler   find ─▶ matched ─▶ allocated ─▶ metadata(loads, saves)        unhold ◀─ worker metadata
+    rank                                        └▶ start_load, save layer by layer, report ──┘
+
+Loads are asynchronous (the request waits, others are computed) or, with ``load_async: false``, layer by
+layer beneath the computing. Saves are layer by layer always. Whatever fails is computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from mooncake.connectors.block_transfer import PendingLookup, PrefixLookup, RankTransfer, TransferReport
+from mooncake.connectors.planner import BlockName, LoadPlan, Planner, SavePlan
+from mooncake.connectors.session import PoolSession, PoolSettings
+from mooncake.connectors.vllm.cache_identity import Adapters
+from mooncake.connectors.vllm.kv_events import StoredEvents
+from mooncake.connectors.vllm.kv_memory import prepare, registered_memory
+from mooncake.connectors.vllm.stats import ConnectorStats, CountedConnector, StoreMetrics
+from mooncake.log import get_logger
+
+log = get_logger(__name__)
+
+A_MOMENT_S = 0.002
+"""What a step may wait for a lookup, or for a move when it has nothing else to do: as long as one takes."""
+
+KNOWN = {
+    *("mooncake_store_addr", "load_async", "enable_lookup", "save_decode_cache", "store_tp_size"),
+    *("weights_digest", "sampled_weights", "protocol", "tenant_id", "local_hostname"),
+}
+"""Words of ``kv_connector_extra_config``; others are vLLM's own connector's, or a mistake."""
+
+
+@dataclasses.dataclass
+class StorePlans(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to every rank, each step."""
+
+    loads: list[LoadPlan]
+    saves: list[SavePlan]
+    is_idle: bool
+    """The step computes nothing."""
+
+
+@dataclasses.dataclass
+class ShardDigests(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Of the shards of a rank."""
+
+    digests: list[str]
+
+
+@dataclasses.dataclass
+class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the ranks to the scheduler, each step."""
+
+    saved: dict[int, int]
+    """Save to how many ranks are done with it."""
+    loaded: dict[str, tuple[int, int]]
+    """Request to (ranks whose load is over, those on which it failed)."""
+    stored: dict[BlockName, int]
+    """Block to how many ranks have stored theirs."""
+    digests: set[str]
+    """Of the shards of ranks that report for the first time."""
+    num_new_ranks: int
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
+        assert isinstance(other, RankReport)
+        for number, count in other.saved.items():
+            self.saved[number] = self.saved.get(number, 0) + count
+        for name, count in other.stored.items():
+            self.stored[name] = self.stored.get(name, 0) + count
+        for request_id, (ranks, failures) in other.loaded.items():
+            mine = self.loaded.get(request_id, (0, 0))
+            self.loaded[request_id] = (mine[0] + ranks, mine[1] + failures)
+        self.digests |= other.digests
+        self.num_new_ranks += other.num_new_ranks
+        return self
+
+
+class MooncakeStoreConnector(CountedConnector, KVConnectorBase_V1):  # type: ignore[misc]
+    """The pool as vLLM's second-level prefix cache."""
+
+    METRICS = StoreMetrics
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        prepare(vllm_config, kv_cache_config, KNOWN)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        session = PoolSession(PoolSettings.read(extra, os.environ))
+        self._scheduler: StoreSchedulerSide | None = None
+        self._worker: StoreWorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = StoreSchedulerSide(vllm_config, kv_cache_config, session)
+        else:
+            self._worker = StoreWorkerSide(vllm_config, kv_cache_config, session)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: a block that was not saved is a miss."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return True
+
+    def shutdown(self) -> None:
+        side = self._scheduler or self._worker
+        if side is not None:
+            side.close()
+
+    # In the scheduler's process
+
+    @property
+    def _s(self) -> StoreSchedulerSide:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._s.pool = gpu_block_pool
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        found = [one for one in metadata.values() if isinstance(one, ShardDigests)]
+        if len(found) == len(metadata):  # under MultiConnector it may be another's; then reports tell
+            self._s.know({digest for one in found for digest in one.digests}, len(found))
+
+    def on_new_request(self, request: Any) -> None:
+        self._s.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._s.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._s.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._s.plans(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, RankReport):
+            self._s.reported(report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._s.finished(request, block_ids)
+        return False, None
+
+    def take_events(self) -> Iterable[Any]:
+        return self._s.take_events()
+
+    def has_pending_push_work(self) -> bool:
+        return self._s.planner.is_holding
+
+    def has_pending_block_frees(self) -> bool:
+        return self._s.planner.is_holding
+
+    def reset_cache(self) -> bool:
+        return self._s.forget()
+
+    # In a rank's process
+
+    @property
+    def _w(self) -> StoreWorkerSide:
+        assert self._worker is not None
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._w.register(kv_caches)
+
+    def get_handshake_metadata(self) -> ShardDigests | None:
+        return ShardDigests(self._w.digests)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StorePlans)
+        self._w.mover.begin_saves(connector_metadata.saves)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        plans = self._get_connector_metadata()
+        assert isinstance(plans, StorePlans)
+        self._w.mover.load(plans.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        layer = self._w.layers.get(layer_name)
+        if layer is not None:
+            self._w.mover.wait_layer(layer)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        layer = self._w.layers.get(layer_name)
+        if layer is not None and self._w.is_layerwise:
+            self._w.mover.layer_computed(layer)
+
+    def wait_for_save(self) -> None:
+        self._w.mover.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        plans = self._get_connector_metadata()
+        assert isinstance(plans, StorePlans)
+        return None, self._w.collect(A_MOMENT_S if plans.is_idle else 0.0)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._w.moved.bad_blocks
+
+    def build_connector_worker_meta(self) -> RankReport | None:
+        return self._w.report()
+
+    # In both
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        side = self._scheduler or self._worker
+        assert side is not None
+        stats, side.stats = side.stats, ConnectorStats()
+        return None if stats.is_empty() else stats
+
+
+class _KnownRequest:
+    """A request of which the scheduler told."""
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.finding: PendingLookup | None = None
+        self.first_block = 0
+        """Where the load that is allocated next begins."""
+
+
+class StoreSchedulerSide:
+    """What the connector does beside vLLM's scheduler; all in its thread."""
+
+    def __init__(self, config: Any, kv_cache_config: Any, session: PoolSession) -> None:
+        transfer = config.kv_transfer_config
+        extra = transfer.kv_connector_extra_config
+        self._session = session
+        self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._num_ranks = config.parallel_config.world_size
+        self._is_async = bool(extra.get("load_async", True))
+        self._finds = bool(extra.get("enable_lookup", True))
+        self._adapters = Adapters(transfer.engine_id)
+        saves = transfer.is_kv_producer or bool(extra.get("save_decode_cache", False))
+        self.planner = Planner(self._num_ranks, saves)
+        self._finder = PrefixLookup(session)
+        self.pool: Any = None
+        self.stats = ConnectorStats()
+        self._events = StoredEvents(self._num_ranks, self._block_tokens) if _tells(config) else None
+        self._requests: dict[str, _KnownRequest] = {}
+        self._generation = b""
+        self._num_known_ranks = 0
+        self._digests: set[str] = set()
+
+    def close(self) -> None:
+        self._session.close()
+
+    def know(self, digests: set[str], num_ranks: int) -> None:
+        """These are the shards of so many more ranks; when all are known, blocks can be found."""
+        self._num_known_ranks += num_ranks
+        self._digests |= digests
+        if self._num_known_ranks >= self._num_ranks:
+            self._finder.digests = tuple(sorted(self._digests))
+
+    def arrived(self, request: Any) -> None:
+        self._requests[request.request_id] = known = _KnownRequest(request)
+        self._find(known)
+
+    def _names(self, request: Any, num_blocks: int) -> list[BlockName]:
+        """Of the request's leading full blocks. An adapter counts with its weights, not its name only."""
+        salt = self._generation + self._adapters.digest(request.lora_request)
+        hashes = request.block_hashes[:num_blocks]
+        return [hashlib.sha256(salt + one).digest() if salt else bytes(one) for one in hashes]
+
+    def _find(self, known: _KnownRequest) -> PendingLookup:
+        # At least one token is computed: its logits are wanted.
+        num_blocks = (known.request.num_tokens - 1) // self._block_tokens
+        names = self._names(known.request, num_blocks) if self._finds else []
+        known.finding = self._finder.find(names)
+        return known.finding
+
+    def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the computed ones can be loaded; None while that is looked up."""
+        known = self._requests.setdefault(request.request_id, _KnownRequest(request))
+        finding = known.finding
+        if finding is None or finding.is_stale():
+            finding = self._find(known)
+        if not finding.wait(A_MOMENT_S):
+            return None, False
+        if not finding.is_counted and finding.num_asked:
+            finding.is_counted = True
+            self.stats.add("lookups", 1)
+            self.stats.add("lookup_failures", int(finding.has_failed))
+            self.stats.moved(
+                [(finding.num_blocks, finding.num_asked - finding.num_blocks, finding.seconds)],
+                *("found_blocks", "missed_blocks", "lookup_seconds"),
+            )
+        self.planner.found(request.request_id, finding.num_blocks)
+        known.first_block = num_computed_tokens // self._block_tokens
+        num_tokens = finding.num_blocks * self._block_tokens - num_computed_tokens
+        return (num_tokens, self._is_async) if num_tokens > 0 else (0, False)
+
+    def allocated(self, request: Any, block_ids: list[int], num_tokens: int) -> None:
+        """The request has blocks; ``num_tokens`` of them are to be loaded."""
+        known = self._requests[request.request_id]
+        known.finding = None  # if it comes again it was preempted, and what was found may have gone
+        if num_tokens:
+            part = slice(known.first_block, known.first_block + num_tokens // self._block_tokens)
+            names = self._names(request, part.stop)
+            self.planner.load(request.request_id, names[part], block_ids[part], not self._is_async)
+
+    def plans(self, output: Any) -> StorePlans:
+        """What the ranks do in this step."""
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            known = self._requests.get(request_id)
+            if known is None:
+                continue
+            request = known.request
+            num_guessed = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            num_full = (request.num_computed_tokens + num_tokens - num_guessed) // self._block_tokens
+            num_full = min(num_full, len(request.block_hashes))
+            if num_full <= self.planner.num_saved(request_id):
+                continue
+            (block_ids,) = output.kv_connector_block_state.get_block_ids(request_id)
+            names = self._names(request, num_full)
+            plan = self.planner.computes(request_id, names, block_ids, num_full)
+            if plan is not None:
+                self._hold(plan.block_ids)
+                if self._events is not None:
+                    self._events.saves(plan, request)
+        loads, saves = self.planner.take()
+        return StorePlans(loads, saves, output.total_num_scheduled_tokens == 0)
+
+    def reported(self, report: RankReport) -> None:
+        self.know(report.digests, report.num_new_ranks)
+        released = self.planner.reported(report.saved, report.loaded)
+        self.pool.free_blocks(self.pool.blocks[block_id] for block_id in reversed(released))
+        if self._events is not None:
+            self._events.stored(report.stored, report.saved)
+
+    def finished(self, request: Any, block_ids: list[int]) -> None:
+        self._requests.pop(request.request_id, None)
+        num_full = (request.num_computed_tokens - request.num_in_flight_tokens) // self._block_tokens
+        names = self._names(request, num_full) if self.planner.is_unconfirmed(request.request_id) else []
+        self._hold(self.planner.finishes(request.request_id, names, block_ids, num_full))
+
+    def _hold(self, block_ids: Sequence[int]) -> None:
+        if block_ids:
+            self.pool.touch([self.pool.blocks[block_id] for block_id in block_ids])
+
+    def take_events(self) -> list[Any]:
+        return [] if self._events is None else self._events.take()
+
+    def forget(self) -> bool:
+        """vLLM's caches are to be empty, its weights have changed perhaps: from now on what was saved
+        before can't be found by this engine, nor what it saves by others."""
+        self._generation = os.urandom(16)
+        for known in self._requests.values():
+            known.finding = None
+        return True
+
+
+def _tells(config: Any) -> bool:
+    events = config.kv_events_config
+    return bool(events and events.enable_kv_cache_events)
+
+
+class StoreWorkerSide:
+    """What the connector does in a rank's process."""
+
+    def __init__(self, config: Any, kv_cache_config: Any, session: PoolSession) -> None:
+        self._config = config
+        self._cache = kv_cache_config
+        self._session = session
+        self._mover: RankTransfer | None = None
+        self._has_introduced = False
+        self.is_layerwise = not config.parallel_config.enable_dbo
+        """With two batches in turns a layer is not computed when it is said so the first time."""
+        self.layers: dict[str, int] = {}
+        self.digests: list[str] = []
+        self.moved = TransferReport()
+        self.stats = ConnectorStats()
+
+    @property
+    def mover(self) -> RankTransfer:
+        assert self._mover is not None, "vLLM registers its KV caches first"
+        return self._mover
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        """These tensors are the rank's KV memory; blocks are moved to and from it in place."""
+        extra = self._config.kv_transfer_config.kv_connector_extra_config
+        shards, memory = registered_memory(self._config, self._cache, kv_caches, extra.get("store_tp_size"))
+        self.layers = {name: layer for layer, name in enumerate(kv_caches)}
+        self.digests = shards.digests
+        self._mover = RankTransfer(self._session, shards, memory)
+        self._session.mount_segment()
+        log.info("kv_registered", num_layers=len(kv_caches), shards=",".join(self.digests))
+
+    def collect(self, timeout_s: float) -> set[str]:
+        """Requests whose asynchronous load is over."""
+        self.moved = moved = self.mover.collect(timeout_s)
+        self.stats.moved(moved.loads, "loaded_blocks", "failed_blocks", "load_seconds")
+        self.stats.moved(moved.saves, "saved_blocks", "unsaved_blocks", "save_seconds")
+        return {one.request_id for one in moved.loaded if not one.is_layerwise}
+
+    def report(self) -> RankReport | None:
+        moved = self.moved
+        if self._has_introduced and not (moved.saved or moved.loaded):
+            return None
+        digests = set() if self._has_introduced else set(self.digests)
+        num_new_ranks, self._has_introduced = int(not self._has_introduced), True
+        return RankReport(
+            dict.fromkeys(moved.saved, 1),
+            {one.request_id: (1, int(not one.is_complete)) for one in moved.loaded},
+            dict.fromkeys(moved.stored, 1),
+            digests,
+            num_new_ranks,
+        )
+
+    def close(self) -> None:
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
+        self._session.close()

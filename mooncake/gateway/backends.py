@@ -1,0 +1,112 @@
+"""What the gateway has to know of the engines behind it, and asks them once.
+
+Owns which models they serve, whether they are our workers, and where their connectors listen. What an engine
+does not tell is unknown and no error: requests then go through as they came.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+
+from mooncake import clock
+from mooncake.conductor.client import ConductorClient
+from mooncake.gateway.handoff import EngineEndpoint, Protocol
+from mooncake.gateway.worker_client import WorkerClient, WorkerFailed
+from mooncake.http.openai import ModelCard
+from mooncake.log import get_logger
+from mooncake.types import InstanceId
+
+log = get_logger(__name__)
+
+BOOTSTRAP_PORT = 8998
+"""Where vLLM's MooncakeConnector has its bootstrap server unless told otherwise."""
+
+_OURS = "mooncake"
+_ASK_AGAIN_S = 10.0
+_LIST_AGAIN_S = 1.0
+
+
+class Backends:
+    """Facts about engines. ``ports``: where connectors listen, by instance."""
+
+    def __init__(self, workers: WorkerClient, api_key: str, ports: dict[InstanceId, int]) -> None:
+        self.ports = ports
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._workers = workers
+        self._cards: list[ModelCard] = []
+        self._asked_at = float("-inf")
+        self._ready: list[InstanceId] = []
+        self._listed_at = float("-inf")
+        self._ranks: dict[InstanceId, list[str]] = {}
+        self._turns = itertools.count()
+
+    async def models(self, scheduling: ConductorClient, wanted: str = "") -> list[ModelCard]:
+        """What the first engine that answers serves; empty while none does.
+
+        Asked anew, but not all the time, when ``wanted`` is not among it: adapters come at run time.
+        """
+        is_known = bool(self._cards) and (not wanted or any(card.id == wanted for card in self._cards))
+        if is_known or (self._cards and clock.monotonic() < self._asked_at + _ASK_AGAIN_S):
+            return self._cards
+        self._asked_at = clock.monotonic()
+        rows = await scheduling.status()
+        for row in sorted(rows, key=lambda row: row.health != "ready"):
+            if row.health == "down":
+                continue
+            try:
+                self._cards = await self._workers.models(row.instance, self.headers) or self._cards
+            except WorkerFailed as error:
+                log.info("model_list_unavailable", instance=row.instance, reason=error.reason)
+            if self._cards:
+                break
+        return self._cards
+
+    async def pick_instance(self, scheduling: ConductorClient) -> InstanceId | None:
+        """An instance that is ready, in turn; None while there is none."""
+        if clock.monotonic() > self._listed_at + _LIST_AGAIN_S:
+            self._ready = [row.instance for row in await scheduling.status() if row.health == "ready"]
+            self._listed_at = clock.monotonic()
+        return self._ready[next(self._turns) % len(self._ready)] if self._ready else None
+
+    @property
+    def are_own_workers(self) -> bool | None:
+        """Whether they are workers of this project; None while nobody has told."""
+        return all(card.owned_by == _OURS for card in self._cards) if self._cards else None
+
+    async def side(self, instance: InstanceId, protocol: Protocol) -> EngineEndpoint:
+        """As the other side of a transfer needs to know it.
+
+        Raises:
+            WorkerFailed: its bootstrap server does not answer.
+        """
+        host = instance.rpartition(":")[0]
+        port = self.ports.get(instance)
+        if protocol != "bootstrap":
+            return EngineEndpoint(host, port)
+        port = port or BOOTSTRAP_PORT
+        if instance not in self._ranks:
+            self._ranks[instance] = await self._ask_ranks(instance, f"{host}:{port}")
+        ranks = self._ranks[instance]
+        rank = next(self._turns) % len(ranks)
+        return EngineEndpoint(host, port, ranks[rank], rank if len(ranks) > 1 else None)
+
+    def forget(self, instance: InstanceId) -> None:
+        """It failed: if it comes back, it may be another process."""
+        self._ranks.pop(instance, None)
+
+    async def _ask_ranks(self, instance: InstanceId, address: str) -> list[str]:
+        """The engine id of each data-parallel rank."""
+        try:
+            answer = await self._workers.get(address, "/query")
+            found = msgspec.json.decode(answer, type=dict[str, dict[str, Any]])
+            ranks = [str(found[rank]["engine_id"]) for rank in sorted(found, key=int)]
+        except WorkerFailed as error:
+            raise WorkerFailed(instance, f"bootstrap server {address}: {error.reason}") from error
+        except (msgspec.MsgspecError, KeyError, ValueError) as error:
+            raise WorkerFailed(instance, f"bootstrap server {address}: {error!r}") from error
+        if not ranks:
+            raise WorkerFailed(instance, f"bootstrap server {address} has no engine yet")
+        return ranks

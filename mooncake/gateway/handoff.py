@@ -1,0 +1,142 @@
+"""How a prompt's KV gets from the engine that computes it to the one that decodes: what both are asked.
+
+Owns the bodies of both requests, for each way in which connectors of engines hand KV over:
+
+``pool``        both share a store: prefill is asked for one token, then decode for the answer; nothing else
+``sequential``  what prefill answers in ``kv_transfer_params`` tells decode where to read (NIXL; our workers)
+``push``        both are asked at the same time with one ``transfer_id``; prefill writes into decode's blocks
+``bootstrap``   the same for vLLM's own MooncakeConnector, whose decode asks prefill's bootstrap server
+
+It sends nothing, and knows neither who was chosen nor why.
+
+What a client says of transfers never reaches an engine: its ``kv_transfer_params`` name hosts that an engine
+would connect to, and blocks of other requests. ``without_transfers`` takes such fields out; with clients that
+are trusted by a setting, the fields that name neither a host nor a transfer stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Protocol = Literal["auto", "workers", "pool", "sequential", "push", "bootstrap"]
+
+_ONLY_FOR_DECODE = ("stream_options", "n", "best_of", "min_tokens", "logprobs", "top_logprobs", "echo")
+
+_OF_TRANSFERS = ("data_parallel_rank", "routed_dp_rank")
+"""Fields of a body by which engines are told of the rank that has a prompt's blocks, beside those below."""
+
+_OF_TRANSFERS_BEGIN = ("bootstrap_", "disagg_")
+"""Those by which SGLang's engines are told of the other side."""
+
+_OF_TRANSFERS_END = "_transfer_params"
+"""Those of vLLM's: of KV, and of what encoders made."""
+
+_NEVER_OF_CLIENTS = ("transfer_id", "tp_size", "dp_rank", "data_parallel_rank")
+"""Keys of ``kv_transfer_params`` that only the gateway sets, beside those that begin as below."""
+
+_NEVER_BEGINNINGS = ("remote_", "do_remote_")
+
+Params = dict[str, Any]
+
+
+def without_transfers(request: Mapping[str, Any], are_trusted: bool) -> dict[str, Any]:
+    """``asked`` without what a client says of transfers between engines."""
+    body = {name: value for name, value in request.items() if not _is_of_transfers(name)}
+    given = request.get("kv_transfer_params")
+    if are_trusted and isinstance(given, Mapping):
+        kept = {name: value for name, value in given.items() if not _is_ours(name)}
+        if kept:
+            body["kv_transfer_params"] = kept
+    more = body.get("vllm_xargs")
+    if isinstance(more, Mapping) and any(map(_is_of_transfers, more)):
+        # vLLM hands these on to the same place.
+        body["vllm_xargs"] = {name: value for name, value in more.items() if not _is_of_transfers(name)}
+    return body
+
+
+def _is_of_transfers(name: str) -> bool:
+    return name in _OF_TRANSFERS or name.startswith(_OF_TRANSFERS_BEGIN) or name.endswith(_OF_TRANSFERS_END)
+
+
+def _is_ours(name: str) -> bool:
+    return name in _NEVER_OF_CLIENTS or name.startswith(_NEVER_BEGINNINGS)
+
+
+@dataclass(frozen=True)
+class EngineEndpoint:
+    """One engine, as the other one needs to know it."""
+
+    host: str
+    port: int | None = None
+    "Where its connector listens: for others' transfers, or as bootstrap server."
+    engine_id: str = ""
+    rank: int | None = None
+    "Of its data-parallel ranks, the one that computes."
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """What both engines are told of a transfer."""
+
+    prefill: Params
+    decode: Params | None
+    "None: what prefill answers."
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether both are asked at once."""
+        return bool(self.decode)
+
+
+def make_handoff(
+    protocol: Protocol, transfer_id: str, prefill: EngineEndpoint, decode: EngineEndpoint
+) -> Handoff:
+    """How one prompt goes from ``prefill`` to ``decode``."""
+    if protocol == "pool":
+        return Handoff({}, {})
+    sends = {"do_remote_decode": True, "do_remote_prefill": False}
+    receives = {"do_remote_decode": False, "do_remote_prefill": True}
+    if protocol == "sequential":
+        unknown = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        return Handoff({**sends, **unknown}, None)
+    name = {"transfer_id": transfer_id}
+    if protocol == "push":
+        return Handoff({**sends, **name, **_address(decode)}, {**receives, **name, **_address(prefill)})
+    bootstrap = {
+        "remote_bootstrap_addr": f"http://{prefill.host}:{prefill.port}",
+        "remote_engine_id": prefill.engine_id,
+    }
+    return Handoff({**sends, **name}, {**receives, **name, **bootstrap})
+
+
+def _address(side: EngineEndpoint) -> Params:
+    return {} if side.port is None else {"remote_host": side.host, "remote_port": side.port}
+
+
+def supports(protocol: Protocol, request: Mapping[str, Any]) -> bool:
+    """Whether a transfer can serve this request: it moves one sequence, to one reader."""
+    prompt = request.get("prompt")
+    is_batch = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return protocol == "pool" or not (is_batch or (request.get("n") or 1) > 1)
+
+
+def prefill_body(request: Mapping[str, Any], params: Params) -> dict[str, Any]:
+    """``asked``, so that only its prompt is computed."""
+    body = {name: value for name, value in request.items() if name not in _ONLY_FOR_DECODE}
+    body |= {"stream": False, "max_tokens": 1}
+    if "max_completion_tokens" in body:
+        body["max_completion_tokens"] = 1
+    return _with(body, params)
+
+
+def decode_body(request: Mapping[str, Any], params: Params) -> dict[str, Any]:
+    """``asked``, with what is known of the prompt's KV."""
+    return _with(dict(request), params)
+
+
+def _with(body: dict[str, Any], params: Params) -> dict[str, Any]:
+    if params:
+        body["kv_transfer_params"] = {**(body.get("kv_transfer_params") or {}), **params}
+    return body

@@ -1,0 +1,82 @@
+"""How many answers may be under way at once, and when to come back when it is too many.
+
+Owns the count and the pause that it computes from how long answers take. It is not the conductor's
+business: the gate protects this process, the conductor the workers.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Gauge
+
+from mooncake import metrics
+from mooncake.gateway.clients import Client
+from mooncake.http.openai import ApiError
+
+_in_flight = Gauge(
+    "mooncake_gateway_requests_in_flight",
+    "Answers under way, one per prompt and choice.",
+    registry=metrics.registry,
+)
+
+
+class Permit:
+    """A request's place at the gate and in its client's quota, from ``enter`` to ``leave``."""
+
+    def __init__(
+        self, limiter: ConcurrencyLimiter, client: Client | None, num_answers: int, now: float
+    ) -> None:
+        """Raises ApiError: 400 when it never fits, 429 with the time to come back."""
+        self._limiter, self._client, self._num_answers, self._began = limiter, client, num_answers, now
+        limiter.enter(num_answers)
+        if client is not None:
+            try:
+                client.enter(num_answers, now)
+            except BaseException:
+                limiter.leave(num_answers, 0.0)
+                raise
+        self._is_inside = True
+
+    def leave(self, now: float) -> None:
+        """Harmless when repeated."""
+        if not self._is_inside:
+            return
+        self._is_inside = False
+        self._limiter.leave(self._num_answers, now - self._began)
+        if self._client is not None:
+            self._client.leave(self._num_answers)
+
+
+class ConcurrencyLimiter:
+    """Admits up to ``limit`` answers."""
+
+    def __init__(self, limit: int) -> None:
+        self.num_in_flight = 0
+        self._limit = limit
+        self._mean_duration_s = 1.0
+
+    def enter(self, num_answers: int) -> None:
+        """Admit a request that needs so many answers.
+
+        Raises:
+            ApiError: 400 when it never fits, 429 with the time until enough are expected to have ended.
+        """
+        if num_answers > self._limit:
+            message = f"the request asks for {num_answers} answers; allowed: at most {self._limit}"
+            raise ApiError(400, message, param="n", code="invalid_value")
+        num_missing = self.num_in_flight + num_answers - self._limit
+        if num_missing > 0:
+            # A full house empties at limit / mean duration answers a second.
+            wait_s = num_missing * self._mean_duration_s / self._limit
+            message = (
+                f"the gateway has {self.num_in_flight} answers under way, at most {self._limit} are allowed"
+            )
+            raise ApiError(429, message, code="overloaded", retry_after_s=wait_s)
+        self.num_in_flight += num_answers
+        _in_flight.set(self.num_in_flight)
+
+    def leave(self, num_answers: int, duration_s: float) -> None:
+        """A request that was admitted has ended."""
+        self.num_in_flight -= num_answers
+        assert self.num_in_flight >= 0
+        self._mean_duration_s += 0.1 * (duration_s - self._mean_duration_s)
+        _in_flight.set(self.num_in_flight)

@@ -1,0 +1,81 @@
+"""What is counted and logged of answers that ended well, whoever made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client import Counter
+
+from mooncake import clock, metrics
+from mooncake.gateway.clients import Client
+from mooncake.gateway.retries import Route
+from mooncake.http.latency import e2e_seconds
+from mooncake.http.openai import Usage
+from mooncake.log import get_logger
+
+log = get_logger(__name__)
+
+_tokens = Counter(
+    "mooncake_gateway_tokens",
+    "Tokens of answers that ended well: of prompts, of prompts that were found cached, of output.",
+    ["kind"],
+    registry=metrics.registry,
+)
+_slo_outcomes = Counter(
+    "mooncake_gateway_slo",
+    "Answers with an SLO in their headers, by which (ttft, tbt) and whether it was met.",
+    ["slo", "met"],
+    registry=metrics.registry,
+)
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What a client wants, in milliseconds; None for no wish."""
+
+    ttft_ms: float | None = None
+    tbt_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long an answer took."""
+
+    ttft_s: float
+    longest_gap_s: float
+    e2e_s: float
+
+
+def record_answer(
+    answer_id: str, route: Route, usage: Usage, timing: Timing, slo: Slo, client: Client | None = None
+) -> None:
+    """An answer has ended well."""
+    if client is not None:
+        client.used(usage.prompt_tokens, usage.completion_tokens, clock.monotonic())
+    e2e_seconds.observe(timing.e2e_s)
+    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+    for kind, num_tokens in (
+        ("prompt", usage.prompt_tokens),
+        ("cached", cached),
+        ("output", usage.completion_tokens),
+    ):
+        _tokens.labels(kind).inc(num_tokens)
+    log.info(
+        "answered",
+        id=answer_id,
+        client=client.name if client is not None else "",
+        prefill=route.prefill,
+        decode=route.decode,
+        degraded=route.degraded,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=cached,
+        output_tokens=usage.completion_tokens,
+        ttft_ms=round(timing.ttft_s * 1000, 1),
+        e2e_ms=round(timing.e2e_s * 1000, 1),
+    )
+    for name, wanted_ms, was_s in (
+        ("ttft", slo.ttft_ms, timing.ttft_s),
+        ("tbt", slo.tbt_ms, timing.longest_gap_s),
+    ):
+        if wanted_ms is not None:
+            _slo_outcomes.labels(name, "yes" if was_s * 1000 <= wanted_ms else "no").inc()

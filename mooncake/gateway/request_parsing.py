@@ -1,0 +1,172 @@
+"""Reads requests: body, token ids, and the headers that mean something.
+
+Owns the checks that need no worker; what it refuses never reaches one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import re
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from mooncake.errors import InvalidArgument
+from mooncake.gateway.gateway import PromptTokenizer
+from mooncake.gateway.metrics import Slo
+from mooncake.gateway.own_workers_answer import AnyRequest
+from mooncake.http import large_json, server
+from mooncake.http.openai import ApiError, ChatCompletionRequest, CompletionRequest, context_length_exceeded
+
+INLINE_CHARS = 4096
+"""Shorter texts are tokenized at once; a thread would cost more than it frees."""
+
+LARGE_CHARS = 256 << 10
+PIECE_CHARS = 64 << 10
+CUT_TOKENS = 8
+LONG_TOKEN_CHARS = 8
+"""Texts that would need longer tokens than this on average are counted before they are tokenized."""
+
+_large = ThreadPoolExecutor(1, "large-requests")
+"""Where large bodies are decoded and long texts tokenized, one at a time: others need the cores, too."""
+
+ResultT = TypeVar("ResultT")
+
+
+async def tokenize(tokenizer: PromptTokenizer, request: AnyRequest, max_model_len: int) -> list[list[int]]:
+    """Token ids of every prompt. Raises ApiError, 400."""
+    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+    _check_length(tokenizer, request, max_model_len, param)
+
+    def in_thread() -> list[list[int]]:
+        for text in _texts(request):
+            if len(text) > max(LARGE_CHARS, LONG_TOKEN_CHARS * max_model_len):
+                _count(tokenizer, text, max_model_len, param)
+        if isinstance(request, CompletionRequest):
+            encode = tokenizer.encode
+            return [encode(one) if isinstance(one, str) else one for one in request.prompts]
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        return [
+            tokenizer.chat(
+                messages,
+                request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                variables=request.chat_template_kwargs,
+            )
+        ]
+
+    try:
+        num_chars = sum(_chars(request))
+        if num_chars < INLINE_CHARS:
+            prompts = in_thread()
+        elif num_chars < LARGE_CHARS:
+            prompts = await asyncio.to_thread(in_thread)
+        else:
+            prompts = await asyncio.get_running_loop().run_in_executor(_large, in_thread)
+    except InvalidArgument as error:
+        wrong = error.field if error.field == "chat_template_kwargs" else param
+        raise ApiError(400, str(error), param=wrong, code="invalid_value") from error
+    for prompt in prompts:
+        if not prompt:
+            raise ApiError(400, f"{param} has no tokens", param=param, code="invalid_value")
+        if len(prompt) >= max_model_len:
+            raise context_length_exceeded(len(prompt), max_model_len, param)
+    return prompts
+
+
+def _check_length(tokenizer: PromptTokenizer, request: AnyRequest, max_model_len: int, param: str) -> None:
+    """Whether a prompt can fit at all, before work is done on it. Raises ApiError, 400."""
+    for num_chars in _chars(request):
+        num_tokens = num_chars // tokenizer.longest_token_chars
+        if num_tokens >= max_model_len:
+            raise context_length_exceeded(num_tokens, max_model_len, param, is_at_least=True)
+    if isinstance(request, CompletionRequest):
+        for one in request.prompts:
+            if not isinstance(one, str) and len(one) >= max_model_len:
+                raise context_length_exceeded(len(one), max_model_len, param)
+
+
+def _count(tokenizer: PromptTokenizer, text: str, max_model_len: int, param: str) -> None:
+    """Count the tokens of a text that is likely too long piece by piece, and no further than needed.
+
+    Raises:
+        ApiError: 400, it is too long.
+    """
+    num_tokens = 0
+    for start in range(0, len(text), PIECE_CHARS):
+        # A cut, and special tokens around a piece, make some more of it than there are.
+        num_tokens += max(0, len(tokenizer.encode(text[start : start + PIECE_CHARS])) - CUT_TOKENS)
+        if num_tokens >= max_model_len:
+            raise context_length_exceeded(num_tokens, max_model_len, param, is_at_least=True)
+
+
+def _texts(request: AnyRequest) -> list[str]:
+    if isinstance(request, ChatCompletionRequest):
+        return [message.content or "" for message in request.messages]
+    return [one for one in request.prompts if isinstance(one, str)]
+
+
+def _chars(request: AnyRequest) -> list[int]:
+    """How long each prompt's text is."""
+    lengths = [len(text) for text in _texts(request)]
+    return [sum(lengths)] if isinstance(request, ChatCompletionRequest) else lengths
+
+
+def slo_of(http: Request) -> Slo:
+    """The SLOs in the request's headers. Raises ApiError, 400 naming the header."""
+    found: dict[str, float] = {}
+    for field in dataclasses.fields(Slo):
+        name = f"x-slo-{field.name.replace('_', '-')}"
+        text = http.headers.get(name)
+        if text is None:
+            continue
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value > 0):
+            message = f"header {name} is {text[:40]!r}; allowed: a number of milliseconds above 0"
+            raise ApiError(400, message, param=name, code="invalid_value")
+        found[field.name] = value
+    return Slo(**found)
+
+
+def request_id_of(http: Request) -> str:
+    """The client's, if it is fit for a header and a log, else one of ours; the same all along."""
+    found: str | None = getattr(http.state, "request_id", None)
+    if found is None:
+        given = http.headers.get("x-request-id", "")
+        found = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
+        http.state.request_id = found
+    return found
+
+
+def names_of(http: Request) -> dict[str, str]:
+    """The names of a request as headers, under which its explanation can be asked for."""
+    answer_id = getattr(http.state, "answer_id", None)
+    return {"X-Request-ID": request_id_of(http)} | ({"X-Mooncake-ID": answer_id} if answer_id else {})
+
+
+async def read_body(http: Request, most_bytes: int) -> bytes:
+    """The body. Raises ApiError, 413 for one that is too large, 503 when others' take all the memory."""
+    try:
+        return await server.read_body(http, most_bytes)
+    except server.BodyTooLarge as error:
+        raise ApiError(413, str(error), code=error.code) from error
+    except ClientDisconnect as error:
+        raise ApiError(499, "the client went away", code="client_closed_request") from error
+    except server.BodyBudgetExceeded as error:
+        raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
+
+
+async def decoded(content: bytes, decode: Callable[[bytes], ResultT]) -> ResultT:
+    """``decode(content)``, beside the event loop when ``content`` is large. Raises what it raises."""
+    if len(content) <= large_json.LARGE_BYTES:
+        return decode(content)
+    return await asyncio.get_running_loop().run_in_executor(_large, decode, content)

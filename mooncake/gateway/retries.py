@@ -1,0 +1,167 @@
+"""Where a request goes, and where next when that fails.
+
+Owns the conversation with the conductor about one request: every placement is told of its end, every instance
+that failed is told on, and a request that fails everywhere is refused. What is asked of an instance is not
+known here; that differs between our workers (``own_workers_request.py``) and other engines
+(``any_engine_request.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import msgspec
+from prometheus_client import Counter
+
+from mooncake import clock, metrics
+from mooncake.conductor.client import ConductorClient
+from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled, Refuse
+from mooncake.gateway.worker_client import WorkerBusy, WorkerFailed
+from mooncake.http.openai import ApiError
+from mooncake.log import get_logger
+from mooncake.types import InstanceId
+
+log = get_logger(__name__)
+
+MAX_FAILURES = 4
+"""Workers that one request may take down before it counts as the cause itself."""
+
+MAX_UNREACHABLE = 32
+"""Workers that may be found dead before anything was asked of them."""
+
+RETRY_PATIENCE_S = 2.0
+"""How long a request whose worker failed waits for another one before it is refused."""
+
+_retries = Counter(
+    "mooncake_gateway_retries",
+    "Calls that were tried on another worker, by stage: prefill, decode or resumed (in mid-answer).",
+    ["stage"],
+    registry=metrics.registry,
+)
+
+
+@dataclass
+class Route:
+    """Who worked for a prompt; shown in response headers."""
+
+    prefill: InstanceId | None = None
+    decode: InstanceId = ""
+    degraded: str = ""
+
+    def headers(self) -> dict[str, str]:
+        stages = "prefill, decode" if self.prefill else "decode"
+        shown = {
+            "x-mooncake-decode": self.decode,
+            "x-mooncake-route": f"degraded: {self.degraded}" if self.degraded else stages,
+        }
+        if self.prefill:
+            shown["x-mooncake-prefill"] = self.prefill
+        return shown
+
+
+@dataclass
+class Attempts:
+    """What a retry must remember."""
+
+    exclude: dict[InstanceId, None] = field(default_factory=dict)
+    num_failures: int = 0
+    num_unreachable: int = 0
+    busy: ApiError | None = None
+    "What the last busy worker said."
+
+
+class PlacedRequest:
+    """The placements of one request."""
+
+    def __init__(self, scheduling: ConductorClient, place: Place) -> None:
+        """``place``: what the conductor is told of the request."""
+        self.route = Route()
+        self._scheduling = scheduling
+        self._request_id = place.request_id
+        self._place_event = place
+        self._placed_ids: dict[str, None] = {}
+
+    def end(self, finished: Finished) -> None:
+        """Tell the conductor that the workers are free of this prompt, and how it was."""
+        for place_id in self._placed_ids:
+            is_own = place_id == self._request_id
+            self._scheduling.post(finished if is_own else Finished(place_id))
+        self._placed_ids.clear()
+
+    @property
+    def place_id(self) -> str:
+        return self._request_id
+
+    async def _place(
+        self, place_id: str, attempts: Attempts, needs_prefill: bool, patience_s: float
+    ) -> Decision:
+        if attempts.num_failures or attempts.num_unreachable:
+            patience_s = max(patience_s, RETRY_PATIENCE_S)
+        give_up_at = clock.monotonic() + patience_s
+        while True:
+            self._placed_ids[place_id] = None
+            answer = await self._scheduling.place(
+                msgspec.structs.replace(
+                    self._place_event,
+                    request_id=place_id,
+                    exclude=list(attempts.exclude),
+                    needs_prefill=needs_prefill,
+                )
+            )
+            if isinstance(answer, Decision):
+                return answer
+            if attempts.busy is not None:
+                raise attempts.busy
+            if clock.monotonic() >= give_up_at:
+                raise as_error(answer)
+            # Whoever failed may have come back by now: a restarted worker keeps its address.
+            attempts.exclude.clear()
+            await asyncio.sleep(min(0.25, answer.retry_after_s))
+
+    def _note(self, error: WorkerFailed | WorkerBusy, place_id: str, attempts: Attempts, stage: str) -> None:
+        """Remember who failed and tell the conductor.
+
+        Raises:
+            ApiError: enough is enough.
+        """
+        attempts.exclude[error.instance] = None
+        _retries.labels(stage).inc()
+        if isinstance(error, WorkerBusy):
+            attempts.busy = error.answer
+            return
+        log.warning("worker_failed", instance=error.instance, stage=stage, reason=error.reason)
+        self._scheduling.post(Failed(error.instance, error.reason, place_id))
+        if error.was_reached:
+            attempts.num_failures += 1
+        else:
+            attempts.num_unreachable += 1
+        if attempts.num_failures >= MAX_FAILURES or attempts.num_unreachable >= MAX_UNREACHABLE:
+            num_tried = attempts.num_failures + attempts.num_unreachable
+            message = f"{num_tried} attempts to {stage} failed, the last on {error}"
+            raise ApiError(503, message, code="workers_failed", retry_after_s=RETRY_PATIENCE_S) from error
+
+    def _estimated_prefilled(
+        self, decision: Decision, num_tokens: int, num_cached_tokens: int, elapsed_s: float
+    ) -> Prefilled:
+        """What is known of a prompt whose instance measures nothing.
+
+        Who waited in a queue there can't be told from who was computed: only a prompt that was expected to
+        begin at once says how long computing takes.
+        """
+        queue_s = decision.prediction.queue_s if decision.prediction is not None else 0.0
+        computed_s = elapsed_s if queue_s < 0.05 * elapsed_s else 0.0
+        return Prefilled(
+            self._request_id,
+            computed_s=computed_s,
+            num_computed_tokens=max(1, num_tokens - num_cached_tokens),
+            num_cached_tokens=num_cached_tokens,
+        )
+
+
+def as_error(refuse: Refuse) -> ApiError:
+    """What a client reads of a refusal: too much now (429), or nobody there (503)."""
+    status = 503 if refuse.refusal.code == "no_instance" else 429
+    return ApiError(
+        status, refuse.refusal.reason, code=refuse.refusal.code, retry_after_s=refuse.retry_after_s
+    )

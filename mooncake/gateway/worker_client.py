@@ -1,0 +1,258 @@
+"""Calls to workers: prefill a prompt, follow an answer, ask what they serve.
+
+Owns the distinction that every retry rests on: a worker that *failed* (lost, silent, broken) is not to be
+trusted with this request again, a *busy* one is fine but full, and a request that was *refused* (4xx) would
+be refused everywhere. It does not know which worker is next. Foreign exceptions of the HTTP client are
+translated here and nowhere else.
+
+Silence alone does not tell a long prompt from a dead process. After a while without a byte the worker is
+asked for its health beside the call: no answer means failed; an answer buys patience, up to a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from mooncake.errors import MooncakeError, ProtocolError
+from mooncake.http.openai import (
+    ApiError,
+    CompletionChoice,
+    ErrorDetail,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    Usage,
+)
+from mooncake.http.sse import EventParser
+from mooncake.security.caller import HttpClientAuth
+from mooncake.types import InstanceId
+
+ResultT = TypeVar("ResultT")
+
+CONNECT_TIMEOUT_S = 3.0
+HEALTH_TIMEOUT_S = 5.0
+COMPLETIONS = "/v1/completions"
+DONE = b"[DONE]"
+SILENCE_BEFORE_PROBE_S = 5.0
+_BUSY = (429, 503)
+
+
+class WorkerFailed(MooncakeError):
+    """``instance`` could not do it through its own fault. ``was_reached``: it may have begun."""
+
+    code = "worker_failed"
+
+    def __init__(self, instance: InstanceId, reason: str, was_reached: bool = True) -> None:
+        super().__init__(f"worker {instance}: {reason}")
+        self.instance = instance
+        self.reason = reason
+        self.was_reached = was_reached
+
+
+class WorkerBusy(MooncakeError):
+    """``instance`` takes no more requests now; ``answer`` is what it said."""
+
+    code = "worker_busy"
+
+    def __init__(self, instance: InstanceId, answer: ApiError) -> None:
+        super().__init__(f"worker {instance} is busy: {answer}")
+        self.instance = instance
+        self.answer = answer
+
+
+class CompletionChunk(msgspec.Struct):
+    """One event of a completion's stream."""
+
+    choices: list[CompletionChoice] = []
+    usage: Usage | None = None
+    error: ErrorDetail | None = None
+
+
+class WholeCompletion(msgspec.Struct):
+    """A completion that was not streamed."""
+
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class WorkerClient:
+    """The HTTP client side of every worker. ``open`` it on the loop where it is used."""
+
+    def __init__(self, stall_timeout_s: float, caller: HttpClientAuth | None = None) -> None:
+        """``caller``: how they are asked; by default as this process's identity says."""
+        self._stall_timeout_s = stall_timeout_s
+        self._caller = caller or HttpClientAuth()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        # Shorter than a worker keeps idle connections: a request must not meet a connection that is closing.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0, ssl=self._caller.tls or True)
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def complete(
+        self, instance: InstanceId, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> WholeCompletion:
+        """A completion in one piece.
+
+        Raises:
+            WorkerFailed, WorkerBusy: try elsewhere.
+            ApiError: the request itself was refused.
+        """
+        content = await self.whole(instance, COMPLETIONS, body, headers)
+        try:
+            return msgspec.json.decode(content, type=WholeCompletion)
+        except msgspec.MsgspecError as error:
+            raise WorkerFailed(instance, f"its answer can't be read: {error}") from error
+
+    async def whole(
+        self, instance: InstanceId, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> bytes:
+        """The body of an answer that is not streamed. Raises as ``complete``."""
+        async with self._post(instance, path, body, headers) as response:
+            return await self._patiently(instance, response.read())
+
+    async def stream(
+        self, instance: InstanceId, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> AsyncGenerator[CompletionChunk, None]:
+        """The chunks of a streamed completion, up to its ``[DONE]``. Raises as ``complete``."""
+        events = self.events(instance, COMPLETIONS, body, headers)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if event == DONE:
+                    return
+                yield self._chunk(instance, event)
+
+    async def events(
+        self, instance: InstanceId, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> AsyncGenerator[bytes, None]:
+        """The data of a stream's events, up to and with its ``[DONE]``. Raises as ``complete``."""
+        async with self._post(instance, path, body, headers) as response:
+            parser = EventParser()
+            while True:
+                data = await self._next(instance, response.content)
+                if not data:
+                    raise WorkerFailed(instance, "its stream ended before the answer did")
+                for event in parser.feed(data):
+                    yield event
+                    if event == DONE:
+                        return
+
+    async def models(self, instance: InstanceId, headers: Mapping[str, str] | None = None) -> list[ModelCard]:
+        """What the worker serves. Raises WorkerFailed."""
+        content = await self.get(instance, "/v1/models", headers)
+        try:
+            return msgspec.json.decode(content, type=ModelList).data
+        except msgspec.MsgspecError as error:
+            raise WorkerFailed(instance, f"its list of models can't be read: {error}") from error
+
+    def _chunk(self, instance: InstanceId, event: bytes) -> CompletionChunk:
+        try:
+            chunk = msgspec.json.decode(event, type=CompletionChunk)
+        except msgspec.MsgspecError as error:
+            raise WorkerFailed(instance, f"its stream can't be read: {error}") from error
+        if chunk.error is not None:
+            raise WorkerFailed(instance, f"it gave up: {chunk.error.message}")
+        return chunk
+
+    @contextlib.asynccontextmanager
+    async def _post(
+        self, instance: InstanceId, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response with status 200."""
+        assert self._session is not None, "open() first"
+        data = msgspec.json.encode(body)
+        content = {"Content-Type": "application/json", **headers, **self._caller.headers("POST", path, data)}
+        asking = self._session.post(self._caller.url(instance, path), data=data, headers=content)
+        try:
+            response = await self._patiently(instance, asking)
+            async with response:
+                if response.status != 200:
+                    await self._refuse(instance, response)
+                yield response
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise WorkerFailed(instance, f"can't be reached: {error}", was_reached=False) from error
+        except (aiohttp.ClientError, OSError, ProtocolError) as error:
+            raise WorkerFailed(instance, f"the connection broke: {error}") from error
+
+    async def _refuse(self, instance: InstanceId, response: aiohttp.ClientResponse) -> None:
+        content = await self._patiently(instance, response.read())
+        try:
+            detail = msgspec.json.decode(content, type=ErrorResponse).error
+        except msgspec.MsgspecError:
+            text = content[:200].decode(errors="replace")
+            detail = ErrorDetail(f"worker {instance} answered {response.status}: {text}", "server_error")
+        answer = ApiError(response.status, detail.message)
+        answer.detail = detail
+        with contextlib.suppress(ValueError):
+            answer.retry_after_s = float(response.headers.get("Retry-After", ""))
+        if response.status in _BUSY:
+            raise WorkerBusy(instance, answer)
+        if 400 <= response.status < 499:
+            raise answer
+        raise WorkerFailed(instance, f"answered {response.status}: {detail.message}")
+
+    async def _patiently(self, instance: InstanceId, call: Awaitable[ResultT]) -> ResultT:
+        """Await ``call`` as long as the worker seems alive."""
+        waiting = asyncio.ensure_future(call)
+        waited_s = 0.0
+        try:
+            while True:
+                pause_s = self._pause_s(waited_s)
+                done, _ = await asyncio.wait({waiting}, timeout=pause_s)
+                if done:
+                    return waiting.result()
+                waited_s += pause_s
+                await self._judge_silence(instance, waited_s)
+        finally:
+            if not waiting.done():
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+
+    async def _next(self, instance: InstanceId, content: aiohttp.StreamReader) -> bytes:
+        """As ``_patiently``, for reads, which may be cancelled and begun again: no task per token."""
+        waited_s = 0.0
+        while True:
+            pause_s = self._pause_s(waited_s)
+            try:
+                async with asyncio.timeout(pause_s):
+                    return await content.readany()
+            except TimeoutError:
+                waited_s += pause_s
+            await self._judge_silence(instance, waited_s)
+
+    def _pause_s(self, waited_s: float) -> float:
+        # A short limit is its own judge; asking would only come after it.
+        return min(SILENCE_BEFORE_PROBE_S, self._stall_timeout_s - waited_s)
+
+    async def _judge_silence(self, instance: InstanceId, waited_s: float) -> None:
+        if waited_s >= self._stall_timeout_s:
+            raise WorkerFailed(instance, f"stalled: not a byte for {self._stall_timeout_s:g} s")
+        await self.get(instance, "/health")
+
+    async def get(self, instance: InstanceId, path: str, headers: Mapping[str, str] | None = None) -> bytes:
+        """The body of what is answered quickly or not at all. Raises WorkerFailed."""
+        assert self._session is not None, "open() first"
+        url, timeout_s = self._caller.url(instance, path), HEALTH_TIMEOUT_S
+        headers = {**(headers or {}), **self._caller.headers("GET", path)}
+        try:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._session.get(url, timeout=timeout, headers=headers) as response:
+                if response.status != 200:
+                    raise WorkerFailed(instance, f"GET {path} answered {response.status}")
+                return await response.read()
+        except TimeoutError:
+            raise WorkerFailed(instance, f"GET {path} was not answered within {timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise WorkerFailed(instance, f"GET {path} failed: {error}") from error

@@ -1,0 +1,1 @@
+"""The HTTP edge that every server shares: listening, limits, API shapes and server-sent events."""

@@ -1,0 +1,608 @@
+"""The shapes of the OpenAI HTTP API: requests, answers, errors.
+
+Both our worker and the gateway speak through this file, so that a client cannot tell which of them it
+talks to, and so that a vLLM server can stand where our worker stands. It knows nothing of models,
+tokenizers, HTTP frameworks or KV blocks. Requests are pydantic models, because what arrives from
+outside needs errors that name the field; answers are msgspec structs, because one is encoded per token.
+
+Beside the public API a request carries what moves a sequence between workers: ``cache_salt`` (keeps
+tenants' prefixes apart), ``return_token_ids`` (each choice also carries ``token_ids``, its new
+tokens) and ``kv_transfer_params``, a map that a gateway hands on unread, except for these keys:
+
+``do_remote_decode``    request to prefill: compute the prompt's KV, store it, somebody else decodes
+``do_remote_prefill``   answer of prefill, request to decode: KV of the prompt lies in the pool
+``num_stored_tokens``   how many prompt tokens of KV the pool has
+``turn``                request to prefill: waiting prompts are taken in this order, lower first
+``max_load_tokens``     request to prefill: load no more than so many leading tokens, compute the rest
+``measured``            answer of prefill: how its first token came about (``measured.PromptMeasured``)
+``num_output_tokens``   request to decode: the last so many prompt tokens are output already generated
+                        elsewhere; they count for ``max_tokens``, ``min_tokens``, ``seed`` and ``stop``
+``output_text_offset``  characters of that output which the client has already received
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import pydantic
+from msgspec import UNSET, UnsetType
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from mooncake.errors import MooncakeError
+from mooncake.http import large_json
+
+MAX_LOGPROBS = 20
+"""Alternatives per token that may be asked for, as in the public API."""
+
+MAX_CHOICES = 128
+"""Largest ``n``."""
+
+MAX_PRIORITY = 1000
+"""How far a client's ``priority`` may be from 0, either way."""
+
+_MAX_INT = 2**63 - 1
+
+
+# --- errors ------------------------------------------------------------------------------------------
+
+
+class ErrorDetail(msgspec.Struct):
+    """What went wrong: ``type`` and ``code`` for programs, ``param`` names the request's field."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    error: ErrorDetail
+
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(MooncakeError):
+    """An error that a client sees: HTTP ``status`` and the fields of an OpenAI error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.detail = ErrorDetail(message, _ERROR_TYPES.get(status, "server_error"), param, code)
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        """The JSON error object."""
+        return to_json(ErrorResponse(self.detail))
+
+    def headers(self) -> dict[str, str]:
+        """``Retry-After`` in whole seconds, at least one, when trying again later may help."""
+        if self.retry_after_s is None:
+            return {}
+        return {"Retry-After": str(max(1, -int(-self.retry_after_s // 1)))}
+
+
+def model_not_found(model: str, served: str) -> ApiError:
+    message = f"the model {model!r} does not exist here; this server serves {served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def context_length_exceeded(
+    num_tokens: int, max_model_len: int, param: str = "messages", is_at_least: bool = False
+) -> ApiError:
+    """``num_tokens`` of prompt leave no room for an answer within ``max_model_len``.
+
+    ``is_at_least``: they were not counted; there are so many at the least.
+    """
+    has = f"has at least {num_tokens}" if is_at_least else f"has {num_tokens}"
+    message = (
+        f"this model's maximum context length is {max_model_len} tokens, but the prompt {has} "
+        "tokens and at least one more is needed for the answer; shorten the prompt"
+    )
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+# --- requests ----------------------------------------------------------------------------------------
+
+
+class _Shape(BaseModel):
+    # Strict: "5" is not 5 and true is not 1, as in the public API. Unknown fields are harmless.
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+def _rule(field: str, has: str, allowed: str) -> PydanticCustomError:
+    """A rule over several fields was broken; ``field`` is the one to change."""
+    return PydanticCustomError(
+        "rule", "{field} is {has}; allowed: {allowed}", {"field": field, "has": has, "allowed": allowed}
+    )
+
+
+# What the validators below take, for /openapi.json.
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_TOKENS: dict[str, Any] = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
+    "minItems": 1,
+}
+_STOP_SCHEMA: dict[str, Any] = {
+    "anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 32}, {"type": "null"}]
+}
+_PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        _TEXT,
+        _TOKENS,
+        {"type": "array", "items": _TEXT, "minItems": 1},
+        {"type": "array", "items": _TOKENS, "minItems": 1},
+    ]
+}
+_CONTENT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+        {"type": "null"},
+    ]
+}
+
+
+class StreamOptions(_Shape):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class _GenerationRequest(_Shape):
+    """What a completion and a chat completion have in common. None means: the server's default."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, le=_MAX_INT)
+    min_tokens: int = Field(0, ge=0, le=_MAX_INT)
+    temperature: float | None = Field(None, ge=0.0, le=2.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=-1, le=_MAX_INT)
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = Field(None, ge=-_MAX_INT - 1, le=_MAX_INT)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stop: Annotated[list[str], WithJsonSchema(_STOP_SCHEMA)] = Field(default_factory=list, max_length=32)
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=1024)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    kv_transfer_params: dict[str, Any] | None = None
+    return_token_ids: bool = False
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _as_list(cls, stop: object) -> object:
+        if stop is None:
+            return []
+        return [stop] if isinstance(stop, str) else stop
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, stop: list[str]) -> list[str]:
+        if "" in stop:
+            raise ValueError("a stop string may not be empty")
+        return stop
+
+    @field_validator("n", "stream", "min_tokens", "ignore_eos", "return_token_ids", mode="before")
+    @classmethod
+    def _null_is_default(cls, value: object, info: pydantic.ValidationInfo) -> object:
+        # Clients generated from OpenAI's schema send null for what the user left out.
+        assert info.field_name is not None
+        return cls.model_fields[info.field_name].default if value is None else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> _GenerationRequest:
+        limit = self.output_limit
+        if limit is not None and self.min_tokens > limit:
+            raise _rule("min_tokens", str(self.min_tokens), f"at most max_tokens ({limit})")
+        if self.stream_options is not None and not self.stream:
+            raise _rule("stream_options", "set", "only with stream=true")
+        return self
+
+    @property
+    def output_limit(self) -> int | None:
+        """The most tokens to generate, or None for the server's default."""
+        return self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that carries the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+Prompt = str | list[int] | list[str] | list[list[int]]
+_PROMPT_ALLOWED = "allowed: a string, a list of token ids, a list of strings or a list of lists of token ids"
+
+
+class CompletionRequest(_GenerationRequest):
+    """``POST /v1/completions``. Without ``max_tokens`` 16 tokens are generated, as in the public API."""
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+    suffix: str | None = None
+    best_of: int | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompt(cls, prompt: object) -> object:
+        if not isinstance(prompt, str | list):
+            raise ValueError(_PROMPT_ALLOWED)
+        if len(prompt) == 0:
+            raise ValueError("a prompt may not be empty")
+        if isinstance(prompt, str) or _are_token_ids(prompt):
+            return prompt
+        if not all(isinstance(one, str) or (isinstance(one, list) and _are_token_ids(one)) for one in prompt):
+            raise ValueError(_PROMPT_ALLOWED)
+        if any(len(one) == 0 for one in prompt):
+            raise ValueError("a prompt may not be empty")
+        return prompt
+
+    @model_validator(mode="after")
+    def _supported(self) -> CompletionRequest:
+        if self.echo:
+            raise _rule("echo", "true", "false, this server returns only the answer")
+        if self.suffix:
+            raise _rule("suffix", "set", "absent or empty")
+        if self.best_of is not None and self.best_of != self.n:
+            raise _rule("best_of", str(self.best_of), f"the value of n ({self.n})")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompt as a batch: one element per prompt, in order."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        batch: list[str] | list[list[int]] = self.prompt
+        return batch
+
+    @property
+    def output_limit(self) -> int | None:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+
+def _are_token_ids(prompt: list[Any]) -> bool:
+    return all(type(token) is int and 0 <= token < 2**32 for token in prompt)
+
+
+class TextPart(_Shape):
+    type: Literal["text"]
+    text: str
+
+
+_TEMPLATE_ARGUMENTS = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "conversations",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+)
+"""Names that mean something to whoever renders a template; a client may only set the template's own. The
+tokenizer refuses besides every name in the signature of what it calls."""
+
+_text_parts = pydantic.TypeAdapter(list[TextPart])
+
+
+class ChatMessage(_Shape):
+    """One turn. ``content`` is text, or parts of text that are joined."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, WithJsonSchema(_CONTENT_SCHEMA)] = None
+    name: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, content: object) -> object:
+        if not isinstance(content, list):
+            return content
+        try:
+            parts = _text_parts.validate_python(content)
+        except pydantic.ValidationError:
+            raise ValueError('allowed: text, or a list of parts {"type": "text", "text": "…"}') from None
+        return "".join(part.text for part in parts)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise _rule("content", "null", "text, or a list of text parts")
+        return self
+
+
+class ChatCompletionRequest(_GenerationRequest):
+    """``POST /v1/chat/completions``. Without a limit the answer may fill the context."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _supported(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _rule("top_logprobs", str(self.top_logprobs), "only with logprobs=true")
+        if self.tools and self.tool_choice != "none":
+            raise _rule("tools", "set", "none, this server does not parse tool calls")
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise _rule("response_format", json.dumps(self.response_format)[:100], 'only {"type": "text"}')
+        reserved = [name for name in _TEMPLATE_ARGUMENTS if name in (self.chat_template_kwargs or {})]
+        if reserved:
+            raise _rule("chat_template_kwargs", f"holding {reserved[0]}", "variables of the model's template")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise _rule("continue_final_message", "true", "only with add_generation_prompt=false")
+        return self
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+RequestT = TypeVar("RequestT", CompletionRequest, ChatCompletionRequest)
+
+
+def parse_request(shape: type[RequestT], body: bytes) -> RequestT:
+    """The request in ``body``.
+
+    Raises:
+        ApiError: 400 for bytes that are no JSON object, or naming the first wrong field in ``param``.
+    """
+    try:
+        if len(body) > large_json.LARGE_BYTES:
+            return shape.model_validate(large_json.decode(body))
+        return shape.model_validate_json(body)
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except pydantic.ValidationError as error:
+        raise _bad_request(error) from None
+
+
+def _bad_request(error: pydantic.ValidationError) -> ApiError:
+    problem = error.errors(include_url=False)[0]
+    kind, message = problem["type"], problem["msg"].removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {message}", code="invalid_json")
+    param = _field_path(problem["loc"])
+    if kind == "missing":
+        return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
+    if kind == "rule":
+        param = _field_path((*problem["loc"], problem["ctx"]["field"]))
+        return ApiError(400, message, param=param, code="invalid_value")
+    if param is None:
+        return ApiError(400, "the body must be a JSON object", code="invalid_type")
+    shown = json.dumps(problem["input"], default=str)
+    shown = shown if len(shown) <= 120 else f"{shown[:117]}..."
+    code = "invalid_type" if kind.endswith(("_type", "_parsing")) else "invalid_value"
+    return ApiError(400, f"{param} is {shown}; {message}", param=param, code=code)
+
+
+def _field_path(location: tuple[int | str, ...]) -> str | None:
+    """``("messages", 0, "role")`` as ``messages[0].role``."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path or None
+
+
+# --- answers -----------------------------------------------------------------------------------------
+# A field that defaults to UNSET is left out of the JSON; None is written as null.
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """Token counts. ``cached_tokens``: prompt tokens whose KV was found rather than computed."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+        details = PromptTokensDetails(cached_tokens)
+        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Columns, one element per token. ``text_offset`` counts characters from the answer's start."""
+
+    text_offset: list[int] = []
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] = []
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: CompletionLogprobs | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended the answer; None for the end-of-sequence token."""
+    token_ids: list[int] | UnsetType | None = UNSET
+
+
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    """A completion, or with ``stream`` one chunk of it."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[TopLogprob] = []
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob] | None = None
+
+
+class AnswerMessage(msgspec.Struct):
+    content: str | None
+    role: str = "assistant"
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AnswerMessage
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType | None = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+    kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
+
+
+class Delta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType | None = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "mooncake"
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class KvEventSource(msgspec.Struct):
+    """Where a worker publishes its KV events (``inference/kv_events.py``)."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+class KvEventSources(msgspec.Struct):
+    """``GET /kv_event_sources``. ``block_size`` in tokens; ``kv_identity``: the digest under which the
+    worker's blocks lie in the pool, empty without one."""
+
+    sources: list[KvEventSource]
+    block_size: int
+    kv_identity: str = ""
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def to_json(answer: msgspec.Struct) -> bytes:
+    """An answer, chunk or error as JSON bytes."""
+    return _encoder.encode(answer)
+
+
+def to_event(answer: msgspec.Struct) -> bytes:
+    """A chunk as one server-sent event."""
+    return b"data: " + _encoder.encode(answer) + b"\n\n"
+
+
+STREAM_END = b"data: [DONE]\n\n"
+"""The last server-sent event of every stream that ended well."""

@@ -1,0 +1,613 @@
+"""Serves an ASGI application on the loop that is already running, to peers of whom nothing good is expected.
+
+Owns the socket and the edge that all our HTTP servers share: how many connections there may be (below the
+process's limit of files), how long each may take for what (``connections.py``), how large a body may be and
+how many bytes of bodies are held at a time, and that a taken port raises ``AddressInUse`` before anything
+starts. Signals are left to whoever runs the role.
+
+uvicorn has no deadline for a header, a body or a reader, and accepts whatever comes; so connections are
+accepted here, and its protocol tells us how far each is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import errno
+import resource
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any
+
+import uvicorn
+from prometheus_client import Counter, Gauge
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from uvicorn.config import STARTUP_FAILURE
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from mooncake import clock, metrics
+from mooncake.errors import AddressInUse, MooncakeError
+from mooncake.http.connections import ConnectionState, ConnectionTable, Deadlines, connections_within
+from mooncake.log import get_logger
+
+log = get_logger(__name__)
+
+MAX_OPEN_FILES = 1 << 16
+"""The soft limit of files is raised up to this, where the hard limit allows it."""
+
+MAX_PAGE_CONNECTIONS = 64
+"""Connections of a server that shows pages and nothing else."""
+
+DEADLINE_CHECK_S = 0.25
+"""How often deadlines are looked at."""
+
+CLOSE_GRACE_S = 0.5
+"""How long a server that ends waits for what it has written to be taken."""
+
+BODY_BUDGET_BYTES = 64 << 20
+"""Bytes of bodies that a server holds at a time, beside the largest that it takes."""
+
+CLOSE_EXTENSION = "mooncake.cut"
+"""The extension of the ASGI scope by which an application closes a connection whose peer reads nothing."""
+
+_connections = Gauge(
+    "mooncake_http_connections", "Open connections of this process's HTTP servers.", registry=metrics.registry
+)
+_cut = Counter(
+    "mooncake_http_cut",
+    "Connections closed before their peers did, by what they did not do in time (header, body, idle, unread, "
+    "refused), full for those that made room for others or found none, or large for a header without end.",
+    ["reason"],
+    registry=metrics.registry,
+)
+
+Asgi = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class BodyTooLarge(MooncakeError):
+    """A body beyond ``most_bytes``; it was not read."""
+
+    code = "body_too_large"
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(f"the body is larger than {most_bytes} bytes")
+        self.most_bytes = most_bytes
+
+
+class BodyBudgetExceeded(MooncakeError):
+    """Other requests' bodies take all the memory that there is for them; come back in a moment."""
+
+    code = "overloaded"
+
+    def __init__(self) -> None:
+        super().__init__("other requests' bodies take all the memory for them; try again in a moment")
+
+
+class BodyBudget:
+    """The memory for bodies of requests whose answers have not ended."""
+
+    def __init__(self, most_bytes: int = BODY_BUDGET_BYTES) -> None:
+        self.most_bytes = most_bytes
+        self.num_held = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises BodiesTooMany."""
+        if self.num_held + num_bytes > self.most_bytes:
+            raise BodyBudgetExceeded
+        self.num_held += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_held -= num_bytes
+        assert self.num_held >= 0
+
+
+_BODIES, _HELD = "mooncake.bodies", "mooncake.held"
+
+
+async def read_body(http: Request, most_bytes: int) -> bytes:
+    """The body of a request; a larger one than allowed is refused before it is read.
+
+    Raises:
+        BodyTooLarge: it is larger than ``most_bytes``.
+        BodiesTooMany: there are too many bytes of others'.
+    """
+    announced = http.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > most_bytes:
+        raise BodyTooLarge(most_bytes)
+    bodies: BodyBudget | None = http.scope.get(_BODIES)
+    if bodies is not None:
+        bodies.most_bytes = max(bodies.most_bytes, 2 * most_bytes)
+    body = bytearray()
+    async for part in http.stream():
+        if len(body) + len(part) > most_bytes:
+            raise BodyTooLarge(most_bytes)
+        if bodies is not None:
+            bodies.take(len(part))
+            http.scope[_HELD].append(len(part))
+        body += part
+    return bytes(body)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; ``port`` 0 takes a free one.
+
+    Raises:
+        AddressInUse: the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        opened.bind((host, port))
+        opened.listen(2048)
+    except OSError as error:
+        opened.close()
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(
+                f"port {port} on {host} is in use; stop its owner or choose another"
+            ) from error
+        raise
+    opened.setblocking(False)
+    return opened
+
+
+def connection_limit(wanted: int = 0) -> int:
+    """How many connections a server may have: ``wanted`` (0: any number), below the process's limit of files.
+
+    The soft limit is raised first, where it is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if wanted and wanted <= connections_within(soft):
+        return wanted
+    goal = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < goal:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (goal, hard))
+            soft = goal
+    room = connections_within(soft)
+    return min(wanted, room) if wanted else room
+
+
+class ConnectionAcceptor:
+    """Accepts connections for one listening socket, counts them, and closes those that are overdue."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        deadlines: Deadlines,
+        max_connections: int = 0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.connections = ConnectionTable(deadlines, connection_limit(max_connections))
+        self._socket = listening
+        self._tls = tls
+        self._watched: dict[ConnectionState, CountingTransport | None] = {}
+        self._beginning: dict[ConnectionState, socket.socket] = {}
+        """Those that have no transport yet, or whose TLS handshake is not over."""
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._lifts: list[asyncio.Task[None]] = []
+
+    def open(self, factory: Callable[[ConnectionState], asyncio.Protocol]) -> None:
+        """From now on accept; ``factory`` makes the protocol of a connection."""
+        loop = asyncio.get_running_loop()
+        self._lifts = [loop.create_task(self._accept(factory)), loop.create_task(self._look())]
+
+    def close(self) -> None:
+        """Accept nothing more. Connections that are open go on."""
+        for task in self._lifts[:1]:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """The rest of ``close``: what uvicorn calls when all connections are gone."""
+
+    async def end(self) -> None:
+        """Close all that is left; what was written still goes out, to whoever reads it now."""
+        for watched in list(self._watched.values()):
+            if watched is not None:
+                watched.close()
+        give_up_at = clock.monotonic() + CLOSE_GRACE_S
+        while self._watched and clock.monotonic() < give_up_at:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        for one in list(self._watched):
+            self._end(one)
+        for task in (*self._lifts, *self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._lifts, *self._tasks, return_exceptions=True)
+        for one in list(self._watched):
+            self.closed(one)
+
+    def made(self, one: ConnectionState, transport: asyncio.Transport) -> CountingTransport:
+        """A connection's protocol has got its transport, and uses what is returned in its place."""
+        watched = CountingTransport(transport, one)
+        if one in self._watched:
+            self._watched[one] = watched
+        else:
+            transport.abort()  # it was given up during its handshake
+        return watched
+
+    def closed(self, one: ConnectionState) -> None:
+        """Harmless when repeated."""
+        if self._watched.pop(one, self) is not self:
+            self.connections.closed(one)
+            _connections.dec()
+
+    def cut(self, one: ConnectionState, reason: str) -> None:
+        """Close a connection without waiting for its peer."""
+        _cut.labels(reason).inc()
+        self._end(one)
+
+    def _end(self, one: ConnectionState) -> None:
+        watched, sock = self._watched.get(one), self._beginning.get(one)
+        if watched is not None:
+            watched.abort()
+        elif sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # its handshake fails with that
+
+    async def _accept(self, factory: Callable[[ConnectionState], asyncio.Protocol]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._socket)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    if self._socket.fileno() < 0:
+                        return
+                    continue  # the peer was gone before it was accepted
+                log.warning("out_of_file_descriptors", reason=str(error), connections=len(self.connections))
+                self._make_room()
+                await asyncio.sleep(DEADLINE_CHECK_S)
+                continue
+            if self.connections.is_full and not self._make_room():
+                self._turn_away(sock)
+                continue
+            one = self.connections.opened(clock.monotonic())
+            self._watched[one], self._beginning[one] = None, sock
+            _connections.inc()
+            task = loop.create_task(self._begin(sock, one, factory))
+            self._tasks[task] = None
+            task.add_done_callback(self._tasks.pop)
+
+    async def _begin(
+        self,
+        sock: socket.socket,
+        one: ConnectionState,
+        factory: Callable[[ConnectionState], asyncio.Protocol],
+    ) -> None:
+        handshake_s = self.connections.deadlines.header_s if self._tls is not None else None
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                partial(factory, one), sock, ssl=self._tls, ssl_handshake_timeout=handshake_s
+            )
+        except (OSError, TimeoutError) as error:  # ssl.SSLError is one
+            log.debug("connection_setup_failed", reason=str(error))
+            sock.close()
+            self.closed(one)
+        except BaseException:
+            sock.close()
+            self.closed(one)
+            raise
+        finally:
+            self._beginning.pop(one, None)
+
+    def _make_room(self) -> bool:
+        victim = self.connections.victim(clock.monotonic())
+        if victim is None:
+            return False
+        self.cut(victim, "full")
+        self.closed(victim)
+        return True
+
+    def _turn_away(self, sock: socket.socket) -> None:
+        """All connections are busy with somebody."""
+        _cut.labels("full").inc()
+        if self._tls is None:
+            with contextlib.suppress(OSError):
+                sock.setblocking(False)
+                sock.send(
+                    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
+                    b"Connection: close\r\n\r\n"
+                )
+        sock.close()
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(DEADLINE_CHECK_S)
+            now = clock.monotonic()
+            for one, watched in self._watched.items():
+                if watched is not None:
+                    num_unread = watched.get_write_buffer_size()
+                    self.connections.read(one, watched.num_written - num_unread, num_unread, now)
+            for one, reason in self.connections.overdue(now):
+                self.cut(one, reason)
+
+
+class CountingTransport:
+    """A transport that counts what is written to it, so that a peer which reads nothing can be told."""
+
+    def __init__(self, transport: asyncio.Transport, one: ConnectionState) -> None:
+        self._transport = transport
+        self.one = one
+        self.num_written = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: Any) -> None:
+        self.num_written += len(data)
+        self._transport.write(data)
+
+    def writelines(self, parts: Any) -> None:
+        self.write(b"".join(parts))
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def get_write_buffer_size(self) -> int:
+        try:
+            return self._transport.get_write_buffer_size()
+        except (AttributeError, RuntimeError, NotImplementedError):
+            return 0  # it is closed
+
+
+class TrackedProtocol(asyncio.Protocol):
+    """Another server's protocol behind ``ConnectionAcceptor``, for an application that reports its requests.
+
+    Its transport is a ``CountingTransport``: with that application's ``asked``, ``told`` and ``answered`` of
+    ``ConnectionAcceptor.connections`` for ``CountingTransport.one`` a connection has all the deadlines there
+    are.
+    """
+
+    def __init__(self, acceptor: ConnectionAcceptor, one: ConnectionState, inner: Any) -> None:
+        self._acceptor, self._one, self._inner = acceptor, one, inner
+
+    def connection_made(self, transport: Any) -> None:
+        self._inner.connection_made(self._acceptor.made(self._one, transport))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._acceptor.closed(self._one)
+        self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._acceptor.connections.received(self._one, len(data), clock.monotonic())
+        self._inner.data_received(data)
+
+    def eof_received(self) -> Any:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+
+class _TrackedUvicornProtocol(HttpToolsProtocol):
+    """uvicorn's, which tells ``ConnectionAcceptor`` how far a connection is."""
+
+    def __init__(self, acceptor: ConnectionAcceptor, one: ConnectionState, **words: Any) -> None:
+        super().__init__(**words)
+        self._acceptor, self._one = acceptor, one
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(self._acceptor.made(self._one, transport))  # type: ignore[arg-type]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._acceptor.closed(self._one)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        connections, now = self._acceptor.connections, clock.monotonic()
+        connections.received(self._one, len(data), now)
+        super().data_received(data)
+        if not connections.received(self._one, 0, now):
+            _cut.labels("large").inc()
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\n"
+                b"Connection: close\r\n\r\n"
+            )
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {CLOSE_EXTENSION: {"now": self._cut}}
+        # Who asks, for whoever judges that (``mooncake.security.http_auth``).
+        self.scope["mooncake.certificate"] = self.transport.get_extra_info("peercert")  # type: ignore[typeddict-unknown-key]
+
+    def on_headers_complete(self) -> None:
+        self._acceptor.connections.header_received(self._one, clock.monotonic())
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._acceptor.connections.body_received(self._one, clock.monotonic())
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._acceptor.connections.response_sent(self._one, clock.monotonic())
+        super().on_response_complete()
+
+    def _cut(self) -> None:
+        """The answer ends here, and so does the connection."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+        self._acceptor.cut(self._one, "unread")
+
+
+class _UvicornServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, acceptor: ConnectionAcceptor) -> None:
+        super().__init__(config)
+        self._acceptor = acceptor
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+
+        def protocol(one: ConnectionState) -> asyncio.Protocol:
+            return _TrackedUvicornProtocol(
+                self._acceptor,
+                one,
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+                _loop=asyncio.get_running_loop(),
+            )
+
+        self._acceptor.open(protocol)
+        self.servers = [self._acceptor]  # type: ignore[list-item]
+        self.started = True
+
+
+class _Certified(HttpToolsProtocol):
+    """Puts the certificate of who asks into the scope of each request."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["mooncake.certificate"] = self.transport.get_extra_info("peercert")  # type: ignore[typeddict-unknown-key]
+
+
+class HttpServer:
+    """``app`` behind ``listening``; ``close`` lets answers under way end for ``grace_s`` seconds.
+
+    Args:
+        deadlines: of its connections.
+        max_connections: at most so many, and at most what the limit of files allows; 0: only that.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        listening: socket.socket,
+        grace_s: float = 2.0,
+        tls: ssl.SSLContext | None = None,
+        *,
+        deadlines: Deadlines | None = None,
+        max_connections: int = 0,
+    ) -> None:
+        self._socket = listening
+        self.port: int = listening.getsockname()[1]
+        deadlines = deadlines or Deadlines()
+        self.bodies = BodyBudget()
+        self.acceptor = ConnectionAcceptor(listening, deadlines, max_connections, tls)
+        config = uvicorn.Config(
+            self._with_bodies(app),
+            timeout_keep_alive=max(1, round(deadlines.idle_s)),
+            http=_TrackedUvicornProtocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=max(1, round(grace_s)),
+        )
+        config.load()
+        config.ssl = tls
+        self._server = _UvicornServer(config, self.acceptor)
+        self._task: asyncio.Task[None] | None = None
+
+    def _with_bodies(self, app: Asgi) -> Asgi:
+        async def edge(scope: Any, receive: Any, send: Any) -> None:
+            held: list[int] = []  # a list: applications copy scopes
+            scope[_BODIES], scope[_HELD] = self.bodies, held
+            try:
+                await app(scope, receive, send)
+            except ClientDisconnect:
+                pass  # it left, or was cut, before its body was complete: nobody is there to be answered
+            finally:
+                self.bodies.give_back(sum(held))
+
+        return edge
+
+    async def start(self) -> None:
+        """Return once requests are taken.
+
+        Raises:
+            RuntimeError: the application's own start failed; the log has the traceback.
+        """
+        self._task = asyncio.get_running_loop().create_task(self._serve())
+        while not self._server.started:
+            if self._task.done():
+                raise RuntimeError("the application did not start; the log says why")
+            await asyncio.sleep(0.005)
+
+    async def _serve(self) -> None:
+        # uvicorn leaves the process when the application does not start; here that is not its decision.
+        with contextlib.suppress(SystemExit):
+            await self._server.serve(sockets=[self._socket])
+
+    async def wait(self) -> None:
+        """Return when the server has ended."""
+        assert self._task is not None
+        await asyncio.shield(self._task)
+
+    async def close(self) -> None:
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        if self._server.server_state.tasks:  # cancelled: they say so to their peers
+            await asyncio.wait([*self._server.server_state.tasks], timeout=CLOSE_GRACE_S)
+        await self.acceptor.end()
+        self._socket.close()
+
+
+class HttpServerThread:
+    """A ``HttpServer`` of pages on a loop of its own, in a thread, for processes without either."""
+
+    def __init__(self, app: Any, listening: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        self._web = HttpServer(app, listening, tls=tls, max_connections=MAX_PAGE_CONNECTIONS)
+        self.port = self._web.port
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="web", daemon=True)
+        self._thread.start()
+        started.result()
+
+    def close(self) -> None:
+        """Stop. Harmless when repeated."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._over.set)
+            self._thread.join()
+
+    def _run(self, started: concurrent.futures.Future[None]) -> None:
+        try:
+            self._loop.run_until_complete(self._serve(started))
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            self._loop.close()
+
+    async def _serve(self, started: concurrent.futures.Future[None]) -> None:
+        try:
+            await self._web.start()
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        await self._over.wait()
+        await self._web.close()
+
+
+def serve_metrics(host: str, port: int, tls: ssl.SSLContext | None = None) -> HttpServerThread:
+    """Serve the metrics at every path, from a thread, for roles that have no HTTP server of their own.
+
+    Raises:
+        AddressInUse: the port is taken.
+    """
+
+    def page(_: Request) -> Response:
+        return Response(metrics.page(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    return HttpServerThread(Starlette(routes=[Route("/{path:path}", page)]), listen(host, port), tls)

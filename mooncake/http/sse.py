@@ -1,0 +1,162 @@
+"""Server-sent events: read from a worker, written to a client.
+
+Owns the bytes between ``data:`` and the blank line, and what happens when either side goes away. What an
+event means is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from mooncake import clock
+from mooncake.errors import ProtocolError
+from mooncake.http.openai import ApiError
+from mooncake.http.server import CLOSE_EXTENSION
+
+ResultT = TypeVar("ResultT")
+
+FINAL_EVENT_TIMEOUT_S = 1.0
+"""How long beyond its deadline an answer may take to say that it is over."""
+
+MAX_EVENT_BYTES = 16 << 20
+"""A worker's event beyond this size is not read on."""
+
+
+class EventParser:
+    """Cuts a worker's stream into the ``data`` of its events. Feed it whatever arrives."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of each event that ``data`` completes.
+
+        Raises:
+            ProtocolError: an event without end.
+        """
+        *events, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise ProtocolError(f"a server-sent event of more than {MAX_EVENT_BYTES} bytes")
+        return [found for event in events if (found := _data_of(event))]
+
+
+def _data_of(event: bytes) -> bytes:
+    lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines)
+
+
+class EventStreamResponse(Response):
+    """A response that writes events as they are made and stops making them when the client leaves.
+
+    ``first`` was taken from ``events`` already; ``on_end`` is called once, whatever the end. A server that
+    ends before its answers do cancels them: then the last event is an error. At ``deadline`` the answer ends
+    even if its reader reads nothing: then nothing can be said any more, and the connection is closed.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str],
+        on_end: Callable[[], None],
+        deadline: float = math.inf,
+    ) -> None:
+        # A proxy that buffers would turn a stream into one late answer.
+        no_buffering = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers={**no_buffering, **headers})
+        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+        self._first = first
+        self._events = events
+        self._on_end = on_end
+        self._is_in_the_middle = False
+        self._deadline = deadline
+        self._is_sending = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.ensure_future(self._write(send))
+        leaving = asyncio.ensure_future(_until_disconnect(receive))
+        is_read = True
+        try:
+            is_read = await self._until_over(writing, leaving)
+            if writing.done():
+                writing.result()
+        except asyncio.CancelledError:
+            await _cancel(writing)
+            if self._is_in_the_middle:
+                error = ApiError(503, "the gateway is stopping; ask again", code="gateway_stopping")
+                body = b"data: " + error.body() + b"\n\n"
+                await send({"type": "http.response.body", "body": body, "more_body": False})
+            raise
+        finally:
+            await _cancel(writing, leaving)
+            await self._events.aclose()
+            self._on_end()
+            if not is_read:
+                scope.get("extensions", {}).get(CLOSE_EXTENSION, {"now": _no_close})["now"]()
+
+    async def _until_over(self, writing: asyncio.Future[None], leaving: asyncio.Future[None]) -> bool:
+        """Wait for either. False: the deadline has passed, and the client takes nothing."""
+        both = {writing, leaving}
+        left_s = max(0.0, self._deadline - clock.monotonic())
+        wait_s = None if left_s == math.inf else left_s
+        done, _ = await asyncio.wait(both, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done and not self._is_sending:
+            # Its events end at the same deadline, with one that says so.
+            done, _ = await asyncio.wait(
+                both, timeout=FINAL_EVENT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+        return bool(done)
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._is_in_the_middle = True
+        await self._send(send, self._first)
+        async for event in self._events:
+            await self._send(send, event)
+        self._is_in_the_middle = False
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, event: bytes) -> None:
+        self._is_sending = True
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+        self._is_sending = False
+
+
+def _no_close() -> None:
+    """A server without our edge: its connection ends when the application returns."""
+
+
+async def cancel_on_disconnect(http: Request, answer: Awaitable[ResultT]) -> ResultT:
+    """The result of ``answer``, which is cancelled when the client goes away.
+
+    Raises:
+        ApiError: 499 for the log; the client is not there to read it.
+    """
+    answering = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(_until_disconnect(http.receive))
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ApiError(499, "the client went away", code="client_closed_request")
+        return answering.result()
+    finally:
+        await _cancel(answering, leaving)
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

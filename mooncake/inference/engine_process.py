@@ -1,0 +1,107 @@
+"""An engine becomes a process: its link to the store, its thread, its KV events, its HTTP server.
+
+Owns the order in which these start and stop, the same for a worker and for an engine without a model; what
+computes is theirs. An engine starts without its store, too, and finds it when it comes: the pool makes
+answers faster, never possible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from mooncake.connectors.memory import HostMemory
+from mooncake.connectors.store_link import StoreLink
+from mooncake.http.connections import Deadlines
+from mooncake.http.server import HttpServer, listen
+from mooncake.inference import kv_events
+from mooncake.inference.api import Api, create_app
+from mooncake.inference.blocks import EVICTED, BlockEvent, PoolBlocksStored
+from mooncake.inference.engine import Engine
+from mooncake.inference.generator import Generator
+from mooncake.inference.tokenizer import AnyTokenizer
+from mooncake.kvlayout import KvIdentity
+from mooncake.log import get_logger
+from mooncake.security import NODES_AND_ADMINS, HttpAuth, check_address, process_identity
+from mooncake.store import AsyncStore, StoreSettings
+from mooncake.transfer import TransferEngine, TransferSettings
+
+log = get_logger(__name__)
+
+DEADLINES = Deadlines(send_s=120.0)
+"""A gateway whose client reads slowly reads slowly, too; it is the one that loses patience first."""
+
+STORE_PATIENCE_S = 1.0
+"""A store that does not answer in time has no blocks: computing them takes about as long."""
+
+
+async def serve(running: contextlib.AbstractAsyncContextManager[Api], host: str, port: int) -> None:
+    """Serve an engine's API until cancelled. Raises AddressInUse when the port is taken."""
+    check_address(host)
+    listening = listen(host, port)
+    async with running as api:
+        # Who asks a worker is a gateway or a conductor: nodes of the cluster.
+        app = HttpAuth(create_app(api), levels=NODES_AND_ADMINS, open_paths=("/version",))
+        tls = process_identity().server_tls
+        server = HttpServer(app, listening, tls=tls, deadlines=DEADLINES)
+        try:
+            await server.start()
+            log.info(
+                "ready",
+                role=api.role,
+                address=f"{'https' if tls else 'http'}://{host}:{server.port}",
+                model=api.model,
+            )
+            await server.wait()
+        finally:
+            await server.close()
+
+
+@contextlib.asynccontextmanager
+async def connect_store_link(
+    master: str, host: str, identity: KvIdentity, memory: HostMemory
+) -> AsyncIterator[StoreLink]:
+    """The link between ``memory`` and the store of ``master``."""
+    async with contextlib.AsyncExitStack() as stack:
+        transfer = TransferEngine(TransferSettings(listen_host=host))
+        stack.callback(transfer.close)
+        store = AsyncStore(master, transfer, StoreSettings(timeout_s=STORE_PATIENCE_S))
+        stack.push_async_callback(store.close)
+        link = StoreLink(store, transfer, identity, memory, asyncio.get_running_loop())
+        stack.push_async_callback(link.close)
+        log.info("store_connected", master=master, identity=identity.digest)
+        yield link
+
+
+@contextlib.asynccontextmanager
+async def run_api(
+    engine: Engine, tokenizer: AnyTokenizer, host: str, kv_events_port: int, **api: Any
+) -> AsyncIterator[Api]:
+    """``engine`` on its thread, and what its HTTP server needs; ``api`` are further fields of that."""
+    block_tokens = engine.runner.layout.block_tokens
+    async with contextlib.AsyncExitStack() as stack:
+        publisher = kv_events.WorkerKvEventPublisher(host)
+        stack.push_async_callback(publisher.close)
+        source = await publisher.start(kv_events_port)
+
+        def publish(events: Sequence[BlockEvent]) -> None:
+            publisher.publish([_as_kv_event(event, block_tokens) for event in events])
+
+        generator = Generator(engine, tokenizer, asyncio.get_running_loop(), publish)
+        generator.start()
+        # In a thread: the last saves end with the loop's help.
+        stack.push_async_callback(asyncio.to_thread, generator.stop)
+        yield Api(generator, events=source, **api)
+
+
+def _as_kv_event(event: BlockEvent, block_tokens: int) -> kv_events.KvEvent:
+    if isinstance(event, PoolBlocksStored):
+        return kv_events.BlockStored(
+            block_hashes=list(event.hashes),
+            parent_block_hash=event.parent,
+            token_ids=list(event.token_ids),
+            block_size=block_tokens,
+        )
+    return kv_events.BlockRemoved(block_hashes=list(event.hashes), reason=EVICTED)

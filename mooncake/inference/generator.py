@@ -1,0 +1,203 @@
+"""From a request to the pieces of its answer, on asyncio.
+
+Owns the meeting of two worlds: the engine's thread, which makes tokens, and the loop, on which each
+answer is an asynchronous iterator of pieces. Text is made here, one detokenizer and one matcher of
+stop strings per answer. It knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from mooncake.errors import MooncakeError, Refusal
+from mooncake.http.answers import AnswerPiece
+from mooncake.http.openai import CompletionLogprobs
+from mooncake.inference.blocks import BlockEvent
+from mooncake.inference.engine import Engine, EngineThread, Output
+from mooncake.inference.request import FinishReason, Request
+from mooncake.inference.step import TokenLogprobs
+from mooncake.inference.step_log import PromptStats
+from mooncake.inference.tokenizer import AnyTokenizer, Detokenizer, StopMatcher
+
+MAX_UNREAD_OUTPUTS = 4096
+"""Steps' outputs of one request that wait for their reader; then its request is aborted."""
+
+
+class GenerationFailed(MooncakeError):
+    """A step of the engine broke under the request."""
+
+    code = "generation_failed"
+
+
+class GenerationRefused(MooncakeError):
+    """The engine would not take the request; ``refusal`` says why."""
+
+    code = "refused"
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
+
+
+@dataclasses.dataclass
+class TokenCounts:
+    """What ``usage`` and the hand-over to decode say of one request."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was found, here or in the pool."""
+    num_local_tokens: int = 0
+    """Those of them that were found in this worker's own memory."""
+    num_stored_tokens: int = 0
+    measured: PromptStats | None = None
+
+
+class Generator:
+    """Runs an engine and serves its answers to coroutines of ``loop``.
+
+    ``on_blocks`` is told, on the loop, which blocks appeared and went.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: AnyTokenizer,
+        loop: asyncio.AbstractEventLoop,
+        on_blocks: Callable[[Sequence[BlockEvent]], None] = lambda events: None,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._loop = loop
+        self._on_blocks = on_blocks
+        self._waiting: dict[str, asyncio.Queue[Output | None]] = {}
+        self._thread = EngineThread(engine, self._from_engine)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Stop the engine's thread after the step it is in; False if something still touches the pool."""
+        return self._thread.stop(timeout_s)
+
+    async def pieces(
+        self, request: Request, counts: TokenCounts, *, text_offset: int = 0, index: int = 0
+    ) -> AsyncGenerator[AnswerPiece, None]:
+        """The answer of ``request``, as it is made; ``counts`` is filled on the way.
+
+        An answer that was begun elsewhere (``request.num_prior_output_tokens``) goes on after its
+        first ``text_offset`` characters. Leaving the iterator early aborts the request.
+
+        Raises:
+            Refused: the engine can't take it now, or can never.
+            GenerationFailed: computing it failed.
+        """
+        outputs: asyncio.Queue[Output | None] = asyncio.Queue()
+        counts.num_prompt_tokens = request.num_prompt_tokens - request.num_prior_output_tokens
+        counts.num_output_tokens = request.num_prior_output_tokens
+        text = _Text(self.tokenizer, request, text_offset)
+        self._waiting[request.id] = outputs
+        ended = False
+        try:
+            refusal = self.engine.add(request)
+            if refusal is not None:
+                ended = True
+                raise GenerationRefused(refusal)
+            while not ended:
+                output = await outputs.get()
+                if output is None:
+                    raise GenerationFailed("the answer was given up: nobody has read it for a long time")
+                ended = output.finish_reason is not None
+                if output.error is not None:
+                    raise GenerationFailed(output.error)
+                counts.num_output_tokens += len(output.token_ids)
+                cached = output.num_local_cached + output.num_external_cached
+                counts.num_cached_tokens = min(cached, counts.num_prompt_tokens)
+                counts.num_local_tokens = min(output.num_local_cached, counts.num_prompt_tokens)
+                counts.num_stored_tokens = output.num_stored_tokens
+                counts.measured = output.measured
+                piece = text.take(output)
+                piece.index = index
+                yield piece
+                if text.is_stopped:
+                    return
+        finally:
+            self._waiting.pop(request.id, None)
+            if not ended:
+                self.engine.abort(request.id)
+
+    def _from_engine(self, outputs: Sequence[Output], events: Sequence[BlockEvent]) -> None:
+        """Called on the engine's thread after a step."""
+        self._loop.call_soon_threadsafe(self._deliver, outputs, events)
+
+    def _deliver(self, outputs: Sequence[Output], events: Sequence[BlockEvent]) -> None:
+        for output in outputs:
+            queue = self._waiting.get(output.request_id)
+            if queue is None:
+                continue
+            if queue.qsize() < MAX_UNREAD_OUTPUTS:
+                queue.put_nowait(output)
+            else:
+                del self._waiting[output.request_id]
+                self.engine.abort(output.request_id)
+                queue.put_nowait(None)
+        if events:
+            self._on_blocks(events)
+
+
+class _Text:
+    """Turns one request's tokens into pieces of text."""
+
+    def __init__(self, tokenizer: AnyTokenizer, request: Request, text_offset: int) -> None:
+        first_output = request.num_prompt_tokens - request.num_prior_output_tokens
+        prior = request.token_ids[first_output : request.num_prompt_tokens]
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, prior, text_offset)
+        self._stops = StopMatcher(request.sampling.stop)
+        self._stop_token_ids = request.sampling.stop_token_ids
+        self._offset = text_offset
+        self.is_stopped = False
+
+    def take(self, output: Output) -> AnswerPiece:
+        text = ""
+        stop_reason: str | int | None = None
+        finish = output.finish_reason
+        for token in output.token_ids:
+            is_last = finish is FinishReason.STOP and token == output.token_ids[-1]
+            if is_last:
+                # A token that ends the answer is no part of its text.
+                stop_reason = token if token in self._stop_token_ids else None
+            else:
+                text += self._detokenizer.feed(token)
+        if finish is not None:
+            text += self._detokenizer.finish()
+        text, found = self._stops.feed(text)
+        if found is None and finish is not None:
+            text += self._stops.finish()
+        if found is not None:
+            self.is_stopped = True
+            finish, stop_reason = FinishReason.STOP, found
+        piece = AnswerPiece(
+            text=text,
+            token_ids=list(output.token_ids),
+            logprobs=self._logprobs(output.logprobs),
+            finish_reason=None if finish is None else str(finish),
+            stop_reason=stop_reason,
+        )
+        self._offset += len(text)
+        return piece
+
+    def _logprobs(self, rows: Sequence[TokenLogprobs] | None) -> CompletionLogprobs | None:
+        if rows is None:
+            return None
+        columns = CompletionLogprobs()
+        for row in rows:
+            columns.text_offset.append(self._offset)
+            columns.tokens.append(self._tokenizer.token_text(row.token_id))
+            columns.token_logprobs.append(row.logprob)
+            columns.top_logprobs.append(
+                {self._tokenizer.token_text(token): value for token, value in row.top}
+            )
+        return columns

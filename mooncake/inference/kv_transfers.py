@@ -1,0 +1,166 @@
+"""What is on its way between the pool and the external cache, and whose it is.
+
+It owns the pairing of requests with their lookups, loads and saves, and the references that keep
+blocks from being reused while something reads or writes them. It refuses to know tensors and
+answers. The engine asks it before a step what may join, and tells it after the step what became of
+it; the scheduler is told of everything that arrives::
+
+    begin_lookups ──▶ poll: found ──▶ load ──▶ poll: first layer ──▶ in a step ──▶ end_load
+    begin_saves ──▶ (in a step) ──▶ finish_saves ──▶ poll: done ──▶ blocks released
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from mooncake.connectors.kv_link import AnyLink, KvLoad, KvLookup, KvSave
+from mooncake.inference.request import FinishReason, Request
+from mooncake.inference.scheduler import Scheduler
+from mooncake.inference.step import CacheLookup, SaveBlocks, Step
+from mooncake.prefix import BlockHash
+
+
+@dataclasses.dataclass(slots=True)
+class ActiveLoad:
+    """A load and the blocks it writes into."""
+
+    load: KvLoad
+    block_ids: list[int]
+
+
+@dataclasses.dataclass(slots=True)
+class ActiveSave:
+    """A save and the blocks it reads."""
+
+    save: KvSave
+    what: SaveBlocks
+
+
+class KvTransfers:
+    """Lookups, loads and saves of one engine; every call comes from its thread."""
+
+    def __init__(self, link: AnyLink, scheduler: Scheduler) -> None:
+        self._link = link
+        self._scheduler = scheduler
+        self._lookups: dict[str, KvLookup] = {}
+        self._loads: dict[str, ActiveLoad] = {}
+        self._ending_loads: list[ActiveLoad] = []
+        """Loads whose request is gone, and which may still write."""
+        self._saves: dict[str, list[ActiveSave]] = {}
+        self._stored: dict[str, dict[BlockHash, None]] = {}
+        """Blocks of ``save_tail`` requests that the external cache has taken."""
+        self.num_failed_loads = 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing touches the pool."""
+        return not (self._loads or self._ending_loads or self._saves)
+
+    def is_saving(self, request_id: str) -> bool:
+        return request_id in self._saves
+
+    def poll(self, now: float) -> None:
+        """Take what has arrived since the last call and tell the scheduler."""
+        self._poll_lookups(now)
+        self._poll_loads(now)
+        self.poll_saves()
+
+    def begin_lookups(self, lookups: Sequence[CacheLookup]) -> None:
+        for lookup in lookups:
+            self._lookups[lookup.request.id] = self._link.lookup(lookup.blocks)
+
+    def loads_of(self, step: Step) -> dict[str, KvLoad]:
+        """The loads that bring cached positions of the step's chunks, by request."""
+        return {c.request.id: self._loads[c.request.id].load for c in step.chunks if c.has_load}
+
+    def end_load(self, request_id: str) -> None:
+        """The request needs its load no more; its blocks stay until nothing writes into them."""
+        if (entry := self._loads.pop(request_id, None)) is None:
+            return
+        if entry.load.done:
+            self._scheduler.release(entry.block_ids)
+        else:
+            self._ending_loads.append(entry)
+
+    def begin_saves(self, step: Step, started: list[ActiveSave]) -> None:
+        """Announce the step's saves; ``started`` grows with each, also when the next one raises."""
+        for what in step.saves:
+            columns = [(block.hash, block.num_tokens, block.block_id) for block in what.blocks]
+            started.append(ActiveSave(self._link.start_save(columns), what))
+
+    def finish_saves(self, step: Step, started: Sequence[ActiveSave], failed: Collection[str]) -> None:
+        """The step is over; saves of requests in ``failed`` hold nothing valid."""
+        for what in step.saves[len(started) :]:
+            self._scheduler.release(what.block_ids)
+        for entry in started:
+            self._saves.setdefault(entry.what.request.id, []).append(entry)
+            if entry.what.request.id in failed:
+                self._link.abort_save(entry.save)
+            else:
+                self._link.finish_save(entry.save)
+        self.poll_saves()
+
+    def poll_saves(self) -> None:
+        """Let go of the blocks of saves that are done."""
+        for request_id, entries in list(self._saves.items()):
+            for entry in [entry for entry in entries if entry.save.done]:
+                entries.remove(entry)
+                self._scheduler.release(entry.what.block_ids)
+                request = entry.what.request
+                if request.save_tail and request.finish_reason not in (
+                    FinishReason.ABORT,
+                    FinishReason.ERROR,
+                ):
+                    taken = entry.what.blocks[: entry.save.num_stored_blocks]
+                    self._stored.setdefault(request_id, {}).update((block.hash, None) for block in taken)
+            if not entries:
+                del self._saves[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """The request is gone. What was begun for it ends by itself."""
+        if (lookup := self._lookups.pop(request_id, None)) is not None:
+            self._link.release(lookup)
+        self.end_load(request_id)
+        self._stored.pop(request_id, None)
+
+    def num_stored_tokens(self, request: Request, block_tokens: int) -> int:
+        """Leading prompt tokens in the external cache: those loaded from there, and those it took."""
+        stored = self._stored.get(request.id, {})
+        first = request.num_local_cached_tokens
+        end = first + request.num_external_cached_tokens
+        num_tokens = 0
+        for block_hash in request.hash_blocks(block_tokens)[: request.num_prompt_tokens // block_tokens]:
+            if block_hash not in stored and not first <= num_tokens < end:
+                return num_tokens
+            num_tokens += block_tokens
+        is_tail_stored = request.tail_hash in stored or end >= request.num_prompt_tokens
+        return request.num_prompt_tokens if is_tail_stored else num_tokens
+
+    def check(self) -> None:
+        assert self._lookups.keys().isdisjoint(self._loads.keys())
+        assert all(self._saves.values()), "an empty list of saves was kept"
+
+    def _poll_lookups(self, now: float) -> None:
+        for request_id, lookup in list(self._lookups.items()):
+            if not lookup.done:
+                continue
+            del self._lookups[request_id]
+            block_ids = self._scheduler.lookup_finished(request_id, lookup.num_blocks, now)
+            if block_ids is None:
+                self._link.release(lookup)
+            else:
+                self._loads[request_id] = ActiveLoad(self._link.start_load(lookup, block_ids), block_ids)
+
+    def _poll_loads(self, now: float) -> None:
+        for request_id, entry in list(self._loads.items()):
+            if entry.load.failed:
+                self.num_failed_loads += 1
+                self._scheduler.load_failed(request_id, now)
+                self.end_load(request_id)
+            elif entry.load.num_layers_loaded > 0:
+                self._scheduler.load_ready(request_id, now)
+        ended = [entry for entry in self._ending_loads if entry.load.done]
+        for entry in ended:
+            self._ending_loads.remove(entry)
+            self._scheduler.release(entry.block_ids)

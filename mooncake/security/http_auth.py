@@ -1,0 +1,117 @@
+"""What stands before an HTTP application: who asks, by certificate and by signature, before it is asked.
+
+An ASGI application around another one. It reads nothing of a request's body until its header has proven who
+sent it, and passes a body on whose digest is the signed one. What it found is in the request's scope, under
+``PRINCIPAL``; the server puts the peer's certificate there under ``CERTIFICATE`` (``mooncake.http.server``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from typing import Any
+
+from mooncake.errors import AccessDenied
+from mooncake.log import get_logger
+from mooncake.security.admin_key import AdminKey
+from mooncake.security.certificates import principal_of
+from mooncake.security.identity import Identity, process_identity
+from mooncake.security.principal import EVERYBODY, OPEN, Level, Principal, Role
+from mooncake.security.request_signature import HEADER
+
+log = get_logger(__name__)
+
+PRINCIPAL = "mooncake.principal"
+CERTIFICATE = "mooncake.certificate"
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class HttpAuth:
+    """``app``, for those of ``levels`` only.
+
+    Args:
+        identity: what is asked for; by default as this process's.
+        open_paths: answered to everybody.
+        api_key: whoever brings it (``AdminKey``) counts as an administrator; empty: nobody does.
+    """
+
+    def __init__(
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        identity: Identity | None = None,
+        levels: Collection[Level] = EVERYBODY,
+        open_paths: Collection[str] = (),
+        api_key: str = "",
+    ) -> None:
+        self._app = app
+        self._identity = identity or process_identity()
+        self._verifier = self._identity.verifier()
+        self._levels = levels
+        self._open_paths = open_paths
+        self._admin_key = AdminKey(api_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        try:
+            scope[PRINCIPAL], digest = self._principal(scope)
+        except AccessDenied as error:
+            log.debug("request_refused", path=scope["path"], reason=str(error))
+            await _refuse(send, 401, str(error))
+            return
+        principal = scope[PRINCIPAL]
+        if not principal.is_open and principal.level not in self._levels:
+            await _refuse(send, 403, f"this is for {', '.join(sorted(self._levels))}; you are {principal}")
+            return
+        await self._app(scope, receive if digest is None else _checked(receive, digest), send)
+
+    def _principal(self, scope: Scope) -> tuple[Principal, bytes | None]:
+        """Who asks, and the digest that the body must have; raises AccessDenied."""
+        if self._identity.is_open:
+            return OPEN, None
+        said = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        if self._admin_key.matches(said):
+            return Principal(Role.ADMIN), None
+        certified = principal_of(scope.get(CERTIFICATE)) if self._identity.has_tls else None
+        if self._verifier is None:
+            assert certified is not None
+            return certified, None
+        name = HEADER.lower().encode()
+        header = next((value for key, value in scope["headers"] if key == name), b"")
+        query = scope.get("query_string", b"")
+        path = (scope.get("raw_path") or scope["path"].encode()) + (b"?" + query if query else b"")
+        signed, digest = self._verifier.check(
+            header.decode("latin-1"), scope["method"], path.decode("latin-1")
+        )
+        if certified is not None and certified not in (signed, Principal(Role.CLIENT)):
+            raise AccessDenied(f"its certificate is that of {certified}, its key that of {signed}")
+        return signed, digest
+
+
+def _checked(receive: Receive, digest: bytes) -> Receive:
+    """The body as it comes; if it is another than was signed, the connection ends in place of it."""
+    seen = hashlib.sha256()
+
+    async def checked() -> Message:
+        message = await receive()
+        if message["type"] == "http.request":
+            seen.update(message.get("body", b""))
+            if not message.get("more_body", False) and not hmac.compare_digest(seen.digest(), digest):
+                return {"type": "http.disconnect"}
+        return message
+
+    return checked
+
+
+async def _refuse(send: Send, status: int, reason: str) -> None:
+    body = reason.encode()
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(body))]
+    headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,102 @@
+"""TLS contexts of Python's own, from the files that settings name.
+
+They speak TLS 1.3 only and are mutual: who shows no certificate of the authority is not talked to.
+Certificates are made elsewhere (``mooncake certs``, or yours); this module reads them and says which setting
+is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+from pathlib import Path
+from typing import Protocol
+
+from mooncake.errors import InvalidArgument
+
+
+class TlsFiles(Protocol):
+    """Settings that name PEM files."""
+
+    @property
+    def tls_cert(self) -> str: ...
+    @property
+    def tls_key(self) -> str: ...
+    @property
+    def tls_ca(self) -> str: ...
+
+
+CERTIFICATE = "-----BEGIN CERTIFICATE-----"
+_END = "-----END CERTIFICATE-----"
+
+
+def server_context(settings: TlsFiles) -> ssl.SSLContext:
+    """For the side that listens.
+
+    Raises:
+        InvalidArgument: names the setting whose file is missing or wrong.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0
+    return _filled(settings, context)
+
+
+def client_context(settings: TlsFiles, *, check_host: bool) -> ssl.SSLContext:
+    """For the side that connects; raises as ``server_context``."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = check_host
+    return _filled(settings, context)
+
+
+def _filled(settings: TlsFiles, context: ssl.SSLContext) -> ssl.SSLContext:
+    check_files(settings)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    field = "tls_cert"
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: "")
+        field = "tls_ca"
+        context.load_verify_locations(settings.tls_ca)
+    except (OSError, ValueError) as error:
+        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
+            field = "tls_key"
+        raise wrong_file(settings, field, str(error)) from error
+    return context
+
+
+def certificate_digest(settings: TlsFiles) -> bytes:
+    """SHA-256 of the certificate that its owner shows: the first in its file."""
+    text = Path(settings.tls_cert).read_text(encoding="ascii", errors="replace")
+    first = text[text.index(CERTIFICATE) :].partition(_END)[0] + _END
+    try:
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
+    except ValueError as error:
+        raise wrong_file(settings, "tls_cert", str(error)) from error
+
+
+def check_files(settings: TlsFiles) -> None:
+    """What OpenSSL would say less clearly: a file that is not there, or holds something else."""
+    for field, mark in {
+        "tls_cert": CERTIFICATE,
+        "tls_key": "PRIVATE KEY-----",
+        "tls_ca": CERTIFICATE,
+    }.items():
+        try:
+            content = Path(getattr(settings, field)).read_text(encoding="ascii", errors="replace")
+        except OSError as error:
+            raise wrong_file(settings, field, error.strerror or str(error)) from error
+        if mark not in content:
+            raise wrong_file(settings, field, f"it has no line with {mark.strip('-')}")
+        if "ENCRYPTED" in content and field == "tls_key":
+            raise wrong_file(settings, field, "it has a password; `openssl pkey` takes it off")
+
+
+def wrong_file(settings: TlsFiles, field: str, reason: str) -> InvalidArgument:
+    """The error that names ``field`` and what it needs."""
+    needs = {
+        "tls": "only where OpenSSL 3 is installed",
+        "tls_cert": "a PEM certificate",
+        "tls_key": "the PEM private key of tls_cert",
+        "tls_ca": "PEM certificates of the authority",
+    }
+    return InvalidArgument(field, getattr(settings, field), f"{needs[field]} ({reason})")

@@ -1,0 +1,460 @@
+"""One life of a master among several, as ``server.py`` and ``coordinator.py`` run it, on virtual time.
+
+It asks the ballot, follows who leads, keeps a log in a directory that outlives it, and sends what its role
+says. What is decided, the same cores decide: ``Election``, ``MasterRole``, ``Followers``, ``Following``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mooncake.errors import Unavailable
+from mooncake.machine import Wake
+from mooncake.rpc.wire import Failure
+from mooncake.sim.faults.masters_network import replies, requests
+from mooncake.sim.faults.masters_oplog import NoOplog, SimOplog, as_known_to_old
+from mooncake.sim.faults.network import ConnectionEnd, over_the_wire
+from mooncake.sim.faults.pausable_process import PausableProcess
+from mooncake.sim.faults.sim_files import SimDirectory
+from mooncake.sim.faults.store_cluster import MOVES
+from mooncake.sim.kernel import SimDriver, Timer
+from mooncake.store.ha import election as el
+from mooncake.store.ha.role import MasterRole, not_leader
+from mooncake.store.ha.standby_replication import (
+    ANSWER_S,
+    RETRY_S,
+    Follow,
+    Followed,
+    Leads,
+    StandbyCursor,
+    WhoLeads,
+)
+from mooncake.store.master.effects import AppendRecords, ConnectionLost, Effect, Event, Received, Reply
+from mooncake.store.master.master import Master
+from mooncake.store.settings import MasterSettings
+from mooncake.types import Tier
+
+if TYPE_CHECKING:
+    from mooncake.sim.faults.masters_cluster import MastersCluster
+
+EXIT_S = 0.05
+"""Until a process that must not go on has ended."""
+
+
+class MasterHost:
+    """Args: directory: of its log; None: it keeps none. is_old: it runs an older version."""
+
+    def __init__(
+        self,
+        world: MastersCluster,
+        name: str,
+        settings: MasterSettings,
+        directory: SimDirectory | None,
+        is_old: bool,
+    ) -> None:
+        self.world, self.name, self.settings, self.is_old = world, name, settings, is_old
+        self.process = PausableProcess(world.kernel, name, world.new_clock())
+        self.directory = directory
+        self.log: SimOplog | NoOplog = NoOplog()
+        if directory is not None:
+            self.log = SimOplog(self.process, directory, is_old)
+        self.role = MasterRole(settings, self.log, lambda: world.first_id(name))
+        self._ends: dict[ConnectionEnd, None] = {}
+        self._gone: list[ConnectionEnd] = []
+        """Connections that were lost while it did not lead."""
+        self._numbers: dict[tuple[ConnectionEnd, int], int] = {}
+        """Of each request: the number of the records on which its answer rests."""
+        self._driver: SimDriver[Event, Effect] | None = None
+        self._driven: Master | None = None
+        self._timer: Timer | None = None
+        self._listed: tuple[el.Standby, ...] = ()
+        self._follow_loop: _FollowLoop | None = None
+        self._resigns = False
+        records = self.log.read()
+        me = el.Standby(self.log.id or f"{name}#{world.kernel.random.getrandbits(40):x}", name)
+        self.election = el.Election(
+            me,
+            settings.election_lease_s,
+            settings.orphan_s,
+            has_log=directory is not None,
+            has_state=bool(records),
+            keeps_records=True,
+            is_whole=name not in world.has_forgotten,
+        )
+        self._election_driver: SimDriver[el.Event, el.Effect] = SimDriver(
+            self.process, self.election, self._perform_election
+        )
+        world.network.listen(name, self.process, self._accept)
+        try:
+            self.role.begin(records, self.process.now)
+        except Unavailable:
+            self._exit()
+            return
+        self.process.do(lambda: self._post_election(Wake()))
+
+    @property
+    def master(self) -> Master:
+        return self.role.master
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.is_alive
+
+    @property
+    def acts(self) -> bool:
+        """It would answer at this instant."""
+        is_there = self.process.is_alive and not self.process.stands_still
+        return is_there and self.role.is_leading and self.election.leads(self.process.now)
+
+    @property
+    def is_in_sync(self) -> bool:
+        return self._follow_loop is not None and self._follow_loop.following.is_in_sync
+
+    # The election
+
+    def _post_election(self, event: el.Event | Wake) -> None:
+        self._election_driver.post(event)
+        self._look_around()
+
+    def _perform_election(self, effect: el.Effect) -> None:
+        self.process.then(lambda: self._perform_election_now(effect))
+
+    def _perform_election_now(self, effect: el.Effect) -> None:
+        if not self.process.is_alive:
+            return
+        if isinstance(effect, el.ReadLease | el.CompareAndSet):
+            self.world.lease_store.ask(self, effect, self._post_election)
+        elif isinstance(effect, el.Lead):
+            self._stop_following()
+            self._lead(effect)
+        elif isinstance(effect, el.StepDown):
+            self._step_down(effect.reason)
+        elif isinstance(effect, el.LeaderChanged):
+            self._stop_following()
+            if effect.record.leader not in ("", self.election.me.id):
+                self._follow_loop = _FollowLoop(self, effect.record)
+        elif self.process.is_alive:
+            self.world.trace_line(f"{self.name} resigned; next: {effect.successor}")
+            self.process.crash()
+
+    def _lead(self, effect: el.Lead) -> None:
+        world = self.world
+        record = self.election.record
+        self._listed = tuple(record.standbys) if record is not None else ()
+        self.log.stop_compacting()
+        try:
+            self.role.lead(
+                effect.is_complete, self.election, world.kernel.random.getrandbits(40), self.process.now
+            )
+        except Unavailable:
+            # Nothing of what a leader does follows, not even a renewal that says it has begun.
+            world.trace_line(f"{self.name} can't write its log, and does not begin")
+            world.counts["failed logs"] += 1
+            self._end()
+            return
+        world.led(self, effect.is_complete)
+        self._numbers = {}
+        self._driver = SimDriver(self.process, self.master, self._perform)
+        self._driven = self.master
+        self.master.catalog.on_left.append(self._left)
+        self.master.catalog.on_complete.append(self._completed)
+        self._driver.after_step = self._stepped
+        gone, self._gone = self._gone, []
+        self._post(Wake())
+        for end in gone:
+            self._post(ConnectionLost(end))
+
+    def _left(self, stored: Any, extent: Any, _: float) -> None:
+        if not self.role.is_leading or extent.segment.tier is not Tier.MEMORY:
+            return
+        ledger, catalog = self.world.checkers.ledger, self.master.catalog
+        if catalog.is_evicting:
+            ledger.evicted(stored.key, extent.segment.node, bool(stored.complete(Tier.SSD)))
+        elif catalog.removal_reason in MOVES:
+            ledger.moved(stored.key, extent.segment.node)
+
+    def _completed(self, stored: Any, extent: Any, _: float) -> None:
+        if self.role.is_leading and extent.segment.tier is Tier.MEMORY:
+            self.world.checkers.ledger.copied(stored.key, extent.segment.node)
+
+    def _stepped(self) -> None:
+        if self.world.master is self:  # else another leads, and this one has not noticed yet
+            self.world.checkers.master_stepped(self.master)
+
+    def _step_down(self, reason: str) -> None:
+        self.world.trace_line(f"{self.name} steps down: {reason}")
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+        self.send([not_leader(held) for held in self.role.step_down()])
+        self._arm()
+        for end in list(self._ends):
+            end.close()
+            self._gone.append(end)
+        self._ends = {}
+
+    def resign(self) -> None:
+        """As when it is told to stop."""
+        if self._resigns or not self.process.is_alive:
+            return
+        self._resigns = True
+        self._stop_following()
+        was_leading = self.election.is_leading
+        self.role.is_leading = False
+        followers = self.role.followers
+        # What was said may still reach everybody.
+        wait_s = self.settings.standby_ack_s if followers is not None and followers.num_held else 0.0
+
+        def hand_over() -> None:
+            if was_leading:
+                self._post_election(el.Resign())
+                self.process.after(self.settings.election_lease_s, self._end)
+            else:
+                self._end()
+
+        self.process.after(wait_s, hand_over)
+
+    def _end(self) -> None:
+        if self.process.is_alive:
+            self.process.crash()
+
+    def _exit(self) -> None:
+        """It must not go on: a record could not be written down."""
+        self.world.trace_line(f"{self.name} can't write its log")
+        self.world.counts["failed logs"] += 1
+        for records in self.log.possible:
+            successor = Master(self.settings)
+            successor.restore(records, self.process.now)
+            self.world.replication.may_begin_with(successor)
+        self.send([not_leader(held) for held in self.role.step_down()])
+        self._arm()
+        self.process.after(EXIT_S, self.resign)
+
+    # Clients and nodes
+
+    def _accept(self, end: ConnectionEnd) -> None:
+        self._ends[end] = None
+
+        def received(frame: tuple[int, Any]) -> None:
+            self.process.do(lambda: self._received(end, *frame))
+
+        def closed(_: str) -> None:
+            self.process.do(lambda: self._lost(end))
+
+        end.on_message, end.on_closed = received, closed
+
+    def _received(self, end: ConnectionEnd, request_id: int, message: msgspec.Struct) -> None:
+        origin = (end, request_id)
+        now = self.process.now
+        if isinstance(message, WhoLeads):
+            record = self.election.record
+            leader, term = (record.address, record.term) if record is not None else ("", 0)
+            is_here = self.election.leads(now) and self.role.is_leading
+            self.send([Reply(origin, Leads(leader, term, is_here))])
+        elif isinstance(message, Follow):
+            answers = self.role.follow(message, origin, end, now)
+            if answers is None:
+                self.send([Reply(origin, Failure("not_leader", self._leader))])
+                return
+            self.send(answers)
+            self._look_around()
+        elif not self.role.is_leading or self._driver is None:
+            leader = "" if self._leader == self.name else self._leader
+            self.send([Reply(origin, Failure("not_leader", leader))])
+        else:
+            self._post(Received(origin, end, message))
+
+    @property
+    def _leader(self) -> str:
+        return self.election.record.address if self.election.record is not None else ""
+
+    def _lost(self, end: ConnectionEnd) -> None:
+        self._ends.pop(end, None)
+        if self.role.followers is not None:
+            self.role.followers.lost(end)
+            self._look_around()
+        if self.role.is_leading and self._driver is not None:
+            self._post(ConnectionLost(end))
+        else:
+            self._gone.append(end)
+
+    def _post(self, event: Event | Wake) -> None:
+        if self._driver is not None and self.role.is_leading:
+            self._driver.post(event)
+
+    def _perform(self, effect: Effect) -> None:
+        driver = self._driver
+        self.process.then(lambda: self._perform_now(effect) if driver is self._driver else None)
+
+    def _perform_now(self, effect: Effect) -> None:
+        if not isinstance(effect, Reply | AppendRecords):
+            return
+        followers = self.role.followers
+        if self.role.has_failed:
+            return
+        if isinstance(effect, Reply) and followers is not None:
+            self._numbers[effect.origin] = followers.number
+        try:
+            answers = self.role.carry_out(effect, self.process.now)
+        except Unavailable:
+            self._exit()
+            return
+        if isinstance(effect, AppendRecords):
+            self.world.replication.kept(self, effect.records)
+        self.send(answers)
+        if isinstance(effect, Reply) and followers is not None and followers.num_held and self._timer is None:
+            self._arm()
+
+    def send(self, answers: list[Reply]) -> None:
+        for reply in answers:
+            end, request_id = reply.origin
+            message = reply.message
+            number = self._numbers.pop(reply.origin, None)
+            if number is not None and not isinstance(message, Failure):
+                self.world.replication.acknowledged(self, number)
+            if isinstance(message, Followed) and self.is_old:
+                message = msgspec.structs.replace(message, records=as_known_to_old(message.records))
+            end.send((request_id, over_the_wire(message, replies)))
+
+    # Standbys
+
+    def _look_around(self) -> None:
+        followers = self.role.followers
+        if followers is None:
+            return
+        listed = tuple(followers.listed.values())
+        if listed != self._listed:
+            self._listed = listed
+            self._post_election(el.InSync(listed))
+        if self.role.followers is followers:
+            self.send(self.role.let_go(self.process.now))
+            if self.election.leads(self.process.now):
+                followers.check()
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        followers = self.role.followers
+        deadline = followers.deadline() if followers is not None else None
+        if deadline is not None:
+            self._timer = self.process.after(deadline - self.process.now, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self.role.followers is not None:
+            self.send(self.role.followers.expire(self.process.now))
+            self._look_around()
+
+    def _stop_following(self) -> None:
+        if self._follow_loop is not None:
+            self._follow_loop.stop()
+            self._follow_loop = None
+
+    def leader_lost(self) -> None:
+        self._post_election(el.LeaderLost())
+
+    def take(self, following: StandbyCursor, answer: Followed) -> bool:
+        """False: it could not be written down."""
+        now = self.process.now
+        if self.is_old:
+            answer = msgspec.structs.replace(answer, records=as_known_to_old(answer.records))
+        try:
+            if following.begins_anew(answer):
+                self.log.stop_compacting()
+                self.role.begin_to_follow()
+            if self.role.take(answer, now):
+                self._gone = []
+        except Unavailable:
+            self._exit()
+            return False
+        was_in_sync = following.is_in_sync
+        following.entered(answer)
+        if following.is_in_sync and not was_in_sync:
+            self.world.has_forgotten.pop(self.name, None)
+            self._post_election(el.CaughtUp())
+        self.world.replication.took(self, following, answer)
+        return True
+
+    def __repr__(self) -> str:
+        return f"<MasterHost {self.name} {self.role!r}>"
+
+
+class _FollowLoop:
+    """Follows the leader of one record, until it is stopped."""
+
+    def __init__(self, host: MasterHost, record: el.LeaderLease) -> None:
+        self._host = host
+        self._record = record
+        self.following = StandbyCursor(host.election.me, record.term)
+        self._end: ConnectionEnd | None = None
+        self._number = 0
+        self._is_stopped = False
+        self._timer: Timer | None = None
+        self._connect()
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        self._close()
+
+    def _connect(self) -> None:
+        if self._is_stopped:
+            return
+        self._number += 1
+        attempt, process = self._number, self._host.process
+        self.following = StandbyCursor(self._host.election.me, self._record.term)
+
+        def is_meant() -> bool:
+            return not self._is_stopped and attempt == self._number
+
+        def opened(end: ConnectionEnd) -> None:
+            if not is_meant():
+                end.close()
+                return
+            self._end = end
+            end.on_message = lambda frame: process.do(lambda: answered(frame[1]))
+            end.on_closed = lambda reason: process.do(lambda: self._lost() if is_meant() else None)
+            self._ask()
+
+        def answered(answer: Any) -> None:
+            if not is_meant():
+                return
+            if not isinstance(answer, Followed):
+                self._lost()
+            elif self._host.take(self.following, answer):
+                process.do(lambda: self._ask() if is_meant() else None)
+
+        self._be_patient()
+        refused = lambda reason: self._lost() if is_meant() else None  # noqa: E731
+        self._host.world.network.connect(process, self._record.address, opened, refused)
+
+    def _ask(self) -> None:
+        if self._end is not None:
+            self._be_patient()
+            self._end.send((0, over_the_wire(self.following.question(), requests)))
+
+    def _be_patient(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._host.process.after(ANSWER_S, self._lost)
+
+    def _close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        end, self._end = self._end, None
+        if end is not None:
+            end.on_message = end.on_closed = None
+            end.close()
+
+    def _lost(self) -> None:
+        if self._is_stopped:
+            return
+        self._number += 1
+        self._close()
+        self.following = StandbyCursor(self._host.election.me, self._record.term)
+        self._host.leader_lost()
+        if not self._is_stopped:
+            self._host.process.after(RETRY_S, self._connect)

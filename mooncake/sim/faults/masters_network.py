@@ -1,0 +1,139 @@
+"""A network in which a group may not hear another, in one direction or both, and of whose masters one leads.
+
+A partition holds messages, as ``network.py`` says. Nodes and clients do not name a master: they connect to
+``MASTERS``, and are connected to whoever says that it leads, found by the search of live processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mooncake.errors import PeerLost
+from mooncake.rpc.wire import Failure, decoder_for
+from mooncake.sim.faults.cluster_faults import ClusterFaults
+from mooncake.sim.faults.network import ConnectionEnd, Network, over_the_wire
+from mooncake.sim.kernel import Kernel, Process
+from mooncake.store import messages as m
+from mooncake.store.ha.leader_search import PROBE_S, LeaderSearch
+from mooncake.store.ha.standby_replication import Follow, Followed, Leads, WhoLeads
+
+MASTERS = "masters"
+LEASE_STORE = "ballot"
+PROBE = 1 << 40
+"""Number of the question who leads: far from all others of a connection."""
+
+requests = decoder_for((*m.REQUESTS, Follow, WhoLeads))
+replies = decoder_for((*m.REPLIES, Followed, Leads))
+
+
+class DirectedNetwork(Network):
+    """Has directions."""
+
+    def __init__(self, kernel: Kernel, faults: ClusterFaults, masters: list[str]) -> None:
+        super().__init__(kernel, faults)
+        self.masters = masters
+        self.hints: dict[str, str] = {}
+        """Process -> who it was told leads."""
+        self._held_until: dict[tuple[str, str], float] = {}
+
+    def connect(
+        self,
+        process: Process,
+        name: str,
+        opened: Callable[[ConnectionEnd], None],
+        refused: Callable[[str], None],
+    ) -> None:
+        if name == MASTERS:
+            _MasterSearch(self, process, opened, refused).ask_next()
+        else:
+            super().connect(process, name, opened, refused)
+
+    def cut(self, group: Iterable[str], others: Iterable[str], one_way: bool, seconds: float) -> None:
+        """The others don't hear the group, and it does not hear them unless ``one_way``."""
+        until = self.kernel.now + seconds
+        group, others = list(group), list(others)
+        way = "are not heard by" if one_way else "and"
+        self.kernel.trace_line(f"cut for {seconds:.2f} s: {group} {way} {others}")
+        for one in group:
+            for other in others:
+                self._held_until[one, other] = until
+                if not one_way:
+                    self._held_until[other, one] = until
+
+    def heal(self) -> None:
+        self._held_until.clear()
+
+    def held_s(self, one: str, other: str) -> float:
+        """How long until a message of one gets through to the other."""
+        names = self.masters if other == MASTERS else [other]
+        until = max(self._held_until.get((one, name), 0.0) for name in names)
+        return max(0.0, until - self.kernel.now)
+
+
+class _MasterSearch:
+    """A process looks for the master that leads: one round, as ``master_client.py`` does it."""
+
+    def __init__(
+        self,
+        network: DirectedNetwork,
+        process: Process,
+        opened: Callable[[ConnectionEnd], None],
+        refused: Callable[[str], None],
+    ) -> None:
+        self.master = ",".join(network.masters)
+        self._network = network
+        self._process = process
+        self._opened = opened
+        self._refused = refused
+        self._search = LeaderSearch(self, "the master")
+        hint = [self.hint] if self.hint else []
+        self._search.begin_round([*hint, *network.masters])
+
+    @property
+    def hint(self) -> str:
+        return self._network.hints.get(self._process.name, "")
+
+    @hint.setter
+    def hint(self, address: str) -> None:
+        self._network.hints[self._process.name] = address
+
+    def ask_next(self) -> None:
+        address = self._search.next()
+        if address is None:
+            self._refused("nobody leads")
+            return
+        is_over = False
+        link: list[ConnectionEnd] = []
+
+        def heard(answer: Any) -> None:
+            nonlocal is_over
+            if is_over:
+                return
+            is_over = True
+            timer.cancel()
+            leads = answer if isinstance(answer, Leads) else PeerLost(str(answer))
+            if self._search.heard(address, leads):
+                link[0].on_message = link[0].on_closed = None
+                self._opened(link[0])
+                return
+            for end in link:
+                end.on_message = end.on_closed = None
+                end.close()
+            self.ask_next()
+
+        def opened(end: ConnectionEnd) -> None:
+            if is_over:
+                end.close()
+                return
+            link.append(end)
+            end.on_message = lambda frame: heard(frame[1])
+            end.on_closed = heard
+            end.send((PROBE, over_the_wire(WhoLeads(), requests)))
+
+        timer = self._process.after(PROBE_S, lambda: heard("no answer"))
+        self._network.connect(self._process, address, opened, heard)
+
+
+def is_not_leader(reply: Any) -> bool:
+    return isinstance(reply, Failure) and reply.code == "not_leader"

@@ -1,0 +1,417 @@
+"""One run of several masters under one seed: elections, logs, standbys, nodes and clients, and a calm end.
+
+The first part is as rough as the seed says. Then everything heals, and it has to show that one master leads
+and all others are in step with it, that each client can put and get, and that nothing acknowledged is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from mooncake.sim.faults import masters_faults
+from mooncake.sim.faults.checkers import SpaceGrant
+from mooncake.sim.faults.clients import SimClient
+from mooncake.sim.faults.disks import SimDisk
+from mooncake.sim.faults.invariants import Violation
+from mooncake.sim.faults.masters_cluster import MastersCluster, without_faults
+from mooncake.sim.faults.masters_faults import SETTINGS, MastersFaults
+from mooncake.sim.faults.masters_host import MasterHost
+from mooncake.sim.faults.masters_network import LEASE_STORE
+from mooncake.sim.faults.sim_files import SimDirectory
+from mooncake.sim.faults.workload import TIMEOUT_S, WorkloadClient, any_policy
+from mooncake.sim.kernel import Kernel
+from mooncake.store import messages as m
+from mooncake.store.client.grants import ReadGrant
+
+ROUGH_S = 40.0
+CALM_S = 30.0
+WRITE_BACK_S = 3.0
+"""The system writes what was appended to a log to disk so often, whether it is told to or not."""
+STEER_S = 1.5
+"""Mean time between two orders of operators."""
+
+
+class MastersWorkloadClient(WorkloadClient):
+    """Many small puts and removals, few large ones; views that are kept open for long."""
+
+    def __init__(self, *given: Any) -> None:
+        self._seen: dict[int, None] = {}
+        """Object ids of views that were opened."""
+        super().__init__(*given)
+
+    def _next(self, *_: object) -> None:
+        if self.is_stopped:
+            return
+        random = self._kernel.random
+        work = random.choices(
+            (self._put, self._put_small, self._get, self._put_parts, self._look, self._remove, self._pin),
+            (4, 3, 5, 1, 3, 2, 0.5),
+        )[0]
+        self._client.process.after(random.uniform(0.1, 1.0), work)
+
+    def _look_again(
+        self, grant: ReadGrant, first: bytes, promises: list[SpaceGrant], num_renewals: int
+    ) -> None:
+        if grant.object_id not in self._seen:
+            self._seen[grant.object_id] = None
+            num_renewals = self._kernel.random.choice((num_renewals, 5))
+            if self._kernel.chance(0.5):
+                self._move(grant)
+        super()._look_again(grant, first, promises, num_renewals)
+
+    def _move(self, grant: ReadGrant) -> None:
+        """Its replica goes to another node, while it is looked at."""
+        here = grant.segment.node.name
+        others = [name for name in self._client.cluster.nodes if name != here]
+        world = self._client.cluster
+        assert isinstance(world, MastersCluster)
+        if others and not any(world.is_old.values()):  # an older version forgets whose replica it was
+            message = m.CopyObject(grant.key, [self._kernel.random.choice(others)], grant.segment.name)
+            operation = self._client.operations.ask(message, self._deadline)
+            self._client.run(operation, self._deadline, lambda result, error: None)
+
+
+class MastersRun:
+    """Prepare with a seed (and faults, else the seed draws them), then ``run()``."""
+
+    def __init__(self, seed: int, faults: MastersFaults | None = None) -> None:
+        self.kernel = Kernel(seed)
+        random = self.kernel.random
+        self.faults = faults if faults is not None else masters_faults.draw(random)
+        names = [f"master{number}" for number in range(random.choice((2, 3, 3)))]
+        settings = SETTINGS
+        if self.faults.forbids_orphans:
+            settings = dataclasses.replace(settings, orphan_s=0.0)
+        self.world = MastersCluster(self.kernel, self.faults, dict.fromkeys(names, settings))
+        has_logs = self.faults.forbids_orphans or random.random() < 0.8
+        for name in names:
+            has_log = has_logs and (self.faults.forbids_orphans or random.random() < 0.9)
+            directory = SimDirectory(random, f"/{name}") if has_log else None
+            if directory is not None:
+                directory.delay_s = self._slow
+            self.world.directories[name] = directory
+            self.world.is_old[name] = random.random() < self.faults.old_chance
+        if self.faults.settings_every_s and not any(self.world.is_old.values()):
+            for name in names:  # the last change of settings has come to some of them
+                if random.random() < 0.5:
+                    settings = masters_faults.other_settings(settings, random)
+                self.world.settings_of[name] = settings
+        self._is_rough = True
+        pool_bytes = random.choice((8192, 16384))
+        self._sizes = {f"node{number}": pool_bytes for number in range(random.randint(1, 2))}
+        self._disks = {name: 4 * pool_bytes for name in self._sizes if random.random() < 0.5}
+        self._max_bytes = random.choice((200, 700))
+        self._own = {
+            f"client{client}": [f"key{number} of {client}" for number in range(6)] for client in range(2)
+        }
+        self._workers: dict[str, WorkloadClient] = {}
+        self._numbers = 0
+        self._restarting: dict[str, None] = {}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {**self.world.counts, **self.world.checkers.counts}
+
+    def run(self) -> None:
+        """Raises Violation (or the assertion of a core) with the seed in its message."""
+        try:
+            self._run()
+        except AssertionError as error:
+            last = "\n  ".join(self.kernel.trace[-16:])
+            message = f"seed {self.kernel.seed} at {self.kernel.now:.6f}: {error}\n{self.faults}\n  {last}"
+            raise Violation(message) from error
+
+    def _run(self) -> None:
+        world = self.world
+        for name in world.settings_of:
+            world.start_master_of(name)
+        for name, size_bytes in self._disks.items():
+            world.disks[name] = SimDisk(self.kernel, world.faults, size_bytes)
+        for name in self._sizes:
+            self._start_node(name)
+        for name in self._own:
+            self._start_client(name)
+        self._plan_faults()
+        self._let_pass(ROUGH_S)
+        self._calm_down()
+        self._let_pass(CALM_S)
+        self._prove_health()
+        self._prove_promises()
+
+    def _let_pass(self, seconds: float) -> None:
+        """Looks at every instant at which something may change."""
+        kernel, replication = self.kernel, self.world.replication
+        end = kernel.now + seconds
+        checked_at = kernel.now
+        while kernel.now < end:
+            kernel.run_one(end)
+            replication.look()
+            if kernel.now >= checked_at + 1.0:
+                checked_at = kernel.now
+                self.world.checkers.check_ends()
+
+    # Starting
+
+    def _start_node(self, name: str) -> None:
+        self.world.start_node(name, f"host of {name}", self._sizes[name])
+
+    def _start_client(self, name: str) -> None:
+        client = self.world.start_client(name, f"host of node{int(name[-1]) % len(self._sizes)}")
+        keys = [key for keys in self._own.values() for key in keys]
+        self._workers[name] = MastersWorkloadClient(
+            client, keys, self._max_bytes, self._own[name], any_policy
+        )
+        if not self._is_rough:
+            self._workers[name].stop()
+
+    def _start_master(self, name: str) -> None:
+        if not self.world.hosts[name].is_alive:
+            self.world.start_master_of(name)
+
+    # Faults
+
+    def _plan_faults(self) -> None:
+        faults = self.faults
+        for every_s, action in (
+            (faults.crash_every_s, self._crash_master),
+            (faults.stop_every_s, self._stop_master),
+            (faults.pause_every_s, self._pause_master),
+            (faults.step_every_s, self._step_clock),
+            (faults.cut_every_s, self._cut),
+            (faults.full_every_s, self._fill_disk),
+            (faults.broken_every_s, self._break_disk),
+            (faults.settings_every_s, self._change_settings),
+            (faults.cluster.crash_node_every_s, self._crash_node),
+            (faults.cluster.crash_client_every_s, self._crash_client),
+            (STEER_S, self._steer),
+        ):
+            self.kernel.repeat_at_random(every_s, action, lambda: self._is_rough)
+        self.kernel.repeat_at_random(WRITE_BACK_S, self._write_back, lambda: True)
+        self._look_after_masters()
+
+    def _look_after_masters(self) -> None:
+        """Whoever supervises processes starts one that has ended again."""
+        for name, host in self.world.hosts.items():
+            if not host.is_alive and name not in self._restarting:
+                self._restarting[name] = None
+                self._later(self.faults.restart_s, lambda name=name: self._restart(name))  # type: ignore[misc]
+        self.kernel.after(0.2, self._look_after_masters)
+
+    def _restart(self, name: str) -> None:
+        self._restarting.pop(name, None)
+        directory = self.world.directories[name]
+        if directory is not None:
+            directory.crash()
+        self._start_master(name)
+
+    def _later(self, mean_s: float, action: Callable[[], None]) -> None:
+        self.kernel.after(self.kernel.random.expovariate(1 / mean_s), action)
+
+    def _any_master(self) -> MasterHost:
+        """The leader more often than another."""
+        hosts = list(self.world.hosts.values())
+        acting = [host for host in hosts if host.acts]
+        return acting[0] if acting and self.kernel.chance(0.5) else self.kernel.random.choice(hosts)
+
+    def _crash_master(self) -> None:
+        host = self._any_master()
+        if not host.is_alive:
+            return
+        self.world.counts["crashes"] += 1
+        host.process.crash()
+        if host.directory is not None and self.kernel.chance(self.faults.power_loss_chance):
+            host.directory.lose_power()
+            self.world.lost_power(host)
+
+    def _stop_master(self) -> None:
+        host = self._any_master()
+        self.world.trace_line(f"{host.name} is told to stop")
+        host.process.do(host.resign)
+
+    def _pause_master(self) -> None:
+        host, random = self._any_master(), self.kernel.random
+        self.world.counts["pauses"] += 1
+        seconds = random.expovariate(1 / self.faults.pause_s)
+        self.world.trace_line(f"{host.name} stands still for {seconds:.3f} s")
+        host.process.stand_still(seconds)
+
+    def _step_clock(self) -> None:
+        name, random = self._any_master().name, self.kernel.random
+        step_s = random.uniform(-1, 1) * self.faults.step_s
+        self.world.trace_line(f"the wall clock of {name} is set by {step_s:.3f} s")
+        self.world.wall_s[name] = step_s
+
+    def _cut(self) -> None:
+        random = self.kernel.random
+        names = [*self.world.hosts, *self.world.nodes, *self.world.clients, LEASE_STORE]
+        random.shuffle(names)
+        group = names[: random.randint(1, 3)]
+        seconds = random.expovariate(1 / self.faults.cut_s)
+        others = [name for name in names if name not in group]
+        self.world.network.cut(group, others, self.kernel.chance(self.faults.one_way_chance), seconds)
+
+    def _fill_disk(self) -> None:
+        self._spoil(lambda directory: setattr(directory, "capacity_bytes", 0), "is full")
+
+    def _break_disk(self) -> None:
+        self._spoil(lambda directory: setattr(directory, "write_error", 5), "has errors")
+
+    def _spoil(self, spoil: Callable[[SimDirectory], None], what: str) -> None:
+        host = self._any_master()
+        directory = host.directory
+        if directory is None:
+            return
+        self.world.trace_line(f"the disk of {host.name} {what}")
+        spoil(directory)
+
+        def well() -> None:
+            directory.capacity_bytes, directory.write_error = None, 0
+
+        self._later(self.faults.bad_disk_s, well)
+
+    def _slow(self, what: str, num_bytes: int) -> float:
+        random = self.kernel.random
+        if self._is_rough and random.random() < self.faults.slow_disk_chance:
+            return random.uniform(0.0, self.faults.slow_disk_s)
+        return 0.0
+
+    def _change_settings(self) -> None:
+        """Each master is stopped and started again with the new ones, one after the other. Where some are of
+        an older version, that is changed first, as the documents say."""
+        new = masters_faults.other_settings(SETTINGS, self.kernel.random)
+        if any(self.world.is_old.values()):
+            new = SETTINGS
+        if self.faults.forbids_orphans:
+            new = dataclasses.replace(new, orphan_s=0.0)
+        self.world.trace_line(f"new settings: {new.election_lease_s} {new.standby_ack_s} {new.rest_s}")
+        for number, name in enumerate(self.world.hosts):
+            self.kernel.after(2.0 * number, lambda name=name: self._start_anew(name, new))  # type: ignore[misc]
+
+    def _start_anew(self, name: str, settings: object) -> None:
+        if not self._is_rough:
+            return
+        self.world.settings_of[name] = settings  # type: ignore[assignment]
+        self.world.is_old[name] = False
+        host = self.world.hosts[name]
+        host.process.do(host.resign)
+
+    def _write_back(self) -> None:
+        for host in self.world.hosts.values():
+            if host.is_alive:
+                host.log.write_back()
+
+    def _crash_node(self) -> None:
+        name = self.kernel.random.choice(list(self.world.nodes))
+        if self.world.nodes[name].is_alive:
+            self.world.nodes[name].process.crash()
+            self.world.checkers.ledger.node_crashed(name, False)
+            self._later(self.world.faults.restart_s, lambda: self._start_node(name))
+
+    def _crash_client(self) -> None:
+        name = self.kernel.random.choice(list(self.world.clients))
+        if self.world.clients[name].process.is_alive:
+            self.world.clients[name].process.crash()
+            self.world.checkers.ledger.client_crashed(self.world.clients[name])
+            self._later(self.world.faults.restart_s, lambda: self._start_client(name))
+
+    def _steer(self) -> None:
+        """What operators ask: quotas, and that a tenant is emptied."""
+        client = self.kernel.random.choice(list(self.world.clients.values()))
+        if not client.process.is_alive:
+            return
+        self._numbers += 1
+        random, nodes = self.kernel.random, list(self.world.nodes)
+        if any(self.world.is_old.values()):
+            nodes = ["none"]  # nothing moves: an older version forgets whose a replica was that moved away
+        key = random.choice(random.choice(list(self._own.values())))
+        message = random.choice(
+            (
+                m.CopyObject(key, [random.choice(nodes)], random.choice(nodes)),
+                m.CopyObject(key, [random.choice(nodes)], random.choice(nodes)),
+                m.SetQuota(f"tenant{self._numbers % 3}", self._numbers),
+                m.SetQuota(f"tenant{self._numbers % 3}", None),
+                m.RemoveMatching("", False, f"tenant{self._numbers % 3}"),
+            )
+        )
+        deadline = client.now + TIMEOUT_S
+        client.run(client.operations.ask(message, deadline), deadline, lambda result, error: None)
+
+    # The calm end
+
+    def _calm_down(self) -> None:
+        world = self.world
+        world.trace_line("calm")
+        self._is_rough = False
+        world.network.heal()
+        self.faults = calm = without_faults(self.faults)
+        world.faults_of_masters = calm
+        world.faults = world.network.faults = calm.cluster
+        for disk in world.disks.values():
+            disk.faults = calm.cluster
+        for directory in world.directories.values():
+            if directory is not None:
+                directory.capacity_bytes, directory.write_error = None, 0
+        for host in world.hosts.values():
+            host.process.go_on()
+        for worker in self._workers.values():
+            worker.stop()
+
+    def _prove_health(self) -> None:
+        world = self.world
+        acting = [host for host in world.hosts.values() if host.acts]
+        if len(acting) != 1:
+            raise Violation(f"all is well, and {[host.name for host in acting] or 'nobody'} leads")
+        leader = acting[0]
+        assert leader.election.record is not None
+        listed = [one.address for one in leader.election.record.standbys]
+        for name, host in world.hosts.items():
+            if not host.is_alive:
+                raise Violation(f"{name} was not started again")
+            if host is not leader and not (host.is_in_sync and name in listed):
+                raise Violation(
+                    f"all is well, and {name} is not in step with {leader.name}, which has {listed}"
+                )
+        followers = leader.role.followers
+        if followers is None or followers.num_held:
+            raise Violation(f"{leader.name} still holds answers back")
+        for name, client in world.clients.items():
+            self._prove_client(name, client)
+
+    def _prove_client(self, name: str, client: SimClient) -> None:
+        if not client.process.is_alive:
+            raise Violation(f"{name} was not started again")
+        key, value = f"proof of {name}", name.encode()
+        client.memory[: len(value)] = value
+        results: list[object] = []
+
+        def collect(result: object, error: Exception | None) -> None:
+            results.append(error if error is not None else result)
+
+        deadline = client.now + TIMEOUT_S
+        client.run(client.operations.put([key], [0], [len(value)], 256, deadline), deadline, collect)
+        self._let_pass(1.0)
+        client.run(client.operations.get_into([key], [1000], [100], deadline), deadline, collect)
+        self._let_pass(1.0)
+        got = bytes(client.memory[1000 : 1000 + len(value)])
+        if results != [[None], [len(value)]] or got != value:
+            raise Violation(f"{name} can't put and get in a healed cluster: {results}")
+
+    def _prove_promises(self) -> None:
+        """Everything that was acknowledged and is still promised can be read."""
+        client = next(iter(self.world.clients.values()))
+        ledger = self.world.checkers.ledger
+        for key, value in ledger.promised().items():
+            if key not in ledger.promised():
+                continue
+            results: list[list[int | None] | None] = []
+            deadline = client.now + TIMEOUT_S
+            operation = client.operations.get_into([key], [1000], [self._max_bytes], deadline)
+            client.run(operation, deadline, lambda sizes, error, into=results: into.append(sizes))  # type: ignore[misc]
+            self._let_pass(0.5)
+            size = results[0][0] if results and results[0] else None
+            got = None if size is None else bytes(client.memory[1000 : 1000 + size])
+            if got is None or (value is not None and got != value):
+                story = "\n    ".join(self.world.master.master.story(key))
+                raise Violation(f"{key!r} was acknowledged and is lost: {results}\n    {story}")

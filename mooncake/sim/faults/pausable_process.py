@@ -1,0 +1,66 @@
+"""A process that may stand still: stopped, in a slow write, or in a virtual machine that is not run.
+
+Its clock goes on. Whatever was to happen to it meanwhile (timers, messages) happens when it goes on, all at
+once and in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from mooncake.sim.kernel import Kernel, Process, SimClock, Timer
+
+
+class PausableProcess(Process):
+    def __init__(self, kernel: Kernel, name: str, clock: SimClock | None = None) -> None:
+        super().__init__(kernel, name, clock)
+        self._until = 0.0
+        self._unfinished: deque[Callable[[], None]] = deque()
+        """What is left of the step in which it came to stand still."""
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    @property
+    def stands_still(self) -> bool:
+        return self.kernel.now < self._until
+
+    def stand_still(self, seconds: float) -> None:
+        if self.kernel.now + seconds > self._until:
+            self._until = self.kernel.now + seconds
+            self.kernel.after(seconds, self._go_on)
+
+    def go_on(self) -> None:
+        """At once."""
+        self._until = 0.0
+        self._go_on()
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Now, or when it goes on."""
+        if not self.is_alive:
+            return
+        if self.stands_still or self._unfinished or self._waiting:
+            self._waiting.append(action)
+        else:
+            action()
+
+    def then(self, action: Callable[[], None]) -> None:
+        """The rest of a step: now, or before all else when it goes on."""
+        if self.stands_still or self._unfinished:
+            self._unfinished.append(action)
+        else:
+            action()
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
+        def unless_cancelled() -> None:
+            if not timer.is_void:  # also while it was due and waited
+                action()
+
+        timer = super().after(delay_s, lambda: self.do(unless_cancelled))
+        return timer
+
+    def _go_on(self) -> None:
+        for queue in (self._unfinished, self._waiting):
+            while queue and self.is_alive and not self.stands_still:
+                queue.popleft()()
+                if queue is self._waiting and self._unfinished:
+                    return self._go_on()

@@ -1,0 +1,324 @@
+"""One run of the transfer engine's decisions under one seed: batches over links that fail.
+
+* Every batch ends by its deadline: done and right, or failed with a reason.
+* Memory that a batch has written stays as written until the next batch writes it.
+* A batch fails only if every way to its peer failed it, or there was no time.
+* When all is well again, every batch arrives and every rail is taken back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from random import Random
+
+from mooncake.sim.faults.invariants import Invariant, Violation
+from mooncake.sim.faults.transfer_links import (
+    OK,
+    STATUSES,
+    TIMED_OUT,
+    LinkFaults,
+    SimInitiator,
+    SimRail,
+    SimTarget,
+    SimTransfer,
+)
+from mooncake.sim.kernel import Kernel
+from mooncake.transfer.batch import Finish
+
+AREA_BYTES = 96 << 10
+AREAS = 2
+"""Per mover and target: batches on different areas are under way at the same time."""
+SLACK_S = 0.05
+PLENTY_S = 10.0
+"""A batch that has so much time when its peer is found fails only if every path failed it."""
+CALM_BATCHES = 6
+CALM_S = 150.0
+"""More than the longest mask and every batch's time."""
+
+
+def draw(random: Random) -> LinkFaults:
+    """A swarm: each kind of fault is present or absent, and then rare or frequent."""
+
+    def often(*choices: float) -> float:
+        return random.choice(choices) if random.random() < 0.5 else 0.0
+
+    return LinkFaults(
+        down_every_s=often(0.5, 3.0),
+        silent_every_s=often(1.0, 5.0),
+        reset_every_s=often(0.1, 1.0),
+        kill_every_s=often(2.0, 10.0),
+        name_service_outage_every_s=often(3.0, 10.0),
+        outage_s=random.choice((0.1, 1.0, 4.0, 20.0)),
+        half_frame_chance=often(0.001, 0.02),
+        late_s=random.choice((0.05, 0.5, 3.0)),
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class TargetArea:
+    """A stretch of a target's memory that one mover uses, one batch at a time."""
+
+    mover: SimInitiator
+    target_name: str
+    start: int
+    here: int
+    known: bytes | None = None
+    "What lies there, if the last batch that wrote it was well done."
+    epoch: int = 0
+
+
+class TransferRun:
+    """Prepare with a seed (and faults, else the seed draws them), then ``run()``."""
+
+    def __init__(self, seed: int, num_batches: int = 100, faults: LinkFaults | None = None) -> None:
+        self.kernel = Kernel(seed)
+        self.faults = faults if faults is not None else draw(self.kernel.random)
+        self.counts: dict[str, int] = {"batches": 0, "done": 0}
+        self.targets: dict[str, SimTarget] = {}
+        self.movers: list[SimInitiator] = []
+        self._areas: list[TargetArea] = []
+        self._left = num_batches
+        self._is_rough = True
+        self._directory_back_at = 0.0
+        self._open: dict[int, float] = {}
+
+    def run(self) -> None:
+        """Raises Violation (or the assertion of a core) with the seed in its message."""
+        try:
+            self._run()
+        except AssertionError as error:
+            last = "\n  ".join(self.kernel.trace[-12:])
+            message = f"seed {self.kernel.seed} at {self.kernel.now:.6f}: {error}\n{self.faults}\n  {last}"
+            raise Violation(message, getattr(error, "rule", None) or Invariant.CORE) from error
+
+    def _run(self) -> None:
+        self._build()
+        self._plan_faults()
+        for area in self._areas:
+            self._next(area)
+        while self._left or self._open:
+            self.kernel.run(self.kernel.now + 0.25)
+            self._check_ends()
+        self._calm_down()
+
+    # The world
+
+    def _build(self) -> None:
+        random = self.kernel.random
+        names = ["left", "right"][: random.randint(1, 2)]
+        for i in range(random.randint(1, 2)):
+            size = AREAS * len(names) * AREA_BYTES
+            mover = SimInitiator(self.kernel, f"mover{i}", self.faults, size)
+            self.movers.append(mover)
+            for j, name in enumerate(names):
+                paths = random.choice(
+                    (["tcp"], ["tcp@a>x", "tcp@b>y"], ["rdma@a>x", "rdma@b>y", "tcp"], ["rdma@a>x", "tcp"])
+                )
+                mover.links[name] = {
+                    path: SimRail(path, random.choice((3e5, 1e6, 1e7)), random.choice((1e-5, 1e-3)))
+                    for path in paths
+                }
+                for k in range(AREAS):
+                    start = (i * AREAS + k) * AREA_BYTES
+                    self._areas.append(TargetArea(mover, name, start, (j * AREAS + k) * AREA_BYTES))
+        for name in names:
+            self._start(name)
+
+    def _start(self, name: str) -> None:
+        self.targets[name] = SimTarget(self.kernel, name, AREAS * len(self.movers) * AREA_BYTES)
+
+    @property
+    def _rails(self) -> list[SimRail]:
+        return [rail for mover in self.movers for rails in mover.links.values() for rail in rails.values()]
+
+    def _plan_faults(self) -> None:
+        self._now_and_then(self.faults.down_every_s, lambda: self._outage("down"))
+        self._now_and_then(self.faults.silent_every_s, lambda: self._outage("silent"))
+        self._now_and_then(self.faults.reset_every_s, self._reset)
+        self._now_and_then(self.faults.kill_every_s, self._kill)
+        self._now_and_then(self.faults.name_service_outage_every_s, self._directory_away)
+
+    def _now_and_then(self, every_s: float, action: Callable[[], None]) -> None:
+        self.kernel.repeat_at_random(every_s, action, lambda: self._is_rough)
+
+    def _outage(self, state: str) -> None:
+        rail = self.kernel.random.choice(self._rails)
+        if rail.state != "up":
+            return
+        rail.change(state, self.kernel.now)
+        self.kernel.trace_line(f"{rail.path} is {state}")
+
+        def back() -> None:
+            if rail.state == state:
+                rail.change("up", self.kernel.now)
+
+        self.kernel.after(self.kernel.random.expovariate(1 / self.faults.outage_s), back)
+
+    def _reset(self) -> None:
+        rail = self.kernel.random.choice(self._rails)
+        self.kernel.trace_line(f"a connection on {rail.path} is reset")
+        rail.break_all(self.kernel.now, 1)
+
+    def _kill(self) -> None:
+        name = self.kernel.random.choice(list(self.targets))
+        target = self.targets[name]
+        if target.process.is_alive:
+            target.process.crash()
+            self.kernel.after(
+                self.kernel.random.expovariate(1 / self.faults.outage_s), lambda: self._start(name)
+            )
+
+    def _directory_away(self) -> None:
+        away_s = self.kernel.random.expovariate(1 / self.faults.outage_s)
+        self.kernel.trace_line(f"the directory is away for {away_s:.2f} s")
+        self._directory_back_at = max(self._directory_back_at, self.kernel.now + away_s)
+
+    # The work
+
+    def _next(self, area: TargetArea) -> None:
+        if self._left <= 0:
+            return
+        self._left -= 1
+        pause_s = self.kernel.random.choice((0.0, 0.01, 0.5, 2.0))
+        self.kernel.after(
+            pause_s, lambda: self._ask(area, self.kernel.random.choice((0.3, 1.0, PLENTY_S, 30.0)))
+        )
+
+    def _ask(self, area: TargetArea, timeout_s: float, ended: Callable[[int], None] | None = None) -> None:
+        """One batch: find the peer, move, look at what came of it."""
+        self.counts["batches"] += 1
+        number = self.counts["batches"]
+        deadline = self.kernel.now + timeout_s
+        self._open[number] = deadline
+
+        def over(reason: str) -> None:
+            _hold(
+                self.kernel.now <= deadline + SLACK_S, Invariant.ENDS, f"batch {number} ended late: {reason}"
+            )
+            self.kernel.trace_line(f"batch {number}: {reason}")
+            self.counts[reason] = self.counts.get(reason, 0) + 1
+            del self._open[number]
+            if ended is not None:
+                ended(OK if reason == "done" else 1)
+            else:
+                self._next(area)
+
+        def look() -> None:
+            if self.kernel.now < self._directory_back_at:
+                if self.kernel.now + 0.1 > deadline:
+                    over("the directory is away")
+                else:
+                    self.kernel.after(0.1, look)
+            else:
+                self._move(area, deadline, over)
+
+        look()
+
+    def _move(self, area: TargetArea, deadline: float, over: Callable[[str], None]) -> None:
+        target, random = self.targets[area.target_name], self.kernel.random
+        begin = self.kernel.now  # what passed before, while the directory was away, no path is to blame for
+        if area.epoch != target.epoch:
+            area.epoch, area.known = target.epoch, None
+        self._check_area(area, target)
+        lengths = self._lengths()
+        order = list(range(len(lengths)))
+        random.shuffle(order)
+        local, remote = _packed(lengths, order, area.here), _packed(lengths, order[::-1], area.start)
+        is_write = random.random() < 0.6
+        memory = area.mover.memory
+        memory[area.here : area.here + AREA_BYTES] = random.randbytes(AREA_BYTES)
+
+        def finished(end: Finish) -> None:
+            if end.status == OK:
+                _hold(end.num_bytes == sum(lengths), Invariant.SLICES, "bytes are missing in the count")
+                for here, there, length in zip(local, remote, lengths, strict=True):
+                    same = memory[here : here + length] == target.memory[there : there + length]
+                    what = f"slice at {there} is not what was moved"
+                    _hold(same or not target.process.is_alive, Invariant.SLICES, what)
+                if is_write and lengths:  # a batch of nothing moves nothing, and fences nothing off
+                    area.known = bytes(target.memory[area.start : area.start + AREA_BYTES])
+                over("done")
+                return
+            if is_write:
+                area.known = None
+            _hold(end.status in STATUSES, Invariant.STATUS, f"status {end.status} says nothing")
+            self._check_need(area, target, end.status, begin, deadline)
+            over(STATUSES[end.status])
+
+        move = SimTransfer(area.mover, target, is_write, local, remote, lengths, deadline, finished)
+        area.mover.begin(move)
+
+    def _lengths(self) -> list[int]:
+        random = self.kernel.random
+        kind = random.random()
+        if kind < 0.3:
+            return [random.randint(0, 4000) for _ in range(random.randint(1, 4))]
+        if kind < 0.4:
+            return [0] * random.randint(0, 3)
+        return [random.choice((0, 100, 2000, 4096)) for _ in range(random.randint(8, 23))]
+
+    # What must hold
+
+    def _check_area(self, area: TargetArea, target: SimTarget) -> None:
+        """Nobody but this mover writes there, and what it wrote last was well done."""
+        if area.known is not None and target.process.is_alive:
+            now = bytes(target.memory[area.start : area.start + AREA_BYTES])
+            _hold(now == area.known, Invariant.KEPT, f"{target.name} changed after its write was done")
+
+    def _check_need(
+        self, area: TargetArea, target: SimTarget, status: int, begin: float, deadline: float
+    ) -> None:
+        """A batch that failed had a reason to."""
+        if not target.process.is_alive or target is not self.targets[area.target_name]:
+            return
+        if status == TIMED_OUT and deadline - begin < PLENTY_S:
+            return
+        rails = area.mover.links[area.target_name].values()
+        well = [rail.path for rail in rails if rail.state == "up" and rail.since < begin]
+        what = f"failed ({STATUSES[status]}) although {', '.join(well)} was well all the time"
+        _hold(not well, Invariant.BLAME, what)
+
+    def _check_ends(self) -> None:
+        for number, deadline in self._open.items():
+            in_time = self.kernel.now <= deadline + SLACK_S + 0.25
+            _hold(in_time, Invariant.ENDS, f"batch {number} still waits")
+
+    def _calm_down(self) -> None:
+        """Everything heals; then all must arrive, and all rails be used again."""
+        self._is_rough = False
+        for mover in self.movers:
+            mover.faults = LinkFaults(late_s=self.faults.late_s)
+        self.kernel.run(self.kernel.now + 60.0)
+        for rail in self._rails:
+            rail.change("up", self.kernel.now)
+        self._directory_back_at = 0.0
+        self.kernel.run(self.kernel.now + CALM_S)
+        for area in self._areas:
+            for _ in range(CALM_BATCHES):
+                results: list[int] = []
+                self._ask(area, PLENTY_S, results.append)
+                self.kernel.run(self.kernel.now + PLENTY_S + 1.0)
+                rule = Invariant.BLAME if results else Invariant.ENDS
+                _hold(results == [OK], rule, "a batch failed when all was well")
+        for mover in self.movers:
+            for name, target in self.targets.items():
+                rails = mover.rails_to(target)
+                masked = [path for path, rail in rails.rails.items() if rail.is_masked]
+                if masked and not set(masked) <= {"tcp"}:
+                    what = f"{mover.name} to {name}: {masked} not taken back; {rails.story()}"
+                    raise Violation(what, Invariant.RETURN)
+
+
+def _hold(is_kept: bool, rule: Invariant, what: str) -> None:
+    if not is_kept:
+        raise Violation(what, rule)
+
+
+def _packed(lengths: list[int], order: list[int], start: int) -> list[int]:
+    """Addresses from ``start`` on, one slice behind the other in ``order``."""
+    addresses = [0] * len(lengths)
+    for row in order:
+        addresses[row] = start
+        start += lengths[row] + 3
+    return addresses

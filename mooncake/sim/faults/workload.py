@@ -1,0 +1,394 @@
+"""What simulated clients do all day: put, get, look, remove, in whole objects and in parts.
+
+What a ``Load`` adds, such as drains, copies and views that stay open, is in ``mixed_workload.py``.
+
+Every value is unique, so that a reader who gets another object's bytes, or an older version's,
+can't be right by accident.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from mooncake.errors import Refusal
+from mooncake.sim.faults.checkers import SpaceGrant
+from mooncake.sim.faults.clients import SimClient
+from mooncake.sim.faults.history_checker import KeyChange
+from mooncake.sim.faults.invariants import Invariant, Violation
+from mooncake.store import messages as m
+from mooncake.store.client.grants import PutGrant, ReadGrant
+from mooncake.store.master.objects import scoped
+
+CHUNK_BYTES = 256
+TIMEOUT_S = 6.0
+MAX_PAUSE_S = 0.4
+
+
+@dataclasses.dataclass(eq=False)
+class PartialPut:
+    """A put that is written in parts."""
+
+    grants: list[PutGrant]
+    promises: list[list[SpaceGrant]]
+    values: dict[str, bytes]
+    change: KeyChange
+
+
+def any_policy(random: Random) -> m.PutPolicy:
+    if random.random() < 0.5:
+        return m.PutPolicy()
+    return m.PutPolicy(
+        num_replicas=random.choice((1, 2, 3)),
+        soft_pin_ttl_s=random.choice((None, None, 1.0, 10.0)),
+        is_durable=random.random() < 0.5,
+    )
+
+
+def several_replicas(random: Random) -> m.PutPolicy:
+    return m.PutPolicy(num_replicas=random.choice((2, 2, 3)), is_durable=random.random() < 0.1)
+
+
+class WorkloadClient:
+    """One client's endless sequence of operations, until ``stop``.
+
+    It changes only ``own`` keys: if nobody else does, the ledger knows at all times what they must be.
+    """
+
+    def __init__(
+        self,
+        client: SimClient,
+        keys: list[str],
+        max_bytes: int,
+        own: list[str] | None = None,
+        policy: Callable[[Random], m.PutPolicy] = any_policy,
+        *,
+        has_parents: bool = False,
+    ) -> None:
+        self._client = client
+        self._kernel = client.kernel
+        self._checkers = client.cluster.checkers
+        self._keys = keys
+        self._own = keys if own is None else own
+        self._policy = policy
+        self._max_bytes = max_bytes
+        self._has_parents = has_parents
+        self._num_values = 0
+        self.is_stopped = False
+        self._next()
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def _next(self, *_: Any) -> None:
+        if self.is_stopped:
+            return
+        random, choices = self._kernel.random, self._choices()
+        work = random.choices([one for one, _ in choices], [weight for _, weight in choices])[0]
+        self._client.process.after(random.uniform(0, MAX_PAUSE_S), work)
+
+    def _choices(self) -> list[tuple[Callable[[], None], float]]:
+        """What it may do next, and how often it does."""
+        return [
+            (self._put, 4),
+            (self._put_small, 3),
+            (self._get, 6),
+            (self._put_parts, 3),
+            (self._look, 3),
+            (self._exists, 1),
+            (self._remove, 1),
+            (self._pin, 0.5),
+        ]
+
+    def _known(self, key: str) -> str:
+        """As the master and the checkers call it."""
+        return scoped(self._client.tenant, key)
+
+    def _begin(self, keys: list[str]) -> KeyChange:
+        return self._checkers.ledger.begin(self._client, [self._known(key) for key in keys])
+
+    def _some_keys(self) -> list[str]:
+        return self._kernel.random.sample(self._keys, self._kernel.random.randint(1, 4))
+
+    def _some_own_keys(self) -> list[str]:
+        return self._kernel.random.sample(self._own, self._kernel.random.randint(1, 4))
+
+    def _new_value(self, key: str, length: int = 0) -> bytes:
+        self._num_values += 1
+        name = f"{key} {self._client.name} {self._kernel.now!r} {self._num_values}"
+        digest = hashlib.blake2b(name.encode()).digest()
+        length = length or self._kernel.random.randint(1, self._max_bytes)
+        value = (digest * (length // len(digest) + 1))[:length]
+        self._checkers.value_put(self._known(key), value)
+        return value
+
+    def _place(self, value: bytes) -> int:
+        address = self._client.allocate(len(value))
+        self._client.memory[address : address + len(value)] = value
+        return address
+
+    @property
+    def _deadline(self) -> float:
+        return self._client.now + TIMEOUT_S
+
+    # Whole objects
+
+    def _put(self) -> None:
+        keys, policy = self._some_own_keys(), self._policy(self._kernel.random)
+        replace = self._kernel.chance(0.3)
+        change = self._begin(keys)
+        values = [self._new_value(key) for key in keys]
+        addresses = [self._place(value) for value in values]
+        deadline = self._deadline
+        operation = self._client.operations.put(
+            keys,
+            addresses,
+            [len(value) for value in values],
+            CHUNK_BYTES,
+            deadline,
+            policy,
+            [self._kernel.random.choice(("", "a", "b")) for _ in keys] if self._kernel.chance(0.2) else (),
+            self._parents(keys),
+            replace=replace,
+        )
+
+        def done(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
+            if outcomes is None:
+                self._checkers.ledger.failed(change)
+            for key, value, outcome in zip(keys, values, outcomes or (), strict=False):
+                self._checkers.ledger.put(
+                    change, self._known(key), value, outcome, policy.is_durable, replace
+                )
+            self._count_puts(outcomes, error)
+
+        self._client.run(operation, deadline, done)
+
+    def _parents(self, keys: list[str]) -> list[str]:
+        """The key before it, of most keys; nothing where eviction does not look at chains."""
+        if not self._has_parents:
+            return []
+        before = {key: self._own[number - 1] for number, key in enumerate(self._own) if number}
+        return [before.get(key, "") if self._kernel.chance(0.7) else "" for key in keys]
+
+    def _put_small(self) -> None:
+        """A few puts in a row, of objects of one size: what space is given in advance for."""
+        random = self._kernel.random
+        length = min(self._max_bytes, random.choice((40, 64, 200)))
+        self._put_next(length, random.randint(1, 8))
+
+    def _put_next(self, length: int, num_left: int) -> None:
+        random = self._kernel.random
+        key, deadline = random.choice(self._own), self._deadline
+        change = self._begin([key])
+        value = self._new_value(key, length)
+        group = random.choice(("a", "b")) if random.random() < 0.1 else ""
+        policy = m.PutPolicy(soft_pin_ttl_s=1.0) if random.random() < 0.1 else m.PutPolicy()
+        operation = self._client.operations.put(
+            [key], [self._place(value)], [length], CHUNK_BYTES, deadline, policy, [group] if group else ()
+        )
+
+        def done(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
+            if outcomes is None:
+                self._checkers.ledger.failed(change)
+            else:
+                self._checkers.ledger.put(change, self._known(key), value, outcomes[0], False, False)
+            if num_left > 1 and error is None:
+                self._checkers.counts["puts" if outcomes and outcomes[0] is None else "refusals"] += 1
+                pause_s = random.choice((0.0, 0.0, 0.05, 3.0))
+                self._client.process.after(pause_s, lambda: self._put_next(length, num_left - 1))
+            else:
+                self._count_puts(outcomes, error)
+
+        self._client.run(operation, deadline, done)
+
+    def _count_puts(self, outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
+        if error is not None:
+            self._checkers.counts["errors"] += 1
+        for outcome in outcomes or ():
+            self._checkers.counts["puts" if outcome is None else "refusals"] += 1
+        self._next()
+
+    def _get(self) -> None:
+        keys, deadline = self._some_keys(), self._deadline
+        addresses = [self._client.allocate(self._max_bytes) for _ in keys]
+        operation = self._client.operations.get_into(keys, addresses, [self._max_bytes] * len(keys), deadline)
+        look = self._checkers.ledger.look([self._known(key) for key in keys])
+
+        def done(sizes: list[int | None] | None, error: Exception | None) -> None:
+            if error is not None:
+                self._checkers.counts["errors"] += 1
+            for key, address, size in zip(keys, addresses, sizes or (), strict=False):
+                self._checkers.counts["misses" if size is None else "hits"] += 1
+                if size is not None:
+                    value = bytes(self._client.memory[address : address + size])
+                    self._checkers.value_read(self._known(key), value, f"{self._client.name}'s get", look)
+            self._next()
+
+        self._client.run(operation, deadline, done)
+
+    # Parts, with time between them
+
+    def _put_parts(self) -> None:
+        """Start, write in pieces with pauses, then end, abort, or forget about it."""
+        keys, deadline = self._some_own_keys()[:2], self._deadline
+        values = {key: self._new_value(key) for key in keys}
+        change = self._begin(keys)
+        policy, replace = self._policy(self._kernel.random), self._kernel.chance(0.3)
+        operation = self._client.operations.start_puts(
+            keys,
+            [len(values[key]) for key in keys],
+            [CHUNK_BYTES] * len(keys),
+            deadline,
+            policy=policy,
+            replace=replace,
+        )
+
+        def started(outcomes: list[PutGrant | Refusal | None] | None, error: Exception | None) -> None:
+            grants = [
+                outcome
+                for outcome in outcomes or ()
+                if isinstance(outcome, PutGrant) and outcome.segment is not None
+            ]
+            promises = [self._checkers.promised(self._client, grant) for grant in grants]
+            if grants:
+                self._write_next(
+                    PartialPut(grants, promises, values, change), 0, self._kernel.random.randint(1, 3)
+                )
+            else:
+                self._checkers.ledger.failed(change)
+                self._next()
+
+        self._client.run(operation, deadline, started)
+
+    def _write_next(self, work: PartialPut, part: int, parts: int) -> None:
+        """Write part ``part`` of ``parts`` of every object."""
+        deadline = self._deadline
+        offsets, addresses, lengths = [], [], []
+        for grant in work.grants:
+            value = work.values[grant.key]
+            start, end = len(value) * part // parts, len(value) * (part + 1) // parts
+            offsets.append(start)
+            lengths.append(end - start)
+            addresses.append(self._place(value[start:end] or b"\0"))
+        operation = self._client.operations.write_ranges(work.grants, offsets, addresses, lengths, deadline)
+
+        def written(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
+            if part + 1 < parts and error is None:
+                pause_s = self._kernel.random.choice((0.0, 0.1, 3.0))
+                self._client.process.after(pause_s, lambda: self._write_next(work, part + 1, parts))
+            else:
+                self._finish(work)
+
+        self._client.run(operation, deadline, written)
+
+    def _finish(self, work: PartialPut) -> None:
+        choice = self._kernel.random.random()
+        deadline = self._deadline
+        self._checkers.ledger.failed(work.change)  # whatever comes of it
+        if choice < 0.1:
+            self._next()
+        elif choice < 0.2:
+            self._client.run(self._client.operations.abort_puts(work.grants, deadline), deadline, self._next)
+        else:
+            for grant, promise in zip(work.grants, work.promises, strict=True):
+                if grant.failure is None:
+                    # All its writes have ended: it needs the space no more, whatever comes of the end.
+                    self._checkers.kept(promise)
+            self._client.run(
+                self._client.operations.end_puts(work.grants, deadline), deadline, self._count_puts
+            )
+
+    # Looking at memory in place, as a view does
+
+    def _look(self) -> None:
+        """Lease, and look at the node's memory again and again until just before the lease ends."""
+
+        def leased(grant: ReadGrant, first: bytes, promises: list[SpaceGrant]) -> None:
+            if not self._checkers.has_corruption:
+                # A writer that overran its deadline or a bit that fell: only checksums catch those.
+                self._checkers.value_read(self._known(grant.key), first, f"{self._client.name}'s look")
+            self._look_again(grant, first, promises, self._kernel.random.randint(0, 2))
+
+        self._lease(leased)
+
+    def _lease(self, leased: Callable[[ReadGrant, bytes, list[SpaceGrant]], None]) -> None:
+        """Lease one object and read the node's memory once; without a lease the next request begins."""
+        keys, deadline = self._some_keys()[:1], self._deadline
+
+        def opened(grants: list[ReadGrant | None] | None, error: Exception | None) -> None:
+            grant = grants[0] if grants else None
+            if grant is None or not grant.segment.is_alive:
+                self._next()
+                return
+            promises = self._checkers.promised(self._client, grant)
+            if self._checkers.is_resurrected(grant.object_id):
+                self._next()
+                return
+            first = grant.segment.read(grant.address, grant.size_bytes)
+            leased(grant, first, promises)
+
+        self._client.run(self._client.operations.open_reads(keys, deadline), deadline, opened)
+
+    def _still_there(self, grant: ReadGrant, first: bytes) -> bool:
+        """Whether the lease holds; the bytes then are what they were."""
+        self._checkers.counts["looks"] += 1
+        if grant.expires_at <= self._client.now or not grant.segment.is_alive:
+            return False
+        now = grant.segment.read(grant.address, grant.size_bytes)
+        if now != first and not self._checkers.has_corruption:
+            raise Violation(f"{grant.key!r} changed under {self._client.name}'s lease", Invariant.LEASE)
+        return True
+
+    def _look_again(
+        self, grant: ReadGrant, first: bytes, promises: list[SpaceGrant], num_renewals: int
+    ) -> None:
+        if not self._still_there(grant, first):
+            self._next()
+            return
+        left_s = grant.expires_at - self._client.now
+        if num_renewals and left_s < 2.0:
+            deadline = self._client.now + min(left_s, 1.0)
+
+            def renewed(flags: list[bool] | None, error: Exception | None) -> None:
+                if flags == [True]:
+                    self._checkers.renewed(self._client, grant, promises)
+                self._look_again(grant, first, promises, num_renewals - 1)
+
+            self._client.run(self._client.operations.renew([grant], deadline), deadline, renewed)
+            return
+        # The last look is just before the end, by a clock that may be a little slow.
+        last_s = self._checkers.last_look_s
+        wait_s = left_s - last_s if left_s < 0.5 else left_s * self._kernel.random.uniform(0.3, 0.95)
+        if left_s <= 2 * last_s:
+            self._next()
+            return
+        self._client.process.after(wait_s, lambda: self._look_again(grant, first, promises, num_renewals))
+
+    # Metadata
+
+    def _exists(self) -> None:
+        deadline = self._deadline
+        self._client.run(self._client.operations.exists(self._some_keys(), deadline), deadline, self._next)
+
+    def _remove(self) -> None:
+        deadline, keys = self._deadline, self._some_own_keys()[:2]
+        force = self._kernel.chance(0.5)
+        change = self._begin(keys)
+
+        def done(outcomes: list[bool | Refusal] | None, error: Exception | None) -> None:
+            if outcomes is None:
+                self._checkers.ledger.failed(change)
+            for key, outcome in zip(keys, outcomes or (), strict=False):
+                self._checkers.ledger.removed(change, self._known(key), outcome)
+            self._next()
+
+        self._client.run(self._client.operations.remove(keys, force, deadline), deadline, done)
+
+    def _pin(self) -> None:
+        deadline, ttl_s = self._deadline, self._kernel.random.choice((0.0, 1.0, 20.0))
+        self._client.run(
+            self._client.operations.pin(self._some_keys(), ttl_s, deadline), deadline, self._next
+        )

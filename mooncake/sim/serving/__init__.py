@@ -1,0 +1,56 @@
+"""Simulate a serving cluster: a trace's requests through the real conductor and simulated nodes.
+
+It owns the one call that runs a cluster; what happens on the way is in ``disaggregated_cluster.py`` (prefill
+and decode on instances of their own) and ``colocated_cluster.py`` (every node does both). Runs are
+deterministic by seed and hold no request that has ended, only its row of the outcome.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.sim.serving.cluster_spec import ClusterSpec
+from mooncake.sim.serving.colocated_cluster import ColocatedCluster
+from mooncake.sim.serving.disaggregated_cluster import DisaggregatedCluster
+from mooncake.sim.serving.results import RunResults
+from mooncake.sim.traces.trace_row import TraceRow
+
+__all__ = ["ClusterSpec", "simulate"]
+
+NEVER_S = 1e12
+
+
+def simulate(
+    rows: Iterable[TraceRow],
+    cluster: ClusterSpec,
+    scheduling: str = "overlap",
+    admission: str = "none",
+    seed: int = 0,
+    speedup: float = 1.0,
+    slo_ttft_s: float = 30.0,
+    slo_tbt_s: float = 0.1,
+    settings: SchedulingSettings | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> RunResults:
+    """Run ``rows`` through the cluster. ``progress(requests arrived, virtual time)`` is called now and then.
+
+    ``settings`` are the conductor's, for objectives and thresholds; ``scheduling``, ``admission`` and what
+    only makes sense with real instances (probes, slow start, limits) are overruled.
+    """
+    changes: dict[str, Any] = {"scheduling": scheduling, "admission": admission}
+    settings = dataclasses.replace(
+        settings or SchedulingSettings(audit_share=0.0),
+        **changes,
+        slo_ttft_s=slo_ttft_s,
+        slo_tbt_s=slo_tbt_s,
+        explained_requests=0,
+        block_tokens=cluster.block_tokens,
+        max_requests_per_instance=1_000_000_000,
+        probe_interval_s=NEVER_S,
+        slow_start_s=0.0,
+    )
+    world = DisaggregatedCluster if cluster.mode == "disaggregated" else ColocatedCluster
+    return world(cluster, settings, (slo_ttft_s, slo_tbt_s), seed, progress).run(rows, speedup)

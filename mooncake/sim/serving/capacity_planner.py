@@ -1,0 +1,291 @@
+"""The smallest cluster that meets the objectives for a trace, found by simulating candidates.
+
+It owns the search and its notion of enough; it refuses to know traces, files and money's source: whoever
+calls gives a function that simulates one candidate, and prices. How it searches: TTFT depends on the prefill
+pool and TBT on the decode pool, nearly apart. So each pool is first made as small as its own objective
+allows, beside a pool of the other kind that is never short (doubling, then bisection); then both together
+are simulated, and the pool that fails grows by one until nothing fails. From there memory, network and SSD
+shrink as far as the objectives allow. What is found is a local optimum, every step of which was simulated;
+that no smaller split passes is shown by the sensitivity table, not proved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import msgspec
+
+from mooncake.errors import InvalidArgument
+from mooncake.sim.serving.cluster_spec import ClusterSpec
+from mooncake.sim.serving.results import Summary
+
+MAX_NODES = 4096
+COLOCATED_MODES: tuple[Literal["vllm", "prefix", "chunked"], ...] = ("vllm", "prefix", "chunked")
+_MIN_SHRINK = 1 / 64
+"""Memory and network are not tried below this part of what the node has."""
+
+
+class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Dollars an hour. Everything but GPUs is 0 unless said: mostly it comes with them."""
+
+    gpu: dict[str, float]
+    "By the name that costs files use, e.g. H100."
+    dram_tb: float = 0.0
+    ssd_tb: float = 0.0
+    nic_100gbps: float = 0.0
+
+
+class Objectives(msgspec.Struct, frozen=True):
+    ttft_s: float
+    tbt_s: float
+    attainment: float
+    "The share of all requests that must be completed within both."
+
+
+class CandidateCluster(msgspec.Struct, frozen=True):
+    """One simulated cluster."""
+
+    hardware: str
+    mode: str
+    num_prefill: int
+    num_decode: int
+    cache_tokens: int
+    "Of a prefill node's memory; ``cache_bytes`` is the same."
+    cache_bytes: int
+    ssd_tokens: int
+    nic_bytes_per_s: float
+    dollars_per_hour: float
+    attainment: float
+    ttft_attainment: float
+    "The share with its TTFT in time; ``tbt_attainment`` likewise."
+    tbt_attainment: float
+    meets: bool
+    good_per_dollar: float
+    ttft_p90_s: float
+    tbt_p90_s: float
+    hit_rate: float
+    note: str = ""
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_prefill + self.num_decode
+
+
+class CapacityPlan(msgspec.Struct, frozen=True):
+    """What was found for one kind of hardware."""
+
+    best: CandidateCluster | None
+    "None: not even ``MAX_NODES`` nodes are enough."
+    one_pool: CandidateCluster | None
+    "The smallest cluster of nodes that do both, the best of its kinds; None as above."
+    sensitivity: list[CandidateCluster]
+    num_simulated: int
+
+
+Simulate = Callable[[ClusterSpec, float], tuple[Summary, float, float]]
+"""A candidate at so many times the load: its summary, and the shares of requests that met TTFT and TBT."""
+
+
+class CapacityPlanner:
+    """The search for one kind of hardware."""
+
+    def __init__(
+        self,
+        base: ClusterSpec,
+        hardware: str,
+        objectives: Objectives,
+        prices: Prices,
+        simulate: Simulate,
+        progress: Callable[[CandidateCluster], None] | None = None,
+    ) -> None:
+        if not 0 < objectives.attainment <= 1:
+            raise InvalidArgument("attainment", objectives.attainment, "above 0, up to 1")
+        self._base = base
+        self._hardware = hardware
+        self._objectives = objectives
+        self._gpu_price = _gpu_price(hardware, prices)
+        self._prices = prices
+        self._simulate = simulate
+        self._progress = progress
+        self._seen: dict[tuple[ClusterSpec, float], CandidateCluster] = {}
+
+    def plan(self) -> CapacityPlan:
+        best = self._apart()
+        one_pool = self._one_pool()
+        sensitivity = list(self._around(best)) if best is not None else []
+        found = self._candidate(best) if best is not None else None
+        return CapacityPlan(found, one_pool, sensitivity, len(self._seen))
+
+    # --- prefill and decode apart
+
+    def _apart(self) -> ClusterSpec | None:
+        plenty = self._plenty()
+        if plenty is None:
+            return None
+        enough = self._objectives.attainment
+        num_prefill = self._smallest(
+            plenty.num_prefill, lambda n: self._with(plenty, num_prefill=n).ttft_attainment >= enough
+        )
+        num_decode = self._smallest(
+            plenty.num_decode, lambda n: self._with(plenty, num_decode=n).tbt_attainment >= enough
+        )
+        spec = dataclasses.replace(plenty, num_prefill=num_prefill, num_decode=num_decode)
+        while not (found := self._candidate(spec)).meets:
+            # The pool whose objective is missed more grows.
+            if found.ttft_attainment <= found.tbt_attainment and spec.num_prefill < plenty.num_prefill:
+                spec = dataclasses.replace(spec, num_prefill=spec.num_prefill + 1)
+            elif spec.num_decode < plenty.num_decode:
+                spec = dataclasses.replace(spec, num_decode=spec.num_decode + 1)
+            else:
+                spec = dataclasses.replace(spec, num_prefill=spec.num_prefill + 1)
+        return self._shrunk(spec)
+
+    def _plenty(self) -> ClusterSpec | None:
+        """The first doubling at which everything is met; None if there is none."""
+        num_nodes = 1
+        while 2 * num_nodes <= MAX_NODES:
+            spec = dataclasses.replace(
+                self._base, mode="disaggregated", num_prefill=num_nodes, num_decode=num_nodes
+            )
+            if self._candidate(spec).meets:
+                return spec
+            num_nodes *= 2
+        return None
+
+    def _smallest(self, known: int, meets: Callable[[int], bool]) -> int:
+        """The least count up to ``known``, which meets, that meets too."""
+        least, most = 1, known
+        while least < most:
+            middle = (least + most) // 2
+            if meets(middle):
+                most = middle
+            else:
+                least = middle + 1
+        return most
+
+    def _shrunk(self, spec: ClusterSpec) -> ClusterSpec:
+        """With as little SSD, memory and network as the objectives allow, each halved in turn."""
+        if spec.ssd_tokens and self._with(spec, ssd_tokens=0).meets:
+            spec = dataclasses.replace(spec, ssd_tokens=0)
+        costs = self._base.node_costs
+        tokens = costs.cache_tokens
+        while (
+            tokens // 2 >= costs.cache_tokens * _MIN_SHRINK
+            and self._with(spec, cache_tokens=tokens // 2).meets
+        ):
+            tokens //= 2
+            spec = dataclasses.replace(spec, cache_tokens=tokens)
+        speed = costs.nic_bytes_per_s
+        while (
+            speed / 2 >= costs.nic_bytes_per_s * _MIN_SHRINK
+            and self._with(spec, nic_bytes_per_s=speed / 2).meets
+        ):
+            speed /= 2
+            spec = dataclasses.replace(spec, nic_bytes_per_s=speed)
+        return spec
+
+    # --- nodes that do both
+
+    def _one_pool(self) -> CandidateCluster | None:
+        found: list[CandidateCluster] = []
+        for mode in COLOCATED_MODES:
+            base = dataclasses.replace(self._base, mode=mode, num_decode=0, ssd_tokens=0)
+            most = 1
+            while most <= MAX_NODES and not self._with(base, num_prefill=most).meets:
+                most *= 2
+                if found and most > 2 * min(one.num_nodes for one in found):
+                    break  # another kind is smaller anyway
+            else:
+                if most > MAX_NODES:
+                    continue
+                meets = self._meets_with(base)
+                found.append(self._with(base, num_prefill=self._smallest(most, meets)))
+        return min(
+            found, key=lambda one: (one.dollars_per_hour, one.num_nodes, -one.attainment), default=None
+        )
+
+    def _meets_with(self, base: ClusterSpec) -> Callable[[int], bool]:
+        return lambda num_nodes: self._with(base, num_prefill=num_nodes).meets
+
+    # --- around what was found
+
+    def _around(self, best: ClusterSpec) -> Iterable[CandidateCluster]:
+        """What one step in each direction changes."""
+        costs = best.node_costs
+        steps: list[tuple[str, dict[str, object], float]] = [
+            ("25 % more load", {}, 1.25),
+            ("50 % more load", {}, 1.5),
+            ("one prefill node more", {"num_prefill": best.num_prefill + 1}, 1.0),
+            ("one decode node more", {"num_decode": best.num_decode + 1}, 1.0),
+            ("half the memory", {"cache_tokens": costs.cache_tokens // 2}, 1.0),
+            ("twice the memory", {"cache_tokens": costs.cache_tokens * 2}, 1.0),
+            ("twice the network", {"nic_bytes_per_s": costs.nic_bytes_per_s * 2}, 1.0),
+            ("half the network", {"nic_bytes_per_s": costs.nic_bytes_per_s / 2}, 1.0),
+        ]
+        if best.num_prefill > 1:
+            steps.insert(2, ("one prefill node less", {"num_prefill": best.num_prefill - 1}, 1.0))
+        if best.num_decode > 1:
+            steps.insert(3, ("one decode node less", {"num_decode": best.num_decode - 1}, 1.0))
+        for note, changes, load in steps:
+            spec = dataclasses.replace(best, **changes)  # type: ignore[arg-type]
+            yield msgspec.structs.replace(self._candidate(spec, load), note=note)
+
+    # --- one candidate
+
+    def _with(self, spec: ClusterSpec, **changes: float) -> CandidateCluster:
+        return self._candidate(dataclasses.replace(spec, **changes))  # type: ignore[arg-type]
+
+    def _candidate(self, spec: ClusterSpec, load: float = 1.0) -> CandidateCluster:
+        known = self._seen.get((spec, load))
+        if known is not None:
+            return known
+        summary, ttft_share, tbt_share = self._simulate(spec, load)
+        attainment = summary.num_good / max(1, summary.num_requests)
+        costs, dollars = spec.node_costs, self._dollars(spec)
+        found = CandidateCluster(
+            hardware=self._hardware,
+            mode=spec.mode,
+            num_prefill=spec.num_prefill,
+            num_decode=spec.num_decode,
+            cache_tokens=costs.cache_tokens,
+            cache_bytes=costs.cache_tokens * costs.kv_bytes_per_token,
+            ssd_tokens=spec.ssd_tokens,
+            nic_bytes_per_s=costs.nic_bytes_per_s,
+            dollars_per_hour=dollars,
+            attainment=attainment,
+            ttft_attainment=ttft_share,
+            tbt_attainment=tbt_share,
+            meets=attainment >= self._objectives.attainment,
+            good_per_dollar=summary.goodput_per_s * 3600 / dollars if dollars else 0.0,
+            ttft_p90_s=summary.ttft_s.p90,
+            tbt_p90_s=summary.tbt_s.p90,
+            hit_rate=summary.hit_rate,
+        )
+        self._seen[spec, load] = found
+        if self._progress is not None:
+            self._progress(found)
+        return found
+
+    def _dollars(self, spec: ClusterSpec) -> float:
+        """An hour of the whole cluster. Only nodes that keep a cache pay for its memory and SSD."""
+        costs, prices = spec.node_costs, self._prices
+        num_nodes = spec.num_prefill + spec.num_decode
+        num_caches = spec.num_prefill
+        bytes_per_token = costs.kv_bytes_per_token
+        each = costs.num_gpus * self._gpu_price + costs.nic_bytes_per_s * 8 / 100e9 * prices.nic_100gbps
+        memory = costs.cache_tokens * bytes_per_token / 1e12 * prices.dram_tb
+        ssd = spec.ssd_tokens * bytes_per_token / 1e12 * prices.ssd_tb
+        return num_nodes * each + num_caches * (memory + ssd)
+
+
+def _gpu_price(hardware: str, prices: Prices) -> float:
+    """Of the GPU whose name ``hardware`` ends with (``llama3-70b-8xH100``)."""
+    for name in sorted(prices.gpu, key=len, reverse=True):
+        if hardware.lower().endswith(name.lower()):
+            price = prices.gpu[name]
+            if not price > 0:
+                raise InvalidArgument(f"gpu.{name}", price, "more than 0 dollars an hour")
+            return price
+    raise InvalidArgument("--costs", hardware, f"a name that ends in a priced GPU: {', '.join(prices.gpu)}")

@@ -1,0 +1,192 @@
+"""What every simulated cluster has: requests that arrive, a conductor that places them, an outcome.
+
+It owns the conversation with the conductor: a request's arrival is a ``Place``, everything else a fact at
+the instant at which a real one would be known. A subclass has the nodes and does what a decision says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from random import Random
+from typing import Any
+
+from mooncake.conductor.conductor import Conductor
+from mooncake.conductor.health import ProbeOutcome
+from mooncake.conductor.messages import (
+    AddInstance,
+    BlocksRemoved,
+    BlocksStored,
+    Decision,
+    Effect,
+    Event,
+    Finished,
+    Place,
+    Probed,
+    Refuse,
+    StepMeasured,
+)
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.machine import Wake
+from mooncake.prefix import block_hashes, root_hash, short_key
+from mooncake.sim.kernel import Kernel
+from mooncake.sim.serving.cluster_spec import ClusterSpec
+from mooncake.sim.serving.decode_batch import DecodeBatch
+from mooncake.sim.serving.node_cache import NodeCache
+from mooncake.sim.serving.results import DONE, REJECTED, Recorder, RunResults
+from mooncake.sim.serving.sim_request import SimRequest
+from mooncake.sim.serving.step_level import prompt_of
+from mooncake.sim.serving.timeline import TimelineSampler
+from mooncake.sim.traces.trace_row import TraceRow
+from mooncake.types import InstanceId, Tier, WorkerRole
+
+LIFETIME_S = 1e9
+"""Nobody is forgotten: every end is reported."""
+
+
+class ServingCluster:
+    """One run. A request waits in no list here: its journey is known to whoever moves it next."""
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        settings: SchedulingSettings,
+        objectives: tuple[float, float],
+        seed: int,
+        progress: Callable[[int, float], None] | None,
+    ) -> None:
+        self.cluster = cluster
+        self.costs = cluster.node_costs
+        self.kernel = Kernel(seed)
+        self.conductor = Conductor(settings, Random(seed), cluster.models)
+        self.recorder = Recorder()
+        self.sampler = TimelineSampler(self.kernel, self.recorder, cluster.sample_s, progress)
+        self._objectives = objectives
+        self._rows: Iterator[TraceRow] = iter(())
+        self._speedup = 1.0
+        self._first_s = 0.0
+        self._measures_at: dict[InstanceId, float] = {}
+
+    def run(self, rows: Iterable[TraceRow], speedup: float) -> RunResults:
+        self._rows = iter(rows)
+        self._speedup = speedup
+        first = next(self._rows, None)
+        if first is not None:
+            self._first_s = first.timestamp_s
+            self.kernel.call_at(0.0, self._arrive, first)
+            self.sampler.start(self)
+            self.kernel.run_all()
+        self.check_end()
+        return self.recorder.outcome(self.sampler.time_line(), *self._objectives)
+
+    # what a subclass does
+
+    def serve(self, journey: SimRequest, decision: Decision) -> None:
+        raise NotImplementedError
+
+    def caches(self) -> list[NodeCache[Any]]:
+        """Those in which prompts are looked up."""
+        raise NotImplementedError
+
+    def check_end(self) -> None:
+        """Assert that nothing is left of any request."""
+        raise NotImplementedError
+
+    # what it uses
+
+    def join(self, instance: InstanceId, role: WorkerRole) -> None:
+        self.post(AddInstance(instance, role, self.costs.device_tokens if role is WorkerRole.DECODE else 0))
+        self.post(Probed(instance, ProbeOutcome.READY))
+
+    def post(self, event: Event) -> list[Effect]:
+        conductor, now = self.conductor, self.kernel.now
+        deadline = conductor.deadline()
+        if deadline is not None and deadline <= now:
+            conductor.handle(Wake(), now)
+        return conductor.handle(event, now)
+
+    def post_block_events(self, instance: InstanceId, cache: NodeCache[Any]) -> None:
+        """What came to the node's cache and left it since it was asked last."""
+        if self.cluster.detail == "step":
+            cache.left = [short_key(block_hash) for block_hash in cache.left]
+            cache.came = [short_key(block_hash) for block_hash in cache.came]
+        if cache.left:
+            self.post(BlocksRemoved(instance, cache.left, Tier.MEMORY))
+            cache.left = []
+        if cache.came:
+            self.post(BlocksStored(instance, cache.came, Tier.MEMORY))
+            cache.came = []
+        if cache.ssd_left:
+            self.post(BlocksRemoved(instance, cache.ssd_left, Tier.SSD))
+            cache.ssd_left = []
+        if cache.ssd_came:
+            self.post(BlocksStored(instance, cache.ssd_came, Tier.SSD))
+            cache.ssd_came = []
+
+    def post_step(self, instance: InstanceId, batch: DecodeBatch) -> None:
+        """``batch`` is at the end of a step."""
+        if self.measures(instance):
+            self.post(StepMeasured(instance, len(batch), batch.context, batch.seconds(1)))
+
+    def measures(self, instance: InstanceId) -> bool:
+        """Whether it is time again for it to report how long its work takes."""
+        now = self.kernel.now
+        if now < self._measures_at.get(instance, 0.0):
+            return False
+        self._measures_at[instance] = now + self.cluster.measure_s
+        return True
+
+    def done(self, journey: SimRequest, at: float) -> None:
+        """Its last token was made at ``at``."""
+        number, recorder = journey.number, self.recorder
+        ttft_s = journey.first_token_at - journey.arrived_at
+        recorder.status[number] = DONE
+        recorder.e2e_s[number] = at - journey.arrived_at
+        recorder.tbt_s[number] = journey.tbt_s
+        num_intervals = journey.num_output - 1
+        recorder.tbt_mean_s[number] = (at - journey.first_token_at) / num_intervals if num_intervals else 0.0
+        self.sampler.num_open -= 1
+        self.post(Finished(journey.request_id, journey.num_output, ttft_s, journey.tbt_s, True))
+
+    def give_up(self, journey: SimRequest, status: int) -> None:
+        """It ends here, without an answer."""
+        self.recorder.status[journey.number] = status
+        self.sampler.num_open -= 1
+        self.sampler.num_rejected += 1
+
+    # arrivals
+
+    def _arrive(self, row: TraceRow) -> None:
+        now = self.kernel.now
+        following = next(self._rows, None)
+        if following is not None:
+            at = (following.timestamp_s - self._first_s) / self._speedup
+            self.kernel.call_at(max(at, now), self._arrive, following)
+        num_input, num_output = row.num_input, max(1, row.num_output)
+        number = self.recorder.add(now, num_input, num_output)
+        self.sampler.num_open += 1
+        self.sampler.has_more = following is not None
+        keys: Sequence[int] = row.keys[: num_input // self.cluster.block_tokens]
+        journey = SimRequest(number, now, num_input, num_output, keys)
+        if self.cluster.detail == "step":
+            keys = self._with_tokens(journey)
+        place = Place(journey.request_id, num_input, list(keys), lifetime_s=LIFETIME_S)
+        for effect in self.post(place):
+            if isinstance(effect, Decision):
+                self._note_prediction(number, effect)
+                self.serve(journey, effect)
+            elif isinstance(effect, Refuse):
+                self._note_prediction(number, effect)
+                self.give_up(journey, REJECTED)
+
+    def _with_tokens(self, journey: SimRequest) -> list[int]:
+        """Give it a prompt of tokens, and so hashes; their short keys."""
+        block_tokens = self.cluster.block_tokens
+        journey.token_ids = prompt_of(journey.keys, journey.num_input, block_tokens, journey.number)
+        journey.keys = block_hashes(journey.token_ids, block_tokens, root_hash())
+        return [short_key(block_hash) for block_hash in journey.keys]
+
+    def _note_prediction(self, number: int, effect: Decision | Refuse) -> None:
+        prediction = effect.prediction
+        if prediction is not None:
+            self.recorder.predicted_ttft_s[number] = prediction.ttft_s
+            self.recorder.predicted_tbt_s[number] = prediction.tbt_s

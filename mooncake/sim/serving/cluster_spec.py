@@ -1,0 +1,117 @@
+"""What a simulated cluster is made of: its machines, and how they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from mooncake.conductor.prediction.cost_models import CostModels, LinkModel, PrefillModel
+from mooncake.errors import InvalidArgument
+from mooncake.inference.blocks import BlockPool
+from mooncake.inference.scheduler import Scheduler, SchedulerSettings
+from mooncake.sim.serving.node_costs import NodeCosts
+
+Count = Annotated[int, Meta(gt=0)]
+Mode: TypeAlias = Literal["disaggregated", "vllm", "prefix", "chunked"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """The machines, and how they are used."""
+
+    costs: NodeCosts
+    """Of every node."""
+    num_prefill: Count = 8
+    num_decode: Annotated[int, Meta(ge=0)] = 8
+    """0 only where nodes do both."""
+    mode: Mode = "disaggregated"
+    """The others are one pool of ``num_prefill + num_decode`` nodes that do both: ``vllm`` computes prompts
+    before it goes on decoding, ``prefix`` also keeps their blocks for later ones, ``chunked`` mixes chunks
+    of prompts into the steps."""
+    detail: Literal["flow", "step"] = "flow"
+    """``step``: the real batch scheduler, step by step and block by block. For small traces."""
+    block_tokens: Count = 512
+    """What a key of the trace stands for."""
+    cache_tokens: int | None = None
+    """Of a prefill node's DRAM; None: as ``costs`` says."""
+    ssd_tokens: int = 0
+    """Of its SSD."""
+    nic_bytes_per_s: float = 0.0
+    """Of a node in one direction; 0: as ``costs`` says."""
+    pipeline_nodes: Count = 1
+    """Prefill nodes that form one instance and compute the chunks of a prompt one behind the other."""
+    chunk_tokens: Count = 1024
+    """Of such chunks."""
+    step_tokens: Count = 512
+    """Tokens of one step that prompts and answers share (``chunked``, ``step``)."""
+    max_batch: Count = 256
+    """Requests that one instance decodes at a time."""
+    obeys_turns: bool = True
+    """Whether waiting prompts are computed in the conductor's order, or first come first served."""
+    measure_s: float = 10.0
+    """How often an instance reports to the conductor what its work takes; the rest it hears without times."""
+    sample_s: float = 10.0
+    """The time line's interval."""
+    watches_blocks: bool = False
+    """Count how often each block is used, and where the most used ones are. Takes memory by the block."""
+
+    def __post_init__(self) -> None:
+        if self.mode == "disaggregated" and not self.num_decode:
+            allowed = "1 or more when prefill and decode are apart"
+            raise InvalidArgument("num_decode", self.num_decode, allowed)
+        if self.num_prefill % self.pipeline_nodes:
+            allowed = f"a divisor of num_prefill ({self.num_prefill})"
+            raise InvalidArgument("pipeline_nodes", self.pipeline_nodes, allowed)
+        if self.detail == "step":
+            if self.mode not in ("disaggregated", "chunked"):
+                raise InvalidArgument("detail", self.detail, f"flow when mode is {self.mode}")
+            if self.pipeline_nodes > 1 or self.ssd_tokens:
+                raise InvalidArgument("detail", self.detail, "flow with pipelines or SSDs")
+
+    def scheduler(
+        self, num_tokens: int, step_tokens: int, max_running: int, *, has_external_cache: bool = False
+    ) -> Scheduler:
+        """An engine's, over so many tokens of KV."""
+        return Scheduler(
+            SchedulerSettings(
+                num_blocks=num_tokens // self.block_tokens + 1,
+                block_tokens=self.block_tokens,
+                max_model_len=1 << 30,
+                max_batch_tokens=max(step_tokens, max_running),
+                max_running=max_running,
+                max_waiting=1 << 30,
+                has_external_cache=has_external_cache,
+            )
+        )
+
+    def pool(self, num_tokens: int) -> BlockPool[int]:
+        return BlockPool(num_tokens // self.block_tokens + 1, self.block_tokens)
+
+    @property
+    def num_prefill_instances(self) -> int:
+        return self.num_prefill // self.pipeline_nodes
+
+    @property
+    def models(self) -> CostModels:
+        """What the conductor believes of an instance before it has measured anything."""
+        models, num_nodes = self.node_costs.models, self.pipeline_nodes
+        if num_nodes == 1:
+            return models
+        one = models.prefill
+        fill_s = (num_nodes - 1) / num_nodes * one.seconds(0, self.chunk_tokens)
+        piped = PrefillModel(one.c0 + fill_s, one.c1 / num_nodes, one.c2 / num_nodes)
+        link = LinkModel(models.link.latency_s, models.link.bytes_per_s * num_nodes)
+        return msgspec.structs.replace(models, prefill=piped, link=link)
+
+    @property
+    def node_costs(self) -> NodeCosts:
+        """``costs`` with what is said otherwise here."""
+        changes: dict[str, Any] = {}
+        if self.cache_tokens is not None:
+            changes["cache_tokens"] = self.cache_tokens
+        if self.nic_bytes_per_s:
+            changes["nic_bytes_per_s"] = self.nic_bytes_per_s
+        return msgspec.structs.replace(self.costs, **changes)

@@ -1,0 +1,95 @@
+"""A simulated decode instance: who is in its batch, who waits for memory, when they leave.
+
+It owns its memory's account and refuses to know where the KV came from. A request takes memory for its
+prompt and its whole answer when it joins, so that nobody is preempted; who finds none waits in order of
+arrival. Between joins and leaves nothing happens (``batch.py``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from mooncake.sim.kernel import Kernel
+from mooncake.sim.serving.decode_batch import DecodeBatch
+from mooncake.sim.serving.fabric import Port
+from mooncake.sim.serving.node_costs import NodeCosts
+from mooncake.sim.serving.sim_request import SimRequest
+
+
+class DecodeNode:
+    """``done(journey, at)`` is told of every answer that is complete, ``stepped(node)`` now and then."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        number: int,
+        costs: NodeCosts,
+        *,
+        max_batch: int,
+        done: Callable[[SimRequest, float], None],
+        stepped: Callable[[str, DecodeBatch], None],
+    ) -> None:
+        self.number = number
+        self.id = f"decode-{number}"
+        self.into = Port(f"{self.id} in", costs.nic_bytes_per_s)
+        self.batch = DecodeBatch(costs.decode)
+        self.used_tokens = 0
+        self._kernel = kernel
+        self._capacity_tokens = costs.device_tokens
+        self._max_batch = max_batch
+        self._waiting: deque[SimRequest] = deque()
+        self._version = 0
+        self._done, self._stepped = done, stepped
+
+    def __repr__(self) -> str:
+        return f"DecodeNode({self.id} batch={len(self.batch)} waiting={len(self._waiting)})"
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.batch and not self.used_tokens and not self._waiting
+
+    def takes(self, journey: SimRequest) -> bool:
+        """Whether it could ever hold it."""
+        return journey.num_input + journey.num_output <= self._capacity_tokens
+
+    def join(self, journey: SimRequest) -> None:
+        """Its KV is here: it decodes from the next step on."""
+        self._waiting.append(journey)
+        batch = self.batch
+        if batch:
+            num_steps = batch.steps_until(self._kernel.now)
+            if num_steps >= batch.next_leave or not self._has_room(self._waiting[0]):
+                return  # whoever leaves lets it in
+            batch.advance(num_steps)
+        self._admit()
+
+    def _has_room(self, journey: SimRequest) -> bool:
+        needed = journey.num_input + journey.num_output
+        return self.used_tokens + needed <= self._capacity_tokens and len(self.batch) < self._max_batch
+
+    def _admit(self) -> None:
+        batch, waiting = self.batch, self._waiting
+        if not batch:
+            batch.at = max(batch.at, self._kernel.now)
+        while waiting and self._has_room(waiting[0]):
+            journey = waiting.popleft()
+            self.used_tokens += journey.num_input + journey.num_output
+            batch.join(journey)
+        self._version += 1
+        if batch:
+            at = batch.at + batch.seconds(batch.next_leave)
+            self._kernel.call_at(at, self._leave, self._version)
+
+    def _leave(self, version: int) -> None:
+        if version != self._version:
+            return
+        batch = self.batch
+        self._stepped(self.id, batch)
+        batch.advance(batch.next_leave)
+        done = batch.leave()
+        for journey in done:
+            self.used_tokens -= journey.num_input + journey.num_output
+        self._admit()
+        for journey in done:
+            self._done(journey, batch.at)

@@ -1,0 +1,248 @@
+"""Prefill and decode on instances of their own, with the KV going from one to the other.
+
+It owns a request's way between the nodes: what the decision says is fetched from peers or from SSD is on
+its way at once; the KV of a prompt goes to its decode instance layer by layer while the prompt is computed,
+so that after the last layer only that one's bytes are still to come. A journey ends at its last token, or
+where the conductor refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from mooncake.conductor.messages import Decision, Fetch, Finished, Prefilled, Refuse, TransferMeasured
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.sim.serving.cluster_base import ServingCluster
+from mooncake.sim.serving.cluster_spec import ClusterSpec
+from mooncake.sim.serving.decode_node import DecodeNode
+from mooncake.sim.serving.fabric import Fabric, Port
+from mooncake.sim.serving.node_cache import NodeCache
+from mooncake.sim.serving.prefill_node import PrefillNode
+from mooncake.sim.serving.results import FAILED, REJECTED_AFTER_PREFILL
+from mooncake.sim.serving.sim_request import SimRequest
+from mooncake.sim.serving.step_level import StepDecodeNode, StepPrefillNode
+from mooncake.types import WorkerRole
+
+STEP_TOKENS = 8192
+"""Tokens of a prefill instance's step, where there are steps."""
+
+_Node: TypeAlias = PrefillNode | StepPrefillNode
+_Load: TypeAlias = tuple[SimRequest, _Node, _Node, list[int], int, float]
+"""(for whom, to, from, blocks pinned there, first block, begun at)."""
+
+
+class DisaggregatedCluster(ServingCluster):
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        settings: SchedulingSettings,
+        objectives: tuple[float, float],
+        seed: int,
+        progress: Callable[[int, float], None] | None,
+    ) -> None:
+        super().__init__(cluster, settings, objectives, seed, progress)
+        costs = self.costs
+        self._block_bytes = cluster.block_tokens * costs.kv_bytes_per_token
+        self.fabric = Fabric(self.kernel, costs.nic_latency_s)
+        self.prefill = [self._prefill_node(number) for number in range(cluster.num_prefill_instances)]
+        self.decode = [self._decode_node(number) for number in range(cluster.num_decode)]
+        self._prefill_by_id = {node.id: node for node in self.prefill}
+        self._decode_by_id = {node.id: node for node in self.decode}
+        for prefill in self.prefill:
+            self.join(prefill.id, WorkerRole.PREFILL)
+        for decode in self.decode:
+            self.join(decode.id, WorkerRole.DECODE)
+
+    def _prefill_node(self, number: int) -> PrefillNode | StepPrefillNode:
+        cluster, costs, kernel = self.cluster, self.costs, self.kernel
+        num_nodes = cluster.pipeline_nodes
+        cache_tokens = num_nodes * costs.cache_tokens
+        if cluster.detail == "step":
+            return StepPrefillNode(
+                kernel,
+                number,
+                costs,
+                cluster.scheduler(cache_tokens, STEP_TOKENS, 1),
+                began=self._began,
+                planned=self._planned,
+                prefilled=self._prefilled,
+            )
+        ssd = cluster.pool(num_nodes * cluster.ssd_tokens) if cluster.ssd_tokens else None
+        return PrefillNode(
+            kernel,
+            number,
+            costs,
+            NodeCache(cluster.pool(cache_tokens), ssd),
+            num_stages=num_nodes,
+            chunk_tokens=cluster.chunk_tokens,
+            obeys_turns=cluster.obeys_turns,
+            began=self._began,
+            planned=self._planned,
+            prefilled=self._prefilled,
+        )
+
+    def _decode_node(self, number: int) -> DecodeNode | StepDecodeNode:
+        cluster, costs, kernel = self.cluster, self.costs, self.kernel
+        if cluster.detail == "step":
+            max_batch = cluster.max_batch
+            scheduler = cluster.scheduler(costs.device_tokens, max_batch, max_batch, has_external_cache=True)
+            return StepDecodeNode(kernel, number, costs, scheduler, done=self._decoded)
+        return DecodeNode(
+            kernel, number, costs, max_batch=cluster.max_batch, done=self._decoded, stepped=self.post_step
+        )
+
+    def caches(self) -> list[NodeCache[Any]]:
+        return [node.cache for node in self.prefill]
+
+    def check_end(self) -> None:
+        for node in self.prefill:
+            assert not node.num_queued and not node.is_computing, node
+            node.cache.check()
+        for decode in self.decode:
+            assert decode.is_idle, decode
+
+    # placed
+
+    def serve(self, journey: SimRequest, decision: Decision) -> None:
+        assert decision.prefill is not None, decision
+        node = self._prefill_by_id[decision.prefill]
+        journey.prefill, journey.decode = node.number, self._decode_by_id[decision.decode].number
+        self.recorder.prefill_instance[journey.number] = journey.prefill
+        self.recorder.decode_instance[journey.number] = journey.decode
+        journey.turn = decision.turn
+        if not self.decode[journey.decode].takes(journey):
+            self.give_up(journey, FAILED)
+            return
+        num_cached = decision.num_cached_tokens
+        for fetch in decision.fetches:
+            self._fetch(journey, node, fetch)
+        if node.cache.ssd is not None:
+            self._read_ssd(journey, node)
+        num_cached = max(num_cached, journey.loads[-1][1] * self.cluster.block_tokens if journey.loads else 0)
+        journey.estimate_s = self.costs.prefill_s(min(num_cached, journey.num_input - 1), journey.num_input)
+        self.sampler.queued(journey)
+        node.enqueue(journey)
+
+    # loading what is cached elsewhere
+
+    def _fetch(self, journey: SimRequest, node: _Node, fetch: Fetch) -> None:
+        source = self._prefill_by_id[fetch.source]
+        end = fetch.first_block + fetch.num_blocks
+        keys = journey.keys[fetch.first_block : end]
+        in_memory = source.cache.match(keys)
+        num_on_ssd = source.cache.num_on_ssd(keys[len(in_memory) :])
+        first = fetch.first_block
+        if in_memory and source is not node:
+            source.cache.pin(in_memory)
+            self._load(journey, node, source, in_memory, first, len(in_memory), (source.out, node.into))
+        if num_on_ssd:
+            ports = (source.ssd,) if source is node else (source.ssd, source.out, node.into)
+            self._load(journey, node, source, [], first + len(in_memory), num_on_ssd, ports)
+
+    def _read_ssd(self, journey: SimRequest, node: _Node) -> None:
+        """A node reads by itself what it has on its own SSD behind what it has in memory."""
+        first = len(node.cache.match(journey.keys))
+        if not journey.loads:
+            num_on_ssd = node.cache.num_on_ssd(journey.keys[first:])
+            if num_on_ssd:
+                self._load(journey, node, node, [], first, num_on_ssd, (node.ssd,))
+
+    def _load(
+        self,
+        journey: SimRequest,
+        node: _Node,
+        source: _Node,
+        pinned: list[int],
+        first: int,
+        num_blocks: int,
+        ports: Sequence[Port],
+    ) -> None:
+        journey.loads.append((first, first + num_blocks))
+        journey.fetched_tokens += num_blocks * self.cluster.block_tokens
+        if not journey.num_fetching:
+            journey.fetch_began_at = self.kernel.now
+        journey.num_fetching += 1
+        load = (journey, node, source, pinned, first, self.kernel.now)
+        self.fabric.start(ports, num_blocks * self._block_bytes, self._loaded, load)
+
+    def _loaded(self, load: _Load) -> None:
+        journey, node, source, pinned, first, began_at = load
+        now = self.kernel.now
+        source.cache.unpin(pinned)
+        end = next(end for start, end in journey.loads if start == first)
+        keys = journey.keys[first:end]
+        num_known = len(node.cache.match(keys))
+        node.cache.unpin(node.cache.keep(keys[num_known:]))
+        self.post_block_events(node.id, node.cache)
+        if source is not node:
+            size_bytes = (end - first) * self._block_bytes
+            self.post(TransferMeasured(source.id, node.id, size_bytes, now - began_at))
+        journey.num_fetching -= 1
+        if not journey.num_fetching:
+            journey.fetch_ended_at = now
+            node.fetched(journey)
+
+    # prefill
+
+    def _began(self, journey: SimRequest) -> None:
+        number, recorder = journey.number, self.recorder
+        recorder.cached_tokens[number] = journey.cached_tokens
+        recorder.fetched_tokens[number] = min(journey.fetched_tokens, journey.cached_tokens)
+        recorder.prefill_gpu_s[number] = journey.computed_s
+        self.sampler.began(journey)
+
+    def _planned(self, journey: SimRequest, done_at: float) -> None:
+        """As much of its KV as the layers before the last make goes while they are computed."""
+        size_bytes = journey.num_input * self.costs.kv_bytes_per_token
+        sending_s = size_bytes / self.costs.nic_bytes_per_s * (1 - 1 / self.costs.num_layers)
+        if journey.num_output > 1:
+            self.kernel.call_at(max(self.kernel.now, done_at - sending_s), self._send, journey)
+
+    def _send(self, journey: SimRequest) -> None:
+        size_bytes = journey.num_input * self.costs.kv_bytes_per_token
+        ports = (self.prefill[journey.prefill].out, self.decode[journey.decode].into)
+        self.fabric.start(ports, size_bytes, self._sent, journey)
+
+    def _prefilled(self, journey: SimRequest) -> None:
+        now, node = self.kernel.now, self.prefill[journey.prefill]
+        journey.first_token_at = now + self.costs.first_token_s
+        self.recorder.ttft_s[journey.number] = journey.first_token_at - journey.arrived_at
+        self.post_block_events(node.id, node.cache)
+        fact = self._measured(journey) if self.measures(node.id) else Prefilled(journey.request_id)
+        for effect in self.post(fact):
+            if isinstance(effect, Refuse) and effect.request_id == journey.request_id:
+                self.give_up(journey, REJECTED_AFTER_PREFILL)
+                self.post(Finished(journey.request_id))
+                journey.decode = -1
+                return
+        if journey.num_output == 1:
+            self.done(journey, journey.first_token_at)
+
+    def _measured(self, journey: SimRequest) -> Prefilled:
+        loaded_s = journey.fetch_ended_at - journey.fetch_began_at if journey.loads else 0.0
+        num_loaded = min(journey.fetched_tokens, journey.cached_tokens)
+        return Prefilled(
+            journey.request_id,
+            journey.prefill_began_at - journey.arrived_at,
+            journey.lasted_s,
+            journey.num_input - journey.cached_tokens,
+            journey.cached_tokens - num_loaded,
+            loaded_s,
+            num_loaded,
+        )
+
+    # decode
+
+    def _sent(self, journey: SimRequest) -> None:
+        if journey.decode < 0:
+            return  # refused meanwhile
+        if journey.first_token_at < 0:  # the last byte can't come before the last layer
+            self.kernel.call_at(self.kernel.now, self._sent, journey)
+            return
+        self.sampler.num_running += 1
+        self.decode[journey.decode].join(journey)
+
+    def _decoded(self, journey: SimRequest, at: float) -> None:
+        self.sampler.num_running -= 1
+        self.done(journey, at)

@@ -1,0 +1,236 @@
+"""What a simulated run came to: a row per request, a row per interval of time, and their summary.
+
+It owns the columns, in the order of arrival, and the definitions of the figures: TBT is the mean of the
+longest tenth of a request's intervals (as in the FAST'25 paper), goodput counts what was completed within
+both objectives. It refuses to know how the run was made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from array import array
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+DONE, REJECTED, REJECTED_AFTER_PREFILL, FAILED = range(4)
+STATUSES = ("done", "rejected at arrival", "rejected after prefill", "failed")
+
+Floats: TypeAlias = NDArray[np.float64]
+Column: TypeAlias = (
+    NDArray[np.float64] | NDArray[np.float32] | NDArray[np.int32] | NDArray[np.int16] | NDArray[np.int8]
+)
+
+
+class Quantiles(msgspec.Struct, frozen=True):
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The figures of one run. Times are of completed requests."""
+
+    num_requests: int
+    num_done: int
+    num_rejected: int
+    "At arrival."
+    num_rejected_after_prefill: int
+    num_failed: int
+    num_good: int
+    "Completed within both objectives."
+    goodput_per_s: float
+    good_tokens_per_s: float
+    "Prompt and answer tokens of good requests."
+    slo_ttft_s: float
+    slo_tbt_s: float
+    span_s: float
+    "From the first arrival to the last end."
+    ttft_s: Quantiles
+    tbt_s: Quantiles
+    e2e_s: Quantiles
+    hit_rate: float
+    "Prompt tokens that were not computed, of all that were asked for and not rejected."
+    fetched_share: float
+    "Those of them that came from another node or from an SSD."
+    prefill_gpu_s: float
+    "Mean over requests."
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """What was so every ``every_s`` seconds, and how much had happened by then."""
+
+    every_s: float
+    at_s: Floats
+    queue_s: Floats
+    "Prefill work that waits, all instances together."
+    num_queued: Floats
+    num_running: Floats
+    "Requests that are decoded."
+    num_arrived: Floats
+    num_rejected: Floats
+    input_tokens: Floats
+    cached_tokens: Floats
+    "Of prompts whose prefill has begun; ``input_tokens`` likewise."
+    replicas_top10: Floats
+    "How many prefill instances hold one of the ten most used blocks, on average; 0 unless watched."
+    replicas_top100: Floats
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResults:
+    """One row per request, in the order of arrival. Times that never came are NaN, instances -1."""
+
+    arrival_s: Column
+    num_input: Column
+    num_output: Column
+    status: Column
+    ttft_s: Column
+    tbt_s: Column
+    "Mean of the longest tenth of its intervals; 0 for answers of one token."
+    tbt_mean_s: Column
+    e2e_s: Column
+    cached_tokens: Column
+    fetched_tokens: Column
+    prefill_instance: Column
+    decode_instance: Column
+    prefill_gpu_s: Column
+    predicted_ttft_s: Column
+    predicted_tbt_s: Column
+    time_line: Timeline
+    slo_ttft_s: float
+    slo_tbt_s: float
+    "The objectives of the run; 0 is none."
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def is_done(self) -> NDArray[np.bool_]:
+        return np.equal(self.status, DONE)
+
+    def is_good(self, slo_ttft_s: float | None = None, slo_tbt_s: float | None = None) -> NDArray[np.bool_]:
+        """Which requests were completed within both objectives (None: those of the run)."""
+        ttft_s = self.slo_ttft_s if slo_ttft_s is None else slo_ttft_s
+        tbt_s = self.slo_tbt_s if slo_tbt_s is None else slo_tbt_s
+        good: NDArray[np.bool_] = self.is_done
+        if ttft_s:
+            good = good & (self.ttft_s <= ttft_s)
+        if tbt_s:
+            good = good & (self.tbt_s <= tbt_s)
+        return good
+
+    def summary(self, slo_ttft_s: float | None = None, slo_tbt_s: float | None = None) -> Summary:
+        done, good = self.is_done, self.is_good(slo_ttft_s, slo_tbt_s)
+        began = done | np.equal(self.status, REJECTED_AFTER_PREFILL)
+        counts = np.bincount(self.status.astype(np.int64), minlength=len(STATUSES))
+        ends_s = self.arrival_s[done] + self.e2e_s[done]
+        span_s = float(ends_s.max() - self.arrival_s[0]) if done.any() else 0.0
+        asked = float(self.num_input[began].sum(dtype=np.float64))
+        cached = float(self.cached_tokens[began].sum(dtype=np.float64))
+        good_tokens = (self.num_input[good] + self.num_output[good]).sum(dtype=np.float64)
+        return Summary(
+            num_requests=len(self),
+            num_done=int(counts[DONE]),
+            num_rejected=int(counts[REJECTED]),
+            num_rejected_after_prefill=int(counts[REJECTED_AFTER_PREFILL]),
+            num_failed=int(counts[FAILED]),
+            num_good=int(good.sum()),
+            goodput_per_s=float(good.sum()) / span_s if span_s else 0.0,
+            good_tokens_per_s=float(good_tokens) / span_s if span_s else 0.0,
+            slo_ttft_s=self.slo_ttft_s if slo_ttft_s is None else slo_ttft_s,
+            slo_tbt_s=self.slo_tbt_s if slo_tbt_s is None else slo_tbt_s,
+            span_s=span_s,
+            ttft_s=_quantiles(self.ttft_s[done]),
+            tbt_s=_quantiles(self.tbt_s[done]),
+            e2e_s=_quantiles(self.e2e_s[done]),
+            hit_rate=cached / asked if asked else 0.0,
+            fetched_share=float(self.fetched_tokens[began].sum(dtype=np.float64)) / cached if cached else 0.0,
+            prefill_gpu_s=float(self.prefill_gpu_s[began].mean(dtype=np.float64)) if began.any() else 0.0,
+        )
+
+    def to_json(self, *, rows: bool = True) -> str:
+        """The summary, the time line and, unless ``rows`` is False, every column. NaN becomes null."""
+        document: dict[str, object] = {
+            "summary": msgspec.to_builtins(self.summary()),
+            "time_line": {
+                field.name: _plain(getattr(self.time_line, field.name))
+                for field in dataclasses.fields(Timeline)
+            },
+        }
+        if rows:
+            document["requests"] = {
+                field.name: _plain(getattr(self, field.name))
+                for field in dataclasses.fields(RunResults)
+                if isinstance(getattr(self, field.name), np.ndarray)
+            }
+        return json.dumps(document, allow_nan=False)
+
+
+class Recorder:
+    """Grows the columns of an outcome: a row at arrival, its cells when they are known."""
+
+    def __init__(self) -> None:
+        self.arrival_s = array("d")
+        self.ttft_s = array("f")
+        self.tbt_s = array("f")
+        self.tbt_mean_s = array("f")
+        self.e2e_s = array("f")
+        self.num_input = array("i")
+        self.num_output = array("i")
+        self.cached_tokens = array("i")
+        self.fetched_tokens = array("i")
+        self.prefill_instance = array("h")
+        self.decode_instance = array("h")
+        self.prefill_gpu_s = array("f")
+        self.predicted_ttft_s = array("f")
+        self.predicted_tbt_s = array("f")
+        self.status = array("b")
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    def add(self, arrival_s: float, num_input: int, num_output: int) -> int:
+        """A request arrives; the number of its row. Until something else is known, it has failed."""
+        nan = float("nan")
+        self.arrival_s.append(arrival_s)
+        self.num_input.append(num_input)
+        self.num_output.append(num_output)
+        self.status.append(FAILED)
+        for column in (self.ttft_s, self.tbt_s, self.tbt_mean_s, self.e2e_s):
+            column.append(nan)
+        self.cached_tokens.append(0)
+        self.fetched_tokens.append(0)
+        self.prefill_instance.append(-1)
+        self.decode_instance.append(-1)
+        self.prefill_gpu_s.append(0.0)
+        self.predicted_ttft_s.append(nan)
+        self.predicted_tbt_s.append(nan)
+        return len(self.arrival_s) - 1
+
+    def outcome(self, time_line: Timeline, slo_ttft_s: float, slo_tbt_s: float) -> RunResults:
+        columns = {
+            name: np.frombuffer(column, dtype=column.typecode)
+            if len(column)
+            else np.empty(0, column.typecode)
+            for name, column in vars(self).items()
+        }
+        return RunResults(**columns, time_line=time_line, slo_ttft_s=slo_ttft_s, slo_tbt_s=slo_tbt_s)
+
+
+def _quantiles(values: Column) -> Quantiles:
+    if not len(values):
+        return Quantiles(0.0, 0.0, 0.0, 0.0)
+    p50, p90, p99 = np.quantile(values, (0.5, 0.9, 0.99))
+    return Quantiles(float(values.mean(dtype=np.float64)), float(p50), float(p90), float(p99))
+
+
+def _plain(values: object) -> object:
+    if not isinstance(values, np.ndarray):
+        return values
+    return [None if value != value else value for value in values.tolist()]

@@ -1,0 +1,230 @@
+"""The same instances in full detail: the engine's own batch scheduler and block pool, step by step.
+
+It owns a loop that stands for an engine's, and refuses to schedule: ``inference.scheduler.Scheduler`` does.
+Prompts become token ids that share blocks exactly where the trace's keys do, blocks have real hashes. It is
+for small traces, and to see that the closed forms of ``batch.py`` tell the same story. What it shows and they
+leave out: a newcomer joins a running batch one step later, after its lookup; blocks fill up and requests are
+preempted; a prompt begins when all that it loads is there, not its first layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+
+from mooncake.inference.request import Request, SamplingParams
+from mooncake.inference.scheduler import Scheduler
+from mooncake.inference.step import Chunk, Step
+from mooncake.prefix import BlockHash
+from mooncake.sim.kernel import Kernel
+from mooncake.sim.serving.fabric import Port
+from mooncake.sim.serving.node_cache import NodeCache
+from mooncake.sim.serving.node_costs import NodeCosts
+from mooncake.sim.serving.sim_request import SimRequest
+
+
+def prompt_of(keys: Iterable[int], num_input: int, block_tokens: int, number: int) -> list[int]:
+    """Token ids of a prompt: those of a block are its key's, those behind the last key its own."""
+    tokens: list[int] = []
+    for key in keys:
+        tokens += [key % (1 << 31)] * block_tokens
+    return tokens[:num_input] + [(1 << 31) + number % (1 << 31)] * (num_input - len(tokens))
+
+
+class EngineLoop:
+    """An engine that is always at a step or has nothing to do."""
+
+    def __init__(self, kernel: Kernel, scheduler: Scheduler, costs: NodeCosts) -> None:
+        self.scheduler = scheduler
+        self.cache: NodeCache[BlockHash] = NodeCache(scheduler.pool)
+        self.is_computing = False
+        self.journeys: dict[str, SimRequest] = {}
+        self._kernel = kernel
+        self._costs = costs
+
+    def add(self, journey: SimRequest, request: Request) -> None:
+        self.journeys[request.id] = journey
+        refusal = self.scheduler.add(request, self._kernel.now)
+        assert refusal is None, refusal
+        if not self.is_computing:
+            self._next()
+
+    def _next(self) -> None:
+        now, scheduler = self._kernel.now, self.scheduler
+        step = scheduler.schedule(now)
+        for lookup in step.lookups:
+            # All of it is here: a decode instance hears of a request when its KV has come.
+            block_ids = scheduler.lookup_finished(lookup.request.id, len(lookup.blocks), now)
+            assert block_ids is not None
+            scheduler.load_ready(lookup.request.id, now)
+            scheduler.release(block_ids)
+        if step.lookups and not step.chunks:
+            step = scheduler.schedule(now)
+        self.is_computing = bool(step.chunks)
+        if step.chunks:
+            self._kernel.call_at(now + self._begin(step), self._ended, step)
+
+    def _begin(self, step: Step) -> float:
+        """How long it takes."""
+        raise NotImplementedError
+
+    def _ended(self, step: Step) -> None:
+        for save in step.saves:
+            self.scheduler.release(save.block_ids)
+        sampled = [chunk.request for chunk in step.chunks if chunk.samples]
+        tokens = {request.id: 7 for request in sampled}
+        finished = self.scheduler.step_finished(step, tokens, (), self._kernel.now)
+        self.cache.note_events()
+        for request in sampled:
+            self._made_token(self.journeys[request.id])
+        for request in finished:
+            self._finished(self.journeys.pop(request.id))
+        self._next()
+
+    def _made_token(self, journey: SimRequest) -> None:
+        raise NotImplementedError
+
+    def _finished(self, journey: SimRequest) -> None:
+        raise NotImplementedError
+
+    def _prompt_s(self, chunk: Chunk, journey: SimRequest) -> float:
+        """What a chunk of a prompt computes; the first one is told to be the beginning."""
+        model = self._costs.prefill
+        seconds = model.seconds(chunk.start, chunk.end)
+        if journey.computed_to:
+            seconds -= model.c0
+        journey.computed_to = chunk.end
+        return seconds
+
+
+class StepPrefillNode(EngineLoop):
+    """``prefill.PrefillNode`` over a scheduler that runs one prompt at a time."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        number: int,
+        costs: NodeCosts,
+        scheduler: Scheduler,
+        *,
+        began: Callable[[SimRequest], None],
+        planned: Callable[[SimRequest, float], None],
+        prefilled: Callable[[SimRequest], None],
+    ) -> None:
+        super().__init__(kernel, scheduler, costs)
+        self.number = number
+        self.id = f"prefill-{number}"
+        self.out = Port(f"{self.id} out", costs.nic_bytes_per_s)
+        self.into = Port(f"{self.id} in", costs.nic_bytes_per_s)
+        self.ssd = Port(f"{self.id} ssd", costs.ssd_bytes_per_s)
+        self._began, self._planned, self._prefilled = began, planned, prefilled
+
+    @property
+    def num_queued(self) -> int:
+        return self.scheduler.num_waiting
+
+    def enqueue(self, journey: SimRequest) -> None:
+        if not journey.num_fetching:
+            self.fetched(journey)
+
+    def fetched(self, journey: SimRequest) -> None:
+        turn_ms = int(journey.turn * 1000)
+        request = Request(
+            journey.request_id, journey.token_ids, SamplingParams(max_tokens=1), priority=turn_ms
+        )
+        self.add(journey, request)
+
+    def _begin(self, step: Step) -> float:
+        seconds = 0.0
+        for chunk in step.chunks:
+            journey = self.journeys[chunk.request.id]
+            if journey.prefill_began_at < 0:
+                journey.prefill_began_at = self._kernel.now
+                journey.cached_tokens = chunk.start
+                journey.computed_s = self._costs.prefill_s(chunk.start, journey.num_input)
+                journey.lasted_s = journey.computed_s
+                seconds += journey.computed_s - self._costs.prefill.seconds(chunk.start, journey.num_input)
+                self._began(journey)
+                self._planned(journey, self._kernel.now + journey.computed_s)
+            seconds += self._prompt_s(chunk, journey)
+        return seconds
+
+    def _made_token(self, journey: SimRequest) -> None:
+        pass
+
+    def _finished(self, journey: SimRequest) -> None:
+        self._prefilled(journey)
+
+
+class StepDecodeNode(EngineLoop):
+    """``decoding.DecodeNode`` over a scheduler; and, with ``prefilled``, a node that does both."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        number: int,
+        costs: NodeCosts,
+        scheduler: Scheduler,
+        *,
+        done: Callable[[SimRequest, float], None],
+        began: Callable[[SimRequest], None] | None = None,
+        prefilled: Callable[[SimRequest, float], None] | None = None,
+    ) -> None:
+        super().__init__(kernel, scheduler, costs)
+        self.number = number
+        self.id = f"decode-{number}" if prefilled is None else f"pool-{number}"
+        self.into = Port(f"{self.id} in", costs.nic_bytes_per_s)
+        self._instants: dict[str, list[float]] = {}
+        self._done, self._began, self._prefilled = done, began, prefilled
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.journeys
+
+    def takes(self, journey: SimRequest) -> bool:
+        return journey.num_input + journey.num_output < self.scheduler.max_total_tokens
+
+    def join(self, journey: SimRequest) -> None:
+        """Its KV is here and its first token made."""
+        self._instants[journey.request_id] = [journey.first_token_at]
+        sampling = SamplingParams(max_tokens=journey.num_output, ignore_eos=True)
+        request = Request(journey.request_id, [*journey.token_ids, 7], sampling, num_prior_output_tokens=1)
+        self.add(journey, request)
+
+    def enqueue(self, journey: SimRequest) -> None:
+        """All of it is to be computed here."""
+        self._instants[journey.request_id] = []
+        sampling = SamplingParams(max_tokens=journey.num_output, ignore_eos=True)
+        self.add(journey, Request(journey.request_id, journey.token_ids, sampling, salt=journey.request_id))
+
+    def _begin(self, step: Step) -> float:
+        model = self._costs.decode
+        decode_s, prompt_s = 0.0, 0.0
+        for chunk in step.chunks:
+            journey = self.journeys[chunk.request.id]
+            if chunk.end > journey.num_input:
+                decode_s += model.per_request_s + model.per_token_s * chunk.end
+                continue
+            if journey.prefill_began_at < 0:
+                journey.prefill_began_at = self._kernel.now
+                if self._began is not None:
+                    self._began(journey)
+            chunk_s = self._prompt_s(chunk, journey)
+            journey.computed_s += chunk_s
+            prompt_s += chunk_s
+        return max(model.base_s, prompt_s) + decode_s
+
+    def _made_token(self, journey: SimRequest) -> None:
+        instants = self._instants[journey.request_id]
+        instants.append(self._kernel.now)
+        if len(instants) == 1 and self._prefilled is not None:
+            journey.first_token_at = self._kernel.now
+            self._prefilled(journey, self._kernel.now)
+
+    def _finished(self, journey: SimRequest) -> None:
+        instants = self._instants.pop(journey.request_id)
+        intervals = sorted((b - a for a, b in itertools.pairwise(instants)), reverse=True)
+        longest = intervals[: math.ceil(len(intervals) / 10)]
+        journey.tbt_s = sum(longest) / len(longest) if longest else 0.0
+        self._done(journey, self._kernel.now)

@@ -1,0 +1,62 @@
+"""A trace file as lines: plain or gzip, never more than one line of it in memory.
+
+It owns where a reader is (row, bytes) and turns what can go wrong below the format into ``TraceError``:
+no such file, a compressed file that was cut off, a line that never ends, a line without content.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO, Never
+
+from mooncake.sim.traces.trace_row import TraceError
+
+MAX_LINE_BYTES = 16 << 20
+"""A prompt of 100 million tokens in 512-token blocks fits; a file without line ends does not."""
+
+
+class TraceFile:
+    """One pass over a file, from its beginning."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.row = 0
+        self.size_bytes = 0
+        self.read_bytes = 0
+        """Of the file as it lies there, compressed or not: for a progress bar."""
+
+    def refuse(self, field: str, value: object, allowed: str) -> Never:
+        """The line that was read last is wrong."""
+        raise TraceError(self.path, self.row, field, value, allowed)
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            with io.BufferedReader(io.FileIO(self.path), 1 << 20) as raw:
+                self.size_bytes = os.fstat(raw.fileno()).st_size
+                is_gzip = raw.peek(2)[:2] == b"\x1f\x8b"
+                if is_gzip:
+                    with gzip.open(raw) as plain:
+                        yield from self._lines(plain, raw)
+                else:
+                    yield from self._lines(raw, raw)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            self.row += 1
+            self.refuse("gzip stream", str(error), "a whole file; fetch it again")
+        except OSError as error:
+            raise TraceError(self.path, 0, "file", error.strerror or str(error), "a readable file") from None
+        if self.row == 0:
+            raise TraceError(self.path, 0, "file", "empty", "at least one row")
+
+    def _lines(self, source: BinaryIO | gzip.GzipFile, raw: BinaryIO) -> Iterator[bytes]:
+        while line := source.readline(MAX_LINE_BYTES + 1):
+            self.row += 1
+            if len(line) > MAX_LINE_BYTES:
+                self.refuse("line", line[:40], f"at most {MAX_LINE_BYTES} bytes")
+            if not line.strip():
+                self.refuse("line", line, "a row; no empty lines, which may be lost rows")
+            self.read_bytes = raw.tell()
+            yield line

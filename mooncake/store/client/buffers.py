@@ -1,0 +1,182 @@
+"""Where a caller's bytes are, and how transfer gets at them.
+
+Transfer touches only registered memory. Large buffers are registered for the length of one
+operation (cheap: no page is touched or pinned on the transports that need none); small ones are
+copied through a staging region that is registered once, because a copy of a few KiB costs less than
+a registration. Memory that the caller registered, such as a worker's KV pool, is taken as it is; and
+``start_puts`` and friends take its addresses directly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.store.allocator import Allocator
+from mooncake.transfer import Region, TransferEngine
+from mooncake.transfer.memory import span_of
+
+Buffer: TypeAlias = Any
+"""Anything with the buffer protocol, a contiguous CPU tensor, or ``(address, size_bytes)``."""
+
+STAGED_BYTES = 256 << 10
+"""The largest operation, in bytes over all its buffers, that goes through the staging region."""
+STAGING_BYTES = 8 << 20
+
+_BYTES_HEADER = bytes.__basicsize__ - 1
+"""Where the content of a ``bytes`` object begins: CPython keeps it, and a final NUL, inside."""
+
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.restype = ctypes.py_object
+_new_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
+
+
+def span_to_write(buffer: Buffer) -> tuple[int, int]:
+    """(address, size in bytes) of a buffer that a get may fill; raises InvalidArgument."""
+    address, size_bytes, is_writable = span_of(buffer)
+    if not is_writable:
+        raise InvalidArgument("buffer", "read-only", "a writable buffer")
+    return address, size_bytes
+
+
+def span_to_read(buffer: Buffer) -> tuple[int, int]:
+    """(address, size in bytes) of a buffer that a put may read; raises InvalidArgument."""
+    if type(buffer) is bytes:
+        return id(buffer) + _BYTES_HEADER, len(buffer)
+    address, size_bytes, _ = span_of(buffer)
+    return address, size_bytes
+
+
+class RegisteredBuffers:
+    """Buffers of one operation, at addresses that transfer may use until the block ends."""
+
+    __slots__ = ("_memory", "_regions", "_staged", "addresses", "sizes")
+
+    def __init__(self, memory: LocalMemory, sizes: list[int]) -> None:
+        self._memory = memory
+        self._regions: list[Region] = []
+        self._staged: int | None = None
+        self.addresses: list[int] = []
+        self.sizes = sizes
+
+    def __enter__(self) -> RegisteredBuffers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._memory.give_back(self._regions, self._staged)
+
+    def register(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Rows of one array touch, and are registered as one range."""
+        self.addresses = [address for address, _ in ranges]
+        start = end = 0
+        try:
+            for address, size_bytes in sorted(ranges):
+                if address <= end and start < end:
+                    end = max(end, address + size_bytes)
+                    continue
+                self._register(start, end)
+                start, end = address, address + size_bytes
+            self._register(start, end)
+        except MooncakeError:
+            self._memory.give_back(self._regions, None)  # nobody else knows of them yet
+            raise
+
+    def _register(self, start: int, end: int) -> None:
+        if start < end and not self._memory.has(start, end - start):
+            self._regions.append(self._memory.engine.register((start, end - start), is_brief=True))
+
+    def stage(self, offset: int, base: int) -> None:
+        self._staged = offset
+        at = base + offset
+        for size_bytes in self.sizes:
+            self.addresses.append(at)
+            at += size_bytes
+
+    @property
+    def is_staged(self) -> bool:
+        return self._staged is not None
+
+
+class LocalMemory:
+    """Lends callers' buffers to transfer. Thread-safe."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self.engine = engine
+        self._lock = threading.Lock()
+        self._staging: Region | None = None
+        self._ranges = Allocator(STAGING_BYTES)
+        self._last: Region | None = None
+        """The caller's own region that was asked about last; the next buffer is mostly in it as well."""
+
+    def source(self, buffers: Sequence[Buffer]) -> RegisteredBuffers:
+        """The contents of ``buffers``, to be read from ``addresses``."""
+        ranges = [span_to_read(buffer) for buffer in buffers]
+        prepared = self._lend(ranges)
+        if prepared.is_staged:
+            for (address, size_bytes), staged in zip(ranges, prepared.addresses, strict=True):
+                ctypes.memmove(staged, address, size_bytes)
+        return prepared
+
+    def target(self, buffers: Sequence[Buffer]) -> RegisteredBuffers:
+        """``buffers`` themselves, to be written at ``addresses``."""
+        ranges = [span_to_write(buffer) for buffer in buffers]
+        prepared = RegisteredBuffers(self, [size_bytes for _, size_bytes in ranges])
+        prepared.register(ranges)
+        return prepared
+
+    def fresh(self, sizes: list[int]) -> tuple[RegisteredBuffers, list[bytes]]:
+        """New ``bytes`` objects of these sizes, to be filled at ``addresses`` before anyone sees them."""
+        values = [_new_bytes(None, size_bytes) for size_bytes in sizes]
+        ranges = [(id(value) + _BYTES_HEADER, len(value)) for value in values]
+        return self._lend(ranges), values
+
+    def unstage(self, prepared: RegisteredBuffers, values: Sequence[bytes]) -> None:
+        """Copy what arrived in the staging region into ``values`` of ``fresh``."""
+        if prepared.is_staged:
+            for staged, value in zip(prepared.addresses, values, strict=True):
+                ctypes.memmove(id(value) + _BYTES_HEADER, staged, len(value))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._staging is not None:
+                self.engine.unregister(self._staging)
+                self._staging = None
+
+    def has(self, address: int, size_bytes: int) -> bool:
+        """Whether the caller has registered that memory already."""
+        last = self._last
+        if last is None or last.is_closed or not 0 <= address - last.address <= last.size_bytes - size_bytes:
+            last = self._last = self.engine.region_of(address, size_bytes)
+        return last is not None
+
+    def _lend(self, ranges: Sequence[tuple[int, int]]) -> RegisteredBuffers:
+        prepared = RegisteredBuffers(self, [size_bytes for _, size_bytes in ranges])
+        if len(ranges) == 1 and self.has(*ranges[0]):
+            prepared.addresses.append(ranges[0][0])
+            return prepared
+        total_bytes = sum(prepared.sizes)
+        offset: int | None = None
+        if 0 < total_bytes <= STAGED_BYTES:
+            with self._lock:
+                if self._staging is None:
+                    self._staging = self.engine.allocate(STAGING_BYTES, huge_pages=False, populate=False)
+                offset = self._ranges.allocate(total_bytes)
+        if offset is not None:
+            assert self._staging is not None
+            prepared.stage(offset, self._staging.address)
+        else:
+            prepared.register(ranges)
+        return prepared
+
+    def give_back(self, regions: list[Region], staged: int | None) -> None:
+        for region in regions:
+            self.engine.unregister(region)
+        if staged is not None:
+            with self._lock:
+                self._ranges.free(staged)

@@ -1,0 +1,950 @@
+"""Put, get and the rest, written once: generators that yield what they need and get what came of it.
+
+An operation decides (what to ask, where to move bytes, whether to believe them, when to give up) and
+does nothing: it yields ``Ask``, ``OpenSegment``, ``Move`` or ``Pause`` and is resumed with the outcome.
+``client.py`` runs these generators blocking and on asyncio, the simulator on virtual time with
+faults. Memory is addresses and lengths here; whose it is and that it is registered with transfer,
+the caller sees to.
+
+What a reader may believe: bytes whose transfer ended before the lease did *and* whose CRC32C match
+what the writer announced. Anything else is a miss. What a writer may announce: an object every
+chunk of which was written, in one transfer or many, before the reservation's deadline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.errors import DeadlineExceeded, InvalidArgument, MooncakeError, PeerLost, Refusal
+from mooncake.store import messages as m
+from mooncake.store.client.columns import (
+    Addresses,
+    SliceColumns,
+    check_bounds,
+    check_whole_chunks,
+    columns_of,
+    distinct,
+    whole,
+)
+from mooncake.store.client.grants import (
+    Checksums,
+    Place,
+    PutGrant,
+    PutTarget,
+    ReadGrant,
+    peer_lost,
+    put_grant,
+)
+from mooncake.store.client.preallocated import MAX_SMALL_BYTES, PreallocatedPieces, piece_bytes
+from mooncake.store.master.objects import DEFAULT_POLICY
+from mooncake.types import ObjectKey, Tier
+
+DEFAULT_CHUNK_BYTES = 1 << 20
+FIRST_PAUSE_S = 0.02
+MAX_PAUSE_S = 0.5
+MAX_PUT_ATTEMPTS = 3
+"""How often a put looks for another segment after a node could not be reached."""
+
+
+class CallMaster(msgspec.Struct, frozen=True, eq=False):
+    """Ask the master; resumed with an ``Answer``.
+
+    When ``deadline`` has passed already, nothing is sent: an operation that was given up must not end as if
+    it had not been.
+    """
+
+    message: msgspec.Struct
+    deadline: float
+    may_be_late: bool = False
+    """It only gives something back or reports something, and is sent at any time."""
+
+
+class MasterReply(msgspec.Struct, frozen=True, eq=False):
+    """``reply``, or why there is none."""
+
+    reply: Any
+    error: MooncakeError | None
+    asked_at: float
+    now: float
+
+
+class OpenSegment(msgspec.Struct, frozen=True, eq=False):
+    """Make a segment reachable; resumed with transfer's handle, or None when it can't be reached."""
+
+    segment: str
+    epoch: int
+    descriptor: bytes
+
+
+class Slices(msgspec.Struct, frozen=True, eq=False):
+    """Columns of one transfer with one segment."""
+
+    handle: Any
+    local: Addresses
+    remote: Addresses
+    lengths: Addresses
+    is_checked: bool = True
+    """Checksums are wanted."""
+    has_others: bool = False
+    """All of it can be read elsewhere too: better fail after half of the time than have none left."""
+
+
+class MoveSlices(msgspec.Struct, frozen=True, eq=False):
+    """Move bytes, all transfers at once; resumed with one ``Moved`` for each.
+
+    When ``deadline`` has passed already, nothing may be started: a write then could land in space that
+    belongs to somebody else.
+    """
+
+    is_write: bool
+    transfers: list[Slices]
+    deadline: float
+
+
+class SlicesMoved(msgspec.Struct, frozen=True, eq=False):
+    """``checksums``: CRC32C of every slice, or None when the transfer failed. ``reason``: why.
+
+    Of slices that were not to be checked an empty array."""
+
+    checksums: Checksums | None
+    reason: str
+    now: float
+
+
+class Pause(msgspec.Struct, frozen=True, eq=False):
+    """Wait; resumed with None."""
+
+    seconds: float
+
+
+Effect = CallMaster | OpenSegment | MoveSlices | Pause
+ResultT = TypeVar("ResultT")
+Operation: TypeAlias = Generator[Effect, Any, ResultT]
+
+
+@dataclasses.dataclass
+class OperationCounts:
+    """What this client saw; the shell exports it."""
+
+    checksum_mismatches: int = 0
+    expired_leases: int = 0
+    failed_transfers: int = 0
+    repeated_requests: int = 0
+
+
+class Operations:
+    """The operations of one client. Safe to use from several threads: shared state is one dict.
+
+    ``combine(crc_a, crc_b, length_b)`` is transfer's ``crc32c_combine``. ``first_put_id`` must be
+    random over 62 bits, so that no two clients share a put id.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        combine: Callable[[int, int, int], int],
+        first_put_id: int,
+        tenant: str = "",
+        verify_local: bool = True,
+        reporter: str = "",
+        patience_s: float = 0.0,
+    ) -> None:
+        """``reporter``: how people call this machine, told with reports of wrong bytes. ``patience_s``: how
+        long a durable put may wait for space, less than an operation has."""
+        self._patience_s = patience_s
+        self._host = host
+        self._reporter = reporter or host
+        self._verify_local = verify_local
+        self.tenant = "" if tenant == "default" else tenant
+        self._combine = combine
+        self._put_ids = itertools.count(first_put_id, m.MAX_KEYS)
+        self._handles: dict[str, tuple[int, Any]] = {}
+        """Segment -> (epoch, transfer's handle)."""
+        self._hosts: dict[str, str] = {}
+        """Segment -> where it is; one that has moved costs a farther read, no more."""
+        self.preallocated = PreallocatedPieces()
+        self.counts = OperationCounts()
+
+    # Whole objects
+
+    def put(
+        self,
+        keys: Sequence[ObjectKey],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        chunk_bytes: int,
+        deadline: float,
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        groups: Sequence[str] = (),
+        parents: Sequence[ObjectKey] = (),
+        replace: bool = False,
+    ) -> Operation[list[Refusal | None]]:
+        """Store objects that lie at ``addresses``. None: stored (or was already).
+
+        Of several replicas one at least was written; the others are best effort.
+        """
+        outcomes: list[Refusal | None] = [None] * len(keys)
+        wanted, avoid = list(range(len(keys))), list[str]()
+        if len(keys) == 1 and sizes[0] <= chunk_bytes and not replace:
+            is_settled, outcome = False, None
+            if may_be_preallocated(sizes[0], policy):
+                is_settled, outcome = yield from self._put_written(
+                    keys[0], addresses[0], sizes[0], deadline, policy, groups, parents
+                )
+            if not (is_settled or groups or parents):
+                is_settled, outcome = yield from self._put_small(
+                    keys[0], addresses[0], sizes[0], deadline, policy, avoid
+                )
+            if is_settled:
+                return [outcome]
+        for attempt in range(MAX_PUT_ATTEMPTS):
+            grants = yield from self.start_puts(
+                [keys[i] for i in wanted],
+                [sizes[i] for i in wanted],
+                [min(chunk_bytes, max(1, sizes[i])) for i in wanted],
+                deadline,
+                avoid,
+                policy,
+                [groups[i] for i in wanted] if groups else (),
+                [parents[i] for i in wanted] if parents else (),
+                replace,
+            )
+            held: list[tuple[int, PutGrant]] = []
+            for index, grant in zip(wanted, grants, strict=True):
+                if isinstance(grant, PutGrant):
+                    held.append((index, grant))
+                elif attempt == 0 or grant is not None:
+                    outcomes[index] = grant
+            yield from self._write_whole([g for _, g in held], [addresses[i] for i, _ in held], deadline)
+            ended = yield from self.end_puts([grant for _, grant in held], deadline)
+            wanted = []
+            for (index, grant), outcome in zip(held, ended, strict=True):
+                outcomes[index] = outcome
+                if outcome is not None and outcome.code == "peer_lost":
+                    wanted.append(index)
+                    lost = (target.replica.segment for target in grant.targets)
+                    avoid += [segment for segment in lost if segment not in avoid]
+            if not wanted:
+                break
+        return outcomes
+
+    def get_into(
+        self,
+        keys: Sequence[ObjectKey],
+        addresses: Sequence[int],
+        capacities: Sequence[int],
+        deadline: float,
+    ) -> Operation[list[int | None]]:
+        """Read objects to ``addresses``; their sizes, or None for a miss.
+
+        Raises:
+            InvalidArgument: an object is larger than its buffer (nothing was read).
+        """
+        if len(keys) == 1:
+            answer, _ = yield from self._ask(m.LookupObjects(list(keys), self.tenant), deadline)
+            if (yield from self._get_small(answer, addresses[0], capacities[0], deadline)):
+                return [answer.reply.objects[0].size_bytes]
+            grants = yield from self._granted(keys, answer, deadline)
+        else:
+            grants = yield from self.open_reads(keys, deadline)
+        for grant, capacity in zip(grants, capacities, strict=True):
+            if grant is not None and grant.size_bytes > capacity:
+                raise InvalidArgument(f"buffer of {grant.key!r}", capacity, f"{grant.size_bytes} bytes")
+        held = [index for index, grant in enumerate(grants) if grant is not None]
+        readable = [grant for grant in grants if grant is not None]
+        arrived = yield from self.read_whole(readable, [addresses[i] for i in held], deadline)
+        sizes: list[int | None] = [None] * len(keys)
+        for index, grant, is_good in zip(held, readable, arrived, strict=True):
+            if is_good:
+                sizes[index] = grant.size_bytes
+        return sizes
+
+    def read_whole(
+        self, grants: Sequence[ReadGrant], addresses: Sequence[int], deadline: float
+    ) -> Operation[list[bool]]:
+        """Read every grant's whole object to its address; which ones may be believed."""
+        return (yield from self._read(grants, whole(grants, addresses), deadline))
+
+    def _write_whole(
+        self, grants: Sequence[PutGrant], addresses: Sequence[int], deadline: float
+    ) -> Operation[None]:
+        yield from self._write(grants, whole(grants, addresses), deadline)
+
+    # One object of one chunk and one replica, when all goes well: the same without columns of slices,
+    # which cost more than its bytes. Whatever else happens, the general way is gone from there.
+
+    def _put_small(
+        self,
+        key: ObjectKey,
+        address: int,
+        size_bytes: int,
+        deadline: float,
+        policy: m.PutPolicy,
+        avoid: list[str],
+    ) -> Operation[tuple[bool, Refusal | None]]:
+        """Whether that was all, and the outcome. If not, ``avoid`` has what could not be reached."""
+        chunk_bytes = max(1, size_bytes)
+        put_id = next(self._put_ids)
+        wanted = self.preallocated.wanted(size_bytes) if may_be_preallocated(size_bytes, policy) else 0
+        message = m.PutStart(
+            put_id,
+            self._host,
+            [key],
+            [size_bytes],
+            [chunk_bytes],
+            policy=policy,
+            tenant=self.tenant,
+            num_pieces=wanted,
+            piece_bytes=piece_bytes(size_bytes) if wanted else 0,
+            wait_s=self._patience_s if policy.is_durable else 0.0,
+        )
+        answer, first_asked_at = yield from self._ask(message, deadline)
+        if wanted:
+            self.preallocated.add(answer.reply.advance, size_bytes, first_asked_at)
+        reserved = answer.reply.reserved[0]
+        if reserved is None:
+            return True, answer.reply.refusals.get(0)
+        expires_at = first_asked_at + answer.reply.put_s
+        handles = yield from self._open([reserved], deadline)
+        replica = reserved.replicas[0]
+        if len(reserved.replicas) == 1 and handles[replica.segment] is not None:
+            slices = _one_slice(handles[replica.segment], address, replica.address, size_bytes)
+            moved = (yield MoveSlices(True, [slices], min(deadline, expires_at)))[0]
+            if moved.checksums is not None and moved.now < expires_at:
+                checksums = [moved.checksums.tobytes()]
+                ended = m.PutEnd([key], [reserved.object_id], checksums, [], self.tenant)
+                answer, _ = yield from self._ask(ended, deadline)
+                outcome = answer.reply.outcomes[0]
+                return True, outcome if isinstance(outcome, Refusal) else None
+        grant = put_grant(key, size_bytes, chunk_bytes, reserved, expires_at, handles)
+        yield from self._write_whole([grant], [address], deadline)
+        outcome = (yield from self.end_puts([grant], deadline))[0]
+        if outcome is None or outcome.code != "peer_lost":
+            return True, outcome
+        avoid += [target.replica.segment for target in grant.targets]
+        return False, None
+
+    def _put_written(
+        self,
+        key: ObjectKey,
+        address: int,
+        size_bytes: int,
+        deadline: float,
+        policy: m.PutPolicy,
+        groups: Sequence[str],
+        parents: Sequence[ObjectKey],
+    ) -> Operation[tuple[bool, Refusal | None]]:
+        """The same, written before the master is asked, into space that it gave in advance."""
+        preallocated = self.preallocated
+        piece = preallocated.take(size_bytes)
+        if piece is None:
+            return False, None
+        replica = piece.replica
+        epoch, handle = self._handles.get(replica.segment, (None, None))
+        if epoch != replica.epoch:
+            handle = (yield from self._open([m.Reserved(0, [replica])], deadline))[replica.segment]
+            if handle is None:
+                preallocated.drop_on(replica.segment)
+                return False, None
+        slices = _one_slice(handle, address, replica.address, size_bytes)
+        moved = (yield MoveSlices(True, [slices], min(deadline, piece.write_until)))[0]
+        if moved.checksums is None or moved.now >= piece.expires_at:
+            if moved.now >= piece.write_until:
+                preallocated.drop_late(moved.now)
+            elif moved.now < deadline:
+                self._lost(replica.segment)
+            return False, None
+        wanted = preallocated.wanted(size_bytes)
+        message = m.PutWritten(
+            next(self._put_ids),
+            self._host,
+            [key],
+            [size_bytes],
+            [moved.checksums.tobytes()],
+            [(piece.advance_id, piece.number)],
+            None if policy is DEFAULT_POLICY else policy,
+            list(groups),
+            list(parents),
+            self.tenant,
+            wanted,
+            piece_bytes(size_bytes) if wanted else 0,
+        )
+        first: MasterReply = yield CallMaster(message, deadline)
+        answer = first if first.error is None else (yield from self._ask_again(message, deadline, first))
+        outcome = answer.reply.outcomes[0]
+        if isinstance(outcome, Refusal) and outcome.code == "expired":
+            preallocated.clear()
+            return False, None
+        if wanted:
+            preallocated.add(answer.reply.advance, size_bytes, first.asked_at)
+        # Asked twice, the first question may still arrive and use the piece.
+        if outcome is not True and answer is first:
+            preallocated.give_back(piece)
+        return True, outcome if isinstance(outcome, Refusal) else None
+
+    def _lost(self, segment: str) -> None:
+        """A transfer there failed: the next operation asks the master afresh how it is reached."""
+        self.counts.failed_transfers += 1
+        self._handles.pop(segment, None)
+        self.preallocated.drop_on(segment)
+
+    def _get_small(
+        self, answer: MasterReply, address: int, capacity: int, deadline: float
+    ) -> Operation[bool]:
+        """Whether the one object that was found has arrived."""
+        stored: m.Stored | None = answer.reply.objects[0]
+        if stored is None or len(stored.replicas) > 1:
+            return False
+        replica, size_bytes = stored.replicas[0], stored.size_bytes
+        if size_bytes > min(stored.chunk_bytes, capacity):
+            return False
+        handle = (yield from self._open([stored], deadline))[replica.segment]
+        if handle is None:
+            return False
+        expires_at = answer.asked_at + answer.reply.lease_s
+        slices = _one_slice(handle, address, replica.address, size_bytes)
+        moved = (yield MoveSlices(False, [slices], min(deadline, expires_at)))[0]
+        is_right = moved.checksums is not None and moved.checksums.tobytes() == stored.checksums
+        return is_right and moved.now < expires_at
+
+    # Parts of objects
+
+    def start_puts(
+        self,
+        keys: Sequence[ObjectKey],
+        sizes: Sequence[int],
+        chunk_bytes: Sequence[int],
+        deadline: float,
+        avoid: Sequence[str] = (),
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        groups: Sequence[str] = (),
+        parents: Sequence[ObjectKey] = (),
+        replace: bool = False,
+    ) -> Operation[list[PutGrant | Refusal | None]]:
+        """Reserve space. None: the object exists and is not to be replaced, or another writer is at it."""
+        outcomes: list[PutGrant | Refusal | None] = []
+        for start in range(0, len(keys), m.MAX_KEYS):
+            part = slice(start, start + m.MAX_KEYS)
+            message = m.PutStart(
+                next(self._put_ids),
+                self._host,
+                list(keys[part]),
+                list(sizes[part]),
+                list(chunk_bytes[part]),
+                list(avoid),
+                policy,
+                list(groups[part]),
+                list(parents[part]),
+                replace,
+                self.tenant,
+                wait_s=self._patience_s if policy.is_durable else 0.0,
+            )
+            answer, first_asked_at = yield from self._ask(message, deadline)
+            # Asked twice, the promise may stem from the first time.
+            expires_at = first_asked_at + answer.reply.put_s
+            started: m.PutStarted = answer.reply
+            handles = yield from self._open([r for r in started.reserved if r is not None], deadline)
+            for offset, reserved in enumerate(started.reserved):
+                at = start + offset
+                if reserved is None:
+                    outcomes.append(started.refusals.get(offset))
+                    continue
+                outcomes.append(
+                    put_grant(keys[at], sizes[at], chunk_bytes[at], reserved, expires_at, handles)
+                )
+        return outcomes
+
+    def write_ranges(
+        self,
+        grants: Sequence[PutGrant],
+        object_offsets: npt.ArrayLike,
+        local_addresses: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+        deadline: float,
+    ) -> Operation[list[Refusal | None]]:
+        """Write parts of objects: k slices for each grant, the slices of one grant in a row.
+
+        Columns are u64 [k * len(grants)]. None: written. A refused grant stays refused; end or abort it.
+        """
+        columns = columns_of(grants, object_offsets, local_addresses, lengths)
+        check_bounds(grants, columns)
+        yield from self._write(grants, columns.cut_at_chunks(grants), deadline)
+        return [grant.failure for grant in grants]
+
+    def read_ranges(
+        self,
+        grants: Sequence[ReadGrant],
+        object_offsets: npt.ArrayLike,
+        local_addresses: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+        deadline: float,
+    ) -> Operation[list[bool]]:
+        """Read parts of objects, columns as in ``write_ranges``; which grants' parts may be believed.
+
+        Raises:
+            InvalidArgument: the parts of one object don't make up whole chunks: a part of a chunk
+                can't be verified.
+        """
+        columns = columns_of(grants, object_offsets, local_addresses, lengths)
+        check_bounds(grants, columns)
+        columns = columns.cut_at_chunks(grants)
+        check_whole_chunks(grants, columns)
+        return (yield from self._read(grants, columns, deadline))
+
+    def end_puts(self, grants: Sequence[PutGrant], deadline: float) -> Operation[list[Refusal | None]]:
+        """Make complete objects visible; the others are given up, with the reason."""
+        failed = {id(grant): grant.settle() for grant in grants}
+        good = [grant for grant in grants if grant.failure is None]
+        for start in range(0, len(good), m.MAX_KEYS):
+            part = good[start : start + m.MAX_KEYS]
+            lost = [failed[id(grant)] for grant in part]
+            message = m.PutEnd(
+                [grant.key for grant in part],
+                [grant.object_id for grant in part],
+                [grant.checksums.tobytes() for grant in part],
+                lost if any(lost) else [],
+                self.tenant,
+            )
+            answer, _ = yield from self._ask(message, deadline)
+            for grant, outcome in zip(part, answer.reply.outcomes, strict=True):
+                if isinstance(outcome, Refusal):
+                    grant.failure = outcome
+        bad = [grant for grant in grants if grant.failure is not None]
+        if bad:
+            yield from self.abort_puts(bad, deadline)
+        return [grant.failure for grant in grants]
+
+    def abort_puts(self, grants: Sequence[PutGrant], deadline: float) -> Operation[None]:
+        """Give reservations up. Best effort: what the master does not hear, its deadline does."""
+        for start in range(0, len(grants), m.MAX_KEYS):
+            part = grants[start : start + m.MAX_KEYS]
+            ids = [grant.object_id for grant in part]
+            yield CallMaster(
+                m.PutAbort([grant.key for grant in part], ids, self.tenant), deadline, may_be_late=True
+            )
+        for grant in grants:
+            grant.failure = grant.failure or Refusal("aborted", "this put was given up")
+
+    def open_reads(self, keys: Sequence[ObjectKey], deadline: float) -> Operation[list[ReadGrant | None]]:
+        """Find objects and lease them."""
+        grants: list[ReadGrant | None] = []
+        for start in range(0, len(keys), m.MAX_KEYS):
+            part = list(keys[start : start + m.MAX_KEYS])
+            answer, _ = yield from self._ask(m.LookupObjects(part, self.tenant), deadline)
+            grants += yield from self._granted(part, answer, deadline)
+        return grants
+
+    def _granted(
+        self, keys: Sequence[ObjectKey], answer: MasterReply, deadline: float
+    ) -> Operation[list[ReadGrant | None]]:
+        """What the master's answer to a lookup of ``keys`` allows."""
+        expires_at = answer.asked_at + answer.reply.lease_s
+        found = answer.reply.objects
+        handles = yield from self._open([stored for stored in found if stored is not None], deadline)
+        return [
+            None if stored is None else self._read_grant(key, stored, expires_at, handles)
+            for key, stored in zip(keys, found, strict=True)
+        ]
+
+    # Metadata
+
+    def exists(self, keys: Sequence[ObjectKey], deadline: float) -> Operation[list[bool]]:
+        """Which keys can be read now; they are leased."""
+        flags: list[bool] = []
+        for start in range(0, len(keys), m.MAX_KEYS):
+            part = list(keys[start : start + m.MAX_KEYS])
+            answer, _ = yield from self._ask(m.Exists(part, self.tenant), deadline)
+            flags += map(bool, answer.reply.flags)
+        return flags
+
+    def remove(
+        self, keys: Sequence[ObjectKey], force: bool, deadline: float
+    ) -> Operation[list[bool | Refusal]]:
+        """True: removed; False: there was none; a Refusal: a reader holds it and not ``force``."""
+        return (yield from self._each(keys, lambda part: m.Remove(part, force, self.tenant), deadline))
+
+    def pin(
+        self, keys: Sequence[ObjectKey], ttl_s: float | None, deadline: float
+    ) -> Operation[list[bool | Refusal]]:
+        """True: pinned (None: hard, 0: unpinned, else softly for so long); False: there is none."""
+        return (yield from self._each(keys, lambda part: m.Pin(part, ttl_s, self.tenant), deadline))
+
+    def drop_replicas(
+        self, keys: Sequence[ObjectKey], segment: str, deadline: float
+    ) -> Operation[list[bool | Refusal]]:
+        """True: dropped; False: there was none on ``segment`` ("": in memory); a Refusal: leased."""
+        return (
+            yield from self._each(keys, lambda part: m.DropReplicas(part, segment, self.tenant), deadline)
+        )
+
+    def inspect(self, keys: Sequence[ObjectKey], deadline: float) -> Operation[list[m.ObjectStatus | None]]:
+        """All about objects; grants no lease."""
+        found: list[m.ObjectStatus | None] = []
+        for start in range(0, len(keys), m.MAX_KEYS):
+            part = list(keys[start : start + m.MAX_KEYS])
+            answer, _ = yield from self._ask(m.Inspect(part, self.tenant), deadline)
+            found += answer.reply.objects
+        return found
+
+    def _each(
+        self, keys: Sequence[ObjectKey], message: Callable[[list[ObjectKey]], msgspec.Struct], deadline: float
+    ) -> Operation[list[bool | Refusal]]:
+        """The outcomes of a message that takes many keys."""
+        outcomes: list[bool | Refusal] = []
+        for start in range(0, len(keys), m.MAX_KEYS):
+            part = list(keys[start : start + m.MAX_KEYS])
+            answer, _ = yield from self._ask(message(part), deadline)
+            outcomes += answer.reply.outcomes
+        return outcomes
+
+    def verify(
+        self, grants: Sequence[ReadGrant], addresses: Sequence[int], deadline: float
+    ) -> Operation[list[bool]]:
+        """Read every replica to the object's address; whether all of them could be read and are right.
+
+        Wrong ones are reported, and dropped when their nodes find the same.
+        """
+        are_good = [True] * len(grants)
+        replicas = [grant.each() for grant in grants]
+        for number in range(max(map(len, replicas), default=0)):
+            held = [index for index, each in enumerate(replicas) if number < len(each)]
+            some = [replicas[index][number] for index in held]
+            columns = whole(some, [addresses[index] for index in held])
+            arrived = yield from self._read(some, columns, deadline, is_checked=True)
+            for index, is_good in zip(held, arrived, strict=True):
+                are_good[index] &= is_good
+        return are_good
+
+    def renew(self, grants: Sequence[ReadGrant], deadline: float) -> Operation[list[bool]]:
+        """Extend leases; False: that replica is gone, stop reading when the old lease ends."""
+        ids = [grant.object_id for grant in grants]
+        replicas = [grant.replica for grant in grants]
+        message = m.Renew([grant.key for grant in grants], ids, self.tenant, replicas)
+        answer, _ = yield from self._ask(message, deadline)
+        for grant, flag in zip(grants, answer.reply.flags, strict=True):
+            if flag:
+                grant.expires_at = max(grant.expires_at, answer.asked_at + answer.reply.lease_s)
+        return [bool(flag) for flag in answer.reply.flags]
+
+    def ask(self, message: msgspec.Struct, deadline: float) -> Operation[Any]:
+        """Any other message, repeated while the master can't be reached."""
+        answer, _ = yield from self._ask(message, deadline)
+        return answer.reply
+
+    # Steps
+
+    def _ask(self, message: msgspec.Struct, deadline: float) -> Operation[tuple[MasterReply, float]]:
+        """The answer, and when the question was put for the first time."""
+        answer: MasterReply = yield CallMaster(message, deadline)
+        if answer.error is None:
+            return answer, answer.asked_at
+        return (yield from self._ask_again(message, deadline, answer)), answer.asked_at
+
+    def _ask_again(
+        self, message: msgspec.Struct, deadline: float, answer: MasterReply
+    ) -> Operation[MasterReply]:
+        """Until there is an answer. ``answer``: there was none.
+
+        Every message may arrive twice without harm (``messages.py``), so a broken connection only
+        costs the question again.
+        """
+        pause_s = FIRST_PAUSE_S
+        while answer.error is not None:
+            if not isinstance(answer.error, PeerLost):
+                raise answer.error
+            if answer.now + pause_s >= deadline:
+                raise DeadlineExceeded(f"{answer.error}; no more time to ask again") from answer.error
+            self.counts.repeated_requests += 1
+            yield Pause(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            answer = yield CallMaster(message, deadline)
+        return answer
+
+    def _open(self, found: Sequence[m.Reserved | m.Stored], deadline: float) -> Operation[dict[str, Any]]:
+        """Transfer's handles of every segment in ``found``, by name; None where there is none."""
+        wanted: dict[str, int] = {}
+        for item in found:
+            for replica in item.replicas:
+                wanted[replica.segment] = replica.epoch
+        missing = [
+            (name, epoch)
+            for name, epoch in wanted.items()
+            if self._handles.get(name, (None, None))[0] != epoch
+        ]
+        if missing:
+            answer, _ = yield from self._ask(m.DescribeSegments(missing), deadline)
+            self._hosts.update(zip((name for name, _ in missing), answer.reply.hosts, strict=False))
+            for (name, epoch), descriptor in zip(missing, answer.reply.descriptors, strict=True):
+                self._handles.pop(name, None)
+                if descriptor is not None:
+                    handle = yield OpenSegment(name, epoch, descriptor)
+                    if handle is not None:
+                        self._handles[name] = (epoch, handle)
+        handles: dict[str, Any] = {}
+        for name, epoch in wanted.items():
+            known = self._handles.get(name)
+            handles[name] = known[1] if known is not None and known[0] == epoch else None
+        return handles
+
+    def _write(self, grants: Sequence[PutGrant], columns: SliceColumns, deadline: float) -> Operation[None]:
+        """``columns`` lie within their objects and cross no chunk's border. All replicas at once."""
+        places, owners, columns = _spread(grants, columns)
+        if not columns.grant.size:
+            return
+        until = min(deadline, *(owners[i].expires_at for i in distinct(columns.grant)))
+        for moved, part in (yield from self._move(True, places, columns, until)):
+            for index in distinct(part.grant):
+                grant = owners[index]
+                if moved.now >= grant.expires_at:
+                    grant.failure = Refusal("expired", "the deadline for writing has passed")
+                elif moved.checksums is None:
+                    grant.give_up(places[index], peer_lost(places[index].replica, moved.reason))
+            if moved.checksums is not None:
+                self._account(places, part, moved.checksums)
+
+    def _account(self, places: Sequence[PutTarget], part: SliceColumns, checksums: Checksums) -> None:
+        """Enter the checksums of what was written, chunk by chunk."""
+        offsets, lengths = part.offset.tolist(), part.length.tolist()
+        for index, offset, length, crc in zip(
+            part.grant.tolist(), offsets, lengths, checksums.tolist(), strict=True
+        ):
+            place = places[index]
+            chunk, start = divmod(offset, place.chunk_bytes)
+            size_bytes = min(place.chunk_bytes, place.size_bytes - chunk * place.chunk_bytes)
+            if length != size_bytes:
+                pieces = place.pieces.setdefault(chunk, [])
+                pieces[:] = [p for p in pieces if p[0] + p[1] <= start or p[0] >= start + length]
+                pieces.append((start, length, crc))
+                combined = self._tiled(pieces, size_bytes)
+                place.is_written[chunk] = combined is not None
+                if combined is None:
+                    continue
+                crc = combined
+            place.checksums[chunk] = crc
+            place.is_written[chunk] = True
+
+    def _tiled(self, pieces: list[tuple[int, int, int]], whole: int) -> int | None:
+        """The checksum of a chunk of ``whole`` bytes that ``pieces`` cover exactly, else None."""
+        pieces.sort()
+        at, crc = 0, 0
+        for start, length, piece_crc in pieces:
+            if start != at:
+                return None
+            crc = piece_crc if at == 0 else self._combine(crc, piece_crc, length)
+            at += length
+        return crc if at == whole else None
+
+    def _read(
+        self, grants: Sequence[ReadGrant], columns: SliceColumns, deadline: float, is_checked: bool = False
+    ) -> Operation[list[bool]]:
+        """``columns`` make up whole chunks and cross no chunk's border.
+
+        What one replica does not give, the next nearest is asked for. Bytes that are wrong are read
+        once more from the same replica before that, and before the master hears of it. ``is_checked``:
+        also what is read from memory on this host.
+        """
+        is_good = [True] * len(grants)
+        wrong: list[tuple[ReadGrant, str]] = []
+        doubted: dict[int, str] = {}
+        """Grant -> the segment whose bytes were wrong the first time: it may have been the way."""
+        left = columns
+        while left.grant.size:
+            failed, mismatched = yield from self._read_once(grants, left, is_good, deadline, is_checked)
+            self.counts.checksum_mismatches += len(mismatched)
+            again: list[int] = []
+            for index in mismatched:
+                grant = grants[index]
+                if doubted.get(index) != grant.replica.segment:
+                    doubted[index] = grant.replica.segment
+                    again.append(index)
+                    continue
+                wrong.append((grant, grant.replica.segment))
+                failed.append(index)
+            again += [index for index in failed if grants[index].turn_to_next()]
+            for index in failed:
+                is_good[index] = False
+            for index in again:
+                is_good[index] = True
+            wanted = [False] * len(grants)
+            for index in again:
+                wanted[index] = True
+            left = left.only(wanted)
+        if wrong:
+            yield from self._report_corrupt(wrong, deadline)
+        return is_good
+
+    def _read_once(
+        self,
+        grants: Sequence[ReadGrant],
+        columns: SliceColumns,
+        is_good: list[bool],
+        deadline: float,
+        is_checked: bool,
+    ) -> Operation[tuple[list[int], list[int]]]:
+        """Which grants could not be read there, and of which the bytes are wrong; those that came too late
+        are bad for good."""
+        indices = distinct(columns.grant)
+        until = min(deadline, max(grants[index].expires_at for index in indices))
+        moving = self._move(False, grants, columns, until, is_checked=is_checked)
+        failed: dict[int, None] = {}
+        mismatched: dict[int, None] = {}
+        for moved, part in (yield from moving):
+            of_part = distinct(part.grant)
+            late = [index for index in of_part if moved.now >= grants[index].expires_at]
+            for index in late:
+                is_good[index] = False
+            if moved.checksums is None:
+                failed.update((index, None) for index in of_part if is_good[index])
+                continue
+            self.counts.expired_leases += len(late)
+            if not moved.checksums.size:
+                continue
+            for index in self._mismatches(grants, part, moved.checksums):
+                if is_good[index]:
+                    mismatched[index] = None
+        return list(failed), list(mismatched)
+
+    def _report_corrupt(self, wrong: list[tuple[ReadGrant, str]], deadline: float) -> Operation[None]:
+        """Best effort: whoever reads it next finds out as well."""
+        for start in range(0, len(wrong), m.MAX_KEYS):
+            part = wrong[start : start + m.MAX_KEYS]
+            keys, ids = [grant.key for grant, _ in part], [grant.object_id for grant, _ in part]
+            segments = [segment for _, segment in part]
+            request = m.Corrupt(keys, ids, segments, self.tenant, self._reporter)
+            yield CallMaster(request, deadline, may_be_late=True)
+
+    def _mismatches(self, grants: Sequence[ReadGrant], part: SliceColumns, checksums: Checksums) -> list[int]:
+        """Indices of grants whose bytes aren't what the writer announced."""
+        bad: dict[int, None] = {}
+        pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        for index, offset, length, crc in zip(
+            part.grant.tolist(), part.offset.tolist(), part.length.tolist(), checksums.tolist(), strict=True
+        ):
+            grant = grants[index]
+            chunk, start = divmod(offset, grant.chunk_bytes)
+            whole = min(grant.chunk_bytes, grant.size_bytes - chunk * grant.chunk_bytes)
+            if length == whole:
+                if crc != grant.checksums[chunk]:
+                    bad[index] = None
+            else:
+                pieces.setdefault((index, chunk), []).append((start, length, crc))
+        for (index, chunk), parts in pieces.items():
+            grant = grants[index]
+            whole = min(grant.chunk_bytes, grant.size_bytes - chunk * grant.chunk_bytes)
+            if self._tiled(parts, whole) != grant.checksums[chunk]:
+                bad[index] = None
+        return list(bad)
+
+    def _move(
+        self,
+        is_write: bool,
+        places: Sequence[Place],
+        columns: SliceColumns,
+        deadline: float,
+        is_checked: bool = True,
+    ) -> Operation[list[tuple[SlicesMoved, SliceColumns]]]:
+        """One transfer per segment, all at once. ``columns.grant`` is an index of ``places``."""
+        bases = np.array([place.address for place in places], dtype=np.uint64)
+        segments: dict[str, int] = {}
+        numbers = [segments.setdefault(place.replica.segment, len(segments)) for place in places]
+        of_slice = np.array(numbers)[columns.grant]
+        transfers: list[Slices] = []
+        parts: list[SliceColumns] = []
+        for number in range(len(segments)):
+            part = columns if len(segments) == 1 else columns.where(of_slice == number)
+            if part.grant.size:
+                remote = bases[part.grant] + part.offset
+                first = places[int(part.grant[0])]
+                checks = is_checked or self._must_be_checked(first.replica)
+                has_others = isinstance(first, ReadGrant) and _have_others(places, part)
+                transfers.append(Slices(first.segment, part.local, remote, part.length, checks, has_others))
+                parts.append(part)
+        outcomes: list[SlicesMoved] = yield MoveSlices(is_write, transfers, deadline)
+        for moved, part in zip(outcomes, parts, strict=True):
+            if moved.checksums is None:
+                self._lost(places[int(part.grant[0])].replica.segment)
+        return list(zip(outcomes, parts, strict=True))
+
+    def _read_grant(
+        self, key: ObjectKey, stored: m.Stored, expires_at: float, handles: dict[str, Any]
+    ) -> ReadGrant | None:
+        """A grant on the replicas that can be reached, the nearest first, or None."""
+        places = [
+            (one, handle) for one in stored.replicas if (handle := handles.get(one.segment)) is not None
+        ]
+        if not places:
+            return None
+        if len(places) > 1:
+            places.sort(key=lambda place: self._distance(place[0]))
+        replica, handle = places[0]
+        return ReadGrant(
+            key=key,
+            size_bytes=stored.size_bytes,
+            chunk_bytes=stored.chunk_bytes,
+            segment=handle,
+            address=replica.address,
+            checksums=np.frombuffer(stored.checksums, dtype="<u4"),
+            expires_at=expires_at,
+            object_id=stored.object_id,
+            replica=replica,
+            others=places[1:],
+        )
+
+    def _must_be_checked(self, replica: m.Replica) -> bool:
+        """Bytes that leave a machine or an SSD always are."""
+        return self._verify_local or any(self._distance(replica))
+
+    def _distance(self, replica: m.Replica) -> tuple[bool, bool, bool]:
+        """Memory on this host, memory elsewhere, SSD on this host, SSD elsewhere; a device after memory."""
+        is_far = self._hosts.get(replica.segment) != self._host
+        return replica.tier is Tier.SSD, is_far, replica.tier is Tier.DEVICE
+
+
+def may_be_preallocated(size_bytes: int, policy: m.PutPolicy) -> bool:
+    """Whether such a put may go to space given in advance."""
+    if policy is DEFAULT_POLICY:
+        return 0 < size_bytes <= MAX_SMALL_BYTES
+    is_simple = policy.num_replicas == 1 and not policy.is_durable
+    is_anywhere = not policy.preferred_segments and not policy.is_same_host
+    return is_simple and is_anywhere and 0 < size_bytes <= MAX_SMALL_BYTES
+
+
+def _one_slice(handle: Any, local: int, remote: int, length: int) -> Slices:
+    columns = np.array(((local,), (remote,), (length,)), dtype=np.uint64)
+    return Slices(handle, columns[0], columns[1], columns[2])
+
+
+def _have_others(places: Sequence[Place], part: SliceColumns) -> bool:
+    """Whether there is another replica of every object that is read."""
+    read = (places[index] for index in distinct(part.grant))
+    return all(isinstance(place, ReadGrant) and place.others for place in read)
+
+
+def _spread(
+    grants: Sequence[PutGrant], columns: SliceColumns
+) -> tuple[list[PutTarget], list[PutGrant], SliceColumns]:
+    """The slices for every target that can still be written: (targets, whose each is, slices of them)."""
+    num_ranks = max((len(grant.targets) for grant in grants), default=0)
+    if num_ranks == 1:
+        flags = [grant.failure is None for grant in grants]
+        return [grant.targets[0] for grant in grants], list(grants), columns.only(flags)
+    places: list[PutTarget] = []
+    owners: list[PutGrant] = []
+    parts: list[SliceColumns] = []
+    for rank in range(num_ranks):
+        numbers = np.full(len(grants), -1)
+        for index, grant in enumerate(grants):
+            if grant.failure is None and rank < len(grant.targets) and grant.targets[rank].failure is None:
+                numbers[index] = len(places)
+                places.append(grant.targets[rank])
+                owners.append(grant)
+        part = columns.where(numbers[columns.grant] >= 0)
+        parts.append(part.renumbered(numbers))
+    return places, owners, SliceColumns.joined(parts)

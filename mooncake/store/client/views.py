@@ -1,0 +1,180 @@
+"""Looking at an object where it lies: a memoryview of the node's memory, under a lease kept alive.
+
+The view is only as good as its lease: once that ends, the master may give the space to another
+object. So whoever holds a view renews, long before the end; and when renewing fails too long, the
+end of the ``with`` block raises, because what was read in it can't be trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mooncake import clock
+from mooncake.errors import MooncakeError, Unavailable
+from mooncake.log import get_logger
+from mooncake.store.client.grants import ReadGrant
+from mooncake.transfer import TransferEngine, crc32c_columns
+from mooncake.types import ObjectKey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from mooncake.store.client.store import AsyncStore, Store
+
+log = get_logger(__name__)
+
+MIN_RENEWAL_S = 0.02
+
+
+def _renewal_s(grant: ReadGrant) -> float:
+    """Renew at a third of what is left, so that two failures in a row are still survived."""
+    return max(MIN_RENEWAL_S, (grant.expires_at - clock.monotonic()) / 3)
+
+
+def _mapped(engine: TransferEngine, grant: ReadGrant, verify: bool) -> memoryview | None:
+    """The object's bytes where they lie; None: not on this host. Empty: they are wrong."""
+    view = engine.map(grant.segment, grant.address, grant.size_bytes)
+    if view is None or not verify:
+        return view
+    first = np.frombuffer(view, dtype=np.uint8).ctypes.data
+    offsets = np.arange(0, grant.size_bytes, grant.chunk_bytes, dtype=np.uint64)
+    lengths = np.minimum(np.uint64(grant.chunk_bytes), np.uint64(grant.size_bytes) - offsets)
+    if np.array_equal(crc32c_columns(offsets + np.uint64(first), lengths), grant.checksums):
+        return view
+    view.release()
+    return memoryview(b"")
+
+
+def _check_lease(grant: ReadGrant) -> None:
+    if clock.monotonic() >= grant.expires_at:
+        raise Unavailable(f"the lease on {grant.key!r} ended while it was viewed; discard what was read")
+
+
+class View:
+    """``with store.view(key) as data``: a read-only memoryview, or None for a miss."""
+
+    def __init__(self, store: Store, key: ObjectKey, verify: bool) -> None:
+        self._store = store
+        self._key = key
+        self._verify = verify
+        self._grant: ReadGrant | None = None
+        self._view: memoryview | None = None
+
+    def __enter__(self) -> memoryview | None:
+        grant = self._store.open_reads([self._key])[0]
+        if grant is None:
+            return None
+        view = _mapped(self._store.engine, grant, self._verify)
+        if view is None or not len(view):
+            # On another host, or wrong: a get copies, or reports it.
+            value = self._store.get(self._key)
+            self._view = None if value is None else memoryview(value)
+            return self._view
+        self._grant, self._view = grant, view
+        self._store.keep(grant)
+        return view
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._view is not None:
+            self._view.release()
+        if self._grant is not None:
+            self._store.let_go(self._grant)
+            if kind is None:
+                _check_lease(self._grant)
+
+
+class AsyncView:
+    """``async with store.view(key) as data``: as ``View``."""
+
+    def __init__(self, store: AsyncStore, key: ObjectKey, verify: bool) -> None:
+        self._store = store
+        self._key = key
+        self._verify = verify
+        self._grant: ReadGrant | None = None
+        self._view: memoryview | None = None
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> memoryview | None:
+        grant = (await self._store.open_reads([self._key]))[0]
+        if grant is None:
+            return None
+        view = await asyncio.to_thread(_mapped, self._store.engine, grant, self._verify)
+        if view is None or not len(view):
+            value = await self._store.get(self._key)
+            self._view = None if value is None else memoryview(value)
+            return self._view
+        self._grant, self._view = grant, view
+        self._renewing = asyncio.create_task(self._renew(grant))
+        return view
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._view is not None:
+            self._view.release()
+        if self._renewing is not None:
+            self._renewing.cancel()
+        if self._grant is not None and kind is None:
+            _check_lease(self._grant)
+
+    async def _renew(self, grant: ReadGrant) -> None:
+        while True:
+            wait_s = _renewal_s(grant)
+            await asyncio.sleep(wait_s)
+            with contextlib.suppress(MooncakeError):
+                await self._store.renew([grant], wait_s)
+
+
+class LeaseKeeper:
+    """Renews the leases of open views from one thread, which ends when it finds none."""
+
+    def __init__(self, renew: Callable[[list[ReadGrant], float], None]) -> None:
+        self._renew = renew
+        self._changed = threading.Condition()
+        self._grants: dict[int, ReadGrant] = {}
+        self._thread: threading.Thread | None = None
+        self._looks_at = 0.0
+        """When the thread looks at the leases next."""
+
+    def add(self, grant: ReadGrant) -> None:
+        with self._changed:
+            self._grants[id(grant)] = grant
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="store-leases", daemon=True)
+                self._thread.start()
+            elif self._looks_at > clock.monotonic() + _renewal_s(grant):
+                # Only then: waking it for every short view would cost more than the view.
+                self._changed.notify()
+
+    def remove(self, grant: ReadGrant) -> None:
+        with self._changed:
+            self._grants.pop(id(grant), None)
+
+    def close(self) -> None:
+        with self._changed:
+            self._grants.clear()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._grants:
+                    self._thread = None
+                    return
+                wait_s = min(map(_renewal_s, self._grants.values()))
+                self._looks_at = clock.monotonic() + wait_s
+                self._changed.wait(wait_s)
+                grants = list(self._grants.values())
+            try:
+                if grants:
+                    self._renew(grants, wait_s)
+            except MooncakeError as error:
+                log.warning("lease_not_renewed", num_views=len(grants), reason=str(error))

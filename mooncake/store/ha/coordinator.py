@@ -1,0 +1,198 @@
+"""A master's part in who leads, as a shell: it asks the ballot, follows the leader, tells its server.
+
+``election.py`` decides when to lead and when to stop; ``standby_replication.py`` is the leader's side of
+following. The ballot is asked in a thread, one question at a time, because its clients block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from mooncake import clock
+from mooncake.driver import Driver
+from mooncake.errors import MooncakeError
+from mooncake.log import get_logger
+from mooncake.machine import Wake
+from mooncake.rpc import AsyncClient
+from mooncake.security import Identity, process_identity
+from mooncake.store.ha.election import (
+    CaughtUp,
+    CompareAndSet,
+    CompareAndSetDone,
+    Effect,
+    Election,
+    Event,
+    InSync,
+    Lead,
+    LeaderChanged,
+    LeaderLease,
+    LeaderLost,
+    LeaseRead,
+    NoAnswer,
+    ReadLease,
+    Resign,
+    Resigned,
+    Standby,
+    StepDown,
+)
+from mooncake.store.ha.standby_replication import ANSWER_S, RETRY_S, Followed, StandbyCursor
+
+if TYPE_CHECKING:
+    from mooncake.store.ha.lease_store import LeaseStore  # which brings transfer, and takes long to load
+
+log = get_logger(__name__)
+
+
+class LeadershipListener(Protocol):
+    """What a server does with what it is told here. Nothing blocks."""
+
+    def lead(self, term: int, is_complete: bool) -> None: ...
+
+    def step_down(self, reason: str) -> None: ...
+
+    def begin_to_follow(self) -> None:
+        """What comes next is a copy of all that the leader knows."""
+        ...
+
+    def take(self, answer: Followed) -> None:
+        """What the leader wrote down; to be kept before this returns."""
+        ...
+
+
+class Coordinator:
+    """Runs one ``Election``."""
+
+    def __init__(
+        self,
+        election: Election,
+        lease_store: LeaseStore,
+        listener: LeadershipListener,
+        identity: Identity | None = None,
+    ) -> None:
+        self._identity = identity or process_identity()
+        self.election = election
+        self._lease_store = lease_store
+        self._listener = listener
+        self._driver: Driver[Event, Effect] = Driver(election, self._perform)
+        self._asking: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._followed: LeaderLease | None = None
+        self._resigned: asyncio.Future[Standby | None] = asyncio.get_running_loop().create_future()
+        self._listed: tuple[Standby, ...] = ()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after everything that happened here."""
+        self._is_silent = False
+        """The ballot does not answer, and that was said."""
+        self.is_in_sync = False
+        """The leader says so, or this one leads."""
+
+    @property
+    def leader(self) -> str:
+        """Address of who leads, as far as this master knows; "" when it does not."""
+        record = self.election.record
+        return "" if record is None else record.address
+
+    def leads(self) -> bool:
+        return self.election.leads(clock.monotonic())
+
+    def start(self) -> None:
+        self._post(Wake())
+
+    def list_as_in_sync(self, standbys: tuple[Standby, ...]) -> None:
+        if standbys != self._listed:
+            self._listed = standbys
+            log.info("standbys_in_sync", standbys=[one.address for one in standbys])
+            self._post(InSync(standbys))
+
+    async def resign(self, timeout_s: float) -> Standby | None:
+        """Lead no more; the standby that does now, if one could be named in time."""
+        self._stop_following()
+        self._post(Resign())
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(asyncio.shield(self._resigned), timeout_s)
+        return None
+
+    async def close(self) -> None:
+        self._driver.close()
+        self._stop_following()
+        if self._asking is not None:
+            self._asking.cancel()
+        await asyncio.to_thread(self._lease_store.close)
+
+    def _post(self, event: Event | Wake) -> None:
+        self._driver.post(event)
+        self.on_change()
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, ReadLease | CompareAndSet):
+            self._asking = asyncio.create_task(self._ask(effect))
+        elif isinstance(effect, Lead):
+            self._stop_following()
+            self._listed = tuple(self.election.record.standbys) if self.election.record else ()
+            self.is_in_sync = True
+            self._listener.lead(effect.term, effect.is_complete)
+        elif isinstance(effect, StepDown):
+            self.is_in_sync = False
+            self._listener.step_down(effect.reason)
+        elif isinstance(effect, LeaderChanged):
+            self._stop_following()
+            self._followed = effect.record
+            if effect.record.leader not in ("", self.election.me.id):
+                self._following = asyncio.create_task(self._follow(effect.record))
+        else:
+            assert isinstance(effect, Resigned)
+            if not self._resigned.done():
+                self._resigned.set_result(effect.successor)
+
+    async def _ask(self, what: ReadLease | CompareAndSet) -> None:
+        event: Event
+        try:
+            if isinstance(what, ReadLease):
+                event = LeaseRead(await asyncio.to_thread(self._lease_store.read))
+            else:
+                event = CompareAndSetDone(await asyncio.to_thread(self._lease_store.swap, what.old, what.new))
+        except MooncakeError as error:
+            if not self._is_silent:
+                log.warning("lease_store_unreachable", reason=str(error))
+            self._is_silent = True
+            event = NoAnswer(str(error))
+        else:
+            if self._is_silent:
+                log.info("lease_store_reachable")
+            self._is_silent = False
+        self._post(event)
+
+    def _stop_following(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
+
+    async def _follow(self, record: LeaderLease) -> None:
+        """Until somebody else leads."""
+        while True:
+            link = AsyncClient(record.address, (Followed,), "the leader", identity=self._identity)
+            try:
+                await link.connect(ANSWER_S)
+                await self._take_all(link, record)
+            except MooncakeError as error:
+                log.warning("leader_lost", leader=record.address, term=record.term, reason=str(error))
+            finally:
+                self.is_in_sync = False
+                await link.close()
+            self._post(LeaderLost())
+            await asyncio.sleep(RETRY_S)
+
+    async def _take_all(self, link: AsyncClient, record: LeaderLease) -> None:
+        following = StandbyCursor(self.election.me, record.term)
+        while True:
+            answer: Followed = await link.call(following.question(), ANSWER_S)
+            if following.begins_anew(answer):
+                self._listener.begin_to_follow()
+            self._listener.take(answer)
+            following.entered(answer)
+            if following.is_in_sync and not self.is_in_sync:
+                self._post(CaughtUp())
+            self.is_in_sync = following.is_in_sync

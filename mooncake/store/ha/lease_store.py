@@ -1,0 +1,150 @@
+"""Where the record lies that says which master leads: etcd, Redis, or a file for two masters on one host.
+
+All that an election needs of a service is to read one value and to replace it if it is still what it was.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Protocol
+
+from mooncake.errors import InvalidArgument, StorageError
+from mooncake.store.settings import ELECTIONS
+from mooncake.transfer.metadata import etcd, redis
+
+DEFAULT_CLUSTER = "mooncake_cluster"
+
+
+class LeaseStore(Protocol):
+    """Thread-safe. Every call may raise PeerLost or DeadlineExceeded."""
+
+    keeps_records: bool
+    """What was written once stays, whatever happens to the service."""
+
+    def read(self) -> bytes | None: ...
+
+    def swap(self, old: bytes | None, new: bytes) -> bool:
+        """Replace ``old`` (None: nothing) by ``new``; False: it was something else.
+
+        When it raises, it may have happened all the same, or happen later.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_lease_store(url: str, cluster: str = DEFAULT_CLUSTER, timeout_s: float = 1.0) -> LeaseStore:
+    """The ballot at ``etcd://host:port[;host:port]``, ``redis://host:port`` or ``file:///path``.
+
+    ``/name`` at the end of the first two names the cluster, and wins over ``cluster``.
+
+    Raises:
+        InvalidArgument: none of the forms.
+    """
+    url, cluster = split_cluster(url, cluster)
+    scheme = url.partition("://")[0]
+    if scheme == "file":
+        return FileLeaseStore(Path(url.removeprefix("file://")) / f"{cluster}.leader")
+    key = f"mooncake/{cluster}/master"
+    if scheme == "etcd":
+        return ServiceLeaseStore(etcd.EtcdBackend(url, timeout_s), key, keeps_records=True)
+    if scheme == "redis":
+        return ServiceLeaseStore(redis.RedisBackend(url, timeout_s), key, keeps_records=False)
+    raise InvalidArgument("election", url, ", ".join(f"{scheme}://" for scheme in ELECTIONS))
+
+
+def split_cluster(url: str, cluster: str = DEFAULT_CLUSTER) -> tuple[str, str]:
+    """The URL without the cluster's name, and the name. A number at the end of a Redis URL is a database."""
+    scheme, _, rest = url.partition("://")
+    place, slash, name = rest.rstrip("/").rpartition("/")
+    if scheme == "file" or not slash or (scheme == "redis" and name.isdecimal()):
+        return url.rstrip("/"), cluster
+    return f"{scheme}://{place}", name
+
+
+class _Served(Protocol):
+    def get(self, key: str) -> bytes | None: ...
+    def swap(self, key: str, old: bytes | None, new: bytes) -> bool: ...
+    def close(self) -> None: ...
+
+
+class ServiceLeaseStore:
+    """One key of a service that can compare and set."""
+
+    def __init__(self, service: _Served, key: str, *, keeps_records: bool) -> None:
+        self._service = service
+        self._key = key
+        self.keeps_records = keeps_records
+
+    def read(self) -> bytes | None:
+        return self._service.get(self._key)
+
+    def swap(self, old: bytes | None, new: bytes) -> bool:
+        return self._service.swap(self._key, old, new)
+
+    def close(self) -> None:
+        self._service.close()
+
+    def __repr__(self) -> str:
+        return f"<ServiceLeaseStore {self._key} of {self._service!r}>"
+
+
+class FileLeaseStore:
+    """A file that is only looked at and replaced under its lock, by processes of one host.
+
+    Raises:
+        InvalidArgument: the folder is not there, or the file can't be written.
+    """
+
+    keeps_records = True
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        except OSError as error:
+            allowed = f"file:///folder, one that can be written to ({error})"
+            raise InvalidArgument("election", f"file://{path.parent}", allowed) from error
+
+    def read(self) -> bytes | None:
+        file = self._locked()
+        try:
+            return _content(file)
+        except OSError as error:
+            raise StorageError(f"{self._path} can't be read: {error}") from error
+        finally:
+            os.close(file)
+
+    def swap(self, old: bytes | None, new: bytes) -> bool:
+        file = self._locked()
+        try:
+            if _content(file) != old:
+                return False
+            # In one write, so that no process can be killed in between.
+            os.pwrite(file, new + b"\n" + b" " * max(0, os.fstat(file).st_size - len(new) - 1), 0)
+            return True
+        except OSError as error:
+            raise StorageError(f"{self._path} can't be written: {error}") from error
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        pass
+
+    def _locked(self) -> int:
+        try:
+            file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise StorageError(f"{self._path} can't be opened: {error}") from error
+        return file
+
+    def __repr__(self) -> str:
+        return f"<FileLeaseStore {self._path}>"
+
+
+def _content(file: int) -> bytes | None:
+    content = os.pread(file, 1 << 20, 0).partition(b"\n")[0]
+    return content or None

@@ -1,0 +1,309 @@
+"""The leader's side of its standbys: who has what, and what may be said because they have it.
+
+Whatever the master writes down gets a number and goes to every follower: first a copy of all there is,
+then each record. A follower asks (``Follow``), saying what it has; the answer waits until there is
+something. What the master says waits as well, until everybody who may lead next has what it was said upon.
+One who takes too long, or is lost, is struck off the list in the mandate first; until it is off, nothing
+is said. Who comes goes the other way: what is said waits for it first, and then it is listed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import msgspec
+
+from mooncake.security.principal import EVERYBODY, NODES, Level
+from mooncake.store.ha.election import Standby
+from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.effects import Reply
+from mooncake.store.master.log_records import Record
+from mooncake.store.master.snapshot import Snapshot
+
+MAX_RECORDS = 4000
+"""In one answer."""
+MAX_CHECKSUM_BYTES = 8 << 20
+"""In one answer, if it has more than one record: the only part of a record that may be large."""
+IDLE_S = 0.5
+"""A follower is answered after so much time, that both may know of each other."""
+ANSWER_S = 4 * IDLE_S
+"""How long a leader may take to answer a Follow, which it does every ``IDLE_S``."""
+RETRY_S = 0.1
+"""A standby that has lost its leader waits so long before it tries again."""
+
+
+class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
+    """A standby has everything up to ``have`` of ``session`` (0: nothing) and wants what comes next."""
+
+    standby: str
+    address: str
+    term: int
+    session: int
+    have: int
+
+
+class Followed(msgspec.Struct, frozen=True, array_like=True, tag="followed"):
+    """With these records, the standby has everything up to ``number``, if ``is_complete``.
+
+    Another ``session`` than the one that was asked for: a copy begins anew.
+    """
+
+    session: int
+    number: int
+    records: list[Record]
+    is_complete: bool
+
+
+class WhoLeads(msgspec.Struct, frozen=True, array_like=True, tag="who_leads"):
+    """Anybody asks any master."""
+
+
+class Leads(msgspec.Struct, frozen=True, array_like=True, tag="leads"):
+    address: str
+    """"" when it is not known."""
+    term: int
+    is_here: bool
+    """The one that was asked leads."""
+
+
+ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {Follow: NODES, WhoLeads: EVERYBODY}
+"""As ``messages.ACCESS``: a follower gets a copy of all that there is, and replies wait for it."""
+
+
+class StandbyCursor:
+    """A standby's side of one connection to the leader of a term: what it asks next."""
+
+    def __init__(self, me: Standby, term: int) -> None:
+        self._me = me
+        self._term = term
+        self._session = self._have = 0
+        self.is_in_sync = False
+        """The leader has said so."""
+
+    def question(self) -> Follow:
+        return Follow(self._me.id, self._me.address, self._term, self._session, self._have)
+
+    def begins_anew(self, answer: Followed) -> bool:
+        """Whether a copy of everything begins with this answer. Ask before it is entered."""
+        return answer.session != self._session
+
+    def entered(self, answer: Followed) -> None:
+        """It was entered and written down: the next question says so."""
+        is_same = answer.session == self._session
+        self._session, self._have = answer.session, answer.number
+        self.is_in_sync = answer.is_complete or (is_same and self.is_in_sync)
+
+    def __repr__(self) -> str:
+        return f"<Following in term {self._term}: has {self._have} of session {self._session}>"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _StandbyProgress:
+    who: Standby
+    session: int
+    connection: Hashable
+    copy: Snapshot | None
+    heard_at: float
+    out: list[Record] = dataclasses.field(default_factory=list)
+    """To be sent."""
+    sent: int = 0
+    acked: int = 0
+    complete_at: int | None = None
+    """The number with which its copy was complete; it has everything once that is acknowledged."""
+    is_complete: bool = False
+    joins_at: int | None = None
+    """Once it has this number, it can be listed: nothing beyond was said without it."""
+    origin: Any = None
+    """Of its question, while that waits."""
+
+
+class StandbyReplicator:
+    """All standbys of one term.
+
+    Args:
+        inherited: who is listed as the term begins.
+        eligible: ids of all who may lead next, this master not among them.
+        first_session: different for each term of each master.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        inherited: list[Standby],
+        eligible: Callable[[], dict[str, None]],
+        ack_s: float,
+        first_session: int,
+    ) -> None:
+        self._catalog = catalog
+        self._eligible = eligible
+        self._ack_s = ack_s
+        self._last_session = first_session
+        self._followers: dict[str, _StandbyProgress] = {}
+        self._held: deque[tuple[int, float, Reply]] = deque()
+        self.listed: dict[str, Standby] = {one.id: one for one in inherited}
+        """Who should be in the mandate."""
+        self.number = 1 if inherited else 0
+        """Of the last records. Where standbys are inherited the first one is for what this master had when
+        the term began: they need not have all of it, and nothing is said upon it before they have."""
+        self.floor = 0
+        """Everybody who counts has this."""
+        self._reconsider()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_followers(self) -> int:
+        return len(self._followers)
+
+    @property
+    def lag(self) -> int:
+        """How many numbers the last of the listed ones is behind."""
+        return self.number - min((self._acked(who) for who in self.listed), default=self.number)
+
+    # What the master does
+
+    def keep(self, records: list[Record], now: float) -> list[Reply]:
+        """They were written down."""
+        self.number += 1
+        answers: list[Reply] = []
+        for follower in self._followers.values():
+            follower.out += records if follower.copy is None else follower.copy.between(records)
+            answers += self._answer(follower, now)
+        self._reconsider()
+        return answers
+
+    def say(self, reply: Reply, now: float, *, may_go: bool = True) -> list[Reply]:
+        """The reply, if it may go out now; else it is held."""
+        if may_go and self.floor >= self.number and not self._held:
+            return [reply]
+        self._held.append((self.number, now, reply))
+        return []
+
+    def let_go(self) -> list[Reply]:
+        """Held replies that may go out; call after anything that has happened here or in the election."""
+        self._reconsider()
+        replies: list[Reply] = []
+        while self._held and self._held[0][0] <= self.floor:
+            replies.append(self._held.popleft()[2])
+        return replies
+
+    def take_back(self) -> list[Reply]:
+        """What was held, and will not be said."""
+        held, self._held = self._held, deque()
+        return [reply for _, _, reply in held]
+
+    # What standbys do
+
+    def follow(self, message: Follow, origin: Any, connection: Hashable, now: float) -> list[Reply]:
+        follower = self._followers.get(message.standby)
+        if follower is None or follower.session != message.session or follower.connection != connection:
+            self.listed.pop(message.standby, None)
+            self._last_session += 1
+            who = Standby(message.standby, message.address)
+            follower = _StandbyProgress(who, self._last_session, connection, Snapshot(self._catalog), now)
+            self._followers[message.standby] = follower
+        else:
+            follower.acked = max(follower.acked, min(message.have, follower.sent))
+            if follower.complete_at is not None and message.have >= follower.complete_at:
+                follower.is_complete = True
+                if follower.joins_at is None:
+                    follower.joins_at = self.number
+            if follower.joins_at is not None and follower.acked >= follower.joins_at:
+                self.listed[follower.who.id] = follower.who
+        follower.heard_at, follower.origin = now, origin
+        return self._answer(follower, now)
+
+    def lost(self, connection: Hashable) -> None:
+        """A connection broke."""
+        for follower in [one for one in self._followers.values() if one.connection == connection]:
+            self._strike(follower.who.id)
+
+    # Time
+
+    def deadline(self) -> float | None:
+        wakes = [
+            one.heard_at + (IDLE_S if one.origin is not None else self._patience_s)
+            for one in self._followers.values()
+        ]
+        if self._held and self._counting():
+            wakes.append(self._held[0][1] + self._ack_s)
+        return min(wakes, default=None)
+
+    def expire(self, now: float) -> list[Reply]:
+        """Answer who waits in vain, and strike off who is waited for."""
+        answers: list[Reply] = []
+        for follower in list(self._followers.values()):
+            if follower.origin is not None and follower.heard_at + IDLE_S <= now:
+                answers += self._answer(follower, now, is_patient=False)
+            elif follower.origin is None and follower.heard_at + self._patience_s <= now:
+                self._strike(follower.who.id)
+        if self._held and self._held[0][1] + self._ack_s <= now:
+            number = self._held[0][0]
+            for who in self._counting():
+                if self._acked(who) < number:
+                    self._strike(who)
+            # Who could not be struck yet counts until the mandate says so; look again then.
+            self._held = deque((n, max(at, now - self._ack_s * 0.9), reply) for n, at, reply in self._held)
+        return answers
+
+    def check(self) -> None:
+        assert self.floor <= self.number
+        assert all(number > self.floor for number, _, _ in self._held), "held for nothing"
+
+    @property
+    def _patience_s(self) -> float:
+        return max(self._ack_s, 2 * IDLE_S)
+
+    def _counting(self) -> dict[str, None]:
+        """Ids of all whose word is needed."""
+        joining = {one.who.id: None for one in self._followers.values() if one.joins_at is not None}
+        return {**self._eligible(), **joining}
+
+    def _acked(self, who: str) -> int:
+        follower = self._followers.get(who)
+        return follower.acked if follower is not None and follower.is_complete else 0
+
+    def _reconsider(self) -> None:
+        self.floor = min((self._acked(who) for who in self._counting()), default=self.number)
+
+    def _strike(self, who: str) -> None:
+        self._followers.pop(who, None)
+        self.listed.pop(who, None)
+
+    def _answer(self, follower: _StandbyProgress, now: float, is_patient: bool = True) -> list[Reply]:
+        if follower.origin is None:
+            return []
+        copy = follower.copy
+        if copy is not None and len(follower.out) < MAX_RECORDS:
+            follower.out += copy.piece()
+            if copy.is_over:
+                follower.copy = None
+        if is_patient and copy is None and not follower.out and follower.sent == self.number:
+            return []
+        count = _fitting(follower.out)
+        records, follower.out = follower.out[:count], follower.out[count:]
+        if not follower.out:
+            follower.sent = self.number
+            if follower.copy is None and follower.complete_at is None:
+                follower.complete_at = self.number
+        origin, follower.origin, follower.heard_at = follower.origin, None, now
+        is_complete = follower.complete_at is not None and not follower.out
+        return [Reply(origin, Followed(follower.session, follower.sent, records, is_complete))]
+
+    def __repr__(self) -> str:
+        return f"<Followers [{len(self.listed)} listed] {self.number}, of which {self.floor} everywhere>"
+
+
+def _fitting(records: list[Record]) -> int:
+    """How many of the first go into one answer."""
+    num_bytes = 0
+    for number, record in enumerate(records[:MAX_RECORDS]):
+        num_bytes += len(getattr(record, "checksums", b""))
+        if num_bytes > MAX_CHECKSUM_BYTES and number:
+            return number
+    return min(len(records), MAX_RECORDS)

@@ -1,0 +1,784 @@
+"""What a master knows, and the few ways in which it may change: shared by the parts of ``master.py``.
+
+Segments, objects and the order of eviction belong together: an object or a replica that becomes
+unfindable must leave all three, and its space may be used again only when every promise about it
+has run out. That is written here once; which requests bring it about, the parts decide.
+
+The space of a replica that is gone *rests*: until the leases that existed then have ended (and, of
+views that are kept open, are not renewed any more), until nobody can still be writing it, and until
+no task reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Protocol
+
+import msgspec
+
+from mooncake.store.master.effects import OperatorEvent, Reply
+from mooncake.store.master.eviction import Eviction
+from mooncake.store.master.lease_bounds import LeaseBounds
+from mooncake.store.master.log_records import (
+    AllRemoved,
+    ObjectGone,
+    ObjectPinned,
+    ObjectReadable,
+    Record,
+    ReplicaAdded,
+    ReplicaGone,
+    SegmentGone,
+    SegmentMounted,
+    SpaceHeld,
+)
+from mooncake.store.master.objects import Extent, Objects, ObjectState, StoredObject, split_scoped
+from mooncake.store.master.segments import Segment, Segments
+from mooncake.store.master.tenants import Tenants
+from mooncake.store.messages import Mount
+from mooncake.store.settings import MasterSettings
+from mooncake.types import ObjectKey, Tier
+
+STORY_LINES = 100_000
+MAX_TOMBSTONES = 1 << 18
+NEVER = 1 << 63
+"""No object has such an id."""
+
+
+@dataclasses.dataclass
+class MasterCounts:
+    """What has happened so far; the shell exports it."""
+
+    puts: int = 0
+    lookups: int = 0
+    lookup_hits: int = 0
+    cold_hits: int = 0
+    cold_hit_bytes: int = 0
+    refused_puts: int = 0
+    expired_puts: int = 0
+    evicted_objects: int = 0
+    evicted_bytes: int = 0
+    evicted_replicas: int = 0
+    removed_objects: int = 0
+    corrupt_objects: int = 0
+    corrupt_replicas: int = 0
+    corrupt_reports: int = 0
+    refuted_reports: int = 0
+    unverified_reports: int = 0
+    lost_objects: int = 0
+    done_tasks: int = 0
+    failed_tasks: int = 0
+    demoted_objects: int = 0
+    demoted_bytes: int = 0
+    promoted_objects: int = 0
+    promoted_bytes: int = 0
+    promotions_admitted: int = 0
+    promotions_failed: int = 0
+    promotions_too_rare: int = 0
+    promotions_no_room: int = 0
+    reported_objects: int = 0
+
+
+class TimedPart(Protocol):
+    """A part with deadlines of its own."""
+
+    def deadline(self) -> float | None: ...
+
+    def expire(self, now: float) -> None: ...
+
+
+class ObjectObserver(Protocol):
+    """A part that follows what happens to objects. None of these is called for what a master applies."""
+
+    def readable(self, stored: StoredObject, now: float) -> None:
+        """Put-end: ``stored.policy`` says what its writer wanted."""
+
+    def cold_hit(self, stored: StoredObject, now: float) -> None:
+        """A lookup found it, but not in memory or faster."""
+
+    def gone(self, stored: StoredObject, now: float) -> None:
+        """It was readable and is no more, with all its replicas."""
+
+    def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        """That replica is none any more (or was given up before it was complete); the object has others."""
+
+
+class Catalog:
+    """The state of one master."""
+
+    def __init__(self, settings: MasterSettings, first_object_id: int) -> None:
+        self.settings = settings
+        self.segments = Segments(settings.segment_ttl_s, settings.heartbeat_s, first_object_id)
+        self.objects = Objects(first_object_id - 1)
+        self.eviction = Eviction(settings.eviction_policy)
+        self.tenants = Tenants()
+        self.counts = MasterCounts()
+        self.lease_bounds = LeaseBounds(settings, lambda record: self.records.append(record))
+        self.clocks: list[TimedPart] = [self.lease_bounds]
+        self.watchers: list[ObjectObserver] = []
+        self.on_complete: list[Callable[[StoredObject, Extent, float], None]] = []
+        """Called when a further replica of a readable object has become complete."""
+        self.on_left: list[Callable[[StoredObject, Extent, float], None]] = []
+        """Called when a replica of a readable object is none any more, however that came."""
+        self.removal_reason = ""
+        """To those who are called then: the reason."""
+        self.recent: deque[list[ObjectKey]] = deque(maxlen=256)
+        """The keys of the last lookups, a list each; ``hot_replicas.py`` looks at them now and then."""
+        self.is_evicting = False
+        """Watchers may ask whether what goes is evicted."""
+        self.tombstones: dict[ObjectKey, tuple[int, int]] = {}
+        """Of each of the last keys that went and are not readable: the least object id that is news (what a
+        node that was away says of an older one is out of date), and what ``cleared`` said of its tenant."""
+        self.cleared: dict[str, int] = {}
+        """The same id for all keys of a tenant that was emptied, but for those that went since."""
+        self.notes: list[OperatorEvent] = []
+        """What operators should know of the event that is being handled."""
+        self.replies: list[Reply] = []
+        """Answers that had to wait and are ready now. A part that parks a request answers None first."""
+        self.records: list[Record] = []
+        """What must be written down before that event is answered."""
+        self.must_last = False
+        """Its answer says that something survives a loss of power, so what is written down must."""
+        self.known_until = NEVER
+        """Objects of earlier masters with ids up to this one are in the records of theirs that came in, or
+        are gone; what is beyond may have been lost with the end of those records."""
+        self.is_doubted = False
+        """Records may be missing, and not every node that may know has been heard yet."""
+        self.lost: dict[int, None] = {}
+        """Meanwhile: ids of objects that went with a node, and may be on another that has not been heard."""
+        self._timers: list[tuple[float, int, StoredObject, Extent | None]] = []
+        """(instant, tie-breaker, object, its extent): a deadline for writing, or the release of space."""
+        self._order = itertools.count()
+        self._stories: deque[ObjectKey] = deque()
+        """Of each line its key, oldest first."""
+        self._told: dict[ObjectKey, list[tuple[float, str, tuple[object, ...]]]] = {}
+        """Its lines: (instant, format, its arguments), put together only when somebody asks."""
+
+    # Space
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Of the memory that is alive."""
+        return sum(segment.allocator.size_bytes for segment in self.alive(Tier.MEMORY))
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of the memory that is alive."""
+        return sum(segment.allocator.allocated_bytes for segment in self.alive(Tier.MEMORY))
+
+    def alive(self, tier: Tier) -> list[Segment]:
+        return [s for s in self.segments.mounted.values() if s.is_alive and s.tier is tier]
+
+    def make_room(
+        self, segment: Segment, size_bytes: int, now: float, spare: StoredObject | None = None
+    ) -> bool:
+        """Evict on exactly this segment, but not ``spare``, until so many bytes fit in one piece."""
+        if segment.allocator.has_hole(size_bytes):
+            return True
+        if size_bytes > segment.allocator.size_bytes:
+            return False
+        # A hole need not open where the oldest objects are, but neither may one that finds none
+        # flush the whole segment.
+        budget_bytes = max(8 * size_bytes, segment.allocator.size_bytes // 16)
+        with contextlib.closing(self.victims([segment], now, spare)) as victims:
+            for victim, extent in victims:
+                budget_bytes -= self.evict(victim, extent, "no space on its segment", now)
+                if segment.allocator.has_hole(size_bytes):
+                    return True
+                if budget_bytes < 0:
+                    break
+        return False
+
+    def victims(
+        self, segments: list[Segment], now: float, spare: StoredObject | None = None
+    ) -> Generator[tuple[StoredObject, Extent], None, None]:
+        """What to evict from these segments of one tier, the first to go first."""
+        is_ssd = bool(segments) and segments[0].tier is Tier.SSD
+        return self.eviction.victims(segments, now, spare, whole=is_ssd or self.settings.evict_undemoted)
+
+    def evict(self, stored: StoredObject, extent: Extent, reason: str, now: float) -> int:
+        """Take a victim, and with it its group, from the extent's tier, or altogether where there is no
+        other replica. Returns the bytes that were released at once: all, for nobody leases a victim."""
+        members = [stored] if stored.joint is None else list(stored.joint.members.values())
+        return sum(self._evict(member, extent, reason, now) for member in members)
+
+    def _evict(self, stored: StoredObject, extent: Extent, reason: str, now: float) -> int:
+        tier = extent.segment.tier
+        leaving = stored.complete(tier)
+        staying = [e for e in stored.complete() if e.segment.tier is not tier]
+        if not leaving:
+            return 0
+        if extent in leaving and len(leaving) > stored.policy.num_replicas:
+            leaving, staying = [extent], stored.extents  # more than its writer asked for
+        is_promised = tier is Tier.SSD and stored.policy.is_durable
+        if not staying or is_promised:
+            self.counts.evicted_objects += 1
+            self.counts.evicted_bytes += stored.size_bytes
+            return self.unlink(stored, f"evicted: {reason}", now)
+        self.counts.evicted_replicas += len(leaving)
+        self.is_evicting = True
+        released_bytes = sum(self.drop_extent(stored, one, f"evicted: {reason}", now) for one in leaving)
+        self.is_evicting = False
+        return released_bytes
+
+    # Objects
+
+    def begin(
+        self,
+        key: ObjectKey,
+        put_id: int,
+        size_bytes: int,
+        chunk_bytes: int,
+        extents: list[Extent],
+        write_until: float,
+    ) -> StoredObject:
+        """Put-start: ``extents`` have been allocated for it."""
+        stored = self.objects.begin(key, put_id, size_bytes, chunk_bytes, extents, write_until)
+        for extent in extents:
+            extent.held_until = write_until + self.settings.grace_s
+            self.tenants.charge(stored, extent)
+        self.records.append(_held(extents, size_bytes))
+        self._wake(write_until, stored, None)
+        return stored
+
+    def show(self, stored: StoredObject, checksums: bytes, now: float) -> None:
+        """Put-end: readable from now on, in the place of what was readable under the key."""
+        old = self.objects.readable.get(stored.key)
+        if old is not None:
+            if stored.policy.is_durable:
+                stored.before = self._set_aside(old, now)
+            elif old.before is not None:
+                before, old.before = old.before, None
+                self.let_go(before, now)
+            # The record of the new one says it too, so that no torn log has neither.
+            self.unlink(old, "replaced by a newer put", now, is_recorded=False)
+        self.objects.finish(stored, checksums, now)
+        for extent in stored.extents:
+            extent.held_until = 0.0  # its writer has nothing under way any more
+        self.tenants.shown(stored)
+        self.eviction.add(stored, now)
+        self.tombstones.pop(stored.key, None)
+        if stored.before is None:
+            self.records.append(record_of(stored))
+        for watcher in self.watchers:
+            watcher.readable(stored, now)
+
+    def adopt(self, record: ObjectReadable, extents: list[Extent], now: float) -> StoredObject:
+        """An object that another master knew; its extents have been taken."""
+        stored = self.objects.adopt(record, extents, now)
+        for extent in extents:
+            self.tenants.charge(stored, extent)
+        self.tenants.shown(stored)
+        self.eviction.add(stored, now)
+        self.tombstones.pop(stored.key, None)
+        return stored
+
+    def unlink(self, stored: StoredObject, reason: str, now: float, *, is_recorded: bool = True) -> int:
+        """Make the object unfindable now, and release its space as soon as every promise is over.
+
+        Returns the bytes that were released at once.
+        """
+        was_readable, leased_until, joint = stored.is_readable, stored.leased_until, stored.joint
+        extents, stored.extents = stored.extents, []
+        for extent in extents:
+            self.eviction.left(stored, extent)
+        self.objects.unlink(stored)
+        if was_readable:
+            self.tenants.hidden(stored)
+            self.eviction.unlinked(stored)
+            if joint is not None and stored.is_hard_pinned:
+                self.eviction.regrouped(joint, now)
+            if is_recorded:
+                self.records.append(ObjectGone(stored.key, stored.object_id))
+        self.tell(now, stored.key, "#{} unlinked: {}", stored.object_id, reason)
+        released_bytes = sum(self._rest(stored, extent, leased_until, now) for extent in extents)
+        if was_readable:
+            self._left(stored, extents, reason, now)
+            self._may_free_its_parent(stored, now)
+            for watcher in self.watchers:
+                watcher.gone(stored, now)
+            before, stored.before = stored.before, None
+            if before is not None:
+                self._bring_back(before, now)
+        return released_bytes
+
+    # A durable object that is replaced by one that is not durable yet: put-end is answered only when that
+    # is on SSD too, so until then the old one is what was acknowledged. Readers see the new one, but its
+    # record is not written, and the old one's bytes on SSD stay taken: whoever loses the new one has the old.
+
+    def _set_aside(self, old: StoredObject, now: float) -> StoredObject | None:
+        """Cut from ``old``, which is about to be unlinked, what is kept of it. None: it is not durable."""
+        if old.before is not None:
+            before, old.before = old.before, None  # that one is: ``old`` never was
+            return before
+        kept = old.complete(Tier.SSD)
+        if not kept:
+            return None
+        record = record_of(old)
+        for extent in old.complete():
+            if extent not in kept:
+                self.records.append(ReplicaGone(old.key, old.object_id, extent.segment.name))
+        for extent in kept:
+            self.eviction.left(old, extent)
+            old.extents.remove(extent)
+        before = StoredObject(old.key, old.object_id, 0, old.size_bytes, old.chunk_bytes, kept, 0.0)
+        before.state, before.account = ObjectState.UNLINKED, old.account
+        before.lease_until = old.leased_until
+        before.kept = record
+        for extent in kept:
+            extent.segment.holders[extent.offset] = before
+        return before
+
+    def confirm(self, stored: StoredObject, now: float) -> None:
+        """``stored`` is durable: what it replaced goes for good."""
+        before, stored.before = stored.before, None
+        if before is not None:
+            self.records.append(record_of(stored))
+            self.let_go(before, now)
+
+    def let_go(self, before: StoredObject, now: float) -> None:
+        """Nobody wants back what was set aside."""
+        extents, before.extents = before.extents, []
+        self._left(before, extents, "replaced by a newer put", now)
+        for extent in extents:
+            self._rest(before, extent, before.lease_until, now)
+
+    def _bring_back(self, before: StoredObject, now: float) -> None:
+        """The new object is lost before it was acknowledged."""
+        extents, before.extents = before.extents, []
+        assert before.kept is not None, before
+        if not extents:
+            # It is away with its node, and may come back: what took its place was never acknowledged.
+            self.tombstones[before.key] = before.object_id, self.cleared_of(before.key)
+            return
+        self.adopt(before.kept, extents, now).lease_until = max(now, before.lease_until)
+        self.tell(now, before.key, "#{} is back: its successor was lost", before.object_id)
+
+    def forget_before(self, key: ObjectKey, object_id: int) -> None:
+        """What a node that comes back holds under ``key`` is taken only from this id on."""
+        if key in self.objects.readable:
+            return  # its own id says it
+        cleared = self.cleared_of(key)
+        before, since = self.tombstones.pop(key, (0, 0))
+        # An older entry says nothing of an object that was being written when its tenant was emptied.
+        self.tombstones[key] = max(object_id, before if since == cleared else 0), cleared
+        if len(self.tombstones) > MAX_TOMBSTONES:
+            del self.tombstones[next(iter(self.tombstones))]
+
+    def remove_absent(self, key: ObjectKey) -> None:
+        """``key`` is not readable, but may be away with its node, and is to stay removed when that comes
+        back, whichever master it comes to."""
+        before = self.objects.last_id + 1
+        if self.news_of(key) < before:
+            self.forget_before(key, before)
+            self.records.append(ObjectGone(key, 0, before))
+
+    def clear_before(self, tenant: str, object_id: int) -> None:
+        """The same as ``forget_before`` for everything of a tenant."""
+        object_id = max(object_id, self.cleared.get(tenant, 0))  # of two removals the later may end first
+        self.cleared[tenant] = object_id
+        self.records.append(AllRemoved(tenant, object_id))
+
+    def news_of(self, key: ObjectKey) -> int:
+        """The least object id that is news of ``key``, which is not readable."""
+        before, since = self.tombstones.get(key, (0, 0))
+        cleared = self.cleared_of(key)
+        return before if since == cleared else max(before, cleared)
+
+    def cleared_of(self, key: ObjectKey) -> int:
+        """The least object id that came after the key's tenant was emptied last; 0: it never was."""
+        return self.cleared.get(split_scoped(key)[0], 0) if self.cleared else 0
+
+    def is_news(self, key: ObjectKey, object_id: int) -> bool:
+        """Whether an object that an earlier master knew is newer than all that is known of ``key``.
+
+        What this master gave an id to is newer than that, whatever the numbers say: the clock of one
+        before may have been ahead.
+        """
+        stored, objects = self.objects.readable.get(key), self.objects
+        least = self.news_of(key) if stored is None else stored.object_id + 1
+        is_ours = objects.is_own(least) or objects.is_own(least - 1)
+        return object_id >= least and (not is_ours or objects.is_own(object_id))
+
+    def is_later(self, object_id: int) -> bool:
+        """Its record may have been lost with the end of an earlier master's."""
+        return object_id > self.known_until and not self.objects.is_own(object_id)
+
+    def is_lost(self, object_id: int) -> bool:
+        """It was there, and nobody removed it."""
+        return object_id in self.lost
+
+    # Replicas
+
+    def add_extent(self, stored: StoredObject, segment: Segment, now: float, until: float) -> Extent | None:
+        """Room on ``segment`` for one more replica, being written until ``until``; None: there is none.
+
+        When it is not complete by then, it is dropped.
+        """
+        assert stored.is_readable, stored
+        if stored.on(segment) is not None or not segment.takes_objects(now):
+            return None
+        if not self.make_room(segment, stored.size_bytes, now, spare=stored):
+            return None
+        if stored.state is ObjectState.UNLINKED:
+            return None  # with its group, for its own copy
+        offset = segment.allocator.allocate(stored.size_bytes)
+        assert offset is not None, segment
+        extent = Extent(segment, offset)
+        extent.write_until = until
+        extent.held_until = until + self.settings.grace_s
+        stored.extents.append(extent)
+        self.records.append(_held([extent], stored.size_bytes))
+        segment.holders[offset] = stored
+        self.tenants.charge(stored, extent)
+        stored.refresh()
+        self._wake(until, stored, extent)
+        return extent
+
+    def complete_extent(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        """It is written: readers may have it from now on."""
+        assert stored.is_readable and extent in stored.extents and not extent.is_complete, (stored, extent)
+        extent.is_complete = True
+        extent.held_until = 0.0
+        stored.refresh()
+        self.eviction.changed(stored, now)
+        self.records.append(ReplicaAdded(stored.key, stored.object_id, extent.segment.name, extent.offset))
+        self.tell(now, stored.key, "#{} readable on {} too", stored.object_id, extent.segment.name)
+        for completed in self.on_complete:
+            completed(stored, extent, now)
+
+    def adopt_extent(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        """A replica that another master knew; its space has been taken."""
+        assert stored.on(extent.segment) is None and extent.is_complete, (stored, extent)
+        stored.extents.append(extent)
+        extent.segment.holders[extent.offset] = stored
+        self.tenants.charge(stored, extent)
+        stored.refresh()
+        self.eviction.changed(stored, now)
+
+    def drop_extent(
+        self, stored: StoredObject, extent: Extent, reason: str, now: float, *, is_recorded: bool = True
+    ) -> int:
+        """That replica goes, and the object with its last complete one.
+
+        Returns the bytes that were released at once.
+        """
+        assert extent in stored.extents, (stored, extent)
+        is_readable = stored.is_readable
+        left = [e for e in stored.extents if e is not extent and e.is_complete is is_readable]
+        if not left:
+            return self.unlink(stored, reason, now)
+        self._cut(stored, extent, now)
+        if extent.is_complete and is_recorded:
+            self.records.append(ReplicaGone(stored.key, stored.object_id, extent.segment.name))
+        name = extent.segment.name
+        self.tell(now, stored.key, "#{} left {}: {}", stored.object_id, name, reason)
+        leased_until = stored.leased_until if extent.is_complete else 0.0
+        released_bytes = self._rest(stored, extent, leased_until, now)
+        if is_readable:
+            self._left(stored, [extent], reason, now)
+            for watcher in self.watchers:
+                watcher.extent_gone(stored, extent, now)
+        return released_bytes
+
+    def hold(self, extent: Extent, until: float) -> None:
+        """A task reads this replica: its space is not used again before, and it is no victim."""
+        extent.held_until = max(extent.held_until, until)
+
+    def pin(self, stored: StoredObject, *, is_hard: bool, soft_until: float, now: float) -> None:
+        """Pin or unpin it; ``soft_until`` 0: not softly."""
+        if stored.is_hard_pinned is not is_hard:
+            self.records.append(ObjectPinned(stored.key, stored.object_id, is_hard))
+        stored.is_hard_pinned = is_hard
+        stored.soft_pin_until = soft_until
+        if stored.joint is not None:
+            stored.joint.repin()
+        self.eviction.repinned(stored, now)
+
+    def renew(self, stored: StoredObject, lease_until: float) -> None:
+        """A reader keeps what it has, which may be a replica that is gone."""
+        stored.lease(lease_until)
+        for extent in stored.resting:
+            extent.release_at = max(extent.release_at, lease_until)
+        # A successor does not know that this space is in use: all of it, if the object's record is withheld.
+        if stored.before is not None:
+            self.records.append(_held([*stored.resting, *stored.extents], stored.size_bytes))
+        elif stored.resting:
+            places = [(extent.segment.name, extent.offset) for extent in stored.resting]
+            self.records.append(SpaceHeld(places, stored.size_bytes, stored.key, stored.object_id))
+
+    def _left(self, stored: StoredObject, extents: list[Extent], reason: str, now: float) -> None:
+        self.removal_reason = reason
+        for left in self.on_left:
+            for extent in extents:
+                left(stored, extent, now)
+
+    def _cut(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        """Take ``extent`` out of an object that has others."""
+        stored.extents.remove(extent)
+        self.eviction.left(stored, extent)
+        if stored.is_readable:
+            stored.refresh()
+            if extent.is_complete:
+                self.eviction.changed(stored, now)
+                self._may_free_its_parent(stored, now)
+
+    def _may_free_its_parent(self, stored: StoredObject, now: float) -> None:
+        parent = self.objects.readable.get(self.eviction.parent_of(stored))
+        if parent is not None:
+            self.eviction.changed(parent, now)
+
+    def _rest(self, stored: StoredObject, extent: Extent, leased_until: float, now: float) -> int:
+        """Release the space of what was a replica, now or when the last promise about it is over."""
+        self.tenants.discharge(stored, extent)
+        if not extent.segment.is_mounted:
+            return 0
+        extent.release_at = max(extent.held_until, leased_until)
+        extent.is_resting = True
+        stored.resting.append(extent)
+        if extent.release_at <= now:
+            return self._release(stored, extent)
+        self._wake(extent.release_at, stored, extent)
+        return 0
+
+    def rest(
+        self,
+        extents: list[Extent],
+        size_bytes: int,
+        until: float,
+        *,
+        put_id: int = 0,
+        of: StoredObject | None = None,
+    ) -> None:
+        """Space, each of ``size_bytes``, that was promised and is no replica, or was one of ``of``.
+
+        Args:
+            put_id: of the put that it was promised to; 0: by an earlier master.
+        """
+        if of is None:
+            of = StoredObject("", 0, put_id, size_bytes, size_bytes, [], 0.0)
+            of.state = ObjectState.UNLINKED
+        of.resting += extents
+        for extent in extents:
+            extent.is_resting, extent.is_complete, extent.release_at = True, False, until
+            extent.segment.holders[extent.offset] = of
+            self._wake(until, of, extent)
+
+    def give_in_advance(self, extents: list[Extent], size_bytes: int, until: float) -> None:
+        """Allocated space that a writer may write until then, for objects yet to be named."""
+        self.records.append(_held(extents, size_bytes))
+        self.rest(extents, size_bytes, until + self.settings.grace_s, put_id=1)
+
+    def begin_written(
+        self, key: ObjectKey, put_id: int, size_bytes: int, given: Extent, now: float
+    ) -> StoredObject:
+        """Its bytes are in space given in advance. The caller shows it in the same step."""
+        segment, offset = given.segment, given.offset
+        segment.holders[offset].resting.remove(given)
+        segment.allocator.trim(offset, size_bytes)
+        stored = self.objects.begin(key, put_id, size_bytes, size_bytes, [Extent(segment, offset)], now)
+        self.tenants.charge(stored, stored.extents[0])
+        return stored
+
+    def held(self, segment: Segment, offset: int) -> SpaceHeld | None:
+        """The space there, if it is promised without being a replica of which ``acknowledged`` tells."""
+        stored = segment.holders.get(offset)
+        if stored is None:
+            return None
+        extent = stored.on(segment)
+        is_told = extent is not None and extent.offset == offset and extent.is_complete
+        if stored.before is not None:
+            return _held_at(segment, offset, stored.size_bytes)
+        if is_told:
+            return None
+        rests = any(one.segment is segment and one.offset == offset for one in stored.resting)
+        whose = (stored.key, stored.object_id) if rests and stored.is_readable else ("", 0)
+        return SpaceHeld([(segment.name, offset)], stored.size_bytes, *whose)
+
+    def release(self, segment: Segment, offset: int) -> None:
+        """Space that rests is free at once: another master has given it out again."""
+        stored = segment.holders[offset]
+        extent = next(e for e in stored.resting if e.segment is segment and e.offset == offset)
+        self._release(stored, extent)
+
+    def _release(self, stored: StoredObject, extent: Extent) -> int:
+        stored.resting.remove(extent)
+        del extent.segment.holders[extent.offset]
+        return extent.segment.allocator.free(extent.offset)
+
+    def follow(self, segment: Segment, mount: Mount) -> None:
+        """Another process serves the same content: replicas are reached otherwise."""
+        self.segments.follow(segment, mount)
+        for stored in segment.holders.values():
+            if stored.is_readable:
+                stored.refresh()
+
+    def empty(self, segment: Segment, reason: str, now: float) -> None:
+        """Forget what lay on a segment that is gone."""
+        assert not segment.is_mounted, segment
+        self.records.append(SegmentGone(segment.name, segment.epoch))
+        num_lost = 0
+        for stored in list(segment.holders.values()):
+            stored.resting = [extent for extent in stored.resting if extent.segment is not segment]
+            extent = stored.on(segment)
+            if extent is None:
+                continue
+            if stored.state is ObjectState.UNLINKED:
+                stored.extents.remove(extent)  # set aside
+                continue
+            was_readable = stored.is_readable
+            # SegmentGone says it of each.
+            self.drop_extent(stored, extent, f"lost: {segment.name}, {reason}", now, is_recorded=False)
+            num_lost += was_readable and not stored.is_readable
+        segment.holders.clear()
+        self.eviction.forget(segment)
+        self.counts.lost_objects += num_lost
+        self.note("segment_gone", segment, reason=reason, num_lost=num_lost)
+        self.look_for_doubt()
+
+    def look_for_doubt(self) -> None:
+        """A node was heard, or is gone: perhaps it was the last of those that may know what is missing."""
+        if self.is_doubted and not any(one.doubt for one in self.segments.mounted.values()):
+            self.is_doubted = False
+            self.lost = {}
+            self.notes.append(OperatorEvent("recovery_complete", {"num_objects": len(self.objects.readable)}))
+
+    # Time
+
+    def _wake(self, instant: float, stored: StoredObject, extent: Extent | None) -> None:
+        heapq.heappush(self._timers, (instant, next(self._order), stored, extent))
+
+    def deadline(self) -> float | None:
+        soonest = self.segments.deadline()
+        if self._timers and (soonest is None or self._timers[0][0] < soonest):
+            soonest = self._timers[0][0]
+        for clock in self.clocks:
+            instant = clock.deadline()
+            if instant is not None and (soonest is None or instant < soonest):
+                soonest = instant
+        return soonest
+
+    def expire(self, now: float) -> None:
+        """Do what has become due: give up writers that are late, space that rests, nodes that are silent."""
+        self.end_rests(now)
+        deadline = self.segments.deadline()
+        if deadline is not None and now >= deadline:
+            silent, gone = self.segments.expire(now)
+            for segment in silent:
+                self.note("segment_suspected", segment, reason="no heartbeat")
+            for segment in gone:
+                self.empty(segment, "given up", now)
+        for clock in self.clocks:
+            instant = clock.deadline()
+            if instant is not None and instant <= now:
+                clock.expire(now)
+
+    def end_rests(self, now: float) -> None:
+        """What is due of objects and their space; all of it that a master which only follows may do."""
+        while self._timers and self._timers[0][0] <= now:
+            _, _, stored, extent = heapq.heappop(self._timers)
+            self._timer(stored, extent, now)
+
+    def _timer(self, stored: StoredObject, extent: Extent | None, now: float) -> None:
+        if extent is None:
+            if stored.state is ObjectState.WRITING:
+                self.counts.expired_puts += 1
+                self.unlink(stored, "the writer missed its deadline", now)
+        elif not extent.segment.is_mounted:
+            pass
+        elif extent.is_resting:
+            if extent.release_at > now:  # renewed meanwhile
+                self._wake(extent.release_at, stored, extent)
+            elif extent in stored.resting:
+                self._release(stored, extent)
+        elif not extent.is_complete and stored.is_readable:
+            self.drop_extent(stored, extent, "not written in time", now)
+
+    # Telling
+
+    def note(self, event: str, segment: Segment, **fields: Any) -> None:
+        self.notes.append(OperatorEvent(event, {"segment": segment.name, "host": segment.host, **fields}))
+
+    def tell(self, now: float, key: ObjectKey, what: str, *of: object) -> None:
+        self._stories.append(key)
+        self._told.setdefault(key, []).append((now, what, of))
+        if len(self._stories) > STORY_LINES:
+            oldest = self._stories.popleft()
+            lines = self._told[oldest]
+            del lines[0]
+            if not lines:
+                del self._told[oldest]
+
+    def story(self, key: str) -> list[str]:
+        return [f"{at:.6f} {what.format(*of)}" for at, what, of in self._told.get(key, ())]
+
+    def check(self) -> None:
+        self.segments.check()
+        self.objects.check()
+        assert not self.tombstones.keys() & self.objects.readable.keys(), "what is there did not go"
+        self.eviction.check(self.objects.readable)
+        self.tenants.check([*self.objects.readable.values(), *self.objects.writing.values()])
+        timed = {(id(stored), id(extent)) for _, _, stored, extent in self._timers}
+        for segment in self.segments.mounted.values():
+            for offset, stored in segment.holders.items():
+                extents = [e for e in (*stored.extents, *stored.resting) if e.segment is segment]
+                here = [extent for extent in extents if extent.offset == offset]
+                assert len(here) == 1, stored
+                assert here[0].is_resting is (here[0] in stored.resting), stored
+                if stored.state is ObjectState.WRITING:
+                    assert (id(stored), id(None)) in timed, f"{stored} is written for ever"
+                elif here[0].is_resting or not here[0].is_complete:
+                    assert (id(stored), id(here[0])) in timed, f"{stored} leaks"
+
+
+def _held(extents: Iterable[Extent], size_bytes: int) -> SpaceHeld:
+    return SpaceHeld([(extent.segment.name, extent.offset) for extent in extents], size_bytes)
+
+
+def _held_at(segment: Segment, offset: int, size_bytes: int) -> SpaceHeld:
+    return SpaceHeld([(segment.name, offset)], size_bytes)
+
+
+def acknowledged(stored: StoredObject) -> ObjectReadable | ObjectGone:
+    """What a successor is told of a readable object, alone: the version of its key that was acknowledged.
+
+    That is the object itself, or the durable one that it is to replace (``Catalog.show``), which may be
+    away with its node.
+    """
+    before = stored.before
+    if before is None:
+        return record_of(stored)
+    assert before.kept is not None, before
+    if not before.extents:
+        return ObjectGone(before.key, 0, before.object_id)
+    places = [(extent.segment.name, extent.offset) for extent in before.extents]
+    return msgspec.structs.replace(before.kept, places=places)
+
+
+def record_of(stored: StoredObject) -> ObjectReadable:
+    assert stored.stored is not None
+    return ObjectReadable(
+        stored.key,
+        stored.object_id,
+        stored.size_bytes,
+        stored.chunk_bytes,
+        stored.stored.checksums,
+        [(extent.segment.name, extent.offset) for extent in stored.complete()],
+        stored.is_hard_pinned,
+        stored.group,
+        stored.parent,
+        stored.data_type,
+        stored.policy.num_replicas,
+        stored.policy.is_durable,
+    )
+
+
+def record_of_segment(segment: Segment) -> SegmentMounted:
+    size_bytes = segment.allocator.size_bytes
+    where = (segment.host, segment.address, size_bytes, segment.descriptor)
+    what = (segment.tier, segment.content_id, segment.node, segment.wants_report)
+    return SegmentMounted(segment.name, segment.epoch, *where, *what)

@@ -1,0 +1,78 @@
+"""What came to a segment and what went from it, numbered, until its node has noted it.
+
+A node keeps a journal of what its segments hold, so that a master that lost everything can ask for
+it. This is the master's end of that stream: changes wait here until a Poll says ``seen``. It is
+bounded: a node that lags too far finds that numbers are missing (``Polled.first``) and reports what
+it holds instead of catching up.
+
+Numbers start at ``first``, which differs for each life of a master: a node that comes with a number
+of an earlier life must never seem to be up to date.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+from mooncake.store.messages import SegmentEntry
+
+MAX_WAITING = 1 << 16
+"""Changes that wait for one node."""
+
+
+class ChangeLog:
+    """``first`` is the number of the oldest one that waits."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self._waiting: deque[SegmentEntry | int] = deque()
+        self._last_gone = first - 1
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def last(self) -> int:
+        """The number of the newest one there ever was."""
+        return self.first + len(self._waiting) - 1
+
+    def add(self, change: SegmentEntry | int) -> None:
+        """``Entry``: it is held now; an object's id: its replica here went."""
+        self._waiting.append(change)
+        if isinstance(change, int):
+            self._last_gone = self.last
+        if len(self._waiting) > MAX_WAITING:
+            self._waiting.popleft()
+            self.first += 1
+
+    @property
+    def has_gone(self) -> bool:
+        """Something that went is among those that wait."""
+        return self._last_gone >= self.first
+
+    def skip(self) -> None:
+        """Something changed, and nobody listens."""
+        self.first = self.last + 2
+        self._waiting.clear()
+
+    def noted(self, seen: int) -> bool:
+        """The node has everything up to ``seen``. False: some that it lacks are not here any more."""
+        if seen > self.last:
+            # A number of another life, larger by mishap.
+            self.miss(seen)
+            return False
+        while self._waiting and self.first <= seen:
+            self._waiting.popleft()
+            self.first += 1
+        return self.first == seen + 1
+
+    def miss(self, seen: int) -> None:
+        """Skip so far that a node that has noted ``seen`` must notice."""
+        self.first = seen + 2
+
+    def take(self, limit: int) -> list[SegmentEntry | int]:
+        """The oldest ones; they stay until they are noted."""
+        return list(itertools.islice(self._waiting, limit))
+
+    def __repr__(self) -> str:
+        return f"<Changes {self.first} to {self.last}>"

@@ -1,0 +1,60 @@
+"""What the HTTP side needs of the process that it is part of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from mooncake.store.master.master import Master
+from mooncake.store.settings import MasterSettings
+
+
+@dataclass(frozen=True)
+class Leadership:
+    """Who leads, as this master knows it."""
+
+    is_leader: bool
+    state: str
+    """serving, standby, or what it is doing in between."""
+    leader: str
+    """``host:port`` for clients; "" when nobody leads."""
+    term: int
+
+
+class EventPublisher(Protocol):
+    """Who sends KV events."""
+
+    def start(self) -> None: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    async def close(self) -> None: ...
+
+
+class MasterContext(Protocol):
+    """A master's process: answers messages as if a client had sent them."""
+
+    settings: MasterSettings
+    publisher: EventPublisher | None
+
+    @property
+    def master(self) -> Master: ...
+
+    @property
+    def leadership(self) -> Leadership: ...
+
+    @property
+    def num_clients(self) -> int:
+        """Connections that are open."""
+        ...
+
+    @property
+    def replication(self) -> dict[str, float]:
+        """Gauges of the log and its standbys, by the existing master's names. Others are 0."""
+        ...
+
+    async def ask(self, message: msgspec.Struct) -> Any:
+        """The core's reply, or a ``Failure``."""
+        ...

@@ -1,0 +1,134 @@
+"""Objects that many want at once get more replicas in memory, and lose them when they are cool.
+
+Lookups pay nothing for it: they count uses anyway, and leave the list of keys of the last requests.
+Once a second the objects on those lists are looked at: one that is used often is on them almost
+surely. Two looks make a rate. Each multiple of ``hot_uses_per_s`` is worth one replica more, on
+another host where there is one, where memory is below the watermark; nothing is evicted for it.
+
+Cooling is slower than heating, so that an object at the threshold is not copied in circles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from mooncake.errors import Refusal
+from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.objects import StoredObject
+from mooncake.store.master.segments import Segment
+from mooncake.store.master.tasks import PlannedCopy, Tasks
+from mooncake.types import Tier
+
+LOOK_S = 1.0
+MAX_KEYS = 8192
+"""Looked at each time."""
+COOL_SHARE = 0.5
+"""Of ``hot_uses_per_s`` for each replica: below that it is cool."""
+COOL_LOOKS = 10
+"""In a row, and then the replicas go."""
+
+
+@dataclasses.dataclass(slots=True)
+class _HotObject:
+    stored: StoredObject
+    num_uses: int
+    """At the last look."""
+    added: dict[Segment, None] = dataclasses.field(default_factory=dict)
+    num_cool: int = 0
+
+
+class HotReplicas:
+    """A clock of the catalog."""
+
+    def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
+        self._catalog = catalog
+        self._tasks = tasks
+        self._uses: dict[int, int] = {}
+        """Object id -> lookups until the last look, of what was on the lists then."""
+        self._hot: dict[int, _HotObject] = {}
+        self._looked_at = 0.0
+
+    def deadline(self) -> float | None:
+        is_idle = not (self._hot or self._catalog.recent)
+        return None if is_idle or not self._catalog.settings.hot_uses_per_s else self._looked_at + LOOK_S
+
+    def expire(self, now: float) -> None:
+        elapsed_s = now - self._looked_at
+        self._looked_at = now
+        threshold = self._catalog.settings.hot_uses_per_s
+        keys = dict.fromkeys(itertools.islice(itertools.chain(*self._catalog.recent), MAX_KEYS))
+        self._catalog.recent.clear()
+        uses, self._uses = self._uses, {}
+        for key in keys:
+            stored = self._catalog.objects.readable.get(key)
+            if stored is None:
+                continue
+            self._uses[stored.object_id] = stored.num_uses
+            before = uses.get(stored.object_id)
+            # Without an earlier look all uses may be old ones.
+            if before is not None and elapsed_s > 0:
+                rate = (stored.num_uses - before) / elapsed_s
+                if rate >= threshold:
+                    self._heat(stored, rate, now)
+        for hot in list(self._hot.values()):
+            self._cool(hot, elapsed_s, now)
+
+    def _heat(self, stored: StoredObject, rate: float, now: float) -> None:
+        settings = self._catalog.settings
+        wanted = min(settings.max_hot_replicas, 1 + int(rate / settings.hot_uses_per_s))
+        coming = sum(task.target.tier is Tier.MEMORY for task in self._tasks.of(stored))
+        for _ in range(wanted - len(stored.complete(Tier.MEMORY)) - coming):
+            target = self._target(stored, now)
+            if target is None:
+                return
+            if stored.object_id not in self._hot:
+                self._hot[stored.object_id] = _HotObject(stored, stored.num_uses)
+            self._tasks.plan(stored, target, "hot", now, self._arrived)
+
+    def _target(self, stored: StoredObject, now: float) -> Segment | None:
+        taken = [extent.segment for extent in stored.extents]
+        taken += [task.target for task in self._tasks.of(stored)]
+        hosts = [segment.host for segment in taken]
+        limit = self._catalog.settings.high_watermark
+        found: tuple[tuple[bool, int], Segment] | None = None
+        for segment in self._catalog.alive(Tier.MEMORY):
+            if not segment.polls or segment in taken or not segment.takes_objects(now):
+                continue
+            allocator = segment.allocator
+            if allocator.allocated_bytes + stored.size_bytes > limit * allocator.size_bytes:
+                continue
+            merit = segment.host not in hosts, allocator.free_bytes
+            if found is None or merit > found[0]:
+                found = merit, segment
+        return None if found is None else found[1]
+
+    def _arrived(self, task: PlannedCopy, refusal: Refusal | None, now: float) -> None:
+        hot = self._hot.get(task.stored.object_id)
+        if hot is not None and refusal is None:
+            hot.added[task.target] = None
+
+    def _cool(self, hot: _HotObject, elapsed_s: float, now: float) -> None:
+        stored = hot.stored
+        if not stored.is_readable:
+            del self._hot[stored.object_id]
+            return
+        rate = (stored.num_uses - hot.num_uses) / elapsed_s if elapsed_s > 0 else 0.0
+        hot.num_uses = stored.num_uses
+        is_cool = rate < COOL_SHARE * self._catalog.settings.hot_uses_per_s * (1 + len(hot.added))
+        hot.num_cool = hot.num_cool + 1 if is_cool else 0
+        if hot.num_cool < COOL_LOOKS or self._tasks.of(stored):
+            return
+        del self._hot[stored.object_id]
+        for segment in hot.added:
+            extent = stored.on(segment)
+            others = [one for one in stored.complete() if one is not extent and one.segment.is_alive]
+            if extent is not None and extent.is_complete and others:
+                self._catalog.drop_extent(stored, extent, "cool again", now)
+
+    def check(self) -> None:
+        for object_id, hot in self._hot.items():
+            assert hot.stored.object_id == object_id
+
+    def __repr__(self) -> str:
+        return f"<HotReplicas {len(self._hot)} objects>"

@@ -1,0 +1,113 @@
+"""The master's part for people and dashboards: what there is, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import cast
+
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.effects import Received
+from mooncake.store.master.key_scans import KeyScans
+from mooncake.store.master.objects import StoredObject, scoped, scoped_all, split_scoped
+from mooncake.types import ObjectKey
+
+
+class Introspection:
+    """Answers Status, ListKeys, Story and Inspect."""
+
+    def __init__(
+        self, catalog: Catalog, walks: KeyScans, reporters: Callable[[float], list[m.ReporterStatus]]
+    ) -> None:
+        """``reporters``: who reported wrong bytes (``verification.py``)."""
+        self._catalog = catalog
+        self._walks = walks
+        self._reporters = reporters
+
+    def status(self, _: m.GetMasterStatus, __: Received, now: float) -> m.MasterStatus:
+        segments = [
+            m.SegmentStatus(
+                segment=segment.name,
+                epoch=segment.epoch,
+                host=segment.host,
+                state=str(segment.state),
+                size_bytes=segment.allocator.size_bytes,
+                allocated_bytes=segment.allocator.allocated_bytes,
+                largest_free_bytes=segment.allocator.largest_free_bytes,
+                num_objects=len(segment.holders),
+                rests_s=max(0.0, segment.rests_until - now),
+                tier=segment.tier,
+                node=segment.node,
+                address=segment.address,
+                is_draining=segment.is_draining,
+                num_tasks=segment.num_tasks,
+                is_writable=segment.takes_objects(now),
+            )
+            for segment in self._catalog.segments.mounted.values()
+        ]
+        return m.MasterStatus(
+            num_objects=len(self._catalog.objects.readable),
+            num_writing=len(self._catalog.objects.writing),
+            capacity_bytes=self._catalog.capacity_bytes,
+            allocated_bytes=self._catalog.allocated_bytes,
+            counts=dataclasses.asdict(self._catalog.counts),
+            segments=segments,
+            reporters=self._reporters(now),
+        )
+
+    def list_keys(self, message: m.ListKeys, event: Received, now: float) -> m.Keys | Failure | None:
+        if "\0" in message.tenant or "\0" in message.prefix:
+            return m.Keys([])  # it would name another tenant's
+        start = scoped(message.tenant, message.prefix)
+        found: list[str] = []
+
+        def look(key: ObjectKey, now: float) -> int | None:
+            if len(found) >= message.limit:
+                return None
+            if key.startswith(start) and ("\0" in key) is ("\0" in start):
+                stored = self._catalog.objects.readable.get(key)
+                if stored is not None and stored.is_visible:
+                    found.append(split_scoped(key)[1])
+            return 1
+
+        return cast("m.Keys | Failure | None", self._walks.begin(event, look, lambda now: m.Keys(found), now))
+
+    def tell(self, message: m.ObjectStory, _: Received, now: float) -> m.StoryLines:
+        return m.StoryLines(self._catalog.story(scoped_all(message.tenant, [message.key])[0]))
+
+    def inspect(self, message: m.Inspect, _: Received, now: float) -> m.Inspected:
+        objects = self._catalog.objects
+        found = (
+            objects.readable.get(key) or objects.writing.get(key)
+            for key in scoped_all(message.tenant, message.keys)
+        )
+        return m.Inspected([None if stored is None else _status(stored, now) for stored in found])
+
+
+def _status(stored: StoredObject, now: float) -> m.ObjectStatus:
+    replicas = [
+        m.ReplicaDetail(
+            segment=extent.segment.name,
+            host=extent.segment.host,
+            tier=extent.segment.tier,
+            address=extent.segment.address + extent.offset,
+            is_complete=extent.is_complete,
+            is_alive=extent.segment.is_alive,
+        )
+        for extent in stored.extents
+    ]
+    return m.ObjectStatus(
+        object_id=stored.object_id,
+        size_bytes=stored.size_bytes,
+        chunk_bytes=stored.chunk_bytes,
+        num_uses=stored.num_uses,
+        leased_s=max(0.0, stored.leased_until - now),
+        pinned_s=None if stored.is_hard_pinned else max(0.0, stored.soft_pin_until - now),
+        group=split_scoped(stored.group)[1],
+        parent=split_scoped(stored.parent)[1],
+        data_type=stored.data_type,
+        is_writing=not stored.is_readable,
+        replicas=replicas,
+    )

@@ -1,0 +1,457 @@
+"""Replicas that people and operators want: copies, moves, and segments that are emptied.
+
+A job is a list of *units* (one object to one segment) of which some are under way as tasks; it can be
+asked about while it runs and for a while after. Jobs are not written down: a new master has none,
+the replicas that were made are there, and whoever wanted the job asks again.
+
+**Drain** gives nothing out on its segments any more and moves what is there, leased objects too: the
+replica that was left rests until its leases end, and the job is done when nothing is left or rests.
+It never evicts others to make room. An object that is safe elsewhere, when no segment has room for
+one replica more, just leaves. A durable one is safe on another SSD only. With ``unmount_after_s`` this
+is the graceful way to go: the segments are unmounted when they are empty, and no later than after so many
+seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from mooncake.errors import Refusal
+from mooncake.store import messages as m
+from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.effects import Received
+from mooncake.store.master.objects import Extent, StoredObject, scoped
+from mooncake.store.master.segments import Segment
+from mooncake.store.master.tasks import PlannedCopy, Tasks
+from mooncake.types import Tier
+
+MAX_RUNNING = 10_000
+MAX_ENDED = 1000
+"""Jobs that can be asked about when they are over."""
+MAX_CONCURRENCY = 256
+MAX_FAILURES = 3
+"""Of one object that is to leave a segment."""
+SURVEY_OBJECTS = 4000
+"""Looked at in one go; some milliseconds."""
+SURVEY_S = 0.01
+"""Between two such slices that found nothing to move."""
+LOOK_S = 0.5
+"""How often a drain looks for what has come or been released meanwhile."""
+
+
+class ReplicationJob:
+    """What all jobs have in common."""
+
+    kind = ""
+
+    def __init__(self, job_id: int, about: str, now: float) -> None:
+        self.job_id = job_id
+        self.about = about
+        self.state = "running"
+        self.reason = ""
+        self.num_done = 0
+        self.num_failed = 0
+        self.moved_bytes = 0
+        self.tasks: dict[int, PlannedCopy] = {}
+        """Under way or waiting, by object id and so one per object and segment."""
+        self.began_at = now
+        self.touched_at = now
+
+    @property
+    def is_running(self) -> bool:
+        return self.state == "running"
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tasks)
+
+    def status(self, now: float) -> m.JobStatus:
+        has_begun = self.num_done or any(task.extent is not None for task in self.tasks.values())
+        is_waiting = self.is_running and not has_begun
+        return m.JobStatus(
+            self.job_id,
+            self.kind,
+            "waiting" if is_waiting else self.state,
+            self.about,
+            self.num_done,
+            self.num_failed,
+            self.num_left,
+            self.moved_bytes,
+            self.reason,
+            now - self.began_at,
+            now - self.touched_at,
+        )
+
+
+class CopyJob(ReplicationJob):
+    """A replica on each of some segments; a move if one leaves another segment for the first of them."""
+
+    def __init__(self, job_id: int, stored: StoredObject, source: Segment | None, now: float) -> None:
+        super().__init__(job_id, stored.key, now)
+        self.kind = "copy" if source is None else "move"
+        self.stored = stored
+        self.source = source
+
+
+class DrainJob(ReplicationJob):
+    """Segments that are emptied."""
+
+    kind = "drain"
+
+    def __init__(self, job_id: int, segments: list[Segment], message: m.DrainSegments, now: float) -> None:
+        super().__init__(job_id, ", ".join(message.segments), now)
+        self.segments = segments
+        self.targets = list(message.targets)
+        self.max_concurrency = message.max_concurrency
+        self.waiting: deque[tuple[StoredObject, Segment]] = deque()
+        self.failures: dict[int, int] = {}
+        """Object id -> how often it could not be moved."""
+        self.num_resting = 0
+        """Ranges that are not empty, and hold nothing that could be moved."""
+        self.to_survey: list[tuple[Segment, list[int]]] = []
+        """Offsets that the survey under way has still to look at."""
+        self.has_found = False
+        """That survey has found something that could be moved."""
+        ends_s = message.unmount_after_s
+        self.unmounts_at = None if ends_s is None else now + ends_s
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tasks) + len(self.waiting) + self.num_resting
+
+
+class Jobs:
+    """Answers CopyObject, Drain and AskJob. A clock of the catalog."""
+
+    def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
+        self._catalog = catalog
+        self._tasks = tasks
+        self._last_id = 0
+        self._jobs: dict[int, ReplicationJob] = {}
+        """Running and ended, oldest first."""
+        self._drains: dict[int, DrainJob] = {}
+        """Those that run."""
+        self._look_at = 0.0
+
+    # Asking
+
+    def copy(self, message: m.CopyObject, _: Received, now: float) -> m.JobReply | m.RefusedReply:
+        key = scoped(message.tenant, message.key)
+        stored = self._catalog.objects.readable.get(key)
+        if stored is None:
+            return _refused("not_found", f"there is no object {message.key!r}")
+        if not message.targets:
+            return _refused("invalid_argument", "targets: name at least one segment")
+        targets = self._named(message.targets)
+        if isinstance(targets, Refusal):
+            return m.RefusedReply(targets)
+        source = None
+        if message.source:
+            source = self._catalog.segments.mounted.get(message.source)
+            extent = None if source is None else stored.on(source)
+            if extent is None or not extent.is_complete:
+                return _refused("not_found", f"no replica of {message.key!r} is on {message.source!r}")
+            is_on_ssd = any(target.tier is Tier.SSD for target in targets)
+            if extent is not None and not is_on_ssd and not _is_durable_without(stored, extent):
+                return _refused("durable", f"{message.key!r} is durable, and {message.source!r} its only SSD")
+            if message.source in message.targets:
+                return _refused("invalid_argument", f"{message.source!r} is the source and a target")
+        if self._num_running >= MAX_RUNNING:
+            return _refused("limit", f"{MAX_RUNNING} jobs are running; try again later")
+        self._last_id += 1
+        job = CopyJob(self._last_id, stored, source, now)
+        self._add(job)
+        for target in targets:
+            extent = stored.on(target)
+            if extent is not None and extent.is_complete:
+                self._arrived(job, stored, 0, now)
+            elif job.is_running:
+                self._begin(job, stored, target, job.kind, now)
+        self._end_if_over(job, now)
+        return m.JobReply(job.status(now))
+
+    def drain(self, message: m.DrainSegments, _: Received, now: float) -> m.JobReply | m.RefusedReply:
+        if not message.segments:
+            return _refused("invalid_argument", "segments: name at least one")
+        if not 1 <= message.max_concurrency <= MAX_CONCURRENCY:
+            reason = f"max_concurrency: {message.max_concurrency}; 1 to {MAX_CONCURRENCY}"
+            return _refused("invalid_argument", reason)
+        if message.unmount_after_s is not None and not message.unmount_after_s >= 0:
+            return _refused("invalid_argument", f"unmount_after_s: {message.unmount_after_s}; at least 0")
+        segments, targets = self._named(message.segments), self._named(message.targets)
+        if isinstance(segments, Refusal):
+            return m.RefusedReply(segments)
+        if isinstance(targets, Refusal):
+            return m.RefusedReply(targets)
+        both = [name for name in message.targets if name in message.segments]
+        if both:
+            return _refused("invalid_argument", f"{both[0]!r} is drained and a target")
+        for job in self._drains.values():
+            if any(segment in segments for segment in job.segments):
+                return _refused("busy", f"job {job.job_id} drains {job.about} already")
+        self._last_id += 1
+        job = DrainJob(self._last_id, segments, message, now)
+        for segment in segments:
+            segment.is_draining = True
+            self._catalog.note("segment_draining", segment, job_id=job.job_id)
+        self._add(job)
+        self._drains[job.job_id] = job
+        self._look(job, now)
+        return m.JobReply(job.status(now))
+
+    def ask(self, message: m.AskJob, _: Received, now: float) -> m.JobReply | m.RefusedReply:
+        job = self._jobs.get(message.job_id)
+        if job is None:
+            return _refused("not_found", f"there is no job {message.job_id} (any more)")
+        if message.cancel:
+            self._cancel(job, now)
+        return m.JobReply(job.status(now))
+
+    def _named(self, names: Iterable[str]) -> list[Segment] | Refusal:
+        segments: dict[Segment, None] = {}
+        for name in names:
+            segment = self._catalog.segments.mounted.get(name)
+            if segment is None:
+                return Refusal("unknown_segment", f"there is no segment {name!r}")
+            segments[segment] = None
+        return list(segments)
+
+    # A job's life
+
+    @property
+    def _num_running(self) -> int:
+        return sum(job.is_running for job in self._jobs.values())
+
+    def _add(self, job: ReplicationJob) -> None:
+        self._jobs[job.job_id] = job
+        ended = [one for one in self._jobs.values() if not one.is_running]
+        for old in ended[: len(ended) - MAX_ENDED]:
+            del self._jobs[old.job_id]
+
+    def _begin(
+        self, job: ReplicationJob, stored: StoredObject, target: Segment, why: str, now: float
+    ) -> None:
+        def ended(task: PlannedCopy, refusal: Refusal | None, now: float) -> None:
+            self._ended(job, number, stored, refusal, now)
+
+        # Who names a target wants it there; a drain only goes where room is.
+        makes_room = isinstance(job, CopyJob)
+        task = self._tasks.plan(stored, target, why, now, ended, makes_room=makes_room)
+        number = task.task_id
+        job.tasks[number] = task
+
+    def _ended(
+        self, job: ReplicationJob, number: int, stored: StoredObject, refusal: Refusal | None, now: float
+    ) -> None:
+        if job.tasks.pop(number, None) is None or not job.is_running:
+            return
+        job.touched_at = now
+        if refusal is None:
+            self._arrived(job, stored, stored.size_bytes, now)
+        elif isinstance(job, DrainJob):
+            if stored.is_readable:
+                job.failures[stored.object_id] = job.failures.get(stored.object_id, 0) + 1
+                job.reason = f"{stored.key}: {refusal}"
+        else:
+            job.num_failed += 1
+            job.reason = str(refusal)
+        if isinstance(job, DrainJob):
+            # At once to go on; what failed may have failed in the very look that is going on.
+            self._look_at = min(self._look_at, now if refusal is None else now + SURVEY_S)
+        else:
+            self._end_if_over(job, now)
+
+    def _arrived(self, job: ReplicationJob, stored: StoredObject, moved_bytes: int, now: float) -> None:
+        """There is one more replica where it was wanted: what it replaces may go."""
+        job.num_done += 1
+        job.moved_bytes += moved_bytes
+        if isinstance(job, DrainJob):
+            for segment in job.segments:
+                self._leave(stored, segment, now)
+        elif isinstance(job, CopyJob) and job.source is not None:
+            self._leave(stored, job.source, now)
+            job.source = None
+
+    def _leave(self, stored: StoredObject, segment: Segment, now: float) -> None:
+        extent = stored.on(segment) if stored.is_readable else None
+        others = [one for one in stored.complete() if one is not extent and not one.segment.is_draining]
+        if extent is not None and extent.is_complete and others and _is_durable_without(stored, extent):
+            self._catalog.drop_extent(stored, extent, "moved away", now)
+
+    def _end_if_over(self, job: ReplicationJob, now: float) -> None:
+        if job.is_running and not job.num_left:
+            self._end(job, "failed" if job.num_failed else "done", now)
+
+    def _end(self, job: ReplicationJob, state: str, now: float) -> None:
+        job.state = state
+        job.touched_at = now
+        self._drains.pop(job.job_id, None)
+        tasks, job.tasks = list(job.tasks.values()), {}
+        for task in tasks:
+            if len(task.ended) == 1:  # nobody else wants it
+                self._tasks.cancel(task, f"{job.kind} was {state}", now)
+
+    def _cancel(self, job: ReplicationJob, now: float) -> None:
+        """Stop it; segments that were drained take objects again, even when they are empty by now."""
+        if isinstance(job, DrainJob) and job.state != "cancelled":
+            for segment in job.segments:
+                segment.is_draining = any(
+                    segment in other.segments for other in self._drains.values() if other is not job
+                )
+            self._end(job, "cancelled", now)
+        elif job.is_running:
+            self._end(job, "cancelled", now)
+
+    # Draining
+
+    def _look(self, job: DrainJob, now: float) -> None:
+        """Go on: find what is there, begin as much as may be under way, see whether that was all."""
+        if job.unmounts_at is not None and job.unmounts_at <= now:
+            self._unmount(job, "its grace is over", now)
+            return
+        gone = [segment for segment in job.segments if not segment.is_mounted]
+        job.segments = [segment for segment in job.segments if segment.is_mounted]
+        if gone and not job.segments:
+            is_empty = not (job.waiting or job.tasks)
+            job.reason = "" if is_empty else f"{gone[0].name} is gone"
+            self._end(job, "done" if is_empty else "failed", now)
+            return
+        if not job.waiting and not job.tasks:
+            self._survey(job)
+            if job.to_survey:
+                self._look_at = min(self._look_at, now + SURVEY_S)
+            elif not job.has_found and self._is_over(job, now):
+                return
+        while job.waiting and len(job.tasks) < job.max_concurrency:
+            stored, segment = job.waiting.popleft()
+            self._move_from(job, stored, segment, now)
+
+    def _is_over(self, job: DrainJob, now: float) -> bool:
+        if not job.num_resting:
+            job.reason = ""
+            for segment in job.segments:
+                self._catalog.note("segment_drained", segment, job_id=job.job_id, num_done=job.num_done)
+            if job.unmounts_at is not None:
+                self._unmount(job, "drained", now)
+            else:
+                self._end(job, "done", now)
+        elif job.num_failed == job.num_resting and job.unmounts_at is None:
+            self._end(job, "failed", now)
+        return not job.is_running
+
+    def _survey(self, job: DrainJob) -> None:
+        """Find what is there, a slice at a time, so that others are answered in between; then begin anew."""
+        if not job.to_survey:
+            job.num_resting = job.num_failed = 0
+            job.has_found = False
+            job.to_survey = [(segment, list(segment.holders)) for segment in job.segments]
+        num_left = SURVEY_OBJECTS
+        while job.to_survey and num_left > 0:
+            segment, offsets = job.to_survey[-1]
+            some = offsets[-num_left:]
+            del offsets[-num_left:]
+            num_left -= len(some)
+            if not offsets:
+                job.to_survey.pop()
+            for offset in some if segment.is_mounted else ():
+                self._see(job, segment, offset)
+
+    def _see(self, job: DrainJob, segment: Segment, offset: int) -> None:
+        stored = segment.holders.get(offset)
+        if stored is None:
+            return  # released meanwhile
+        extent = stored.on(segment)
+        is_here = extent is not None and extent.offset == offset and extent.is_complete
+        if not (stored.is_readable and is_here):
+            job.num_resting += 1  # being written, or left already
+        elif job.failures.get(stored.object_id, 0) >= MAX_FAILURES:
+            job.num_resting += 1
+            job.num_failed += 1
+        else:
+            job.has_found = True
+            job.waiting.append((stored, segment))
+
+    def _move_from(self, job: DrainJob, stored: StoredObject, segment: Segment, now: float) -> None:
+        extent = stored.on(segment) if stored.is_readable else None
+        if extent is None or not extent.is_complete:
+            return
+        target = self._target(job, stored, segment, now)
+        if target is not None:
+            self._begin(job, stored, target, job.kind, now)
+            return
+        elsewhere = [one for one in stored.complete() if not one.segment.is_draining]
+        if any(one.segment.is_alive for one in elsewhere) and _is_durable_without(stored, extent):
+            job.num_done += 1
+            self._catalog.drop_extent(stored, extent, "drained, and others have it", now)
+            return
+        job.failures[stored.object_id] = job.failures.get(stored.object_id, 0) + 1
+        job.reason = f"{stored.key}: no other segment has room for {stored.size_bytes} bytes"
+
+    def _target(self, job: DrainJob, stored: StoredObject, source: Segment, now: float) -> Segment | None:
+        """Where it goes: the same tier if possible, another host than its other replicas, most room."""
+        named = [self._catalog.segments.mounted.get(name) for name in job.targets]
+        near = self._catalog.segments.mounted.values() if not job.targets else named
+        hosts = [one.segment.host for one in stored.extents if one.segment is not source]
+        found: tuple[tuple[bool, bool, int], Segment] | None = None
+        for segment in near:
+            if segment is None or not segment.polls or not segment.takes_objects(now):
+                continue
+            is_same_tier = segment.tier is source.tier
+            if (
+                not (is_same_tier or job.targets or segment.tier is Tier.SSD)
+                or stored.on(segment) is not None
+            ):
+                continue
+            if not segment.allocator.has_hole(stored.size_bytes):
+                continue
+            merit = is_same_tier, segment.host not in hosts, segment.allocator.free_bytes - segment.num_tasks
+            if found is None or merit > found[0]:
+                found = merit, segment
+        return None if found is None else found[1]
+
+    def _unmount(self, job: DrainJob, reason: str, now: float) -> None:
+        is_empty = not job.num_left
+        segments = [segment for segment in job.segments if segment.is_mounted]
+        self._end(job, "done" if is_empty else "failed", now)
+        job.reason = "" if is_empty else f"unmounted with {job.num_left} objects left: {reason}"
+        for segment in segments:
+            self._catalog.segments.retire(segment)
+            self._catalog.empty(segment, f"unmounted: {reason}", now)
+
+    # A clock of the catalog
+
+    def deadline(self) -> float | None:
+        return self._look_at if self._drains else None
+
+    def expire(self, now: float) -> None:
+        self._look_at = now + LOOK_S
+        for job in list(self._drains.values()):
+            self._look(job, now)
+            if job.unmounts_at is not None:
+                self._look_at = min(self._look_at, job.unmounts_at)
+
+    def check(self) -> None:
+        for job_id, job in self._jobs.items():
+            assert job.job_id == job_id
+            assert job.is_running or not job.tasks, job_id
+            assert (job_id in self._drains) == (isinstance(job, DrainJob) and job.is_running), job_id
+            for task in job.tasks.values():
+                assert task in self._tasks.of(task.stored), task
+        for job in self._drains.values():
+            assert all(segment.is_draining for segment in job.segments), job.job_id
+
+    def __repr__(self) -> str:
+        return f"<Replication {self._num_running} of {len(self._jobs)} jobs running>"
+
+
+def _refused(code: str, reason: str) -> m.RefusedReply:
+    return m.RefusedReply(Refusal(code, reason))
+
+
+def _is_durable_without(stored: StoredObject, extent: Extent) -> bool:
+    """Whether what its writer was promised holds without that replica."""
+    if not stored.policy.is_durable or extent.segment.tier is not Tier.SSD:
+        return True
+    others = [one for one in stored.complete(Tier.SSD) if one is not extent]
+    return any(not one.segment.is_draining for one in others)

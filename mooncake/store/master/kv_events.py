@@ -1,0 +1,193 @@
+"""What the store holds, told as events in the existing master's shape, which is vLLM's and more.
+
+One event for each medium (``cpu``, ``disk``, ``gpu``) on which an object becomes readable, and one when its
+last replica there goes. Follows the catalog as a watcher; ``kv_publisher.py`` sends what ``take`` gives. A
+queue that grows beyond its bound loses its oldest events, and the sequence a number, so that subscribers
+notice and ask again. A subscriber that comes late is told what there is now (``summary``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.objects import Extent, ObjectState, StoredObject
+from mooncake.types import Tier
+
+BATCH_EVENTS = 64
+MEDIA = {Tier.MEMORY: "cpu", Tier.SSD: "disk", Tier.DEVICE: "gpu"}
+_NUMBER = re.compile(r"0[xX][0-9a-fA-F]{1,16}|[0-9]{1,20}")
+_encoder = msgspec.msgpack.Encoder()
+
+Batch = tuple[int, bytes]
+"""Its sequence number and its bytes."""
+
+
+class KvEvents:
+    """Queues events until they are taken.
+
+    Args:
+        wall_s: what to add to ``now`` for the time of day.
+        wake: called when there is something to take, and was nothing before.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        backend: str,
+        *,
+        is_legacy: bool = True,
+        has_object_key: bool = True,
+        capacity: int = 65536,
+        wall_s: float = 0.0,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._catalog, self._backend = catalog, backend
+        self._is_legacy, self._has_object_key = is_legacy, has_object_key
+        self._capacity, self._wall_s, self._wake = capacity, wall_s, wake
+        self._queue: deque[dict[str, Any]] = deque()
+        self._last_gone: tuple[int, str] | None = None
+        self._is_gap = False
+        self.num_stored = self.num_removed = self.num_dropped = 0
+        # Low numbers are left for the summary of what was there before the first event.
+        self.next_sequence = -(-len(MEDIA) * len(catalog.objects.readable) // BATCH_EVENTS)
+        catalog.watchers.append(self)
+        catalog.on_complete.append(self._completed)
+        catalog.on_left.append(self._left)
+
+    # What happens to objects
+
+    def readable(self, stored: StoredObject, now: float) -> None:
+        for medium in _media(stored):
+            self._add(stored, medium, True, now)
+
+    def cold_hit(self, stored: StoredObject, now: float) -> None:
+        """None of these changes what is where."""
+
+    gone = cold_hit
+
+    def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        """``_until_disconnect`` hears of it, too."""
+
+    def _completed(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        medium = MEDIA[extent.segment.tier]
+        others = [e for e in stored.extents if e.is_complete and e is not extent]
+        if all(MEDIA[e.segment.tier] != medium for e in others):
+            self._add(stored, medium, True, now)
+
+    def _left(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        medium = MEDIA[extent.segment.tier]
+        if not extent.is_complete or medium in _media(stored):
+            return
+        if stored.state is ObjectState.UNLINKED and self._last_gone == (stored.object_id, medium):
+            return  # two replicas there went at once
+        self._last_gone = (stored.object_id, medium)
+        self._add(stored, medium, False, now)
+
+    # Events
+
+    def _add(self, stored: StoredObject, medium: str, is_stored: bool, now: float) -> None:
+        self.num_stored += is_stored
+        self.num_removed += not is_stored
+        event = self._event(stored, medium, is_stored, now)
+        event["event_id"] = self.num_stored + self.num_removed
+        if len(self._queue) >= self._capacity:
+            self._queue.popleft()
+            self.num_dropped += 1
+            self._is_gap = True
+        self._queue.append(event)
+        if len(self._queue) == 1:
+            self._wake()
+
+    def _event(self, stored: StoredObject, medium: str, is_stored: bool, now: float) -> dict[str, Any]:
+        tenant, _, key = stored.key.rpartition("\0")
+        hashes = [int(key, 0 if key[:2].lower() == "0x" else 10)] if _NUMBER.fullmatch(key) else []
+        hashes = [number for number in hashes if number < 1 << 64]
+        event: dict[str, Any] = {
+            "event_id": 0,
+            "timestamp": self._milliseconds(now),
+            "event_type": "stored" if is_stored else "removed",
+            "model_name": None,
+            "block_size": None,
+            "additional_salt": None,
+            "lora_name": None,
+            "dp_rank": None,
+            "tenant_id": tenant or "default",
+            "backend_id": self._backend,
+            "group_id": stored.group or None,
+            "medium": medium,
+            "seq_hashes": hashes,
+            "base_block_idx": 0 if hashes else None,
+        }
+        if is_stored:
+            event |= {"parent_hash": None, "token_ids": None}
+        else:
+            event["reason"] = self._catalog.removal_reason
+        if self._has_object_key:
+            event["object_key"] = key
+        if self._is_legacy:
+            event["type"] = "BlockStored" if is_stored else "BlockRemoved"
+            event["block_hashes"] = [number - (1 << 64) if number >> 63 else number for number in hashes]
+            if is_stored:
+                event["parent_block_hash"] = None
+        return event
+
+    def _milliseconds(self, now: float) -> int:
+        return int((now + self._wall_s) * 1000)
+
+    # Batches
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    def take(self, now: float) -> list[Batch]:
+        """All that is new, to be sent."""
+        if self._is_gap:
+            self.next_sequence += 1
+            self._is_gap = False
+        batches: list[Batch] = []
+        while self._queue:
+            events = [self._queue.popleft() for _ in range(min(BATCH_EVENTS, len(self._queue)))]
+            batches.append((self.next_sequence, self._encode(events, now)))
+            self.next_sequence += 1
+        return batches
+
+    def summary(self, before: int, now: float) -> Iterator[Batch]:
+        """What there is now, in at most ``before`` batches with numbers below it; the first clears.
+
+        Objects may come and go between two of them: events tell of those.
+        """
+        if before <= 0:
+            return
+        keys = list(self._catalog.objects.readable)
+        num_batches = min(before, 1 + len(MEDIA) * len(keys) // BATCH_EVENTS)
+        a_batch = 1 + len(MEDIA) * len(keys) // num_batches
+        cleared: dict[str, Any] = {"event_type": "cleared", "backend_id": self._backend}
+        if self._is_legacy:
+            cleared["type"] = "AllBlocksCleared"
+        events = itertools.chain([cleared], self._known(keys, now))
+        for sequence in range(before - num_batches, before):
+            is_last = sequence == before - 1
+            yield sequence, self._encode(list(itertools.islice(events, None if is_last else a_batch)), now)
+
+    def _known(self, keys: list[str], now: float) -> Iterator[dict[str, Any]]:
+        for key in keys:
+            stored = self._catalog.objects.readable.get(key)
+            if stored is not None:
+                for medium in _media(stored):
+                    yield self._event(stored, medium, True, now)
+
+    def _encode(self, events: list[dict[str, Any]], now: float) -> bytes:
+        return _encoder.encode([self._milliseconds(now), events, 0])
+
+
+def _media(stored: StoredObject) -> dict[str, None]:
+    """Where it can be read."""
+    return {MEDIA[extent.segment.tier]: None for extent in stored.extents if extent.is_complete}

@@ -1,0 +1,98 @@
+"""The master's part for readers: where objects are, and leases on them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.effects import Received
+from mooncake.store.master.objects import StoredObject, replica_of, scoped_all
+from mooncake.types import Tier
+
+
+class LookupRequests:
+    """Answers Lookup, Exists and Renew."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def lookup(self, message: m.LookupObjects, _: Received, now: float) -> m.LookupReply:
+        readable = self._catalog.objects.readable
+        lease_until = now + self._catalog.settings.lease_s
+        found: list[m.Stored | None] = []
+        num_hits = 0
+        keys = scoped_all(message.tenant, message.keys)
+        self._catalog.recent.append(keys)
+        for key in keys:
+            stored = readable.get(key)
+            if stored is None:
+                found.append(None)
+                continue
+            if not stored.is_plain:
+                found.append(self._found(stored, lease_until, now))
+                num_hits += found[-1] is not None
+            elif stored.extents[0].segment.is_alive:
+                if stored.lease_until < lease_until:  # a predecessor may have promised more
+                    stored.lease_until = lease_until
+                stored.num_uses += 1
+                num_hits += 1
+                found.append(stored.stored)
+            else:
+                found.append(None)
+        self._catalog.counts.lookups += len(found)
+        self._catalog.counts.lookup_hits += num_hits
+        return m.LookupReply(self._catalog.settings.lease_s, found)
+
+    def _found(self, stored: StoredObject, lease_until: float, now: float) -> m.Stored | None:
+        """The replicas whose nodes are alive."""
+        assert stored.stored is not None
+        extents = stored.complete()
+        alive = [extent.segment.is_alive for extent in extents]
+        if True not in alive:
+            return None
+        stored.lease(lease_until)
+        stored.num_uses += 1
+        found = stored.stored
+        if not all(alive):
+            replicas = [r for r, is_alive in zip(found.replicas, alive, strict=True) if is_alive]
+            found = msgspec.structs.replace(found, replicas=replicas)
+        if found.replicas[0].tier is Tier.SSD:
+            self._catalog.counts.cold_hits += 1
+            self._catalog.counts.cold_hit_bytes += found.size_bytes
+            for watcher in self._catalog.watchers:
+                watcher.cold_hit(stored, now)
+        return found
+
+    def exists(self, message: m.Exists, _: Received, now: float) -> m.Flags:
+        readable = self._catalog.objects.readable
+        lease_until = now + self._catalog.settings.lease_s
+        flags = bytearray(len(message.keys))
+        for index, key in enumerate(scoped_all(message.tenant, message.keys)):
+            stored = readable.get(key)
+            if stored is not None and (stored.extents[0].segment.is_alive or stored.is_visible):
+                stored.lease(lease_until)
+                flags[index] = 1
+        return m.Flags(self._catalog.settings.lease_s, bytes(flags))
+
+    def renew(self, message: m.Renew, _: Received, now: float) -> m.Flags | Failure:
+        if len(message.replicas) not in (0, len(message.keys)):
+            return Failure("invalid_argument", "renew: replicas, but not one for each key")
+        lease_until = now + self._catalog.settings.lease_s
+        keys = scoped_all(message.tenant, message.keys)
+        flags = bytearray(len(keys))
+        for index, (key, object_id) in enumerate(zip(keys, message.object_ids, strict=False)):
+            stored = self._catalog.objects.readable.get(key)
+            if stored is None or stored.object_id != object_id or not stored.is_visible:
+                continue
+            if not message.replicas or _keeps(stored, message.replicas[index]):
+                self._catalog.renew(stored, lease_until)
+                flags[index] = 1
+        return m.Flags(self._catalog.settings.lease_s, bytes(flags))
+
+
+def _keeps(stored: StoredObject, replica: m.Replica) -> bool:
+    """Whether that one is the object's still, or rests for the sake of its readers."""
+    held = (*stored.complete(), *stored.resting)
+    return any(extent.segment.is_mounted and replica_of(extent) == replica for extent in held)

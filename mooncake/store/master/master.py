@@ -1,0 +1,271 @@
+"""The master: which objects there are, where their bytes lie, and when space may be used again.
+
+It composes the other cores of this room behind ``handle``: a client's or node's message and the
+present instant go in, replies come out. It never touches a byte of an object and never calls
+anyone; nodes and clients come to it. What it must never get wrong, whatever is lost or late:
+
+* A key is readable whole or not at all, and never shows another content than the one put-end
+  announced.
+* Space is given out again only when nobody may touch it under an old promise: not before a reader's
+  lease ends, not before a writer's deadline plus ``grace_s`` (a write posted in time may land late).
+  So an object that goes while promised is *unlinked* at once and its space *released* later.
+* What it acknowledged it can write down first (``AppendRecords``), and a successor that reads it
+  (``restore``) has every object again, and knows which space was promised. Leases are not written down: it
+  takes every object to be leased (``master/replay.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from mooncake.machine import Wake
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+from mooncake.store.master.catalog import Catalog, MasterCounts
+from mooncake.store.master.effects import (
+    AppendRecords,
+    ConnectionLost,
+    Effect,
+    Event,
+    Received,
+    RecoveryComplete,
+    Reply,
+)
+from mooncake.store.master.eviction import Eviction
+from mooncake.store.master.free_space import FreeSpace
+from mooncake.store.master.hot_replicas import HotReplicas
+from mooncake.store.master.introspection import Introspection
+from mooncake.store.master.jobs import Jobs
+from mooncake.store.master.key_scans import KeyScans
+from mooncake.store.master.log_records import Doubt, Record
+from mooncake.store.master.lookup import LookupRequests
+from mooncake.store.master.nodes import NodeRequests
+from mooncake.store.master.objects import Objects
+from mooncake.store.master.pins import PinRequests
+from mooncake.store.master.preallocated_put import PreallocatedPuts
+from mooncake.store.master.preallocation import Preallocations
+from mooncake.store.master.put import PutRequests
+from mooncake.store.master.put_queue import PutQueue
+from mooncake.store.master.quotas import QuotaRequests
+from mooncake.store.master.remove import RemoveRequests
+from mooncake.store.master.replay import LogReplay
+from mooncake.store.master.request_counters import RequestCounters
+from mooncake.store.master.segments import Segments
+from mooncake.store.master.snapshot import Snapshot
+from mooncake.store.master.tasks import Tasks
+from mooncake.store.master.tiering import Tiering
+from mooncake.store.master.verification import Verification
+from mooncake.store.settings import MasterSettings
+
+DEFAULTS = MasterSettings()
+
+
+class Master:
+    """A machine (see ``machine.py``) over ``Received`` and ``ConnectionLost``.
+
+    ``first_object_id`` should be random: then no request about an object of an earlier master can
+    mean one of this master's.
+    """
+
+    def __init__(self, settings: MasterSettings = DEFAULTS, first_object_id: int = 1) -> None:
+        self.settings = settings
+        self.catalog = Catalog(settings, first_object_id)
+        self.tally = RequestCounters(self.catalog)
+        space = FreeSpace(self.catalog)
+        self._preallocations = Preallocations(self.catalog, space)
+        self.put_queue = PutQueue(self.catalog, lambda: self.tiers.is_freeing)
+        lookup = LookupRequests(self.catalog)
+        put = PutRequests(self.catalog, space, self._preallocations, self.put_queue)
+        preallocated_put = PreallocatedPuts(self.catalog, space, self._preallocations, put)
+        self.tasks = Tasks(self.catalog)
+        self.tiers = Tiering(self.catalog, self.tasks)
+        self.replication = Jobs(self.catalog, self.tasks)
+        self.hot = HotReplicas(self.catalog, self.tasks)
+        self._key_scans = KeyScans(self.catalog)
+        self.verification = Verification(self.catalog, self.tasks)
+        self.catalog.watchers += [self.tasks, self.tiers]
+        # Tasks last: what the others plan in a step leaves in the same one.
+        self.catalog.clocks += [
+            self._preallocations,
+            self.tiers,
+            self.replication,
+            self.hot,
+            self.verification,
+        ]
+        self.catalog.clocks += [self._key_scans, self.tasks, self.put_queue]
+        self.tiers.on_demoted = self.put_queue.demoted
+        self.put_queue.on_end = self.tally.add
+        self.catalog.on_complete.append(self.tiers.completed)
+        self.catalog.on_left.append(self.tasks.extent_left)
+        self._key_scans.on_end = self.tally.add
+        remove, nodes = RemoveRequests(self.catalog, self._key_scans), NodeRequests(self.catalog, self.tasks)
+        self.introspection = introspection = Introspection(
+            self.catalog, self._key_scans, self.verification.reporters
+        )
+        pins, quotas = PinRequests(self.catalog), QuotaRequests(self.catalog)
+        self._replay = LogReplay(self.catalog)
+        self._soonest = -math.inf
+        """What ``deadline`` said after the last event; before the first, and once records came in, nobody
+        has looked."""
+        self._answers: dict[type, Callable[[Any, Received, float], msgspec.Struct | None]] = {
+            m.LookupObjects: lookup.lookup,
+            m.Exists: lookup.exists,
+            m.Renew: lookup.renew,
+            m.PutStart: put.put_start,
+            m.PutWritten: preallocated_put.put_written,
+            m.PutEnd: put.put_end,
+            m.PutAbort: put.put_abort,
+            m.Remove: remove.remove,
+            m.RemoveMatching: remove.remove_matching,
+            m.DropReplicas: remove.drop_replicas,
+            m.Corrupt: self.verification.corrupt,
+            m.Pin: pins.pin,
+            m.DescribeSegments: nodes.describe,
+            m.Mount: nodes.mount,
+            m.ReportContents: nodes.report,
+            m.Poll: self.tasks.poll,
+            m.Heartbeat: nodes.heartbeat,
+            m.Unmount: nodes.unmount,
+            m.GetMasterStatus: introspection.status,
+            m.ListKeys: introspection.list_keys,
+            m.ObjectStory: introspection.tell,
+            m.CopyObject: self.replication.copy,
+            m.DrainSegments: self.replication.drain,
+            m.AskJob: self.replication.ask,
+            m.Inspect: introspection.inspect,
+            m.SetQuota: quotas.set_quota,
+            m.AskQuotas: quotas.ask,
+        }
+
+    # The contract of a machine
+
+    def handle(self, event: Event | Wake, now: float) -> list[Effect]:
+        catalog = self.catalog
+        was_doubted = catalog.is_doubted
+        if now >= self._soonest:
+            catalog.expire(now)
+        effects: list[Effect] = []
+        if isinstance(event, Received):
+            catalog.must_last = False
+            answer = self._answer(event, now)
+            if answer is not None:
+                effects.append(Reply(event.origin, answer, catalog.must_last))
+        elif isinstance(event, ConnectionLost):
+            for segment in catalog.segments.connection_lost(event.connection, now):
+                catalog.note("segment_suspected", segment, reason="connection lost")
+        if catalog.replies:
+            effects += catalog.replies
+            catalog.replies = []
+        if catalog.notes:
+            effects += catalog.notes
+            catalog.notes = []
+        if catalog.records:
+            effects.insert(0, AppendRecords(catalog.records))
+            catalog.records = []
+        if was_doubted and not catalog.is_doubted:
+            effects.append(RecoveryComplete())
+        deadline = catalog.deadline()
+        self._soonest = math.inf if deadline is None else deadline
+        return effects
+
+    def deadline(self) -> float | None:
+        if self._soonest == -math.inf:
+            return self.catalog.deadline()
+        return None if self._soonest == math.inf else self._soonest
+
+    def check(self) -> None:
+        self.catalog.check()
+        for part in (
+            self.tasks,
+            self.tiers,
+            self.replication,
+            self.hot,
+            self.verification,
+            self._key_scans,
+            self._preallocations,
+        ):
+            part.check()
+        self.put_queue.check()
+
+    def story(self, key: str) -> list[str]:
+        return self.catalog.story(key)
+
+    # What shells and tests look at
+
+    @property
+    def objects(self) -> Objects:
+        return self.catalog.objects
+
+    @property
+    def segments(self) -> Segments:
+        return self.catalog.segments
+
+    @property
+    def eviction(self) -> Eviction:
+        return self.catalog.eviction
+
+    @property
+    def counts(self) -> MasterCounts:
+        return self.catalog.counts
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.catalog.capacity_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.catalog.allocated_bytes
+
+    def _answer(self, event: Received, now: float) -> msgspec.Struct | None:
+        message = event.message
+        keys = getattr(message, "keys", ())
+        if len(keys) > m.MAX_KEYS:
+            return Failure("invalid_argument", f"{len(keys)} keys in one message; at most {m.MAX_KEYS}")
+        answer = self._answers.get(type(message))
+        if answer is None:
+            return Failure("unsupported", f"this master does not answer {type(message).__name__}")
+        reply = answer(message, event, now)
+        if reply is not None:
+            self.tally.add(message, reply)
+        return reply
+
+    # What an earlier master knew
+
+    def apply(self, records: Sequence[Record], now: float) -> None:
+        """Enter what another master wrote down. Only before this one answers anything."""
+        self._soonest = -math.inf
+        self._replay.apply(records, now)
+
+    def settle(self, now: float, doubt: Doubt = Doubt.NONE) -> None:
+        """From now on this master answers: what it knows by ``apply`` is under promises it does not know.
+
+        Objects are hidden until their nodes mount here, then all there. Every object is taken to be
+        leased; space that was promised rests. ``doubt``: what may be missing, so that nodes are asked and
+        believed (``master/nodes.py``); Heard follows when they have all been heard, unless it is so at once.
+        """
+        self._soonest = -math.inf
+        self._replay.settle(now, doubt)
+
+    def begin_term(self, now: float) -> None:
+        """From now on this master makes promises. Whoever calls has it handle an event next."""
+        self._soonest = -math.inf
+        self.catalog.lease_bounds.begin(self.catalog.segments.line, now)
+
+    def restore(self, records: Sequence[Record], now: float, doubt: Doubt = Doubt.NONE) -> None:
+        """Begin with what ``records`` say; call before anything else."""
+        self.apply(records, now)
+        self.settle(now, doubt)
+
+    def snapshot(self) -> list[Record]:
+        """The shortest records from which ``restore`` makes this state: a whole ``Snapshot`` at once."""
+        copy, records = Snapshot(self.catalog), list[Record]()
+        while not copy.is_over:
+            records += copy.piece()
+        return records
+
+    def __repr__(self) -> str:
+        return f"<Master {self.objects!r} {self.segments!r}>"

@@ -1,0 +1,295 @@
+"""The master's part for nodes: segments come, stay and go, and what lies there is told.
+
+What a report says of content that this master does not know is believed: that is how an index comes
+back that was lost with its master. Of two contents of one key the newer has the larger object id, but what
+this master gave an id to is newer than anything of those before (``catalog.is_news``). Of content that it
+knows, the master is the authority, and the report brings the node up to date.
+
+A master that read the records of another knows what these say. They may lack their end, or, after damage,
+any part (``records.Doubt``). What a node holds is never given up for that: an object whose id is beyond the
+records is taken in, after damage every one that they do not say is gone, and where they have something else
+in its place, the node is right.
+"""
+
+from __future__ import annotations
+
+from mooncake.errors import Refusal
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+from mooncake.store.allocator import ALIGNMENT_BYTES, PAGE_BYTES
+from mooncake.store.master.catalog import Catalog, record_of_segment
+from mooncake.store.master.effects import OperatorEvent, Received
+from mooncake.store.master.log_records import Doubt, ObjectReadable, ReplicaAdded
+from mooncake.store.master.objects import MAX_ID, Extent, StoredObject, check_put, is_of, split_scoped
+from mooncake.store.master.segments import Segment
+from mooncake.store.master.tasks import Tasks, entry_of
+from mooncake.types import Tier
+
+MAX_REST_S = 3600.0
+BETWEEN_REPORTS_S = 5.0
+"""How long the next part of a report may take, until memory is given out without it."""
+
+
+class NodeRequests:
+    """Answers Mount, Report, Heartbeat, Unmount and Describe."""
+
+    def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
+        self._catalog = catalog
+        self._tasks = tasks
+        catalog.on_left.append(self._left)
+
+    def mount(self, message: m.Mount, event: Received, now: float) -> m.Mounted:
+        settings = self._catalog.settings
+        refusal = _check_mount(message, self._largest_id)
+        before = self._catalog.segments.mounted.get(message.segment)
+        epoch = None if before is None else before.epoch
+        outcome = refusal or self._catalog.segments.mount(message, event.connection, now)
+        if isinstance(outcome, Refusal):
+            fields = {"segment": message.segment, "reason": str(outcome)}
+            self._catalog.notes.append(OperatorEvent("mount_refused", fields))
+            return m.Mounted(outcome, 0, settings.heartbeat_s, message.rest_s)
+        segment, replaced = outcome
+        is_back = segment is before
+        if replaced is not None:
+            why = "another process took its name"
+            if replaced.name != segment.name:
+                why = f"its content came back as {segment.name}"
+            self._catalog.empty(replaced, why, now)
+        self._catalog.objects.ids_above(message.largest_id)
+        if is_back and segment.epoch != epoch:
+            self._rebased(segment, now)
+        if not is_back or segment.epoch != epoch:
+            self._catalog.records.append(record_of_segment(segment))
+        num_objects = sum(
+            stored.is_readable and stored.on(segment) is not None for stored in segment.holders.values()
+        )
+        what = "segment_back" if is_back else "segment_mounted"
+        rest_s = max(0.0, segment.rests_until - now)
+        self._catalog.note(what, segment, num_objects=num_objects, rest_s=rest_s)
+        what_next = (segment.wants_report, self._catalog.segments.line, self._catalog.objects.last_id)
+        return m.Mounted(None, num_objects, settings.heartbeat_s, settings.rest_s, *what_next)
+
+    def _rebased(self, segment: Segment, now: float) -> None:
+        """Another process serves the content: what lies there is readable at other addresses."""
+        self._tasks.lost(segment, f"the process that served {segment.name} is gone", now)
+        for stored in segment.holders.values():
+            if stored.is_readable:
+                stored.refresh()
+                self._catalog.tell(now, stored.key, "#{} is back on {}", stored.object_id, segment.name)
+
+    @property
+    def _largest_id(self) -> int:
+        """That a node may speak of."""
+        return max(MAX_ID, self._catalog.objects.last_id)
+
+    def report(self, message: m.ReportContents, _: Received, now: float) -> m.Reported | Failure:
+        segment = self._catalog.segments.find(message.segment, message.epoch)
+        if segment is None:
+            return Failure("not_found", f"segment {message.segment!r} is not mounted; mount it first")
+        settings = self._catalog.settings
+        if segment.wants_report and segment.doubt is not Doubt.END:
+            # Whatever was there may have been promised; and a report that goes on keeps its space.
+            is_first = message.entries and not segment.reported
+            rest_s = settings.rest_s if is_first else 0.0 if message.is_last else BETWEEN_REPORTS_S
+            segment.rests_until = max(segment.rests_until, now + rest_s)
+        unwanted = []
+        for entry in message.entries:
+            if self._takes(segment, entry, now):
+                segment.reported[entry.object_id] = None
+            else:
+                unwanted.append(entry.object_id)
+        if message.is_last:
+            self._end_report(segment, now)
+        return m.Reported(unwanted)
+
+    def _takes(self, segment: Segment, entry: m.SegmentEntry, now: float) -> bool:
+        """Whether that is held there from now on, as far as this master is concerned."""
+        if self._knows(segment, entry):
+            return True
+        if not 0 < entry.object_id <= self._largest_id:
+            return False
+        if segment.wants_report and not segment.doubt:
+            return self._adopt(segment, entry, now)
+        stored = self._catalog.objects.readable.get(entry.key)
+        is_replica = stored is not None and stored.object_id == entry.object_id
+        is_there = is_replica or self._catalog.is_lost(entry.object_id) or segment.doubt is Doubt.ANY
+        if not (self._catalog.is_later(entry.object_id) or (segment.doubt and is_there)):
+            return False
+        return self._makes_way(segment, entry, now) and self._adopt(segment, entry, now)
+
+    def _makes_way(self, segment: Segment, entry: m.SegmentEntry, now: float) -> bool:
+        """What the records of an earlier master have in the place of ``entry`` is not there any more."""
+        if not _is_sound(entry) or entry.offset + entry.size_bytes > segment.allocator.size_bytes:
+            return False
+        catalog = self._catalog
+        stored = catalog.objects.readable.get(entry.key)
+        is_elsewhere = stored is not None and stored.object_id == entry.object_id and _is_same(stored, entry)
+        extent = stored.on(segment) if stored is not None and is_elsewhere else None
+        if stored is not None and extent is not None:
+            if not segment.doubt:
+                return False
+            self._give_up(stored, extent, now)
+        elif not catalog.is_news(entry.key, entry.object_id) and not is_elsewhere:
+            return False
+        at, end = entry.offset, entry.offset + entry.size_bytes
+        # Mostly space that was promised for this very object, and rests.
+        if at in segment.holders and not self._vacates(segment, at, now):
+            return False
+        if segment.allocator.take(at, entry.size_bytes):
+            segment.allocator.free(at)
+            return True
+        taken = list(segment.allocator.allocations.items())
+        there = [offset for offset, size_bytes in taken if offset < end and offset + size_bytes > at]
+        return all(self._vacates(segment, offset, now) for offset in there)
+
+    def _vacates(self, segment: Segment, offset: int, now: float) -> bool:
+        """What an earlier master's records have there is given up; not what this one has promised."""
+        holder = segment.holders.get(offset)
+        if holder is None:
+            return True  # with its group
+        if self._catalog.objects.is_own(holder.object_id) or holder.put_id:
+            return False
+        extent = holder.on(segment)
+        if holder.is_readable and extent is not None and extent.offset == offset:
+            if not extent.is_complete:
+                return False
+            self._give_up(holder, extent, now)
+        else:
+            self._catalog.release(segment, offset)
+        return True
+
+    def _give_up(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        """A replica that the node knows to be gone. The object itself may come with the next entry."""
+        catalog, tombstones = self._catalog, self._catalog.tombstones.get(stored.key)
+        catalog.drop_extent(stored, extent, "its node has something else there", now)
+        if extent.is_resting and extent in stored.resting:
+            catalog.release(extent.segment, extent.offset)
+        if tombstones is None:
+            catalog.tombstones.pop(stored.key, None)
+        else:
+            catalog.tombstones[stored.key] = tombstones
+
+    def _knows(self, segment: Segment, entry: m.SegmentEntry) -> bool:
+        """Whether that is there indeed, or is just being written by a task."""
+        stored = self._catalog.objects.readable.get(entry.key)
+        if stored is not None and stored.before is not None and stored.before.object_id == entry.object_id:
+            stored = stored.before
+        extent = None if stored is None or stored.object_id != entry.object_id else stored.on(segment)
+        return extent is not None and extent.offset == entry.offset
+
+    def _left(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        if not stored.is_readable:
+            # A lost object may come back itself, a removed one not. An incomplete copy says neither.
+            is_removed = extent.is_complete and extent.segment.is_mounted
+            self._catalog.forget_before(stored.key, stored.object_id + is_removed)
+            if self._catalog.is_doubted and not extent.segment.is_mounted:
+                self._catalog.lost[stored.object_id] = None
+
+    def _adopt(self, segment: Segment, entry: m.SegmentEntry, now: float) -> bool:
+        """Believe the node that its segment holds this."""
+        if not _is_sound(entry):
+            return False
+        stored = self._catalog.objects.readable.get(entry.key)
+        if stored is not None and stored.object_id == entry.object_id:
+            if stored.on(segment) is not None or not _is_same(stored, entry):
+                return self._knows(segment, entry)
+            if not segment.allocator.take(entry.offset, entry.size_bytes):
+                return False
+            extent = Extent(segment, entry.offset, is_complete=True)
+            self._catalog.adopt_extent(stored, extent, now)
+            for completed in self._catalog.on_complete:
+                completed(stored, extent, now)
+            added = ReplicaAdded(stored.key, stored.object_id, segment.name, entry.offset)
+            self._catalog.records.append(added)
+            self._catalog.tell(now, stored.key, "#{} is on {} too, says its node", *_what(entry, segment))
+            return True
+        if not self._catalog.is_news(entry.key, entry.object_id):
+            return False
+        if not segment.allocator.take(entry.offset, entry.size_bytes):
+            return False
+        if stored is not None:
+            self._catalog.unlink(stored, f"#{entry.object_id} is newer and on {segment.name}", now)
+        tenant = split_scoped(entry.key)[0]
+        record = ObjectReadable(
+            entry.key,
+            entry.object_id,
+            entry.size_bytes,
+            entry.chunk_bytes,
+            entry.checksums,
+            [(segment.name, entry.offset)],
+            entry.is_hard_pinned,
+            entry.group if is_of(tenant, entry.group) else "",
+            entry.parent if is_of(tenant, entry.parent) else "",
+            is_durable=entry.is_durable,
+        )
+        self._catalog.counts.reported_objects += 1
+        adopted = self._catalog.adopt(record, [Extent(segment, entry.offset, is_complete=True)], now)
+        # A reader of the last master may have it.
+        adopted.lease_until = now + self._catalog.settings.lease_s
+        self._catalog.records.append(record)
+        self._catalog.tell(now, entry.key, "#{} is on {}, says its node", *_what(entry, segment))
+        return True
+
+    def _end_report(self, segment: Segment, now: float) -> None:
+        """What the node does not know of comes to its journal."""
+        for stored in segment.holders.values():
+            extent = stored.on(segment) if stored.is_readable else None
+            if extent is not None and extent.is_complete and stored.object_id not in segment.reported:
+                self._tasks.note(segment, entry_of(stored, extent.offset), now)
+        if segment.wants_report:
+            self._catalog.note("segment_reported", segment, num_objects=len(segment.reported))
+            segment.wants_report = False
+            self._catalog.records.append(record_of_segment(segment))
+        segment.doubt = Doubt.NONE
+        segment.report_asked = None
+        segment.reported = {}
+        self._catalog.look_for_doubt()
+
+    def heartbeat(self, message: m.Heartbeat, event: Received, now: float) -> m.Beat:
+        segment = self._catalog.segments.beat(message.segment, message.epoch, event.connection, now)
+        return m.Beat(segment is not None, self._catalog.objects.last_id)
+
+    def unmount(self, message: m.Unmount, _: Received, now: float) -> m.Beat:
+        segment = self._catalog.segments.find(message.segment, message.epoch)
+        if segment is not None:
+            self._catalog.segments.drop(segment)
+            self._catalog.empty(segment, "unmounted", now)
+        return m.Beat(segment is not None)
+
+    def describe(self, message: m.DescribeSegments, _: Received, now: float) -> m.SegmentDescriptors:
+        found = [self._catalog.segments.find(name, epoch) for name, epoch in message.segments]
+        descriptors = [None if segment is None else segment.descriptor for segment in found]
+        return m.SegmentDescriptors(
+            descriptors, ["" if segment is None else segment.host for segment in found]
+        )
+
+
+def _what(entry: m.SegmentEntry, segment: Segment) -> tuple[int, str]:
+    return entry.object_id, segment.name
+
+
+def _is_sound(entry: m.SegmentEntry) -> bool:
+    """Whether there can be such an object."""
+    _, name = split_scoped(entry.key)
+    is_put = check_put(name, entry.size_bytes, entry.chunk_bytes) is None
+    return is_put and len(entry.checksums) == 4 * -(-entry.size_bytes // entry.chunk_bytes)
+
+
+def _is_same(stored: StoredObject, entry: m.SegmentEntry) -> bool:
+    assert stored.stored is not None
+    shape = stored.size_bytes, stored.chunk_bytes, stored.stored.checksums
+    return shape == (entry.size_bytes, entry.chunk_bytes, entry.checksums)
+
+
+def _check_mount(message: m.Mount, largest_id: int) -> Refusal | None:
+    for what, name in (("segment", message.segment), ("node", message.node), ("host", message.host)):
+        if len(name.encode()) > m.MAX_KEY_BYTES or not (name or what != "segment") or "\0" in name:
+            return Refusal("invalid_name", f"a {what}'s name has 1 to {m.MAX_KEY_BYTES} bytes and no NUL")
+    least_bytes = PAGE_BYTES if message.tier is Tier.SSD else ALIGNMENT_BYTES
+    if message.size_bytes < least_bytes:
+        return Refusal("invalid_size", f"{message.size_bytes} bytes; at least {least_bytes}")
+    if not 0 <= message.rest_s <= MAX_REST_S:
+        return Refusal("invalid_rest", f"{message.rest_s} s; 0 to {MAX_REST_S:.0f}")
+    if not 0 <= message.largest_id <= largest_id:
+        return Refusal("invalid_id", f"{message.largest_id}; 0 to {largest_id}")
+    return None

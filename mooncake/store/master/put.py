@@ -1,0 +1,282 @@
+"""The master's part for writers: space is reserved, written by others, and becomes an object or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mooncake.errors import Refusal
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.durable_puts import DurablePuts
+from mooncake.store.master.effects import Received
+from mooncake.store.master.free_space import FreeSpace
+from mooncake.store.master.objects import (
+    ObjectState,
+    StoredObject,
+    check_put,
+    check_relation,
+    scoped,
+    scoped_all,
+)
+from mooncake.store.master.placement import SegmentPlacement
+from mooncake.store.master.preallocation import Preallocations
+from mooncake.store.master.put_queue import PutQueue
+from mooncake.store.master.tenants import Account, check_tenant
+from mooncake.types import ObjectKey, Tier
+
+MAX_REPLICAS = 64
+MAX_CIRCLE = 64
+"""Of parents: a longer one is not noticed."""
+
+
+class PutRequests:
+    """Answers PutStart, PutEnd and PutAbort."""
+
+    def __init__(self, catalog: Catalog, space: FreeSpace, advances: Preallocations, queue: PutQueue) -> None:
+        self._catalog = catalog
+        self._queue = queue
+        self._space = space
+        self._preallocations = advances
+        self._durable = DurablePuts(catalog)
+
+    def put_start(self, message: m.PutStart, event: Received, now: float) -> m.PutStarted | Failure | None:
+        count = len(message.keys)
+        if not count == len(message.sizes) == len(message.chunk_bytes):
+            return Failure("invalid_argument", "put_start: keys, sizes and chunk_bytes differ in length")
+        if len(message.groups) not in (0, count) or len(message.parents) not in (0, count):
+            return Failure("invalid_argument", "put_start: groups or parents, but not one for each key")
+        reserved: list[m.Reserved | None] = [None] * count
+        refusals: dict[int, Refusal] = {}
+        placement = self._reserve_each(message, range(count), reserved, refusals, now)
+        if refusals and self._queue.may_wait(message.wait_s) and _missing(refusals):
+
+            def retry(now: float) -> bool:
+                self._reserve_each(message, _missing(refusals), reserved, refusals, now)
+                return bool(_missing(refusals))
+
+            def answer(now: float) -> m.PutStarted:
+                return self._started(message, reserved, refusals, None, now)
+
+            self._queue.wait(event, message.wait_s, retry, answer, now)
+            return None
+        return self._started(message, reserved, refusals, placement, now)
+
+    def _reserve_each(
+        self,
+        message: m.PutStart,
+        indices: Iterable[int],
+        reserved: list[m.Reserved | None],
+        refusals: dict[int, Refusal],
+        now: float,
+    ) -> SegmentPlacement | None:
+        """Fill in what becomes of these keys. None: nothing may be put at all."""
+        account: Account | Refusal = check_policy(message.policy) or self.admitted(message.tenant)
+        placement = SegmentPlacement(self._catalog.segments, message.host, message.avoid, now, message.policy)
+        for index in indices:
+            outcome: m.Reserved | Refusal | None
+            if isinstance(account, Refusal):
+                outcome = account
+            else:
+                outcome = self._reserve(message.put_id + index, message, index, placement, account, now)
+            refusals.pop(index, None)
+            if isinstance(outcome, Refusal):
+                refusals[index] = outcome
+            else:
+                reserved[index] = outcome
+        if isinstance(account, Refusal):
+            return None
+        self._catalog.tenants.tidy(account)
+        return placement
+
+    def _started(
+        self,
+        message: m.PutStart,
+        reserved: list[m.Reserved | None],
+        refusals: dict[int, Refusal],
+        placement: SegmentPlacement | None,
+        now: float,
+    ) -> m.PutStarted:
+        """The answer; with space in advance if there is a ``placement``."""
+        for index, refusal in refusals.items():
+            self._catalog.counts.refused_puts += 1
+            key = scoped(message.tenant, message.keys[index])
+            self._catalog.tell(now, key, "put refused: {}", refusal)
+        advance = None
+        if message.num_pieces and placement is not None:
+            advance = self._preallocations.give(message.num_pieces, message.piece_bytes, placement, now)
+        self._space.evict_to_watermark(now)
+        return m.PutStarted(self._catalog.settings.put_s, reserved, refusals, advance)
+
+    def admitted(self, tenant: str) -> Account | Refusal:
+        if not tenant:
+            return self._catalog.tenants.account_of("")
+        refusal = check_tenant(tenant)
+        if refusal is not None:
+            return refusal
+        account = self._catalog.tenants.account_of(scoped(tenant, ""))
+        is_known = account.quota_bytes is not None or not account.tenant
+        if self._catalog.settings.strict_tenants and not is_known:
+            return Refusal("unknown_tenant", f"tenant {tenant!r} has no quota here")
+        return account
+
+    def _reserve(
+        self,
+        put_id: int,
+        message: m.PutStart,
+        index: int,
+        placement: SegmentPlacement,
+        account: Account,
+        now: float,
+    ) -> m.Reserved | Refusal | None:
+        catalog, policy = self._catalog, message.policy
+        name, size_bytes, chunk_bytes = message.keys[index], message.sizes[index], message.chunk_bytes[index]
+        refusal = check_put(name, size_bytes, chunk_bytes) or check_relations(message, index)
+        if refusal is not None:
+            return refusal
+        key = scoped(message.tenant, name)
+        known = self.known(key, put_id, message.replace, now)
+        if known is not None:
+            readable = catalog.objects.readable.get(key)
+            if known is True and policy.is_durable and readable and not readable.complete(Tier.SSD):
+                return Refusal("no_ssd", "it is stored, but no copy of it is on SSD")
+            catalog.must_last |= known is True and policy.is_durable
+            return known if isinstance(known, m.Reserved) else None
+        if policy.is_durable and not placement.segments:
+            return Refusal("no_ssd", "a durable put needs memory on a node whose SSD is mounted")
+        room = self._space.make_room(size_bytes, policy.num_replicas, placement, account, now)
+        if isinstance(room, Refusal):
+            return room
+        write_until = now + catalog.settings.put_s
+        stored = catalog.begin(key, put_id, size_bytes, chunk_bytes, room, write_until)
+        stored.policy, stored.data_type = policy, policy.data_type
+        self.relate(stored, message, index)
+        where = ", ".join(extent.segment.name for extent in room)
+        catalog.tell(now, key, "put started as #{} on {}", stored.object_id, where)
+        return m.Reserved(stored.object_id, stored.replicas())
+
+    def relate(self, stored: StoredObject, message: m.PutStart | m.PutWritten, index: int) -> None:
+        """To its group and its parent."""
+        if message.groups and message.groups[index]:
+            stored.group = scoped(message.tenant, message.groups[index])
+        if message.parents and message.parents[index]:
+            stored.parent = self._without_circle(stored.key, scoped(message.tenant, message.parents[index]))
+
+    def _without_circle(self, key: ObjectKey, parent: ObjectKey) -> ObjectKey:
+        """``parent``, or "" when it descends from ``key``: such objects would keep each other for ever."""
+        if self._catalog.settings.eviction_policy != "chain":
+            return parent
+        above = parent
+        for _ in range(MAX_CIRCLE):
+            if above == key:
+                return ""
+            stored = self._catalog.objects.readable.get(above) or self._catalog.objects.writing.get(above)
+            if stored is None or not stored.parent:
+                break
+            above = stored.parent
+        return parent
+
+    def known(self, key: ObjectKey, put_id: int, replaces: bool, now: float) -> m.Reserved | bool | None:
+        """The answer to the same request again; True: the key is taken; None: it is free to be put."""
+        stored = self._catalog.objects.readable.get(key)
+        if stored is not None and stored.put_id == put_id:
+            return True  # a late copy of the request that put it
+        if stored is not None and not replaces:
+            if stored.is_visible:
+                return True
+            # Its node may be dead. Who puts the key now has the bytes at hand, so they win.
+            self._catalog.counts.lost_objects += 1
+            self._catalog.unlink(stored, "replaced while its node is suspected", now)
+        stored = self._catalog.objects.writing.get(key)
+        if stored is None:
+            return None
+        is_reachable = stored.is_visible
+        if stored.put_id == put_id and is_reachable:
+            # The same request again: its first answer was lost. Its deadline stays what it was,
+            # and the writer counts from its first question, so the promise is not stretched.
+            return m.Reserved(stored.object_id, stored.replicas())
+        if is_reachable:
+            return True
+        self._catalog.unlink(stored, "its node is suspected", now)
+        return None
+
+    def put_end(self, message: m.PutEnd, event: Received, now: float) -> m.Outcomes | Failure | None:
+        count = len(message.keys)
+        if not count == len(message.object_ids) == len(message.checksums):
+            return Failure("invalid_argument", "put_end: keys, object_ids and checksums differ in length")
+        if len(message.failed) not in (0, count):
+            return Failure("invalid_argument", "put_end: failed, but not one for each key")
+        outcomes: list[bool | Refusal] = []
+        waiting: dict[int, StoredObject] = {}
+        columns = zip(
+            scoped_all(message.tenant, message.keys), message.object_ids, message.checksums, strict=True
+        )
+        for index, (key, object_id, checksums) in enumerate(columns):
+            failed = message.failed[index] if message.failed else []
+            outcome = self._end(key, object_id, checksums, failed, now)
+            outcomes.append(outcome)
+            if isinstance(outcome, Refusal):
+                self._catalog.tell(now, key, "put of #{} refused at its end: {}", object_id, outcome)
+            elif self._durable.is_awaited(stored := self._catalog.objects.readable[key]):
+                waiting[index] = stored
+            else:
+                self._catalog.must_last |= stored.policy.is_durable
+        if not waiting:
+            return m.Outcomes(outcomes)
+        self._durable.park(event, outcomes, waiting, now)
+        return None
+
+    def _end(
+        self, key: ObjectKey, object_id: int, checksums: bytes, failed: list[str], now: float
+    ) -> bool | Refusal:
+        stored = self._catalog.objects.find_writing(key, object_id, checksums, now)
+        if not isinstance(stored, StoredObject):
+            return stored or False
+        for extent in list(stored.extents):
+            if extent.segment.name in failed and stored.state is ObjectState.WRITING:
+                self._catalog.drop_extent(stored, extent, "its writer could not write there", now)
+        if stored.state is not ObjectState.WRITING:
+            return Refusal("incomplete", "none of its replicas was written")
+        self.finish(stored, checksums, now)
+        self._catalog.tell(now, key, "readable as #{}", object_id)
+        return True
+
+    def finish(self, stored: StoredObject, checksums: bytes, now: float) -> None:
+        """All that was announced of it is written."""
+        policy = stored.policy
+        stored.is_hard_pinned = policy.is_hard_pinned
+        if policy.soft_pin_ttl_s is not None:
+            stored.soft_pin_until = now + min(policy.soft_pin_ttl_s, self._catalog.settings.max_pin_s)
+        self._catalog.counts.puts += 1
+        self._catalog.show(stored, checksums, now)
+
+    def put_abort(self, message: m.PutAbort, _: Received, now: float) -> m.Outcomes:
+        outcomes: list[bool | Refusal] = []
+        keys = scoped_all(message.tenant, message.keys)
+        for key, object_id in zip(keys, message.object_ids, strict=False):
+            stored = self._catalog.objects.writing.get(key)
+            is_ours = stored is not None and stored.object_id == object_id
+            if stored is not None and is_ours:
+                self._catalog.unlink(stored, "put aborted", now)
+            outcomes.append(is_ours)
+        return m.Outcomes(outcomes)
+
+
+def _missing(refusals: dict[int, Refusal]) -> list[int]:
+    """Of what was refused, that for which there is no room now."""
+    return sorted(at for at, refusal in refusals.items() if refusal.code in ("no_space", "quota_exceeded"))
+
+
+def check_relations(message: m.PutStart | m.PutWritten, index: int) -> Refusal | None:
+    """Of one key of a request: what can't be its group or its parent would be another tenant's."""
+    group = message.groups[index] if message.groups else ""
+    parent = message.parents[index] if message.parents else ""
+    return check_relation(group) or check_relation(parent)
+
+
+def check_policy(policy: m.PutPolicy) -> Refusal | None:
+    if not 1 <= policy.num_replicas <= MAX_REPLICAS:
+        return Refusal("invalid_policy", f"{policy.num_replicas} replicas; 1 to {MAX_REPLICAS}")
+    if policy.soft_pin_ttl_s is not None and not policy.soft_pin_ttl_s >= 0:
+        return Refusal("invalid_policy", f"a soft pin of {policy.soft_pin_ttl_s} s; at least 0")
+    return None

@@ -1,0 +1,386 @@
+"""Mounted segments and the processes that own them: alive, suspected, gone.
+
+::
+
+    mount ──▶ ALIVE ──connection lost, or no heartbeat for 3──▶ SUSPECTED ──ttl passed──▶ GONE
+                ▲                                                   │
+                └───────── mounted again with the same epoch ───────┘
+
+A suspected segment keeps its objects but hides them at once: better a miss now than a reader that
+waits for a dead node. The epoch names one life of the owning process, hence one content of the
+memory: the same epoch brings everything back, another one means that the bytes are new.
+
+``rests_until``: memory that served a master of another line (or this one, before it was given up) may
+still be read and written under promises that nobody here remembers. It is mounted at once, but nothing
+is allocated on it until every such promise has run out. Nor is anything before the first heartbeat,
+which tells that the node has read the answer to its Mount and knows how long it binds it: else a
+master that dies right after mounting could have made promises that nobody tells its successor.
+
+A tier is a kind of segment: memory, an SSD, a device's memory. The content of an SSD outlives the
+process that serves it, so it has a name of its own, ``content_id``: a process that brings a known
+content under the same name *rebases* the segment, and what lies on it is back at another address.
+A master that does not know the content asks the node what it holds (``wants_report``), and gives
+nothing out there until it has been told: on SSD however long that takes, in memory while it rests,
+because what lies in memory nobody was promised for ever.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING
+
+from mooncake.errors import Refusal
+from mooncake.store.allocator import ALIGNMENT_BYTES, PAGE_BYTES, Allocator
+from mooncake.store.master.change_log import ChangeLog
+from mooncake.store.master.log_records import Doubt
+from mooncake.store.messages import Mount
+from mooncake.types import Tier
+
+if TYPE_CHECKING:
+    from mooncake.store.master.objects import StoredObject
+
+MISSED_BEATS = 3
+MAX_RETIRED = 10_000
+
+
+class SegmentState(enum.StrEnum):
+    ALIVE = "alive"
+    SUSPECTED = "suspected"
+    GONE = "gone"
+
+
+class Segment:
+    """Memory or an SSD of one node, as the master sees it."""
+
+    __slots__ = (
+        "address",
+        "advanced_bytes",
+        "allocator",
+        "changes",
+        "connection",
+        "content_id",
+        "descriptor",
+        "doubt",
+        "epoch",
+        "gone_at",
+        "heard_at",
+        "holders",
+        "host",
+        "is_alive",
+        "is_confirmed",
+        "is_draining",
+        "joined_at",
+        "name",
+        "node",
+        "num_tasks",
+        "polls",
+        "report_asked",
+        "reported",
+        "rests_until",
+        "state",
+        "tier",
+        "wants_report",
+        "was_restored",
+    )
+
+    def __init__(self, mount: Mount, connection: Hashable, now: float, first_change: int = 1) -> None:
+        self.name = mount.segment
+        self.node = mount.node or mount.segment
+        self.tier = mount.tier
+        self.content_id = mount.content_id or mount.epoch
+        self.epoch = mount.epoch
+        self.host = mount.host
+        self.address = mount.address
+        self.descriptor = mount.descriptor
+        alignment_bytes = PAGE_BYTES if mount.tier is Tier.SSD else ALIGNMENT_BYTES
+        self.allocator = Allocator(mount.size_bytes, alignment_bytes)
+        self.connection: Hashable = connection
+        self.heard_at = now
+        self.joined_at = now
+        """When it was mounted first; it is not flooded at once (``placement.py``)."""
+        self.rests_until = now + mount.rest_s
+        self.state = SegmentState.ALIVE
+        self.is_alive = True
+        """``state is ALIVE``, as a plain attribute because every lookup of every key reads it."""
+        self.was_restored = False
+        """Known from an earlier master's records, and not mounted since."""
+        self.doubt = Doubt.NONE
+        """How much of what is here those records may lack; until its node has reported."""
+        self.is_confirmed = False
+        """A heartbeat has come since the mount."""
+        self.gone_at = 0.0
+        """When a suspected segment is given up."""
+        self.holders: dict[int, StoredObject] = {}
+        """Offset -> the object that has, or until its release had, that range."""
+        self.changes = ChangeLog(first_change)
+        """What the node has yet to note in its journal."""
+        self.wants_report = False
+        """Its content is not known; the node has been asked."""
+        self.reported: dict[int, None] = {}
+        """The ids of the objects in a report that has begun."""
+        self.report_asked: Hashable = None
+        """The connection over which its node was told that it lacks changes, until it has reported."""
+        self.is_draining = False
+        """Nothing new may come here."""
+        self.advanced_bytes = 0
+        """Given to writers in advance and not used yet (``preallocation.py``)."""
+        self.polls = False
+        """Its node has asked for tasks once, so it can do some."""
+        self.num_tasks = 0
+        """Waiting or under way, with this segment as the target."""
+
+    @property
+    def is_mounted(self) -> bool:
+        return self.state is not SegmentState.GONE
+
+    def takes_objects(self, now: float) -> bool:
+        """Whether space may be given out here."""
+        return (
+            self.is_alive
+            and self.is_confirmed
+            and self.rests_until <= now
+            and not self.is_draining
+            and not (self.wants_report and self.tier is Tier.SSD)
+        )
+
+    def rebase(self, mount: Mount, connection: Hashable, now: float) -> None:
+        """Another process serves the same content, at another address."""
+        assert mount.content_id == self.content_id and mount.size_bytes >= self.allocator.size_bytes
+        self.epoch = mount.epoch
+        self.address = mount.address
+        self.descriptor = mount.descriptor
+        self.connection = connection
+        self.heard_at = now
+        self.was_restored = self.is_confirmed = self.polls = False
+        self.set_state(SegmentState.ALIVE)
+
+    def set_state(self, state: SegmentState) -> None:
+        self.state = state
+        self.is_alive = state is SegmentState.ALIVE
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.name!r} epoch {self.epoch:x} {self.state} {self.allocator!r}>"
+
+
+class Segments:
+    """Every segment that is alive or suspected, by name."""
+
+    def __init__(self, ttl_s: float, heartbeat_s: float, first_change: int = 1) -> None:
+        self._ttl_s = ttl_s
+        self.line = first_change
+        """Which line of masters this is (``records.LineBegan``)."""
+        self._first_change = first_change
+        self._patience_s = MISSED_BEATS * heartbeat_s
+        self.mounted: dict[str, Segment] = {}
+        self.num_ssds = 0
+        """Of them."""
+        self._by_host: dict[str, dict[str, Segment]] = {}
+        """The same segments, by host and name: a put looks at its own host first, and mostly no further."""
+        self._by_node: dict[str, dict[str, Segment]] = {}
+        """The same segments, by node and name."""
+        self._retired: dict[str, int] = {}
+        """Name -> the epoch that may not come back: it was asked to leave."""
+        self._look_at: float | None = None
+        """No segment changes its state by the passing of time before this instant. Heartbeats only
+        put that off, so they leave it alone, and a request of a client pays nothing for a thousand nodes."""
+
+    def mount(
+        self, mount: Mount, connection: Hashable, now: float
+    ) -> tuple[Segment, Segment | None] | Refusal:
+        """The segment, and the one it replaces (which the caller must empty), or why not.
+
+        A segment that is neither new nor of the same epoch as before was rebased.
+        """
+        if self._retired.get(mount.segment) == mount.epoch:
+            reason = "it was drained and unmounted; start its process anew to mount it again"
+            return Refusal("unmounted", reason)
+        known = self.mounted.get(mount.segment)
+        if known is not None:
+            if known.epoch == mount.epoch:
+                known.connection = connection
+                known.heard_at = now
+                if known.was_restored:
+                    known.was_restored = False
+                    known.rests_until = max(known.rests_until, now + self._rest_s(known, mount))
+                known.set_state(SegmentState.ALIVE)
+                self._look_by(now + self._patience_s)
+                return known, None
+            if known.is_alive:
+                return Refusal(
+                    "name_taken",
+                    f"segment {mount.segment!r} is served by another process (on {known.host}); "
+                    "give each node its own name, or wait until the old one is given up",
+                )
+            if _is_same_content(known, mount):
+                known.rebase(mount, connection, now)
+                known.rests_until = max(known.rests_until, now + self._rest_s(known, mount))
+                self._look_by(now + self._patience_s)
+                return known, None
+        if known is None:
+            known = self._elsewhere(mount)
+        if known is not None:
+            self.drop(known)
+        segment = Segment(mount, connection, now, self._first_change)
+        segment.wants_report = mount.rest_s > 0 or mount.tier is Tier.SSD
+        self._add(segment)
+        self._look_by(now + self._patience_s)
+        return segment, known
+
+    def restore(self, mount: Mount, now: float) -> Segment:
+        """A segment that an earlier master knew: suspected until its node mounts it here."""
+        segment = Segment(mount, None, now, self._first_change)
+        segment.was_restored = True
+        self._add(segment)
+        self._suspect(segment, now)
+        return segment
+
+    def _elsewhere(self, mount: Mount) -> Segment | None:
+        """The same content under a name that its node does not use any more."""
+        if mount.tier is not Tier.SSD:
+            return None
+        for segment in self.mounted.values():
+            if segment.content_id == mount.content_id and not segment.is_alive:
+                return segment
+        return None
+
+    def follow(self, segment: Segment, mount: Mount) -> None:
+        """Elsewhere another process was seen to serve the same content, at another address."""
+        segment.epoch, segment.address, segment.descriptor = mount.epoch, mount.address, mount.descriptor
+
+    def settle(self, now: float, doubt: Doubt = Doubt.NONE) -> None:
+        """This master takes over: nodes have from now on to come.
+
+        Where the records that it has may lack some, they say what they hold before space is given out: of
+        an SSD always, because what lies there was to last; of memory, if promises may be missing as well.
+        """
+        self._look_at = None
+        for segment in self.mounted.values():
+            segment.was_restored = True
+            if segment.wants_report:
+                segment.doubt = Doubt.ANY  # it had not been heard by the master before, either
+            elif doubt >= (Doubt.END if segment.tier is Tier.SSD else Doubt.PROMISES):
+                segment.doubt, segment.wants_report = doubt, True
+            self._suspect(segment, now)
+
+    def _rest_s(self, segment: Segment, mount: Mount) -> float:
+        """How long a segment rests that this master knows from its predecessors.
+
+        They wrote down what they promised. A master of another line, which may have used the memory
+        in between, did so elsewhere.
+        """
+        return 0.0 if mount.line == self.line and segment.doubt < Doubt.PROMISES else mount.rest_s
+
+    def _add(self, segment: Segment) -> None:
+        self.mounted[segment.name] = segment
+        self._by_host.setdefault(segment.host, {})[segment.name] = segment
+        self._by_node.setdefault(segment.node, {})[segment.name] = segment
+        self.num_ssds += segment.tier is Tier.SSD
+
+    def beat(self, name: str, epoch: int, connection: Hashable, now: float) -> Segment | None:
+        """A heartbeat; None when the sender must mount again."""
+        segment = self.find(name, epoch)
+        if segment is None or segment.connection != connection:
+            return None
+        segment.heard_at = now
+        segment.is_confirmed = True
+        if not segment.is_alive:
+            segment.set_state(SegmentState.ALIVE)
+            self._look_by(now + self._patience_s)
+        return segment
+
+    def find(self, name: str, epoch: int) -> Segment | None:
+        segment = self.mounted.get(name)
+        return segment if segment is not None and segment.epoch == epoch else None
+
+    def on(self, host: str) -> Iterable[Segment]:
+        """The segments of one host."""
+        return self._by_host.get(host, {}).values()
+
+    def of(self, node: str) -> Iterable[Segment]:
+        """The segments of one node."""
+        return self._by_node.get(node, {}).values()
+
+    def connection_lost(self, connection: Hashable, now: float) -> list[Segment]:
+        """Suspect everything that was mounted over ``connection``; returns what is newly suspected."""
+        lost = [s for s in self.mounted.values() if s.connection == connection and s.is_alive]
+        for segment in lost:
+            self._suspect(segment, now)
+        return lost
+
+    def expire(self, now: float) -> tuple[list[Segment], list[Segment]]:
+        """(newly suspected for silence, given up). The caller must empty the latter."""
+        silent: list[Segment] = []
+        gone: list[Segment] = []
+        if self._look_at is None or now < self._look_at:
+            return silent, gone
+        for segment in list(self.mounted.values()):
+            if segment.is_alive and segment.heard_at + self._patience_s <= now:
+                self._suspect(segment, now)
+                silent.append(segment)
+            elif not segment.is_alive and segment.gone_at <= now:
+                self.drop(segment)
+                gone.append(segment)
+        self._look_at = min(map(self._changes_at, self.mounted.values()), default=None)
+        return silent, gone
+
+    def drop(self, segment: Segment) -> None:
+        """The caller must empty it."""
+        assert self.mounted.get(segment.name) is segment
+        del self.mounted[segment.name]
+        for index, name in ((self._by_host, segment.host), (self._by_node, segment.node)):
+            del index[name][segment.name]
+            if not index[name]:
+                del index[name]
+        self.num_ssds -= segment.tier is Tier.SSD
+        segment.set_state(SegmentState.GONE)
+
+    def retire(self, segment: Segment) -> None:
+        """Drop it, and don't let this life of its process mount it again. The caller must empty it."""
+        self.drop(segment)
+        self._retired[segment.name] = segment.epoch
+        if len(self._retired) > MAX_RETIRED:
+            del self._retired[next(iter(self._retired))]
+
+    def deadline(self) -> float | None:
+        """When to call ``expire``; it may find that nothing has happened yet."""
+        return self._look_at
+
+    def _changes_at(self, segment: Segment) -> float:
+        return segment.heard_at + self._patience_s if segment.is_alive else segment.gone_at
+
+    def _look_by(self, instant: float) -> None:
+        if self._look_at is None or instant < self._look_at:
+            self._look_at = instant
+
+    def _suspect(self, segment: Segment, now: float) -> None:
+        segment.set_state(SegmentState.SUSPECTED)
+        segment.gone_at = now + self._ttl_s
+        self._look_by(segment.gone_at)
+
+    def check(self) -> None:
+        for index in (self._by_host, self._by_node):
+            indexed = [segment for segments in index.values() for segment in segments.values()]
+            assert {id(segment) for segment in indexed} == {id(segment) for segment in self.mounted.values()}
+        assert self.num_ssds == sum(one.tier is Tier.SSD for one in self.mounted.values())
+        for name, segment in self.mounted.items():
+            assert segment.name == name and segment.is_mounted, segment
+            assert segment.is_alive == (segment.state is SegmentState.ALIVE)
+            assert segment.holders.keys() == segment.allocator.allocations.keys(), segment
+            segment.allocator.check()
+            assert self._look_at is not None and self._look_at <= self._changes_at(segment), segment
+
+    def __repr__(self) -> str:
+        return f"<Segments {list(self.mounted.values())!r}>"
+
+
+def _is_same_content(known: Segment, mount: Mount) -> bool:
+    """Memory never outlives its process; an SSD that changed its size is taken for another one."""
+    kept = known.allocator
+    return (
+        mount.tier is Tier.SSD
+        and known.content_id == mount.content_id
+        and kept.size_bytes == mount.size_bytes - mount.size_bytes % kept.alignment_bytes
+        and known.host == mount.host
+        and known.node == (mount.node or mount.segment)
+    )

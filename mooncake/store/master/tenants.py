@@ -1,0 +1,158 @@
+"""Who may keep how much: the accounts of tenants, in bytes of memory.
+
+An account counts what its tenant's objects take in memory, written or being written, once for each
+replica. SSD is not counted: what is demoted has left the quota. Whose an object is, its scoped key
+says (``objects.py``). What follows from a full account, ``free_space.py`` decides.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Generator, Iterable
+
+from mooncake.errors import Refusal
+from mooncake.store import messages as m
+from mooncake.store.master.log_records import QuotaSet, Record
+from mooncake.store.master.objects import Extent, StoredObject, scoped, split_scoped
+from mooncake.types import Tier
+
+
+def check_tenant(tenant: str) -> Refusal | None:
+    """Why there can't be such a tenant, or None."""
+    if "\0" in tenant or len(tenant.encode()) > m.MAX_KEY_BYTES:
+        return Refusal("unknown_tenant", f"a tenant's name has at most {m.MAX_KEY_BYTES} bytes and no NUL")
+    return None
+
+
+class Account:
+    """One tenant's."""
+
+    __slots__ = ("_heap", "_order", "num_objects", "quota_bytes", "tenant", "used_bytes")
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        """"" is the default one."""
+        self.quota_bytes: int | None = None
+        """None: as much as there is."""
+        self.used_bytes = 0
+        self.num_objects = 0
+        """That can be read."""
+        self._heap: list[tuple[float, int, int, StoredObject]] | None = None
+        """(lease end, object id, tie-breaker, object): its objects by age, while there is a quota. An object
+        that was set aside and is back has the id of one that is still among them (``Catalog.show``)."""
+        self._order = itertools.count()
+
+    @property
+    def name(self) -> str:
+        return self.tenant or "default"
+
+    def has_room(self, size_bytes: int) -> bool:
+        return self.quota_bytes is None or self.used_bytes + size_bytes <= self.quota_bytes
+
+    def status(self) -> m.QuotaStatus:
+        return m.QuotaStatus(self.name, self.quota_bytes, self.used_bytes, self.num_objects)
+
+    def limit(self, quota_bytes: int | None, readable: Iterable[StoredObject]) -> None:
+        self.quota_bytes = quota_bytes
+        self._heap = None
+        if quota_bytes is not None:
+            self._heap = [self._entry(stored, 0.0) for stored in readable if stored.account is self]
+            heapq.heapify(self._heap)
+
+    def shown(self, stored: StoredObject) -> None:
+        self.num_objects += 1
+        if self._heap is not None:
+            if len(self._heap) > 1024 + 2 * self.num_objects:
+                self._heap = [entry for entry in self._heap if entry[3].is_readable]
+                heapq.heapify(self._heap)
+            heapq.heappush(self._heap, self._entry(stored, 0.0))
+
+    def _entry(self, stored: StoredObject, rank: float) -> tuple[float, int, int, StoredObject]:
+        return rank, stored.object_id, next(self._order), stored
+
+    def victims(self, now: float) -> Generator[tuple[StoredObject, Extent], None, None]:
+        """Its own objects with a replica in memory, the least recently used first; pinned ones never."""
+        heap, spared = self._heap or [], list[tuple[float, int, int, StoredObject]]()
+        try:
+            while heap:
+                rank, _, _, stored = heap[0]
+                if not stored.is_readable:
+                    heapq.heappop(heap)
+                elif stored.leased_until > rank:
+                    heapq.heapreplace(heap, self._entry(stored, stored.leased_until))
+                elif rank > now:
+                    return
+                else:
+                    spared.append(heapq.heappop(heap))
+                    extents = stored.complete(Tier.MEMORY)
+                    is_held = any(extent.held_until > now for extent in extents)
+                    if extents and not is_held and stored.may_be_evicted and stored.pinned_until <= now:
+                        yield stored, extents[0]
+        finally:
+            for entry in spared:
+                if entry[3].is_readable:
+                    heapq.heappush(heap, entry)
+
+
+class Tenants:
+    """The accounts, by tenant."""
+
+    def __init__(self) -> None:
+        self.accounts: dict[str, Account] = {}
+
+    def account_of(self, key: str) -> Account:
+        """Of the tenant whose scoped key this is."""
+        tenant = split_scoped(key)[0] if "\0" in key else ""
+        account = self.accounts.get(tenant)
+        if account is None:
+            account = self.accounts[tenant] = Account(tenant)
+        return account
+
+    def charge(self, stored: StoredObject, extent: Extent) -> None:
+        if stored.account is None:
+            stored.account = self.account_of(stored.key)
+        if extent.segment.tier is Tier.MEMORY:
+            stored.account.used_bytes += stored.size_bytes
+
+    def discharge(self, stored: StoredObject, extent: Extent) -> None:
+        if extent.segment.tier is Tier.MEMORY:
+            stored.account.used_bytes -= stored.size_bytes
+        self.tidy(stored.account)
+
+    def shown(self, stored: StoredObject) -> None:
+        stored.account.shown(stored)
+
+    def hidden(self, stored: StoredObject) -> None:
+        stored.account.num_objects -= 1
+
+    def tidy(self, account: Account) -> None:
+        """Who has nothing and no quota is forgotten."""
+        has_nothing = not account.used_bytes and not account.num_objects
+        if has_nothing and account.quota_bytes is None and self.accounts.get(account.tenant) is account:
+            del self.accounts[account.tenant]
+
+    def set_quota(self, tenant: str, size_bytes: int | None, readable: Iterable[StoredObject]) -> None:
+        account = self.account_of(scoped(tenant, ""))
+        account.limit(size_bytes, readable)
+        self.tidy(account)
+
+    def records(self) -> list[Record]:
+        return [
+            QuotaSet(account.tenant, account.quota_bytes)
+            for account in self.accounts.values()
+            if account.quota_bytes is not None
+        ]
+
+    def check(self, objects: list[StoredObject]) -> None:
+        used: dict[str, int] = {}
+        num_objects: dict[str, int] = {}
+        for stored in objects:
+            assert self.accounts[split_scoped(stored.key)[0]] is stored.account, stored
+            extents = [extent for extent in stored.extents if extent.segment.tier is Tier.MEMORY]
+            tenant = stored.account.tenant
+            used[tenant] = used.get(tenant, 0) + stored.size_bytes * len(extents)
+            num_objects[tenant] = num_objects.get(tenant, 0) + stored.is_readable
+        for tenant, account in self.accounts.items():
+            assert account.used_bytes == used.get(tenant, 0), (tenant, account.used_bytes, used)
+            assert account.num_objects == num_objects.get(tenant, 0), tenant

@@ -1,0 +1,372 @@
+"""When bytes move between memory and SSD: down ahead of need, up when they are wanted again.
+
+::
+
+    memory ──demote: durable, or the coldest beyond the watermark──▶ ssd of the same node
+       ▲                                                              │
+       └───────────── promote: found cold often enough ───────────────┘
+
+**Demotion** copies; the replica in memory stays until space is needed, and eviction then finds
+victims that cost nothing (``eviction.py``). As with the dirty pages of an operating system, what has
+no copy on SSD may take ``demote_watermark`` of a node's memory; beyond it the coldest objects are
+copied. An SSD that is full gives its own coldest away. What was evicted from SSD while it is still in
+memory is not copied again: else a small SSD would be rewritten in circles.
+
+**Promotion** is for what is read again and again. An object is admitted when it was found cold
+``promote_after_hits`` times among the last lookups of that kind: counts are halved every so often, so
+that they say how often *lately* (TinyLFU: Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient
+Cache Admission Policy", ACM Transactions on Storage 13, 2017; a plain table does for its sketch here,
+because only objects that exist are counted). It never takes memory beyond the high watermark: colder
+objects that are on SSD make room, or it waits for another time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+
+from mooncake.errors import Refusal
+from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.objects import Extent, StoredObject
+from mooncake.store.master.segments import Segment
+from mooncake.store.master.tasks import PlannedCopy, Tasks
+from mooncake.types import Tier
+
+LOOK_S = 1.0
+"""How often it is looked whether SSDs have come and what failed may be tried again."""
+SCAN_S = 0.02
+SCAN_OBJECTS = 10_000
+"""Objects looked at in one go when an SSD has come to memory that is full already."""
+WORTH_WHILE = 16
+"""Objects for which the coldest are looked for while others are being copied."""
+MAX_WAITING = 4096
+"""Demotions to one SSD; what comes beyond that waits until it is looked for."""
+MAX_VICTIMS = 64
+"""Replicas that leave memory for one that is promoted."""
+
+
+@dataclasses.dataclass(slots=True)
+class _NodeTiers:
+    """The memory of one node, seen as what may have to be copied."""
+
+    segment: Segment
+    num_dirty: int = 0
+    dirty_bytes: int = 0
+    """Of the objects that have no copy on SSD."""
+    planned_bytes: int = 0
+    """Of those that are being copied."""
+    blocked_until: float = 0.0
+    """Copying failed, or there is nothing that may be copied."""
+
+
+class Frequency:
+    """How often each of the objects in a stream occurred lately."""
+
+    def __init__(self, sample_size: int = 1 << 16) -> None:
+        self._sample_size = sample_size
+        self._num_seen = 0
+        self._counts: dict[int, int] = {}
+
+    def add(self, object_id: int) -> int:
+        """Count it; how often it has occurred."""
+        self._num_seen += 1
+        if self._num_seen >= self._sample_size:
+            self._num_seen //= 2
+            self._counts = {one: count // 2 for one, count in self._counts.items() if count > 1}
+        count = self._counts[object_id] = self._counts.get(object_id, 0) + 1
+        return count
+
+    def forget(self, object_id: int) -> None:
+        self._counts.pop(object_id, None)
+
+
+class Tiering:
+    """A clock and a watcher of the catalog."""
+
+    def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
+        self._catalog = catalog
+        self._tasks = tasks
+        self._homes: dict[Segment, _NodeTiers] = {}
+        self._dirty: dict[int, tuple[_NodeTiers, StoredObject]] = {}
+        """By object id."""
+        self._planned: dict[int, PlannedCopy] = {}
+        """Demotions, by object id."""
+        self._pairs: dict[tuple[Segment, Segment], None] = {}
+        """Memory and SSD of one node, both in use."""
+        self._owed: dict[int, StoredObject] = {}
+        """Durable objects without a copy, by object id."""
+        self._scans: deque[list[StoredObject]] = deque()
+        self._look_at = 0.0
+        self._frequency = Frequency()
+        self.on_demoted: Callable[[], None] = lambda: None
+        """Told when a demotion is over, whatever came of it."""
+
+    @property
+    def is_freeing(self) -> bool:
+        """Whether objects are on their way to SSD that may leave memory only once they are there."""
+        return bool(self._planned) and not self._catalog.settings.evict_undemoted
+
+    # Down
+
+    def _make_durable(self, stored: StoredObject, now: float) -> None:
+        """Its writer waits for a copy on SSD: on its own node if that has one, as soon as it can be."""
+        self._owed[stored.object_id] = stored
+        alive = [one for one in self._catalog.alive(Tier.SSD) if not one.is_draining]
+        if not alive or stored.object_id in self._planned:
+            return
+        nodes = [extent.segment.node for extent in stored.complete()]
+        hosts = [extent.segment.host for extent in stored.complete()]
+
+        def merit(ssd: Segment) -> tuple[bool, bool, bool, int]:
+            return (
+                ssd.node in nodes,
+                ssd.host in hosts,
+                ssd.takes_objects(now),
+                ssd.allocator.free_bytes - ssd.num_tasks * stored.size_bytes,
+            )
+
+        self._demote(stored, max(alive, key=merit), now, is_urgent=True)
+
+    def _demote_at_once(self, stored: StoredObject, now: float) -> None:
+        """No need to look for the coldest: all are wanted."""
+        home, _ = self._dirty.get(stored.object_id, (None, None))
+        ssd = None if home is None else self._ssd_of(home.segment)
+        if ssd is not None and ssd.num_tasks < MAX_WAITING and stored.object_id not in self._planned:
+            self._demote(stored, ssd, now)
+
+    def _demote(self, stored: StoredObject, ssd: Segment, now: float, *, is_urgent: bool = False) -> None:
+        self._planned[stored.object_id] = self._tasks.plan(
+            stored, ssd, "demote", now, self._demoted, makes_room=True, is_urgent=is_urgent
+        )
+        self._count_planned(stored, 1)
+
+    def _demoted(self, task: PlannedCopy, refusal: Refusal | None, now: float) -> None:
+        del self._planned[task.stored.object_id]
+        if refusal is None:
+            self._catalog.counts.demoted_objects += 1
+            self._catalog.counts.demoted_bytes += task.stored.size_bytes
+        self._count_planned(task.stored, -1)
+        self.on_demoted()
+        for extent in task.stored.complete(Tier.MEMORY):
+            home = self._homes.get(extent.segment)
+            if home is not None:
+                if refusal is not None:
+                    home.blocked_until = now + LOOK_S
+                self._relieve(home, now)
+
+    def _count_planned(self, stored: StoredObject, sign: int) -> None:
+        if stored.object_id in self._dirty:
+            self._dirty[stored.object_id][0].planned_bytes += sign * stored.size_bytes
+
+    def _relieve(self, home: _NodeTiers, now: float) -> None:
+        """Copy the coldest, as long as there is more without a copy than may be."""
+        settings = self._catalog.settings
+        limit_bytes = settings.demote_watermark * home.segment.allocator.size_bytes
+        excess_bytes = home.dirty_bytes - home.planned_bytes - limit_bytes
+        if excess_bytes <= 0 or home.blocked_until > now:
+            return
+        ssd = self._ssd_of(home.segment)
+        if ssd is None:
+            return
+        # Those that are planned are looked at again, so it is worth while for several; and they ask when
+        # they end.
+        room = 2 * settings.tasks_per_segment - ssd.num_tasks
+        wanted = min(room, 1 + int(excess_bytes * home.num_dirty / home.dirty_bytes))
+        if wanted <= 0 or (wanted < WORTH_WHILE and ssd.num_tasks):
+            return
+        num_before = len(self._planned)
+        for stored in self._catalog.eviction.coldest(home.segment, wanted + ssd.num_tasks):
+            if excess_bytes <= 0 or len(self._planned) >= num_before + room:
+                return
+            known = self._dirty.get(stored.object_id)
+            if known is None or known[0] is not home or stored.object_id in self._planned:
+                continue
+            if stored.size_bytes <= ssd.allocator.size_bytes:
+                self._demote(stored, ssd, now)
+                excess_bytes -= stored.size_bytes
+        if len(self._planned) == num_before:
+            home.blocked_until = now + LOOK_S
+
+    def _ssd_of(self, memory: Segment) -> Segment | None:
+        """The emptiest SSD of its node."""
+        ssds = [s for s in self._catalog.segments.of(memory.node) if s.tier is Tier.SSD and _is_open(s)]
+        return max(ssds, key=lambda ssd: ssd.allocator.free_bytes, default=None)
+
+    def _note_dirty(self, stored: StoredObject, now: float) -> None:
+        """It is in memory; remember it if it should be copied some day."""
+        if stored.object_id in self._dirty or stored.complete(Tier.SSD):
+            return
+        for extent in stored.extents:
+            segment = extent.segment
+            if not extent.is_complete or segment.tier is not Tier.MEMORY:
+                continue
+            if any(one.tier is Tier.SSD for one in self._catalog.segments.of(segment.node)):
+                home = self._homes.setdefault(extent.segment, _NodeTiers(extent.segment))
+                self._dirty[stored.object_id] = home, stored
+                home.num_dirty += 1
+                home.dirty_bytes += stored.size_bytes
+                if stored.object_id in self._planned:
+                    home.planned_bytes += stored.size_bytes
+                self._relieve(home, now)
+                return
+
+    def _note_clean(self, stored: StoredObject) -> None:
+        home, _ = self._dirty.get(stored.object_id, (None, None))
+        if home is None:
+            return
+        if stored.object_id in self._planned:
+            home.planned_bytes -= stored.size_bytes
+        home.num_dirty -= 1
+        home.dirty_bytes -= stored.size_bytes
+        del self._dirty[stored.object_id]
+
+    # Up
+
+    def cold_hit(self, stored: StoredObject, now: float) -> None:
+        counts, after_hits = self._catalog.counts, self._catalog.settings.promote_after_hits
+        if any(task.target.tier is Tier.MEMORY for task in self._tasks.of(stored)):
+            return
+        if not after_hits or self._frequency.add(stored.object_id) < after_hits:
+            counts.promotions_too_rare += 1
+            return
+        for extent in stored.complete(Tier.SSD):
+            for memory in self._catalog.segments.of(extent.segment.node):
+                if memory.tier is Tier.MEMORY and memory.polls and self._has_room(memory, stored, now):
+                    self._frequency.forget(stored.object_id)
+                    self._tasks.plan(stored, memory, "promote", now, self._promoted, is_urgent=True)
+                    counts.promotions_admitted += 1
+                    return
+        counts.promotions_no_room += 1
+
+    def _promoted(self, task: PlannedCopy, refusal: Refusal | None, now: float) -> None:
+        if refusal is None:
+            self._catalog.counts.promoted_objects += 1
+            self._catalog.counts.promoted_bytes += task.stored.size_bytes
+        else:
+            self._catalog.counts.promotions_failed += 1
+
+    def _has_room(self, memory: Segment, stored: StoredObject, now: float) -> bool:
+        """Below the watermark, if need be after colder ones that are on SSD have left."""
+        if not memory.takes_objects(now):
+            return False
+        allocator = memory.allocator
+        limit_bytes = int(self._catalog.settings.high_watermark * allocator.size_bytes)
+        if stored.size_bytes > limit_bytes:
+            return False
+        if _fits(memory, stored, limit_bytes):
+            return True
+        num_left = MAX_VICTIMS
+        victims = self._catalog.eviction.victims([memory], now, stored, whole=False)
+        with contextlib.closing(victims):
+            for victim, extent in victims:
+                self._catalog.evict(victim, extent, "others are read more often", now)
+                num_left -= 1
+                if not num_left or _fits(memory, stored, limit_bytes):
+                    break
+        return stored.is_readable and _fits(memory, stored, limit_bytes)
+
+    # A watcher of the catalog
+
+    def readable(self, stored: StoredObject, now: float) -> None:
+        if stored.policy.is_durable:
+            self._make_durable(stored, now)
+        if self._catalog.segments.num_ssds:
+            self._note_dirty(stored, now)
+            if not self._catalog.settings.demote_watermark:
+                self._demote_at_once(stored, now)
+
+    def completed(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        """One more replica."""
+        if extent.segment.tier is Tier.SSD:
+            self._owed.pop(stored.object_id, None)
+            self._note_clean(stored)
+        else:
+            self._note_dirty(stored, now)
+
+    def gone(self, stored: StoredObject, now: float) -> None:
+        self._owed.pop(stored.object_id, None)
+        self._note_clean(stored)
+        self._frequency.forget(stored.object_id)
+
+    def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
+        if not extent.is_complete:
+            return
+        known = self._dirty.get(stored.object_id)
+        if known is not None and known[0].segment is extent.segment:
+            self._note_clean(stored)
+        if extent.segment.tier is not Tier.SSD:
+            self._note_dirty(stored, now)
+        elif not self._catalog.is_evicting and not stored.complete(Tier.SSD):
+            # Its bytes were wrong, or its node is gone.
+            self._note_dirty(stored, now)
+            if stored.policy.is_durable:
+                self._make_durable(stored, now)
+
+    # A clock of the catalog
+
+    def deadline(self) -> float | None:
+        return self._look_at if self._catalog.segments.mounted else None
+
+    def expire(self, now: float) -> None:
+        if self._scans:
+            self._scan(now)
+        pairs: dict[tuple[Segment, Segment], None] = {}
+        for ssd in self._catalog.alive(Tier.SSD):
+            for memory in self._catalog.segments.of(ssd.node):
+                if memory.tier is Tier.MEMORY and memory.takes_objects(now) and _is_open(ssd):
+                    pairs[memory, ssd] = None
+        for memory, ssd in pairs:
+            if (memory, ssd) not in self._pairs:
+                self._scans.append(list(memory.holders.values()))
+        self._pairs = pairs
+        for stored in list(self._owed.values()):
+            self._make_durable(stored, now)
+        for home in list(self._homes.values()):
+            if home.segment.is_mounted:
+                self._relieve(home, now)
+            elif not home.dirty_bytes:
+                del self._homes[home.segment]
+        self._look_at = now + (SCAN_S if self._scans else LOOK_S)
+
+    def _scan(self, now: float) -> None:
+        """What lay in memory before its node had an SSD, or before this master led."""
+        objects = self._scans[0]
+        for stored in objects[-SCAN_OBJECTS:]:
+            if stored.is_readable:
+                if stored.policy.is_durable and not stored.complete(Tier.SSD):
+                    self._make_durable(stored, now)
+                self._note_dirty(stored, now)
+        del objects[-SCAN_OBJECTS:]
+        if not objects:
+            self._scans.popleft()
+
+    def check(self) -> None:
+        for home in self._homes.values():
+            dirty = [stored for where, stored in self._dirty.values() if where is home]
+            assert home.num_dirty == len(dirty)
+            assert home.dirty_bytes == sum(stored.size_bytes for stored in dirty), home
+            planned = [stored for stored in dirty if stored.object_id in self._planned]
+            assert home.planned_bytes == sum(stored.size_bytes for stored in planned), home
+        for object_id, (home, stored) in self._dirty.items():
+            assert stored.object_id == object_id and stored.is_readable, stored
+            assert self._homes[home.segment] is home and stored.on(home.segment) is not None, stored
+            assert not stored.complete(Tier.SSD), stored
+        for object_id, stored in self._owed.items():
+            assert stored.object_id == object_id and stored.is_readable, stored
+            assert not stored.complete(Tier.SSD), stored
+        for task in self._planned.values():
+            assert task in self._tasks.of(task.stored), task
+
+    def __repr__(self) -> str:
+        return f"<Tiering not_on_ssd={len(self._dirty)} being_copied={len(self._planned)}>"
+
+
+def _is_open(ssd: Segment) -> bool:
+    return ssd.is_alive and ssd.polls and not ssd.is_draining and not ssd.wants_report
+
+
+def _fits(memory: Segment, stored: StoredObject, limit_bytes: int) -> bool:
+    is_below = memory.allocator.allocated_bytes + stored.size_bytes <= limit_bytes
+    return is_below and memory.allocator.has_hole(stored.size_bytes)

@@ -1,0 +1,421 @@
+"""One segment that a node lends: kept mounted with the master, its tasks done, its journal kept.
+
+``membership.py`` and ``task_agent.py`` decide; here are the connection to the master that both share, the
+journal (in memory for memory, ``ssd.py`` for an SSD), and the log of what came and went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
+from random import Random
+from typing import Any
+
+import msgspec
+from prometheus_client import Counter
+
+from mooncake.driver import Driver
+from mooncake.errors import AccessDenied, MooncakeError, PeerLost, Refusal
+from mooncake.log import get_logger
+from mooncake.machine import Wake
+from mooncake.metrics import registry
+from mooncake.store import messages as m
+from mooncake.store.ha.master_client import AsyncMasterClient, MasterResolver
+from mooncake.store.node import membership as ms
+from mooncake.store.node import task_agent as e
+from mooncake.store.node.replica_copier import CoalescedFlush, CopyTarget, ReplicaCopier
+from mooncake.store.node.ssd import Disk
+from mooncake.store.node.ssd_index_log import SsdIndexLog
+from mooncake.transfer import Region, TransferEngine
+from mooncake.types import Tier
+
+log = get_logger(__name__)
+
+COPIED = Counter(
+    "mooncake_store_copied_bytes", "Bytes that tasks brought here", ["source", "target"], registry=registry
+)
+FAILED = Counter(
+    "mooncake_store_failed_tasks", "Tasks of this node that failed", ["reason"], registry=registry
+)
+
+CHECKED = Counter(
+    "mooncake_store_checked_replicas",
+    "Replicas of this node that it read because a reader said that they are wrong",
+    ["outcome"],
+    registry=registry,
+)
+
+COALESCED_BYTES = 16 << 20
+"""What is carried together, about."""
+RETRY_S = 1.0
+"""Until a change of the index that the disk refused is tried again."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentConfig:
+    """What is lent, and how."""
+
+    name: str
+    """Of the segment."""
+    region: Region
+    tier: Tier = Tier.MEMORY
+    disk: Disk | None = None
+    """Of an SSD: where its index is."""
+    is_flushed: bool = False
+    """A copy on SSD is durable before it is announced."""
+    log_blocks: bool = False
+    """Every block that comes or is read is logged, not only in a debug log."""
+
+
+class MountedSegment:
+    """A mounted segment, from ``start`` until ``close``.
+
+    ``own`` finds the region of a segment of the same node; ``on_change`` hears that it was mounted or lost.
+    """
+
+    def __init__(
+        self,
+        offer: SegmentConfig,
+        engine: TransferEngine,
+        master: str,
+        node: str,
+        own: Callable[[str], Region | None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.offer = offer
+        self._engine = engine
+        self._master = master
+        self._resolver = MasterResolver(master)
+        self._on_change = on_change
+        descriptor = engine.describe()
+        self._membership = ms.Membership(
+            segment=offer.name,
+            epoch=descriptor.epoch,
+            host=descriptor.host,
+            address=offer.region.address,
+            size_bytes=offer.region.size_bytes,
+            descriptor=descriptor.encode(),
+            random=Random(f"{descriptor.epoch} {offer.name}"),
+            tier=offer.tier,
+            content_id=descriptor.epoch if offer.disk is None else offer.disk.content_id,
+            node=node,
+            held=self.entries,
+        )
+        self._agent = e.TaskAgent(offer.name, descriptor.epoch)
+        self._copier = ReplicaCopier(engine, own, self._describe)
+        self._target = CopyTarget(offer.region, offer.tier, offer.disk, None)
+        if offer.disk is not None and offer.is_flushed:
+            flushes = CoalescedFlush(offer.disk.flush), CoalescedFlush(offer.disk.log.flush)
+            self._target = CopyTarget(offer.region, offer.tier, offer.disk, *flushes)
+        self._held: dict[int, m.SegmentEntry] = {}
+        """The journal of memory."""
+        self._unwritten: deque[Callable[[], None]] = deque()
+        """Changes that the index of the SSD has not taken yet."""
+        self._retry: asyncio.TimerHandle | None = None
+        self._left = asyncio.Event()
+        self._link: AsyncMasterClient | None = None
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._check_lock = asyncio.Lock()
+        """One replica at a time is read for the master."""
+        self._runs: list[e.RunTask] = []
+        """Tasks of the answer that is being worked off."""
+        self._disconnecting: asyncio.Task[None] | None = None
+        self._driver = Driver(self._membership, self._perform)
+        self._agent_driver = Driver(self._agent, self._perform_agent)
+
+    @property
+    def is_mounted(self) -> bool:
+        return self._membership.phase is ms.MembershipPhase.MOUNTED
+
+    @property
+    def is_usable(self) -> bool:
+        """And the master gives space out on it."""
+        return self._membership.is_usable
+
+    def entries(self) -> Iterable[m.SegmentEntry]:
+        """What the segment holds, as far as this node knows."""
+        held = self._held if self.offer.disk is None else self.offer.disk.index.entries
+        return list(held.values())
+
+    async def ask(self, message: msgspec.Struct) -> Any:
+        """What the master answers, on the segment's connection.
+
+        Raises:
+            PeerLost, DeadlineExceeded: there is none now.
+        """
+        if self._link is None:
+            raise PeerLost("the master can't be reached now")
+        return await self._link.call(message, ms.ANSWER_S)
+
+    def start(self) -> None:
+        self._driver.post(Wake())
+
+    async def close(self) -> None:
+        """Tell the master that the segment goes away; afterwards no task touches it."""
+        self._post(ms.Leave())
+        await self._left.wait()
+        if self._disconnecting is not None:
+            await self._disconnecting  # or the master would think that we are still there
+        self._driver.close()
+        self._agent_driver.close()
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._resolver.close)
+
+    # Membership
+
+    def _post(self, event: ms.Event) -> None:
+        self._driver.post(event)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Tasks come only while the master knows the segment."""
+        if self.is_mounted and not self._agent.is_mounted:
+            self._agent_driver.post(e.SegmentRegistered())
+        elif self._agent.is_mounted and not self.is_mounted:
+            self._agent_driver.post(e.SegmentUnregistered())
+        self._on_change()
+
+    def _perform(self, effect: ms.Effect) -> None:
+        if isinstance(effect, ms.Connect):
+            self._link = AsyncMasterClient(
+                self._resolver, m.REPLIES, doubt_s=math.inf, identity=self._engine.identity
+            )
+            self._spawn(self._connect(self._link))
+        elif isinstance(effect, ms.Disconnect):
+            link, self._link = self._link, None
+            if link is not None:
+                self._disconnecting = self._spawn(link.close())
+            self._follow()
+        elif isinstance(effect, ms.Send):
+            assert self._link is not None
+            self._spawn(self._send(self._link, effect.message))
+        elif isinstance(effect, ms.LogEvent):
+            report = log.info if effect.event == "mounted" else log.warning
+            report(effect.event, master=self._master, **effect.fields)
+        elif isinstance(effect, ms.DropObjects):
+            self._drop(effect.object_ids)
+        else:
+            assert isinstance(effect, ms.Left)
+            self._left.set()
+
+    async def _connect(self, link: AsyncMasterClient) -> None:
+        """Connect, and report the loss of the connection when it comes."""
+        try:
+            await link.connect(ms.ANSWER_S)
+        except MooncakeError as error:
+            if isinstance(error, AccessDenied):
+                log.warning("mount_denied", segment=self.offer.name, reason=str(error))
+            self._report(link, ms.ConnectionClosed(str(error)))
+            return
+        self._report(link, ms.ConnectionOpened())
+        await link.lost.wait()
+        self._report(link, ms.ConnectionClosed("connection lost"))
+
+    async def _send(self, link: AsyncMasterClient, message: msgspec.Struct) -> None:
+        try:
+            reply = await link.call(message, ms.ANSWER_S)
+        except PeerLost:
+            return  # whoever watches the connection reports it
+        except MooncakeError as error:
+            if isinstance(error, AccessDenied):
+                log.warning("mount_denied", segment=self.offer.name, reason=str(error))
+            self._report(link, ms.ConnectionClosed(str(error)))
+        else:
+            self._report(link, ms.ReplyReceived(reply))
+
+    def _report(self, link: AsyncMasterClient, event: ms.Event) -> None:
+        """What an earlier connection still has to say is of no interest."""
+        if link is self._link:
+            self._post(event)
+
+    # Errands
+
+    def _perform_agent(self, effect: e.Effect) -> None:
+        if isinstance(effect, e.SendPoll):
+            assert self._link is not None
+            self._spawn(self._ask(self._link, effect))
+        elif isinstance(effect, e.UpdateJournal):
+            self._enter(effect.changes)
+        elif isinstance(effect, e.RunTask):
+            if not self._runs:  # what comes in one answer is carried together
+                asyncio.get_running_loop().call_soon(self._start_runs)
+            self._runs.append(effect)
+        elif isinstance(effect, e.RunCheck):
+            self._spawn(self._run_check(effect))
+        elif isinstance(effect, e.SendReport):
+            assert self._link is not None
+            self._spawn(self._send_report(self._link))
+        else:
+            assert isinstance(effect, e.Remount)
+            self._post(ms.ReplyReceived(m.Beat(is_known=False)))
+
+    async def _ask(self, link: AsyncMasterClient, ask: e.SendPoll) -> None:
+        try:
+            reply = await link.call(ask.message, e.PATIENCE_S)
+        except PeerLost:
+            return
+        except MooncakeError as error:
+            log.debug("poll_failed", segment=self.offer.name, reason=str(error))
+            self._agent_driver.post(e.PollFailed(ask.number))
+        else:
+            self._agent_driver.post(e.PollAnswered(ask.number, reply))
+
+    def _start_runs(self) -> None:
+        """Tasks with one source go together, as many as keep the device busy while others are flushed."""
+        runs, self._runs = self._runs, []
+        groups: dict[tuple[str, int], list[e.RunTask]] = {}
+        num_bytes: dict[tuple[str, int], int] = {}
+        for run in runs:
+            source = run.task.source.segment, run.task.source.epoch
+            if num_bytes.get(source, 0) >= COALESCED_BYTES:
+                self._spawn(self._run(groups.pop(source)))
+                num_bytes[source] = 0
+            groups.setdefault(source, []).append(run)
+            num_bytes[source] = num_bytes.get(source, 0) + run.task.entry.size_bytes
+        for group in groups.values():
+            self._spawn(self._run(group))
+
+    async def _run(self, runs: list[e.RunTask]) -> None:
+        refusals: list[Refusal | None] = [Refusal("cancelled", "the node stopped")] * len(runs)
+        deadline = min(run.deadline for run in runs)
+        self._write_pending()  # what went before the task came must be noted before what comes with it
+        try:
+            if self._unwritten:
+                full = Refusal("no_space", f"the index of {self.offer.name} can't be written")
+                refusals = [full] * len(runs)
+            else:
+                refusals = await self._copier.copy([run.task for run in runs], self._target, deadline)
+        finally:
+            ends = [
+                e.TaskEnded(r.task.task_id, r.life, refusal)
+                for r, refusal in zip(runs, refusals, strict=True)
+            ]
+            self._agent_driver.post(e.TasksEnded(ends))
+        for run, refusal in zip(runs, refusals, strict=True):
+            self._log_task(run.task, refusal)
+        self._compact_if_due()
+
+    async def _run_check(self, look: e.RunCheck) -> None:
+        """Somebody says that these bytes are wrong."""
+        refusal: Refusal | None = Refusal("cancelled", "the node stopped")
+        entry = look.check.entry
+        try:
+            async with self._check_lock:
+                refusal = await self._copier.verify(entry, self._target, look.deadline)
+        finally:
+            self._agent_driver.post(e.CheckEnded(look.check.check_id, look.life, refusal))
+        outcome = "right" if refusal is None else refusal.code
+        CHECKED.labels(outcome).inc()
+        report = log.info if refusal is None else log.warning
+        report("replica_checked", segment=self.offer.name, key=entry.key, outcome=outcome)
+
+    def _log_task(self, task: m.CopyTask, refusal: Refusal | None) -> None:
+        entry, source = task.entry, task.source
+        if refusal is not None:
+            self._log_block("block_read", entry, source.tier, source.segment, refused=refusal.code)
+            FAILED.labels(refusal.code).inc()
+            log.warning("task_failed", segment=self.offer.name, key=entry.key, reason=str(refusal))
+            return
+        COPIED.labels(str(source.tier), str(self.offer.tier)).inc(entry.size_bytes)
+        self._log_block("block_read", entry, source.tier, source.segment)
+        if self.offer.disk is not None:  # of memory the master tells, as of everything that comes there
+            self._log_block("block_write", entry, self.offer.tier, self.offer.name)
+
+    async def _send_report(self, link: AsyncMasterClient) -> None:
+        """The master's changes begin after those we know of; what we lack comes after the report."""
+        entries = list(self.entries())
+        parts = e.reports(self.offer.name, self._engine.epoch, entries)
+        log.info("journal_reported", segment=self.offer.name, num_objects=len(entries))
+        for part in parts:
+            try:
+                reply = await link.call(part, ms.ANSWER_S)
+            except MooncakeError as error:
+                log.warning("report_failed", segment=self.offer.name, reason=str(error))
+                self._agent_driver.post(e.ReportEnded(is_complete=False))
+                return
+            self._drop(reply.unwanted)
+        self._agent_driver.post(e.ReportEnded(is_complete=True))
+
+    async def _describe(self, segment: str, epoch: int) -> bytes | None:
+        reply = await self.ask(m.DescribeSegments([(segment, epoch)]))
+        descriptor: bytes | None = reply.descriptors[0]
+        return descriptor
+
+    # The journal
+
+    def _enter(self, changes: list[m.SegmentEntry | int]) -> None:
+        disk = self.offer.disk
+        if disk is None:
+            e.changed(self._held, changes)
+            for change in changes:
+                if isinstance(change, m.SegmentEntry):
+                    self._log_block("block_write", change, self.offer.tier, self.offer.name)
+            return
+        for change in changes:
+            if isinstance(change, int):
+                self._drop([change])
+                continue
+            # It is there by a task, as a rule; or the master knows better than an index that lost its tail.
+            self._note_down(partial(disk.log.hold, change))
+
+    def _drop(self, object_ids: list[int]) -> None:
+        disk = self.offer.disk
+        if disk is None:
+            e.changed(self._held, object_ids)
+        else:
+            self._note_down(partial(disk.log.drop, object_ids))
+
+    def _note_down(self, write: Callable[[], None]) -> None:
+        """The master takes it for noted: while the disk refuses, it is tried again, in order."""
+        self._unwritten.append(write)
+        if self._retry is None:
+            self._write_pending()
+
+    def _write_pending(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        while self._unwritten:
+            try:
+                self._unwritten[0]()
+            except MooncakeError as error:
+                fields = {"num_changes": len(self._unwritten), "retry_in_s": RETRY_S}
+                log.error("index_not_written", segment=self.offer.name, reason=str(error), **fields)
+                self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._write_pending)
+                break
+            self._unwritten.popleft()
+        self._compact_if_due()
+
+    def _compact_if_due(self) -> None:
+        disk = self.offer.disk
+        if disk is not None and disk.log.wants_compaction:
+            self._spawn(self._compact(disk.log, disk.log.begin_compaction()))
+
+    async def _compact(self, index: SsdIndexLog, entries: list[m.SegmentEntry]) -> None:
+        fresh = await asyncio.shield(asyncio.to_thread(index.write_compacted, entries))
+        index.end_compaction(fresh)
+
+    def _log_block(self, event: str, entry: m.SegmentEntry, tier: Tier, segment: str, **more: Any) -> None:
+        tenant, _, key = entry.key.rpartition("\0")
+        fields = {"tenant": tenant} if tenant else {}
+        report = log.info if self.offer.log_blocks else log.debug
+        report(event, key=key, bytes=entry.size_bytes, tier=str(tier), node=segment, **fields, **more)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    def __repr__(self) -> str:
+        return f"<Lent {self.offer.name!r} [{self._membership.phase}] {self._agent!r}>"

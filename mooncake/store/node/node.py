@@ -1,0 +1,306 @@
+"""The node daemon (``mooncaked``): owns this host's memory, SSD and device pools and lends them to the store.
+
+Memory is shared memory that transfer serves from native threads, so this process does next to nothing
+per object: clients read and write it without it, those on this host by mapping it, and they open the file
+of the SSD themselves. Each pool is a segment with a life of its own (``mounted_segment.py``); here is what
+they share: the transfer engine and the directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+from prometheus_client import Gauge
+
+from mooncake.config import Port, Size
+from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.http.server import serve_metrics
+from mooncake.log import get_logger
+from mooncake.metrics import registry
+from mooncake.security import Identity, check_address, process_identity
+from mooncake.store import messages as m
+from mooncake.store.node.mounted_segment import MountedSegment, SegmentConfig
+from mooncake.store.node.ssd import Disk
+from mooncake.transfer import Region, TransferEngine, TransferSettings
+from mooncake.types import Tier
+
+log = get_logger(__name__)
+
+PUBLISHED_FOR_S = 6.0
+"""How long a descriptor stays in the metadata service after its node has fallen silent."""
+
+DRAIN_CONCURRENCY = 16
+DRAIN_LOOK_S = 0.05
+
+POOL_BYTES = Gauge("mooncake_store_pool_bytes", "Memory that this node lends to the store", registry=registry)
+TIER_BYTES = Gauge(
+    "mooncake_store_tier_bytes", "What this node lends to the store, by tier", ["tier"], registry=registry
+)
+IS_MOUNTED = Gauge("mooncake_store_mounted", "1 while the master knows this node", registry=registry)
+
+
+MIN_BYTES = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeSettings:
+    """Lend this host's memory and SSD to the store."""
+
+    master: str = "127.0.0.1:50051"
+    "`host:port` of the store's master, or several with commas, or `etcd://…`, `redis://…` where they elect."
+
+    name: str = ""
+    "Name of this node's segment; empty takes `<host name>-<process id>-<number>`."
+
+    host: str = "127.0.0.1"
+    "Address that the transfer engine listens on; other hosts need one they can reach."
+
+    advertise_host: str = ""
+    "Address that clients are told; empty takes `host`, or the default route's if that is a wildcard."
+
+    port: Port = 0
+    "TCP port of the transfer engine; 0 takes a free one."
+
+    pool_size_bytes: Annotated[int, Size, Meta(ge=0)] = 2 << 30
+    "Memory that this node lends to the store; 0: none."
+
+    huge_pages: bool = True
+    "Ask for huge pages, and do without where there are none."
+
+    ssd_path: str = ""
+    "Directory on an SSD that this node lends to the store, created if it is not there; empty: none."
+
+    ssd_size_bytes: Annotated[int, Size, Meta(ge=0)] = 0
+    "How much of it; may grow from one start to the next, not shrink."
+
+    ssd_flush: bool = True
+    "Announce a copy on SSD only when it would survive a loss of power, not only the end of the process."
+
+    ssd_repair: bool = False
+    "Start with what is whole of a damaged index of the SSD, and keep a copy of it."
+
+    hbm_size_bytes: Annotated[int, Size, Meta(ge=0)] = 0
+    "Device memory that this node lends to the store; 0: none."
+
+    hbm_device: str = "cuda:0"
+    "The device whose memory it is."
+
+    drain_s: Annotated[float, Meta(ge=0)] = 0.0
+    "Seconds in which a node that stops lets its memory be copied to SSDs and other nodes first; 0: none."
+
+    log_blocks: bool = False
+    "Log every block that comes to a tier or is copied to another (`block_write`, `block_read`)."
+
+    metadata: str = ""
+    "URL of a metadata service (`http://`, `etcd://`, `redis://`) where others find this node by its name."
+
+    metrics_port: Port = 0
+    "Port of `/metrics`; 0 takes a free one."
+
+    def __post_init__(self) -> None:
+        if bool(self.ssd_path) != bool(self.ssd_size_bytes):
+            raise InvalidArgument("ssd_size_bytes", self.ssd_size_bytes, "more than 0 with ssd_path, else 0")
+        for field in ("pool_size_bytes", "ssd_size_bytes", "hbm_size_bytes"):
+            if 0 < getattr(self, field) < MIN_BYTES:
+                raise InvalidArgument(field, getattr(self, field), f"0, or at least {MIN_BYTES}")
+
+
+class Node:
+    """The segments of one process, mounted with one master.
+
+    Args:
+        settings: see ``NodeSettings``.
+        engine: lends its memory, instead of one of the node's own, and stays open when the node is closed.
+        identity: of the node's own engine, instead of this process's.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        engine: TransferEngine | None = None,
+        identity: Identity | None = None,
+    ) -> None:
+        self.settings = settings
+        self._owns_engine = engine is None
+        self.engine = engine or TransferEngine(
+            TransferSettings(
+                name=settings.name,
+                listen_host=settings.host,
+                advertise_host=settings.advertise_host,
+                tcp_port=settings.port,
+                metadata=settings.metadata,
+                metadata_ttl_s=PUBLISHED_FOR_S,
+            ),
+            identity=identity,
+        )
+        self.name = settings.name or self.engine.name
+        """Of the node and of its memory; its other segments are ``<name>/ssd`` and ``<name>/hbm``."""
+        self.lent: dict[str, MountedSegment] = {}
+        """By name of the segment."""
+        self.mounted = asyncio.Event()
+        """Set while the master knows every segment and gives out its space."""
+        self._disk: Disk | None = None
+        self._regions: list[Region] = []
+
+    async def start(self) -> None:
+        """Get what is lent and begin to mount it; ``mounted`` says when the master has it.
+
+        Raises:
+            OutOfMemory: the machine, or the device, does not have the memory.
+            InvalidArgument: the directory or the device is not what it should be; see ``Disk``.
+            Unavailable: there is no way to device memory here.
+            OutOfSpace, StorageError: the disk refuses.
+        """
+        settings = self.settings
+        offers: list[SegmentConfig] = []
+        if settings.pool_size_bytes:
+            region = await asyncio.to_thread(self._allocate_pool)
+            offers.append(SegmentConfig(self.name, region))
+        if settings.hbm_size_bytes:
+            region = await asyncio.to_thread(self._allocate_hbm)
+            offers.append(SegmentConfig(f"{self.name}/hbm", region, Tier.DEVICE))
+        if settings.ssd_path:
+            disk = await asyncio.to_thread(self._open_disk)
+            name = f"{self.name}/ssd"
+            offers.append(SegmentConfig(name, disk.region, Tier.SSD, disk, is_flushed=settings.ssd_flush))
+        for offer in offers:  # when all of them are registered, so that every descriptor tells of all
+            self._lend(offer)
+        if settings.metadata and self._owns_engine:
+            await asyncio.to_thread(self.engine.publish, is_patient=True)
+
+    def lend(self, region: Region, name: str, tier: Tier = Tier.MEMORY) -> MountedSegment:
+        """Mount a further region of the engine as a segment.
+
+        Raises:
+            InvalidArgument: the name is taken.
+        """
+        if name in self.lent:
+            raise InvalidArgument("name", name, "a name that no other segment of this node has")
+        return self._lend(SegmentConfig(name, region, tier))
+
+    async def take_back(self, name: str, grace_s: float = 0.0) -> None:
+        """Unmount a segment; when it returns, nobody who was promised its bytes is using them any more.
+
+        Args:
+            grace_s: how long those may go on who found something there just before.
+        """
+        lent = self.lent.get(name)
+        if lent is None:
+            raise InvalidArgument("name", name, "the name of a segment of this node")
+        await lent.close()
+        self.lent.pop(name, None)
+        self._changed()
+        await asyncio.sleep(grace_s)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Have what would end with this process copied elsewhere, as far as time and space allow."""
+        names = [name for name, lent in self.lent.items() if lent.offer.disk is None and lent.is_mounted]
+        if not names:
+            return
+        lent, fields = self.lent[names[0]], dict[str, object]()
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await lent.ask(m.DrainSegments(names, [], DRAIN_CONCURRENCY))
+                while isinstance(reply, m.JobReply) and reply.status.state in ("waiting", "running"):
+                    fields = {"num_done": reply.status.num_done, "num_left": reply.status.num_left}
+                    await asyncio.sleep(DRAIN_LOOK_S)
+                    reply = await lent.ask(m.AskJob(reply.status.job_id))
+        except TimeoutError:
+            log.warning("drain_incomplete", reason=f"{timeout_s:g} s are over", **fields)
+        except MooncakeError as error:
+            log.warning("drain_incomplete", reason=str(error), **fields)
+        else:
+            log.info("drained", segments=", ".join(names), outcome=str(reply))
+
+    async def close(self) -> None:
+        """Tell the master that all of it goes away, and let it go."""
+        if self.settings.drain_s:
+            await self.drain(self.settings.drain_s)
+        await asyncio.gather(*(lent.close() for lent in self.lent.values()))
+        self.lent.clear()
+        if self._disk is not None:
+            self._disk.close()
+        if self._owns_engine:
+            await asyncio.to_thread(self.engine.close)
+        else:
+            for region in self._regions:
+                await asyncio.to_thread(self.engine.unregister, region)
+
+    def _allocate_pool(self) -> Region:
+        settings = self.settings
+        region = self.engine.allocate(settings.pool_size_bytes, huge_pages=settings.huge_pages)
+        self._regions.append(region)
+        return region
+
+    def _allocate_hbm(self) -> Region:
+        region = self.engine.allocate(self.settings.hbm_size_bytes, device=self.settings.hbm_device)
+        self._regions.append(region)
+        return region
+
+    def _open_disk(self) -> Disk:
+        path = Path(self.settings.ssd_path).expanduser()
+        self._disk = Disk(self.engine, path, self.settings.ssd_size_bytes, self.settings.ssd_repair)
+        self._regions.append(self._disk.region)
+        return self._disk
+
+    def _lend(self, offer: SegmentConfig) -> MountedSegment:
+        offer = dataclasses.replace(offer, log_blocks=self.settings.log_blocks)
+        lent = MountedSegment(offer, self.engine, self.settings.master, self.name, self._own, self._changed)
+        self.lent[offer.name] = lent
+        self._changed()
+        lent.start()
+        return lent
+
+    def _own(self, segment: str) -> Region | None:
+        lent = self.lent.get(segment)
+        return None if lent is None else lent.offer.region
+
+    def _changed(self) -> None:
+        is_mounted = bool(self.lent) and all(lent.is_usable for lent in self.lent.values())
+        IS_MOUNTED.set(is_mounted)
+        for tier in Tier:
+            offers = [lent.offer for lent in self.lent.values() if lent.offer.tier is tier]
+            num_bytes = sum(offer.region.size_bytes for offer in offers)
+            TIER_BYTES.labels(str(tier)).set(num_bytes)
+            if tier is Tier.MEMORY:
+                POOL_BYTES.set(num_bytes)
+        if is_mounted:
+            self.mounted.set()
+        else:
+            self.mounted.clear()
+
+
+async def serve(settings: NodeSettings) -> None:
+    """Run a node until cancelled.
+
+    Raises:
+        AddressInUse: a port is taken.
+        InvalidArgument: others can reach it, and nobody has to prove who he is.
+        MooncakeError: see ``Node.start``.
+    """
+    check_address(settings.host)
+    # Journals are many long-lived objects and no cycles, as in the master: full collections cost pauses.
+    gc.set_threshold(100_000, 50, 1_000_000)
+    identity = process_identity()
+    tls = identity.server_tls
+    # A scraper can't prove that it has a cluster's key.
+    metrics_host = settings.host if tls or identity.is_open else "127.0.0.1"
+    metrics = serve_metrics(metrics_host, settings.metrics_port, tls)
+    node = Node(settings)
+    try:
+        await node.start()
+        tiers = {f"{lent.offer.tier}_bytes": lent.offer.region.size_bytes for lent in node.lent.values()}
+        log.info("pool_allocated", **tiers, engine=repr(node.engine))
+        await node.mounted.wait()
+        descriptor = node.engine.describe()
+        address, metrics_address = descriptor.endpoints["tcp"], f"{metrics_host}:{metrics.port}"
+        log.info("ready", role="node", address=address, segment=node.name, metrics=metrics_address)
+        await asyncio.Event().wait()
+    finally:
+        await node.close()
+        await asyncio.to_thread(metrics.close)

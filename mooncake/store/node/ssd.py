@@ -1,0 +1,186 @@
+"""A directory on an SSD as a segment: what lies where outlives the process.
+
+::
+
+    mooncake.ssd     header: version, content id, capacity; written whole, by renaming
+    mooncake.data    the segment itself: one file with holes, room set aside in steps of 1 GiB
+    mooncake.index   log of entries and tombstones (index.py, indexlog.py), compacted by renaming
+    mooncake.lock    held while a process serves the directory
+
+Bytes go to the data file by transfer, never through here. Which object lies where the master decides;
+this module keeps it, and gives it back after a restart. See docs/decisions/018.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from mooncake.errors import InvalidArgument, MooncakeError, OutOfSpace
+from mooncake.files.frames import framed, unframed
+from mooncake.files.locked_directory import LockedDirectory
+from mooncake.log import get_logger
+from mooncake.store.node.ssd_index import SsdIndex
+from mooncake.store.node.ssd_index_log import NAME as INDEX
+from mooncake.store.node.ssd_index_log import SsdIndexLog
+from mooncake.transfer import Region, TransferEngine
+
+log = get_logger(__name__)
+
+MAGIC = b"mooncake ssd tier\n"
+VERSION = 1
+STEP_BYTES = 1 << 30
+"""Room is set aside in such steps."""
+PAGE_BYTES = 4096
+HEADER, DATA = "mooncake.ssd", "mooncake.data"
+
+
+class SsdHeader(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    content_id: int
+    size_bytes: int
+
+
+class Disk:
+    """An open directory; nobody else opens it until ``close``.
+
+    Args:
+        path: created when it is not there.
+        size_bytes: the capacity; may grow from one start to the next (then the content gets a new id,
+            so that a master asks what it is), not shrink.
+        repairs: take what is whole of an index that is damaged.
+
+    Raises:
+        InvalidArgument: not a directory, not writable, in use, of another version, damaged, or larger.
+        OutOfSpace, StorageError: the disk refuses.
+    """
+
+    def __init__(self, engine: TransferEngine, path: Path, size_bytes: int, repairs: bool = False) -> None:
+        self._engine = engine
+        self._folder = LockedDirectory(path, "ssd_path")
+        self._provided: dict[int, None] = {}
+        """Steps that have their room."""
+        self._closers = contextlib.ExitStack()
+        size_bytes -= size_bytes % PAGE_BYTES
+        try:
+            self._folder.take()
+            self._closers.callback(self._folder.close)
+            header = self._header(size_bytes)
+            self.content_id = header.content_id
+            self.log = SsdIndexLog(self._folder, repairs)
+            """What lies where, for whoever writes to the segment to enter."""
+            self._closers.callback(self.log.close)
+            self.region: Region = self._data(header)
+            free_bytes = shutil.disk_usage(path).free + (path / DATA).stat().st_blocks * 512
+        except OSError as error:
+            self.close()
+            raise self._folder.trouble(error) from error
+        except MooncakeError:
+            self.close()
+            raise
+        if free_bytes < size_bytes:
+            fields = {"path": str(path), "free_bytes": free_bytes, "size_bytes": size_bytes}
+            log.warning("ssd_smaller_than_requested", **fields)
+        log.info("ssd_opened", path=str(path), num_objects=len(self.index), how=self.region.how)
+
+    @property
+    def index(self) -> SsdIndex:
+        return self.log.index
+
+    @property
+    def size_bytes(self) -> int:
+        return self.region.size_bytes
+
+    def is_provided(self, offset: int, size_bytes: int) -> bool:
+        """The file system has room for this range, as far as is known without asking."""
+        return all(step in self._provided for step in _steps(offset, size_bytes))
+
+    def provide(self, offset: int, size_bytes: int) -> None:
+        """See that the file system has room for this range; it may block.
+
+        Raises:
+            OutOfSpace, StorageError: it has none.
+        """
+        for step in _steps(offset, size_bytes):
+            if step not in self._provided:
+                start = step * STEP_BYTES
+                try:
+                    self._engine.provide(self.region, start, min(STEP_BYTES, self.size_bytes - start))
+                except OutOfSpace:  # perhaps there is room for this much
+                    return self._engine.provide(self.region, offset, size_bytes)
+                self._provided[step] = None
+        return None
+
+    def vacate(self, offset: int, size_bytes: int) -> None:
+        """This range is about to be written: what the index has there is not there any more.
+
+        Raises:
+            OutOfSpace, StorageError: that can't be written down, so nothing may be written.
+        """
+        self.log.drop(self.index.overlapping(offset, size_bytes))
+
+    def flush(self) -> None:
+        """The bytes that were written before survive a loss of power; it blocks. Of what was entered, see
+        ``SsdIndexLog.flush``.
+
+        Raises:
+            StorageError: the disk refuses.
+        """
+        self._engine.flush(self.region)
+
+    def close(self) -> None:
+        self._closers.close()
+
+    # Opening
+
+    def _header(self, size_bytes: int) -> SsdHeader:
+        folder = self._folder
+        fresh = SsdHeader(VERSION, secrets.randbits(63) | 1, size_bytes)
+        content = MAGIC + framed([msgspec.msgpack.encode(fresh)])
+        if not folder.has(HEADER):
+            if folder.has(INDEX) and folder.read(INDEX):
+                raise folder.wrong(f"a directory with its header {HEADER}, or an empty one")
+            folder.replace(HEADER, content)
+            return fresh
+        header = self._read_header(folder.read(HEADER))
+        if size_bytes < header.size_bytes:
+            allowed = f"at least {header.size_bytes}, as when {folder.path} was made; or another directory"
+            raise InvalidArgument("ssd_size", size_bytes, allowed)
+        if size_bytes == header.size_bytes:
+            return header
+        folder.replace(HEADER, content)
+        return fresh
+
+    def _read_header(self, content: bytes) -> SsdHeader:
+        bodies, _ = unframed(content[len(MAGIC) :])
+        if not content.startswith(MAGIC) or len(bodies) != 1:
+            raise self._folder.wrong(f"a directory whose header {HEADER} is whole, or an empty one")
+        try:
+            header = msgspec.msgpack.decode(bodies[0], type=SsdHeader)
+        except msgspec.MsgspecError as error:
+            raise self._folder.wrong(f"a directory of this release ({error})") from error
+        if header.version != VERSION:
+            allowed = f"a directory of version {VERSION}, not {header.version}; use that release"
+            raise self._folder.wrong(allowed)
+        return header
+
+    def _data(self, header: SsdHeader) -> Region:
+        ends = [entry.offset + entry.size_bytes for entry in self.index.entries.values()]
+        data = self._folder.directory.open(DATA)
+        try:
+            if data.size_bytes < max(ends, default=0):
+                raise self._folder.wrong(f"a directory whose {DATA} has not been cut short")
+            if data.size_bytes < header.size_bytes:
+                data.truncate(header.size_bytes)
+                self._folder.directory.sync()
+        finally:
+            data.close()
+        return self._engine.open_file(self._folder.path / DATA, header.size_bytes)  # no link: it was opened
+
+
+def _steps(offset: int, size_bytes: int) -> range:
+    return range(offset // STEP_BYTES, (offset + size_bytes - 1) // STEP_BYTES + 1)

@@ -1,0 +1,162 @@
+"""What an SSD segment holds: entries and tombstones, folded from a log and written to one.
+
+The log is the truth that outlives the process: an entry is appended after its bytes are in place (where
+copies are flushed: after they would survive a loss of power), a
+tombstone (``EntryGone``) before its space is written again. Folding it drops a torn tail; of entries that
+overlap, the later one stands, because its bytes were written over the earlier one's. Which file the
+records go to, and what is done about damage there, is ``ssd_index_log.py``'s business; here are only their
+meaning and the moment when most of the log is about what is gone (``wants_compaction``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
+import msgspec
+
+from mooncake.files.frames import PLAIN, Framing, Scan
+from mooncake.store.messages import SegmentEntry
+
+MIN_COMPACTION_BYTES = 4 << 20
+
+
+class EntryHeld(msgspec.Struct, frozen=True, array_like=True, tag="held"):
+    entry: SegmentEntry
+
+
+class EntryGone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
+    object_ids: list[int]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[EntryHeld | EntryGone] = msgspec.msgpack.Decoder(EntryHeld | EntryGone)
+
+
+class SsdIndex:
+    """Entries by object. What changes it returns the bytes to be appended to the log.
+
+    ``content`` is the log so far, its records from ``begin`` on; ``num_bytes`` of it are sound: up to the
+    first damage, or the torn tail (``found``).
+
+    Raises:
+        msgspec.MsgspecError: a sound record that means nothing to this version.
+    """
+
+    def __init__(self, content: bytes = b"", framing: Framing = PLAIN, begin: int = 0) -> None:
+        self._framing = framing
+        self.entries: dict[int, SegmentEntry] = {}
+        """By object id."""
+        self._offsets: list[int] = []
+        """Of all entries, ascending; none overlap."""
+        self._at: dict[int, int] = {}
+        """Offset -> object id."""
+        self.found: Scan = framing.scan(content, begin)
+        self.num_bytes = self.found.num_bytes
+        self._fold([_decoder.decode(body) for body in self.found.bodies])
+        self._compacted_bytes = 0
+        """Of the log after the last compaction."""
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def overlapping(self, offset: int, size_bytes: int) -> list[int]:
+        """Ids of the objects that have bytes in this range."""
+        first = max(0, bisect_right(self._offsets, offset) - 1)
+        last = bisect_left(self._offsets, offset + size_bytes)
+        found = [self.entries[self._at[at]] for at in self._offsets[first:last]]
+        return [entry.object_id for entry in found if entry.offset + entry.size_bytes > offset]
+
+    def hold(self, entry: SegmentEntry) -> bytes:
+        """``entry``'s bytes are in place, and whatever they lie over is not any more."""
+        if self.entries.get(entry.object_id) == entry:
+            return b""
+        self._remove([entry.object_id, *self.overlapping(entry.offset, entry.size_bytes)])
+        self._insert(entry)
+        return self._record(EntryHeld(entry))
+
+    def drop(self, object_ids: Iterable[int]) -> bytes:
+        """These objects are not here any more; nothing to write when none of them was."""
+        known = [object_id for object_id in object_ids if object_id in self.entries]
+        if not known:
+            return b""
+        self._remove(known)
+        return self._record(EntryGone(known))
+
+    @property
+    def wants_compaction(self) -> bool:
+        return self.num_bytes > max(MIN_COMPACTION_BYTES, 4 * self._compacted_bytes)
+
+    def in_order(self) -> list[SegmentEntry]:
+        """By offset."""
+        return [self.entries[self._at[at]] for at in self._offsets]
+
+    def compacted_to(self, num_bytes: int, framing: Framing | None = None) -> None:
+        """The log was made so short; from now on it is framed like this."""
+        self.num_bytes = self._compacted_bytes = num_bytes
+        self._framing = framing or self._framing
+
+    def check(self) -> None:
+        assert self._offsets == sorted(self._at) and len(self._at) == len(self.entries)
+        end = 0
+        for at in self._offsets:
+            entry = self.entries[self._at[at]]
+            assert entry.offset == at >= end, f"{entry} overlaps"
+            end = at + entry.size_bytes
+
+    def _record(self, record: EntryHeld | EntryGone) -> bytes:
+        content = self._framing.frame([_encoder.encode(record)], self.num_bytes)
+        self.num_bytes += len(content)
+        return content
+
+    def _insert(self, entry: SegmentEntry) -> None:
+        at = bisect_left(self._offsets, entry.offset)
+        self._offsets.insert(at, entry.offset)
+        self._at[entry.offset] = entry.object_id
+        self.entries[entry.object_id] = entry
+
+    def _remove(self, object_ids: Iterable[int]) -> None:
+        for object_id in object_ids:
+            entry = self.entries.pop(object_id, None)
+            if entry is not None:
+                del self._at[entry.offset]
+                del self._offsets[bisect_left(self._offsets, entry.offset)]
+
+    def _fold(self, records: list[EntryHeld | EntryGone]) -> None:
+        """The state after ``records``; all at once, because insertion one by one would take minutes."""
+        held = [record.entry for record in records if isinstance(record, EntryHeld)]
+        beaten = _beaten(held)
+        number = 0
+        for record in records:
+            if isinstance(record, EntryGone):
+                for object_id in record.object_ids:
+                    self.entries.pop(object_id, None)
+                continue
+            entry = record.entry
+            self.entries.pop(entry.object_id, None)
+            if number not in beaten:
+                self.entries[entry.object_id] = entry
+            number += 1
+        self._at = {entry.offset: entry.object_id for entry in self.entries.values()}
+        self._offsets = sorted(self._at)
+
+    def __repr__(self) -> str:
+        return f"<SsdIndex of {len(self.entries)} objects, {self.num_bytes} bytes>"
+
+
+def compacted(entries: Iterable[SegmentEntry], framing: Framing = PLAIN, begin: int = 0) -> bytes:
+    """The shortest records that hold these, to lie from ``begin`` on."""
+    return framing.frame((_encoder.encode(EntryHeld(entry)) for entry in entries), begin)
+
+
+def _beaten(held: list[SegmentEntry]) -> dict[int, None]:
+    """Places in ``held`` of entries that a later one overlaps."""
+    beaten: dict[int, None] = {}
+    under_way: list[int] = []
+    for number in sorted(range(len(held)), key=lambda number: held[number].offset):
+        offset = held[number].offset
+        under_way = [other for other in under_way if held[other].offset + held[other].size_bytes > offset]
+        for other in under_way:
+            beaten[min(number, other)] = None
+        under_way.append(number)
+    return beaten

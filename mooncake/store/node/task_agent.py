@@ -1,0 +1,309 @@
+"""What a node does for the master on one segment: ask for tasks, run a few at a time, tell what came of them.
+
+::
+
+    master ◀── Poll{done, seen, max_tasks} ───  parked there until there is something to do
+           ─── Polled{changes, tasks} ───────▶  changes: into the journal, before any task begins
+                                                tasks: Run ... Ended, then the next Poll says so
+
+One Poll is parked as a rule; what ends meanwhile goes with a second one, whose arrival makes the master
+answer the first. Deadlines of tasks count from before the Poll was sent that they came with. What ended
+after the connection was lost is not told to the next one: there the same number may mean another task. But
+what it has written is reported, so that it is kept or dropped.
+This class opens no socket and touches no byte; the shell does what it says, and so does the simulator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from mooncake.errors import Refusal
+from mooncake.machine import Wake
+from mooncake.store import messages as m
+
+MAX_TASKS = 64
+"""Under way at once on one segment."""
+PATIENCE_S = 30.0
+"""After which a Poll that was not answered is given up, and asked again."""
+PAUSE_S = 1.0
+"""Before a Poll is sent again that failed."""
+MAX_POLLS = 2
+MAX_REPORT_BYTES = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentRegistered:
+    """The master knows the segment (again)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentUnregistered:
+    """The connection is gone, or the master does not know the segment."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PollAnswered:
+    number: int
+    reply: m.Polled
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PollFailed:
+    """A Poll was not answered, or not with what it asked for."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskEnded:
+    """A task is over; ``life`` as in its Run."""
+
+    task_id: int
+    life: int
+    refusal: Refusal | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TasksEnded:
+    """Several at once, to be told at once."""
+
+    ends: list[TaskEnded]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckEnded:
+    """A replica was read; ``life`` as in its Look."""
+
+    check_id: int
+    life: int
+    refusal: Refusal | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReportEnded:
+    """What ``SendReport`` asked for is over; ``is_complete``: the master has heard everything."""
+
+    is_complete: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendPoll:
+    """Effect: send this; Answered or Failed follows, unless the connection is lost."""
+
+    number: int
+    message: m.Poll
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdateJournal:
+    """Effect: enter this in the journal."""
+
+    changes: list[m.SegmentEntry | int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunTask:
+    """Effect: run this, writing nothing after ``deadline``; Ended follows in any case."""
+
+    task: m.CopyTask
+    deadline: float
+    life: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunCheck:
+    """Effect: read that replica, and say whether it is right; Looked follows in any case."""
+
+    check: m.Check
+    deadline: float
+    life: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendReport:
+    """Effect: changes were lost; report all that the segment holds. Told follows."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Remount:
+    """Effect: the master does not know the segment."""
+
+
+Event = (
+    SegmentRegistered
+    | SegmentUnregistered
+    | PollAnswered
+    | PollFailed
+    | TaskEnded
+    | TasksEnded
+    | CheckEnded
+    | ReportEnded
+)
+Effect = SendPoll | UpdateJournal | RunTask | RunCheck | SendReport | Remount
+
+
+class TaskAgent:
+    """A machine for one segment; begins with ``SegmentRegistered``."""
+
+    def __init__(self, segment: str, epoch: int, max_tasks: int = MAX_TASKS) -> None:
+        self._segment = segment
+        self._epoch = epoch
+        self._max_tasks = max_tasks
+        self.is_mounted = False
+        self.seen = 0
+        """The last change that was noted."""
+        self._life = 0
+        """Of the connection: what was given out in an earlier one is not told in this."""
+        self._number = 0
+        self._polls: dict[int, tuple[float, list[m.TaskDone], list[m.TaskDone]]] = {}
+        """Number -> (when it was sent, what it tells of tasks, and of checks)."""
+        self._running: dict[tuple[int, int], float] = {}
+        """(life, task id) -> deadline."""
+        self._done: list[m.TaskDone] = []
+        self._checked: list[m.TaskDone] = []
+        self._needs_report = False
+        """The journal has what no master may know of, or lacks something: all of it is to be reported."""
+        self._wake_at: float | None = None
+        self._lines: list[str] = []
+
+    def handle(self, event: Event | Wake, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if isinstance(event, SegmentRegistered):
+            self._part()
+            self.is_mounted = True
+        elif isinstance(event, SegmentUnregistered):
+            self._part()
+        elif isinstance(event, PollAnswered):
+            effects = self._answered(event, now)
+        elif isinstance(event, PollFailed):
+            self._failed(event.number, now)
+        elif isinstance(event, TaskEnded):
+            self._ended(event, now)
+        elif isinstance(event, TasksEnded):
+            for end in event.ends:
+                self._ended(end, now)
+        elif isinstance(event, CheckEnded):
+            if event.life == self._life and self.is_mounted:
+                self._checked.append(m.TaskDone(event.check_id, event.refusal))
+        elif self._wake_at is not None and self._wake_at <= now:
+            self._wake_at = None
+        if isinstance(event, ReportEnded):
+            self._needs_report |= not event.is_complete  # the next event brings another try
+        elif self._needs_report and self.is_mounted:
+            self._needs_report = False
+            effects.append(SendReport())
+        return effects + self._poll(now)
+
+    def deadline(self) -> float | None:
+        return self._wake_at
+
+    def check(self) -> None:
+        assert len(self._polls) <= MAX_POLLS
+        assert self.is_mounted or not (self._polls or self._done or self._checked)
+        assert self._wake_at is None or not self._polls
+        if self.is_mounted and not self._polls and self._wake_at is None:
+            assert len(self._running) >= self._max_tasks, "nobody is asked for work"
+
+    def story(self, key: str) -> list[str]:
+        """The last tasks about ``key``, or all of them when it is the segment's name."""
+        return [line for line in self._lines if key == self._segment or repr(key) in line]
+
+    def _part(self) -> None:
+        self.is_mounted = False
+        self._life += 1
+        untold = [*self._done, *(one for _, done, _ in self._polls.values() for one in done)]
+        self._needs_report |= any(one.refusal is None for one in untold)
+        self._polls.clear()
+        self._done.clear()
+        self._checked.clear()
+        self._wake_at = None
+
+    def _answered(self, event: PollAnswered, now: float) -> list[Effect]:
+        poll = self._polls.pop(event.number, None)
+        if poll is None:
+            return []
+        reply = event.reply
+        if not reply.is_known:
+            self._part()
+            return [Remount()]
+        effects: list[Effect] = []
+        fresh = reply.changes[max(0, self.seen + 1 - reply.first) :]
+        if fresh:
+            effects.append(UpdateJournal(list(fresh)))
+        self._needs_report |= reply.first > self.seen + 1
+        self.seen = max(self.seen, reply.first + len(reply.changes) - 1)
+        for task in reply.tasks:
+            deadline = poll[0] + task.deadline_s
+            if deadline <= now:
+                self._done.append(m.TaskDone(task.task_id, Refusal("expired", "it came after its deadline")))
+            else:
+                self._running[self._life, task.task_id] = deadline
+                self._tell(now, task.entry.key, f"task {task.task_id}: copy from {task.source.segment}")
+                effects.append(RunTask(task, deadline, self._life))
+        for check in reply.checks:
+            self._tell(now, check.entry.key, f"check {check.check_id}")
+            effects.append(RunCheck(check, poll[0] + check.deadline_s, self._life))
+        return effects
+
+    def _failed(self, number: int, now: float) -> None:
+        poll = self._polls.pop(number, None)
+        if poll is not None:
+            self._done, self._checked = poll[1] + self._done, poll[2] + self._checked
+            if not self._polls:
+                self._wake_at = now + PAUSE_S
+
+    def _ended(self, event: TaskEnded, now: float) -> None:
+        self._running.pop((event.life, event.task_id), None)
+        self._tell(now, "", f"task {event.task_id}: {event.refusal or 'done'}")
+        if event.life == self._life and self.is_mounted:
+            self._done.append(m.TaskDone(event.task_id, event.refusal))
+        elif event.refusal is None:
+            self._needs_report = True
+
+    def _poll(self, now: float) -> list[Effect]:
+        num_idle = self._max_tasks - len(self._running)
+        may_ask = self.is_mounted and self._wake_at is None
+        has_news = bool(self._done or self._checked)
+        if self._polls:
+            may_ask = may_ask and has_news and len(self._polls) < MAX_POLLS
+        elif not has_news:
+            may_ask = may_ask and num_idle > 0
+        if not may_ask:
+            return []
+        self._number += 1
+        done, self._done = self._done, []
+        checked, self._checked = self._checked, []
+        self._polls[self._number] = now, done, checked
+        message = m.Poll(self._segment, self._epoch, done, self.seen, max(0, num_idle), checked)
+        return [SendPoll(self._number, message)]
+
+    def _tell(self, now: float, key: str, what: str) -> None:
+        self._lines.append(f"{now:.6f} {what} {repr(key) if key else ''}".rstrip())
+        del self._lines[:-100]
+
+    def __repr__(self) -> str:
+        return f"<TaskAgent of {self._segment!r}: {len(self._running)} running, {len(self._done)} to tell>"
+
+
+def reports(segment: str, epoch: int, entries: Iterable[m.SegmentEntry]) -> list[m.ReportContents]:
+    """What a segment holds, in messages of bounded size; one at least."""
+    parts: list[list[m.SegmentEntry]] = [[]]
+    num_bytes = 0
+    for entry in entries:
+        size_bytes = len(entry.key) + len(entry.checksums) + len(entry.group) + len(entry.parent) + 64
+        if parts[-1] and (num_bytes + size_bytes > MAX_REPORT_BYTES or len(parts[-1]) == m.MAX_KEYS):
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(entry)
+        num_bytes += size_bytes
+    return [m.ReportContents(segment, epoch, part, part is parts[-1]) for part in parts]
+
+
+def changed(held: dict[int, m.SegmentEntry], changes: Iterable[m.SegmentEntry | int]) -> None:
+    """Enter ``changes`` in the journal of a segment whose content ends with the process."""
+    for change in changes:
+        if isinstance(change, int):
+            held.pop(change, None)
+        else:
+            held[change.object_id] = change

@@ -1,0 +1,276 @@
+"""Submitted batches on their way: from completions of parts to completions of batches.
+
+Most batches are one part on one path and pass straight through. When a path fails, the retry is made
+here, by whoever drains: there is no thread of ours behind it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from prometheus_client import Counter
+
+from mooncake.errors import InvalidArgument
+from mooncake.log import get_logger
+from mooncake.metrics import registry
+from mooncake.transfer.batch import Batch, Carry, Finish, Indices, PartDone, StartBatch
+from mooncake.transfer.columns import TransferColumns
+from mooncake.transfer.descriptor import Column
+from mooncake.transfer.transports import (
+    SCHEMES,
+    Completion,
+    NativeQueue,
+    Op,
+    PeerConnection,
+    Status,
+    crc32c_combine,
+)
+
+log = get_logger(__name__)
+
+_MOVED = Counter("mooncake_transfer_moved_bytes", "Bytes moved.", ["path", "op"], registry=registry)
+_FAILED = Counter(
+    "mooncake_transfer_failed_parts", "Parts of batches that failed.", ["path", "status"], registry=registry
+)
+_moved = {(path, op): _MOVED.labels(path, op.name.lower()) for path in SCHEMES for op in Op}
+
+
+def count_part(path: str, op: Op, status: Status, num_bytes: int) -> None:
+    """What became of a part. Rails are counted by their local device: there are few of those."""
+    if status != Status.OK:
+        _FAILED.labels(path.partition(">")[0], status.name.lower()).inc()
+        return
+    counter = _moved.get((path, op))
+    if counter is None:
+        counter = _moved[path, op] = _MOVED.labels(path.partition(">")[0], op.name.lower())
+    counter.inc(num_bytes)
+
+
+STALE_DESCRIPTOR_STATUSES = frozenset({Status.PEER_LOST, Status.ACCESS_DENIED})
+"""What comes of using a descriptor that is not true any more, among other things."""
+
+
+class TransferTarget(Protocol):
+    """What a queue needs of a segment."""
+
+    may_be_stale: bool
+
+    def connection(self, path: str, timeout_s: float) -> PeerConnection | None:
+        """Whoever carries over ``path``, or None when nobody can."""
+        ...
+
+
+@dataclass(slots=True)
+class BatchTransfer:
+    """A batch and everything needed to carry its parts."""
+
+    token: int
+    op: Op
+    segment: TransferTarget
+    columns: TransferColumns
+    batch: Batch
+    checksum: bool
+    priority: int = 0
+    "Among batches to one peer, the greater goes first."
+    progress: Callable[[int], None] | None = None
+    "Told how many bytes have been moved; called by whoever drains."
+    moved: dict[int, int] = field(default_factory=dict)
+    "Bytes per part that is under way or well done; kept only for ``progress``."
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    "Of what batches to one peer share: their knowledge of its rails."
+
+    def handle(self, event: StartBatch | PartDone) -> list[Carry | Finish]:
+        """Let the batch decide, and log what it learned about paths."""
+        with self.lock:
+            effects = self.batch.handle(event, time.monotonic())
+            path_events = self.batch.take_path_events()
+        for name, path, reason in path_events:
+            log.info(name, path=path, reason=reason)
+        return effects
+
+
+class CompletionQueue:
+    """Completions of submitted batches, in the order in which they end. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._native = NativeQueue()
+        self._numbers = itertools.count()
+        self._parts: dict[int, tuple[BatchTransfer, Carry] | Completion] = {}
+        self._lock = threading.RLock()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while there is something to drain. Do not read it."""
+        return self._native.fileno()
+
+    def __len__(self) -> int:
+        """Parts under way or not drained yet."""
+        return len(self._parts)
+
+    def drain(self, max_items: int = 256, timeout_s: float = 0.0) -> list[Completion]:
+        """Up to ``max_items`` completions; waits up to ``timeout_s`` for something to happen.
+
+        What happens may be that a path failed and the batch goes on over the next one; then the list
+        is empty although time is left.
+        """
+        done = self._native.drain(max_items, timeout_s)
+        finished: list[Completion] = []
+        for part in done:
+            if part.is_partial:
+                self._report(part)
+                continue
+            with self._lock:
+                waiting = self._parts.pop(part.token)
+                if isinstance(waiting, Completion):
+                    finished.append(waiting)
+                    continue
+                move, carry = waiting
+                count_part(carry.path, move.op, part.status, part.num_bytes)
+                move.moved[carry.part] = part.num_bytes
+                event = part_done(carry, part)
+                ends = self._follow(move, event)
+                finished += ends
+            is_step = move.batch.is_sprayed and part.status == Status.OK and not ends
+            if move.progress is not None and is_step:  # the end is told by the completion
+                move.progress(sum(move.moved.values()))
+        return finished
+
+    def _report(self, part: Completion) -> None:
+        with self._lock:
+            waiting = self._parts.get(part.token)
+            if waiting is None or isinstance(waiting, Completion):
+                return
+            move, carry = waiting
+            move.moved[carry.part] = part.num_bytes
+            num_bytes = sum(move.moved.values())
+        if move.progress is not None:
+            move.progress(num_bytes)
+
+    def start(self, move: BatchTransfer) -> None:
+        """Begin a batch.
+
+        Raises:
+            InvalidArgument: local memory of a slice is not registered, and nothing was started.
+        """
+        with self._lock:
+            for completion in self._follow(move, StartBatch()):
+                if completion.status == Status.UNREGISTERED:
+                    raise unregistered_error(move.op, move.columns, completion.failed_slice)
+                number = next(self._numbers)  # over before it began: comes out of drain like any other
+                self._parts[number] = completion
+                self._native.push(Completion(number))
+
+    def _follow(self, move: BatchTransfer, event: StartBatch | PartDone) -> list[Completion]:
+        finished: list[Completion] = []
+        effects = move.handle(event)
+        while effects:
+            effect = effects.pop(0)
+            if isinstance(effect, Finish):
+                finished.append(completion_of(move.token, effect, move.columns))
+                if effect.status in STALE_DESCRIPTOR_STATUSES:
+                    move.segment.may_be_stale = True
+            else:
+                failed = self._carry(move, effect)
+                if failed is not None:
+                    effects += move.handle(failed)
+        return finished
+
+    def _carry(self, move: BatchTransfer, carry: Carry) -> PartDone | None:
+        """Hands a part to its path; an event when that fails at once."""
+        left_s = max(0.0, carry.deadline - time.monotonic())
+        connection = move.segment.connection(carry.path, left_s)
+        if connection is None:
+            return PartDone(carry.part, no_connection_status(carry.deadline))
+        left_s = max(0.0, carry.deadline - time.monotonic())
+        number = next(self._numbers)
+        self._parts[number] = (move, carry)
+        rows = move.columns.rows(carry)
+        failed = connection.submit(
+            self._native,
+            number,
+            move.op,
+            *rows,
+            left_s,
+            move.checksum,
+            priority=move.priority,
+            reports=move.progress is not None,
+        )
+        if failed < 0:
+            return None
+        del self._parts[number]
+        return PartDone(carry.part, Status.UNREGISTERED, failed)
+
+
+def run_parts_in_turn(move: BatchTransfer) -> Completion:
+    """Carry a batch in the calling thread, one part after the other."""
+    effects = move.handle(StartBatch())
+    while True:
+        effect = effects.pop(0)
+        if isinstance(effect, Finish):
+            return completion_of(move.token, effect, move.columns)
+        left_s = max(0.0, effect.deadline - time.monotonic())
+        connection = move.segment.connection(effect.path, left_s)
+        if connection is None:
+            event = PartDone(effect.part, no_connection_status(effect.deadline))
+        else:
+            left_s = max(0.0, effect.deadline - time.monotonic())
+            part = connection.run(move.op, *move.columns.rows(effect), left_s, move.checksum)
+            count_part(effect.path, move.op, part.status, part.num_bytes)
+            event = part_done(effect, part)
+        effects += move.handle(event)
+
+
+def run_parts_at_once(move: BatchTransfer) -> Completion:
+    """Carry a batch whose parts are under way at the same time, and wait for its end.
+
+    An interrupt (Ctrl-C) is raised only then: until then the memory is in use.
+    """
+    queue = CompletionQueue()
+    interrupt: KeyboardInterrupt | None = None
+    finished: list[Completion] = []
+    queue.start(move)
+    while not finished:
+        try:
+            finished = queue.drain(timeout_s=1.0)
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    return finished[0]
+
+
+def no_connection_status(deadline: float) -> Status:
+    """Status when a path has no carrier: all the time went into looking for one, or there is none."""
+    return Status.TIMED_OUT if time.monotonic() >= deadline else Status.PEER_LOST
+
+
+def part_done(carry: Carry, part: Completion) -> PartDone:
+    return PartDone(carry.part, part.status, part.failed_slice, part.num_bytes, part.checksums, part.reason)
+
+
+def completion_of(token: int, end: Finish, columns: TransferColumns) -> Completion:
+    """What came of a batch, in rows of the caller's columns."""
+    sums = [] if end.checksums is None else end.checksums.tolist()
+    failed = end.failed_slice
+    if columns.origin is not None and columns.whole is not None:
+        failed = int(columns.origin[failed]) if failed >= 0 else failed
+        sums = _joined(sums, columns.origin, columns.lengths, len(columns.whole.lengths)) if sums else []
+    return Completion(token, Status(end.status), failed, end.num_bytes, sums, reason=end.reason)
+
+
+def _joined(sums: list[int], origin: Indices, lengths: Column, num_rows: int) -> list[int]:
+    joined = [0] * num_rows
+    for row, checksum, length in zip(origin.tolist(), sums, lengths.tolist(), strict=True):
+        joined[row] = crc32c_combine(joined[row], checksum, length)
+    return joined
+
+
+def unregistered_error(op: Op, columns: TransferColumns, row: int) -> InvalidArgument:
+    asked = columns.whole or columns
+    where = f"[{int(asked.local[row]):#x}, +{int(asked.lengths[row])})"
+    need = "registered memory" if op == Op.WRITE else "registered, writable memory"
+    return InvalidArgument(f"local[{row}]", where, f"{need}; call register() first")

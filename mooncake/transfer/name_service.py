@@ -1,0 +1,175 @@
+"""Names of segments: puts this process's descriptor where peers look, and looks theirs up.
+
+What lies in a metadata service is soft state: it is put again and again by a thread of this module until
+the engine is closed, so a service that restarts empty fills by itself, and what a crashed process left
+expires. Which backend it is, and whether a descriptor still leads anywhere, is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+from mooncake.errors import MooncakeError, ProtocolError, Unavailable
+from mooncake.log import get_logger
+from mooncake.transfer.descriptor import SegmentDescriptor, decode_descriptor
+from mooncake.transfer.metadata import Backend
+from mooncake.transfer.metadata.p2p import PeerBackend
+
+log = get_logger(__name__)
+
+RETRY_S = 2.0
+"""At most so long after a failure the descriptor is put again."""
+
+
+def metadata_key(name: str, cluster: str = "") -> str:
+    """Where the descriptor of segment ``name`` lies; ``cluster`` keeps systems that share a service apart."""
+    return f"mooncake/{cluster}/ram/{name}" if cluster else f"mooncake/ram/{name}"
+
+
+class NameService:
+    """One process's view of a metadata service. Thread-safe.
+
+    Args:
+        name, epoch: of the segment that is published.
+        describe: its current descriptor, or None when it is no more.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        cluster: str,
+        name: str,
+        epoch: int,
+        describe: Callable[[], SegmentDescriptor | None],
+    ) -> None:
+        self.backend = backend
+        self._cluster = cluster
+        self._name = name
+        self._epoch = epoch
+        self._describe = describe
+        self._pid = os.getpid()
+        self._putting = threading.Lock()  # describing and putting are one step: the last put is the newest
+        self._is_closing = False
+        self._wake = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self._ttl_s = 0.0
+        self._is_published = False
+        self._is_away = False
+        self._held = threading.local()
+
+    def __repr__(self) -> str:
+        return f"<Directory {self.backend!r}{' published' if self._is_published else ''}>"
+
+    @property
+    def has_server(self) -> bool:
+        """Otherwise names are addresses, and the peers themselves are asked."""
+        return not isinstance(self.backend, PeerBackend)
+
+    def find(self, name: str) -> SegmentDescriptor | None:
+        """What is published under ``name``, or None.
+
+        Raises:
+            PeerLost, DeadlineExceeded: the service (or, without one, the peer) does not answer.
+            ProtocolError: something else lies there, or a descriptor of another version.
+        """
+        encoded = self.backend.get(metadata_key(name, self._cluster))
+        if encoded is None:
+            return None
+        try:
+            return decode_descriptor(encoded)
+        except ProtocolError as error:
+            raise ProtocolError(f"under the name {name} lies {error}") from error
+
+    def publish(self, ttl_s: float, is_patient: bool) -> None:
+        """Put the descriptor, and keep it there until ``close``.
+
+        Raises:
+            PeerLost, DeadlineExceeded: the service does not answer, and ``is_patient`` is False.
+        """
+        if not self.has_server:
+            return  # whoever wants to know asks
+        self._ttl_s = ttl_s
+        try:
+            self._put()
+        except Unavailable as error:
+            if not is_patient:
+                raise
+            log.warning("descriptor_publish_failed", segment=self._name, reason=str(error))
+        with self._putting:
+            if self._keeper is None and not self._is_closing:
+                self._keeper = threading.Thread(target=self._keep, name="mooncake-name-service", daemon=True)
+                self._keeper.start()
+
+    def renew(self) -> None:
+        """The descriptor changed: what is published follows before this returns, or soon if that fails."""
+        if self._keeper is None or self._held.__dict__.get("depth") or self._is_away:
+            return  # nobody finds us, or the change comes with others, or the keeper is trying already
+        try:
+            self._put()
+        except MooncakeError as error:
+            log.warning("descriptor_publish_failed", segment=self._name, reason=str(error))
+            self._wake.set()
+
+    @contextlib.contextmanager
+    def deferred_publication(self) -> Iterator[None]:
+        """What the calling thread changes inside is published once, at the end."""
+        depth = self._held.__dict__.get("depth", 0)
+        self._held.depth = depth + 1
+        try:
+            yield
+        finally:
+            self._held.depth = depth
+            self.renew()
+
+    def close(self) -> None:
+        """Stop putting and take the entry back, if the service answers. Harmless when repeated."""
+        if os.getpid() != self._pid or self._is_closing:
+            return
+        self._is_closing = True
+        self._wake.set()
+        if self._keeper is not None and threading.current_thread() is not self._keeper:
+            self._keeper.join(10.0)
+        with self._putting:
+            if self._is_published:
+                self._take_back()
+        self.backend.close()
+
+    def _take_back(self) -> None:
+        try:
+            found = self.find(self._name)
+            if found is not None and found.epoch == self._epoch:  # else a successor has put its own
+                self.backend.remove(metadata_key(self._name, self._cluster))
+        except MooncakeError as error:
+            log.info("descriptor_not_withdrawn", segment=self._name, reason=str(error))
+
+    def _put(self) -> None:
+        with self._putting:
+            descriptor = self._describe()
+            if descriptor is None or self._is_closing or os.getpid() != self._pid:
+                return
+            was_published = self._is_published
+            try:
+                self.backend.put(metadata_key(self._name, self._cluster), descriptor.encode(), self._ttl_s)
+            except MooncakeError:
+                self._is_published, self._is_away = False, True
+                raise
+            self._is_published, self._is_away = True, False
+        if not was_published:
+            log.info("published", segment=self._name, metadata=repr(self.backend))
+
+    def _keep(self) -> None:
+        """Three times within the life of an entry, so that one failure is no gap."""
+        while not self._is_closing:
+            pause_s = min(RETRY_S, self._ttl_s / 3) if self._is_away else self._ttl_s / 3
+            if self._wake.wait(pause_s):  # the pause is another now
+                self._wake.clear()
+                continue
+            was_published = self._is_published
+            try:
+                self._put()
+            except MooncakeError as error:
+                if was_published:
+                    log.warning("descriptor_publish_failed", segment=self._name, reason=str(error))

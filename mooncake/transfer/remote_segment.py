@@ -1,0 +1,239 @@
+"""A peer as this process reaches it: its descriptor and the carriers that lead there.
+
+Connects when a path is first used and remembers which paths lead nowhere; which path to use, and what
+to do when one fails, is decided elsewhere (``batch.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.errors import AccessDenied, PeerLost, Unavailable
+from mooncake.log import get_logger
+from mooncake.transfer.batch import RETRIED_STATUSES, STATUS_REASONS, TIMED_OUT
+from mooncake.transfer.columns import TransferColumns
+from mooncake.transfer.descriptor import ON_ONE_HOST, RegionIndex, SegmentDescriptor, rail_of, scheme_of
+from mooncake.transfer.rails import Rails
+from mooncake.transfer.topology import Places
+from mooncake.transfer.transports import (
+    Completion,
+    MultiRailTransport,
+    NegotiatedConnection,
+    Op,
+    PeerConnection,
+    Status,
+    Transport,
+)
+
+log = get_logger(__name__)
+
+ANOTHER_RAIL_STATUSES = RETRIED_STATUSES | {TIMED_OUT}
+"""Statuses for which another rail is tried."""
+
+
+class RemoteSegment:
+    """A peer as this process reaches it. Made by ``TransferEngine.open``; connects when first used."""
+
+    def __init__(
+        self,
+        descriptor: SegmentDescriptor,
+        schemes: Sequence[str],
+        transports: dict[str, Transport],
+        rail_patience_s: float = 2.0,
+    ) -> None:
+        self._connections: dict[str, PeerConnection] = {}
+        self.descriptor = descriptor
+        self.name = descriptor.name
+        self.paths = tuple(
+            path
+            for scheme in schemes
+            for path in _paths_of(scheme, transports[scheme], descriptor.endpoints[scheme])
+        )
+        "Usable paths, best first: schemes, and with several devices `scheme@rail` for each of their pairs."
+        self.source = ""
+        "The name it was found by, when it was found by name."
+        self.reason = ""
+        "Why the last transfer that failed did, as far as it was found out."
+        self.may_be_stale = False
+        "A transfer failed since the descriptor was confirmed."
+        self.is_replaced = False
+        "Its process is no more; its addresses are nobody's, and nothing is moved any more."
+        self.is_connected = False
+        "The paths that are taken first answered, or lead nowhere: no transfer has to wait for that any more."
+        elsewhere = [path for path in self.paths if scheme_of(path) not in ON_ONE_HOST]
+        self.rails = Rails(self.paths, rail_patience_s) if len(elsewhere) > 1 else None
+        "What is known of the paths, when there is something to choose; use it under `rails_lock`."
+        self.rails_lock = threading.Lock()
+        self._best = [path for path in self.paths if scheme_of(path) == scheme_of(self.paths[0])]
+        self._transports = transports
+        self._index = RegionIndex(descriptor.regions)
+        self.places = Places((r.address, r.size_bytes, r.location) for r in descriptor.regions)
+        self._lost: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._connecting = {path: threading.Lock() for path in self.paths}
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        lost = "".join(f" {path} lost: {why}" for path, why in self._lost.items())
+        return (
+            f"<Segment {self.name} paths={','.join(self.paths)} regions={len(self.descriptor.regions)}{lost}>"
+        )
+
+    def connection(self, path: str, timeout_s: float) -> PeerConnection | None:
+        """Whoever carries over ``path``; connects first if need be. None when it leads nowhere (any more)."""
+        if self.is_replaced:
+            return None
+        connection = self._connections.get(path)
+        if connection is not None and not connection.is_lost:
+            return connection
+        deadline = time.monotonic() + timeout_s
+        if not self._connecting[path].acquire(timeout=timeout_s):
+            return None
+        try:
+            connection = self._connections.get(path)
+            if connection is not None and not connection.is_lost:
+                return connection
+            if path in self._lost or self._is_closed or (connection and scheme_of(path) in ON_ONE_HOST):
+                return None
+            if connection is not None:  # a device came and went; the peer may still be there
+                del self._connections[path]
+                connection.close()
+            return self._connect(path, max(0.0, deadline - time.monotonic()))
+        finally:
+            self._connecting[path].release()
+
+    def connect(self, timeout_s: float) -> bool:
+        """Connect as the first transfer would; False: the peer did not answer in time.
+
+        It blocks: who must not wait calls it in a thread where somebody may, and moves bytes then.
+        """
+        deadline = time.monotonic() + timeout_s
+        for path in self.paths:
+            scheme = scheme_of(path)
+            if not self._index.carries_any(scheme):
+                continue
+            connection = self.connection(path, max(0.0, deadline - time.monotonic()))
+            if isinstance(connection, NegotiatedConnection):
+                connection.set_up(deadline)
+            if time.monotonic() >= deadline:
+                return False
+            if connection is not None and self._index.carries_all(scheme):
+                break
+        self.is_connected = True
+        return True
+
+    def _connect(self, path: str, timeout_s: float) -> PeerConnection | None:
+        peer = self.descriptor
+        scheme, rail = scheme_of(path), rail_of(path)
+        transport = self._transports[scheme]
+        extra = {"handshake": peer.handshake} if getattr(transport, "needs_handshake", False) else {}
+        if rail:
+            extra["rail"] = rail
+        try:
+            connection = transport.connect(
+                peer.endpoints[scheme], peer.epoch, peer.regions, timeout_s, **extra
+            )
+        except (PeerLost, AccessDenied) as error:
+            if scheme in ON_ONE_HOST or self.rails is None:
+                self._lost[path] = str(error)  # the same epoch does not come back
+            log.info("path_lost", segment=self.name, path=path, reason=str(error))
+            return None
+        except Unavailable as error:
+            log.info("path_timed_out", segment=self.name, path=path, reason=str(error))
+            return None
+        with self._lock:
+            self._connections[path] = connection
+            if self.descriptor is not peer:
+                connection.set_regions(self.descriptor.regions)
+            if self._is_closed:
+                connection.close()
+        return connection
+
+    def able(self, path: str, columns: TransferColumns) -> npt.NDArray[np.bool_] | None:
+        """Which slices ``path`` can carry; None is all of them."""
+        scheme = scheme_of(path)
+        if self._index.carries_all(scheme):
+            return None
+        return self._index.carried(scheme, columns.remote, columns.lengths)
+
+    @property
+    def is_uniform(self) -> bool:
+        """The best path carries whatever there is."""
+        if self.rails is not None and scheme_of(self.paths[0]) not in ON_ONE_HOST:
+            return False  # somebody has to choose
+        return bool(self.paths) and self._index.carries_all(scheme_of(self.paths[0]))
+
+    def run_single_part(
+        self, op: Op, columns: TransferColumns, num_bytes: int, deadline: float, checksum: bool
+    ) -> tuple[str, Completion] | None:
+        """A small batch in one part on the best rail; None when it is not that simple, or the rail failed.
+
+        What a ``Batch`` would do at first, without making one: it costs as much as the transfer.
+        """
+        rails, now = self.rails, time.monotonic()
+        if rails is None or self.places or not self._index.carries_all(scheme_of(self._best[0])):
+            return None
+        with self.rails_lock:
+            path = rails.choose(self._best, num_bytes, now)
+            if path is None or rails.rails[path].is_masked:
+                return None
+            patience_s = min(rails.patience_s(path, num_bytes), (deadline - now) / 2)
+            rails.sent(path, num_bytes)
+        status = Status.CANCELLED
+        try:
+            connection = self.connection(path, patience_s)
+            if connection is None:
+                status = Status.PEER_LOST
+                return None
+            done = connection.run(op, columns.local, columns.remote, columns.lengths, patience_s, checksum)
+            status = done.status
+            return None if status in ANOTHER_RAIL_STATUSES else (path, done)
+        finally:
+            with self.rails_lock:
+                if status == Status.OK:
+                    rails.arrived(path, num_bytes, now, time.monotonic())
+                elif status in ANOTHER_RAIL_STATUSES:
+                    rails.failed(path, num_bytes, now, time.monotonic(), STATUS_REASONS[int(status)])
+                else:
+                    rails.dropped(path, num_bytes)
+
+    def replace(self, reason: str) -> None:
+        """Another process answers in its place: fail what is in flight, and whatever comes."""
+        self.reason, self.is_replaced, self.may_be_stale = reason, True, True
+        log.warning("segment_replaced", segment=self.name, reason=reason)
+        self.close()
+
+    def renew(self, descriptor: SegmentDescriptor) -> None:
+        """The same process published other regions."""
+        with self._lock:
+            self.descriptor = descriptor
+            self.is_connected = False  # a path that had nothing to carry may have now
+            self._index = RegionIndex(descriptor.regions)
+            self.places = Places((r.address, r.size_bytes, r.location) for r in descriptor.regions)
+            for connection in self._connections.values():
+                connection.set_regions(descriptor.regions)
+
+    def cancel(self) -> None:
+        for connection in list(self._connections.values()):
+            connection.cancel()
+
+    def __del__(self) -> None:
+        """Nobody refers to it any more: its connections end now, not when an idle worker has had enough."""
+        for connection in self._connections.values():
+            connection.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+        for connection in list(self._connections.values()):
+            connection.close()
+
+
+def _paths_of(scheme: str, transport: Transport, endpoint: str) -> list[str]:
+    rails = transport.rails(endpoint) if isinstance(transport, MultiRailTransport) else []
+    return [f"{scheme}@{rail}" for rail in rails] or [scheme]

@@ -1,0 +1,330 @@
+"""How the engine moves batches: four ways, one meaning.
+
+``run`` blocks the caller and is quickest, ``submit`` answers through a queue, ``transfer`` is for coroutines,
+``write`` and ``read`` are for people. Bytes and waiting are native, without the interpreter lock; which path
+carries what, and what happens when one fails, is decided by ``batch.Batch``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from mooncake.errors import InvalidArgument
+from mooncake.transfer.batch import RETRIED_STATUSES, Batch, piece_bytes_of
+from mooncake.transfer.columns import Addresses, TransferColumns, transfer_columns
+from mooncake.transfer.completion_queue import (
+    STALE_DESCRIPTOR_STATUSES,
+    BatchTransfer,
+    CompletionQueue,
+    count_part,
+    no_connection_status,
+    run_parts_at_once,
+    run_parts_in_turn,
+    unregistered_error,
+)
+from mooncake.transfer.descriptor import scheme_of
+from mooncake.transfer.loop import AsyncCompletionQueue, wait_until_done
+from mooncake.transfer.moves import Memory, Progress, TransferOptions, move
+from mooncake.transfer.peers import PeerTable
+from mooncake.transfer.remote_segment import RemoteSegment
+from mooncake.transfer.settings import TransferSettings
+from mooncake.transfer.topology import Matrix, Places, ranks
+from mooncake.transfer.transports import Completion, Op, Status
+
+
+class TransferMethods(ABC):
+    """The moving half of ``TransferEngine``."""
+
+    def __init__(self, settings: TransferSettings, neighbours: PeerTable, matrix: Matrix) -> None:
+        self.settings = settings
+        self._peers = neighbours
+        self._matrix = matrix
+        self._places = Places()
+        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncCompletionQueue] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @abstractmethod
+    def open_name(self, name: str) -> RemoteSegment | None: ...
+
+    @abstractmethod
+    def refresh(self, segment: RemoteSegment, timeout_s: float = 5.0) -> bool: ...
+
+    @abstractmethod
+    def notify(
+        self, segment: RemoteSegment, name: str, message: bytes | str = b"", timeout_s: float = 5.0
+    ) -> None: ...
+
+    def run(
+        self,
+        op: Op,
+        segment: RemoteSegment,
+        local: Addresses,
+        remote: Addresses,
+        lengths: Addresses,
+        *,
+        timeout_s: float = 30.0,
+        checksum: bool = False,
+    ) -> Completion:
+        """Move slices and wait for the end. Other Python threads run meanwhile.
+
+        Row i moves ``lengths[i]`` bytes between address ``local[i]`` here and ``remote[i]`` in the
+        peer. All is well if ``status`` is OK; after anything else the destination's bytes are
+        undefined, and a write over tcp may still land until the next operation begins. With ``checksum`` the
+        completion has the CRC32C of each slice.
+
+        Raises:
+            InvalidArgument: columns that do not fit together, or local memory not registered.
+        """
+        columns = transfer_columns(local, remote, lengths)
+        deadline = time.monotonic() + timeout_s
+        done = self._run(op, segment, columns, deadline, timeout_s, checksum)
+        if done.status in STALE_DESCRIPTOR_STATUSES:
+            segment.may_be_stale = True
+            if self.refresh(segment, max(0.0, deadline - time.monotonic())):
+                left_s = max(0.0, deadline - time.monotonic())
+                done = self._run(op, segment, columns, deadline, left_s, checksum)
+        return done
+
+    def _run(
+        self,
+        op: Op,
+        segment: RemoteSegment,
+        columns: TransferColumns,
+        deadline: float,
+        timeout_s: float,
+        checksum: bool,
+    ) -> Completion:
+        paths = segment.paths
+        alone = self._alone(segment, columns)
+        if alone is not None:
+            connection, is_last = segment.connection(paths[alone], timeout_s), alone == len(paths) - 1
+            if connection is not None:
+                done = connection.run(op, columns.local, columns.remote, columns.lengths, timeout_s, checksum)
+                count_part(paths[alone], op, done.status, done.num_bytes)
+                if done.status not in RETRIED_STATUSES or is_last:
+                    return self._checked(op, columns, done)
+            elif is_last:
+                return Completion(status=no_connection_status(deadline))
+            paths = paths[alone + 1 :]
+        elif segment.rails is not None and not self._places:
+            num_bytes, least = int(columns.lengths.sum()), self.settings.spray_bytes
+            if len(columns.lengths) and (num_bytes < least or not least):
+                quick = segment.run_single_part(op, columns, num_bytes, deadline, checksum)
+                if quick is not None:
+                    count_part(quick[0], op, quick[1].status, quick[1].num_bytes)
+                    return self._checked(op, columns, quick[1])
+        move = self._move(0, op, segment, columns, paths, deadline, checksum)
+        return self._checked(
+            op, columns, run_parts_at_once(move) if move.batch.is_sprayed else run_parts_in_turn(move)
+        )
+
+    def _alone(self, segment: RemoteSegment, columns: TransferColumns) -> int | None:
+        """Which path carries all of it, if those before it carry none: then no batch has to be planned."""
+        if segment.is_uniform:
+            return 0
+        if segment.rails is not None:
+            return None
+        for at, path in enumerate(segment.paths):
+            able = segment.able(path, columns)
+            if able is None or able.all():
+                return at
+            if able.any():
+                return None
+        return None
+
+    def new_queue(self) -> CompletionQueue:
+        """Where completions of ``submit`` arrive."""
+        return CompletionQueue()
+
+    def submit(
+        self,
+        queue: CompletionQueue,
+        token: int,
+        op: Op,
+        segment: RemoteSegment,
+        local: Addresses,
+        remote: Addresses,
+        lengths: Addresses,
+        *,
+        checksum: bool = False,
+        timeout_s: float | None = None,
+        priority: int = 0,
+    ) -> None:
+        """As ``run``, on a native thread; a completion with ``token`` (0 to 2**64 - 1) comes to ``queue``.
+
+        The greater ``priority`` goes first among the batches to one peer: it overtakes those that wait,
+        and one that is under way when its current piece (16 MiB) is done.
+        A peer that is new is met in the caller's time, up to ``timeout_s``; ``Segment.greet`` does it before.
+        What became of a peer that failed is not asked here: ``refresh`` does, or the next ``open_name``.
+
+        Raises:
+            InvalidArgument: as for ``run``; then no completion comes.
+        """
+        columns = transfer_columns(local, remote, lengths)
+        deadline = time.monotonic() + (self.settings.submit_timeout_s if timeout_s is None else timeout_s)
+        queue.start(self._move(token, op, segment, columns, segment.paths, deadline, checksum, priority))
+
+    async def transfer(
+        self,
+        op: Op,
+        segment: RemoteSegment,
+        local: Addresses,
+        remote: Addresses,
+        lengths: Addresses,
+        *,
+        timeout_s: float = 30.0,
+        checksum: bool = False,
+        priority: int = 0,
+        progress: Callable[[int], None] | None = None,
+    ) -> Completion:
+        """As ``submit``, for coroutines. Cancelling it waits for the end: the memory is in use until then.
+
+        ``progress`` is called on the loop with the number of bytes moved, every 16 MiB or so.
+        """
+        columns = transfer_columns(local, remote, lengths)
+        deadline = time.monotonic() + timeout_s
+        done = await self._transfer(op, segment, columns, deadline, checksum, priority, progress)
+        if done.status in STALE_DESCRIPTOR_STATUSES and self._peers.can_refresh(segment):
+            left_s = max(0.0, deadline - time.monotonic())
+            if await asyncio.to_thread(self.refresh, segment, left_s):
+                done = await self._transfer(op, segment, columns, deadline, checksum, priority, progress)
+        return done
+
+    async def _transfer(
+        self,
+        op: Op,
+        segment: RemoteSegment,
+        columns: TransferColumns,
+        deadline: float,
+        checksum: bool,
+        priority: int,
+        progress: Callable[[int], None] | None,
+    ) -> Completion:
+        if not segment.is_connected:  # which may take long, and others wait for this loop
+            left_s = max(0.0, deadline - time.monotonic())
+            if not await asyncio.to_thread(segment.connect, left_s):
+                return Completion(status=Status.TIMED_OUT)
+        loop = asyncio.get_running_loop()
+        queue = self._loops.get(loop)
+        if queue is None:
+            queue = self._loops[loop] = AsyncCompletionQueue(loop)
+        token, future = queue.expect()
+        move = self._move(token, op, segment, columns, segment.paths, deadline, checksum, priority)
+        if progress is not None:  # what it raises is the loop's business
+
+            def tell(num_bytes: int, told: Callable[[int], None] = progress) -> None:
+                loop.call_soon(told, num_bytes)
+
+            move.progress = tell
+        try:
+            queue.start(move)
+        except InvalidArgument:
+            queue.forget(token)
+            raise
+        return await wait_until_done(future)
+
+    async def write(
+        self,
+        segment: RemoteSegment | str,
+        local: Addresses | Memory | Sequence[Memory],
+        remote: Addresses | int,
+        lengths: Addresses | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float = 30.0,
+        checksum: bool = False,
+        notify: tuple[str, bytes | str] | None = None,
+        progress: Progress | None = None,
+    ) -> Completion:
+        """Move registered memory of this process into the peer's.
+
+        With ``lengths``, ``local`` and ``remote`` are columns of addresses, as for ``run``. Without,
+        ``local`` is memory that knows its own length (an array, a tensor, a buffer, a region, ``(address,
+        size)``) and ``remote`` one address, or both are sequences of as many.
+
+        Args:
+            segment: the peer, or its name in the metadata service.
+            priority: the greater goes first among the batches to one peer; see ``submit``.
+            notify: name and message that the peer's program gets once all bytes are in place.
+            progress: called on the loop with (bytes moved, bytes in all), every 16 MiB and at the end.
+
+        Raises:
+            InvalidArgument: the rows do not fit together, or local memory is not registered.
+            PeerLost, AccessDenied, DeadlineExceeded, ProtocolError, Unavailable: nothing or not all was
+                moved; the destination's bytes are undefined. Or all was, and the notification failed.
+        """
+        asked = TransferOptions(priority, timeout_s, checksum, notify, progress)
+        return await move(self, Op.WRITE, segment, local, remote, lengths, asked)
+
+    async def read(
+        self,
+        segment: RemoteSegment | str,
+        local: Addresses | Memory | Sequence[Memory],
+        remote: Addresses | int,
+        lengths: Addresses | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float = 30.0,
+        checksum: bool = False,
+        notify: tuple[str, bytes | str] | None = None,
+        progress: Progress | None = None,
+    ) -> Completion:
+        """Move the peer's memory into registered memory of this process. Everything else as for ``write``;
+        ``notify`` tells the peer that it may use its memory again."""
+        asked = TransferOptions(priority, timeout_s, checksum, notify, progress)
+        return await move(self, Op.READ, segment, local, remote, lengths, asked)
+
+    def cancel(self, segment: RemoteSegment) -> None:
+        """Fail what is in flight to a peer; afterwards no local memory is touched on its behalf."""
+        segment.cancel()
+
+    def _move(
+        self,
+        token: int,
+        op: Op,
+        segment: RemoteSegment,
+        columns: TransferColumns,
+        paths: Sequence[str],
+        deadline: float,
+        checksum: bool,
+        priority: int = 0,
+    ) -> BatchTransfer:
+        able = {path: segment.able(path, columns) for path in paths}
+        steps: dict[str, int] | None = None
+        no_path = Status.ACCESS_DENIED if paths else Status.PEER_LOST
+        rails, piece_bytes = segment.rails, 0
+        if rails is not None:
+            num_rails = sum(scheme_of(path) == scheme_of(paths[0]) for path in paths)
+            num_bytes = int(columns.lengths.sum())
+            if (self._places or segment.places) and len(columns.lengths):
+                here, there = (
+                    self._places.at(int(columns.local[0])),
+                    segment.places.at(int(columns.remote[0])),
+                )
+                steps = ranks(paths, self._matrix, here, segment.descriptor.topology, there)
+            least = self.settings.spray_bytes
+            if num_rails > 1 and able[paths[0]] is None and 0 < least <= num_bytes:
+                piece_bytes = piece_bytes_of(num_bytes, num_rails)
+                columns = columns.cut(piece_bytes)
+        batch = Batch(
+            len(columns.lengths),
+            able,
+            deadline,
+            no_path,
+            checksum,
+            lengths=columns.lengths,
+            rails=rails,
+            piece_bytes=piece_bytes,
+            ranks=steps,
+        )
+        return BatchTransfer(token, op, segment, columns, batch, checksum, priority, lock=segment.rails_lock)
+
+    def _checked(self, op: Op, columns: TransferColumns, done: Completion) -> Completion:
+        if done.status == Status.UNREGISTERED:
+            raise unregistered_error(op, columns, done.failed_slice)
+        return done

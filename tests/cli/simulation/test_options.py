@@ -1,0 +1,85 @@
+"""What a command line says about requests and machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mooncake.cli.simulation.options import cluster_of, requests_of
+from mooncake.errors import InvalidArgument
+from mooncake.sim.traces.trace import TraceOptions
+
+COSTS = "llama3-70b-8xA800"
+
+
+def test_short_forms_of_clusters() -> None:
+    apart = cluster_of("6p10D", COSTS, ["cache-tokens=1000000", "detail=step"], 64)
+    assert (apart.num_prefill, apart.num_decode, apart.mode) == (6, 10, "disaggregated")
+    assert (apart.node_costs.cache_tokens, apart.detail, apart.block_tokens) == (1_000_000, "step", 64)
+    pool = cluster_of("16xchunked", COSTS, [], 512)
+    assert (pool.num_prefill + pool.num_decode, pool.mode) == (16, "chunked")
+
+
+def test_a_file_of_a_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('costs = "llama3-70b-8xH100"\nnum_prefill = 3\nnum_decode = 2\nssd_tokens = 7\n')
+    found = cluster_of(str(file), COSTS, ["num_decode=4"], 512)
+    assert (found.num_prefill, found.num_decode, found.ssd_tokens) == (3, 4, 7)
+    assert "H100" in found.costs.title
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "named"),
+    [
+        ("8P", [], "--cluster is '8P'.*8P8D"),
+        ("8P0D", [], "num_decode is 0"),
+        ("0P8D", [], "num_prefill is 0.*>= 1"),
+        ("4P4D", ["speed=1"], "--with is 'speed=1'.*cache_tokens"),
+        ("4P4D", ["ssd_tokens"], "FIELD=VALUE"),
+        ("4P4D", ["cache_tokens=many"], "cache_tokens is 'many'"),
+        ("4P4D", ["mode=magic"], "mode is 'magic'.*"),
+        ("5P4D", ["pipeline_nodes=2"], "pipeline_nodes is 2.*divisor"),
+    ],
+)
+def test_bad_clusters_are_named(text: str, changes: list[str], named: str) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        cluster_of(text, COSTS, changes, 512)
+
+
+def test_bad_cluster_files_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    for content, named in (("num_prefill = ", "a TOML file"), ("nodes = 3", "'nodes'|nodes"), ("\xff", "is")):
+        file.write_bytes(content.encode("latin-1"))
+        with pytest.raises(InvalidArgument, match=named):
+            cluster_of(str(file), COSTS, [], 512)
+
+
+def test_generators_and_their_share() -> None:
+    requests = requests_of("poisson:requests=50,rate=2", TraceOptions(num_rows=20))
+    assert len(list(requests)) == 20 and len(list(requests)) == 20, "each run begins anew"
+    assert requests.share(5) == 0.25
+    assert requests.block_tokens == 512
+
+
+def test_a_file_and_its_share(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    row = '{"timestamp": %d, "input_length": 600, "output_length": 5, "hash_ids": [0, %d]}\n'
+    file.write_text("".join(row % (number * 3000, number + 1) for number in range(10)))
+    requests = requests_of(str(file), TraceOptions())
+    assert [one.num_input for one in requests] == [600] * 10
+    assert requests.share(0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "named"),
+    [
+        ("missing.jsonl", TraceOptions(), "TRACE is 'missing.jsonl'.*agentic"),
+        ("agentic:speed=1", TraceOptions(), "'speed'.*sessions"),
+        ("poisson:rate=x", TraceOptions(), "poisson:rate is 'x'"),
+        ("poisson", TraceOptions(divide_lengths=4), "divide_lengths is 4.*generator"),
+    ],
+)
+def test_bad_requests_are_named(spec: str, options: TraceOptions, named: str) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        requests_of(spec, options)

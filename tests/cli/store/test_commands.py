@@ -1,0 +1,195 @@
+"""``mooncake store`` as people and scripts call it, against a store in another process."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake.cli import main
+from mooncake.cli.store import display
+from mooncake.errors import InvalidArgument
+from mooncake.store import Store
+from mooncake.store import messages as m
+from tests.store.test_daemon import daemon
+
+pytestmark = pytest.mark.processes
+
+Done = subprocess.CompletedProcess[bytes]
+Run = Callable[..., Done]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with daemon("--capacity-dram", "0.064", "--name", "here") as (address, _, _):
+        yield address
+
+
+@pytest.fixture
+def run(address: str, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Run:
+    """The command in this process: starting one takes ten times as long as what it does."""
+
+    def call(*words: str, content: bytes = b"") -> Done:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        with pytest.raises(SystemExit) as exit:
+            main(["store", *words, "--master", address])
+        assert isinstance(exit.value.code, int), exit.value.code
+        return Done(words, exit.value.code, *capsysbinary.readouterr())
+
+    return call
+
+
+def start(*words: str, content: bytes = b"") -> Done:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "mooncake", "store", *words]
+    return subprocess.run(command, input=content, capture_output=True, timeout=120)
+
+
+def test_a_process_of_its_own_takes_and_gives_bytes(address: str) -> None:
+    content = bytes(range(256)) * 10
+    assert start("put", "p/1", "--master", address, content=content).returncode == 0
+    found = start("get", "p/1", "--master", address)
+    assert (found.returncode, found.stdout, found.stderr) == (0, content, b"")
+    assert start("rm", "p/1", "--force", "--master", address).returncode == 0
+
+
+def test_put_get_ls_stat_rm(run: Run, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 10
+    assert run("put", "a/1", content=content).returncode == 0
+    (tmp_path / "in").write_bytes(b"file")
+    assert run("put", "a/2", str(tmp_path / "in"), "--pin", "10m").returncode == 0
+    assert run("get", "a/1").stdout == content
+    assert run("get", "a/2", "-o", str(tmp_path / "out")).returncode == 0
+    assert (tmp_path / "out").read_bytes() == b"file"
+    assert run("ls", "a/").stdout == b"a/1\na/2\n"
+    assert json.loads(run("ls", "a/", "--json").stdout) == ["a/1", "a/2"]
+    limited = run("ls", "a/", "--limit", "1")
+    assert limited.stdout == b"a/1\n" and b"--limit" in limited.stderr
+    long = run("ls", "a/", "--long").stdout.decode()
+    assert "2.5 KiB" in long and "here [memory]" in long
+    told = run("stat", "a/2").stdout.decode()
+    assert "4 bytes" in told and "replica: here [memory]" in told
+    assert re.search(r"pinned: for (9\.\d+|10) min", told), told
+    assert "readable as" in told
+    found = json.loads(run("stat", "a/1", "--json").stdout)["a/1"]
+    assert found["size_bytes"] == len(content)
+    again = run("put", "a/1", content=b"other")
+    assert again.returncode == 0 and b"--replace" in again.stderr
+    assert run("put", "a/1", "--replace", content=b"other").returncode == 0
+    assert run("get", "a/1").stdout == b"other"
+    assert run("rm", "a/1", "--force").returncode == 0
+    assert run("rm", "--match", "^a/", "--force").stdout == b"1 removed\n"
+    assert run("ls", "a/").stdout == b""
+
+
+def test_pins(run: Run) -> None:
+    run("put", "pinned", content=b"x")
+    for words, expected in ((("pin", "pinned"), "hard"), (("unpin", "pinned"), "no")):
+        assert run(*words).returncode == 0
+        assert f"pinned: {expected}" in run("stat", "pinned").stdout.decode()
+    assert run("rm", "pinned", "--force").returncode == 0
+
+
+def test_verify_finds_what_is_wrong(run: Run, address: str) -> None:
+    for number in range(3):
+        run("put", f"v/{number}", content=b"good")
+    found = run("verify", "--prefix", "v/")
+    assert (found.returncode, found.stdout) == (0, b"3 good, 0 wrong, 0 left meanwhile\n")
+    assert json.loads(run("verify", "v/0", "--json").stdout) == {"v/0": True}
+    missing = run("verify", "v/0", "v/9")
+    assert missing.returncode == 1 and b"not there: v/9" in missing.stdout
+    with Store(address) as store:
+        assert store.remove_matching("^v/", force=True) == 3
+
+
+def test_top_shows_the_nodes(run: Run) -> None:
+    text = run("top").stdout.decode()
+    assert "memory" in text and "here" in text and "61 MiB" in text
+    assert json.loads(run("top", "--json").stdout)["segments"][0]["segment"] == "here"
+
+
+def test_a_drained_segment_is_empty(address: str) -> None:
+    with daemon("--capacity-dram", "0.032", "--name", "there", "--master", address) as (_, _, _):
+        with Store(address) as store:
+            policy = m.PutPolicy(preferred_segments=["there"])
+            assert store.put_batch([f"d/{n}" for n in range(5)], [b"value"] * 5, policy) == [None] * 5
+        found = start("drain", "there", "--master", address)
+        assert (found.returncode, found.stderr) == (0, b"")
+        assert found.stdout.startswith(b"drained there: 5 moved")
+        with Store(address) as store:
+            assert store.get_batch([f"d/{n}" for n in range(5)]) == [b"value"] * 5
+            assert {r.segment for one in store.inspect(["d/0"]) if one for r in one.replicas} == {"here"}
+            store.remove_matching("^d/", force=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "why"),
+    [
+        (("get", "nothing"), 1, "there is no 'nothing'"),
+        (("put", "empty"), 1, "nothing in standard input"),
+        (("put", "k", "/nowhere/at/all"), 2, "FILE"),
+        (("put", "k\x7f", "/dev/null"), 1, "/dev/null"),
+        (("put", "k" * 2000, "/etc/hostname"), 1, "invalid_key"),
+        (("put", "k", "--pin", "soon"), 2, "--pin"),
+        (("put", "k", "--replicas", "0"), 2, "--replicas"),
+        (("rm",), 2, "--match, or --all"),
+        (("rm", "nothing"), 1, "there is no 'nothing'"),
+        (("rm", "--match", "("), 2, "("),
+        (("pin", "nothing"), 1, "there is no 'nothing'"),
+        (("pin", "k", "--for", "-1"), 2, "--for"),
+        (("verify",), 2, "--prefix, or --all"),
+        (("drain", "nothing"), 1, "nothing"),
+        (("stat", "nothing"), 1, ""),
+        (("ls", "--limit", "0"), 2, "--limit"),
+        (("sl",), 2, "sl"),
+    ],
+)
+def test_what_is_wrong_is_one_line(run: Run, words: tuple[str, ...], status: int, why: str) -> None:
+    found = run(*words)
+    assert found.returncode == status, found
+    assert why in found.stderr.decode() and b"Traceback" not in found.stderr
+
+
+def test_a_master_that_is_not_there_is_named() -> None:
+    found = start("ls", "--master", "127.0.0.1:9")
+    assert found.returncode == 1 and b"127.0.0.1:9" in found.stderr and b"Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (1536, "1.5 KiB"),
+        (3 << 40, "3 TiB"),
+        (1 << 60, "1.05e+06 TiB"),
+    ],
+)
+def test_sizes(value: int, text: str) -> None:
+    assert display.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (2.5, "2.5 s"), (600, "10 min"), (7200, "2 h"), (864000, "10 d")]
+)
+def test_spans(seconds: float, text: str) -> None:
+    assert display.span(seconds) == text
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30", 30.0), ("5s", 5.0), ("1.5h", 5400.0), ("1d", 86400.0)])
+def test_reading_spans(text: str, seconds: Any) -> None:
+    assert display.read_span(text, "--for") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "5x", "m"])
+def test_spans_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="--for"):
+        display.read_span(text, "--for")

@@ -1,0 +1,94 @@
+"""The page has every metric that dashboards of the existing master ask for, by its name and kind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mooncake.compat.master.master_metrics import ALWAYS_0
+from mooncake.store import messages as m
+from tests.compat.master.conftest import House
+
+ROOT = Path(__file__).parents[3]
+EXISTING = dict(
+    line.split() for line in Path(__file__).with_name("master-metrics.txt").read_text().splitlines()
+)
+ON_DASHBOARDS = """
+master_allocated_bytes master_total_capacity_bytes master_key_count master_soft_pin_key_count
+master_active_clients master_put_start_requests_total master_put_start_failures_total
+master_batch_put_start_items_total master_batch_get_replica_list_failed_items_total
+master_put_start_alloc_failures_total master_put_start_partial_allocations_total mem_cache_hit_nums_
+file_cache_hit_nums_ mem_cache_nums_ file_cache_nums_ valid_get_nums_ total_get_nums_
+mem_cache_hit_bytes_total master_successful_evictions_total master_attempted_evictions_total
+master_evicted_key_count master_evicted_size_bytes master_put_start_discard_cnt
+master_value_size_bytes_bucket master_value_size_bytes_sum master_value_size_bytes_count
+"""
+
+
+async def samples(house: House) -> tuple[dict[str, str], dict[str, float]]:
+    """Kinds by metric, values by sample."""
+    status, text = await house.ask("/metrics")
+    assert status == 200
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
+    values = re.findall(r"^([a-z_:]+)(?:\{[^}]*\})? ([0-9.e+]+)$", text, re.M)
+    return kinds, {name: float(value) for name, value in values}
+
+
+async def test_every_name_is_there_with_its_kind(house: House) -> None:
+    kinds, values = await samples(house)
+    assert len(EXISTING) == 134
+    assert {name: kinds.get(name) for name in EXISTING} == EXISTING
+    assert not {name for name, kind in EXISTING.items() if kind != "histogram"} - values.keys()
+
+
+async def test_what_dashboards_show(house: House) -> None:
+    await house.mount()
+    await house.put("a", "b")
+    await house.rpc.call(m.LookupObjects(["a", "b", "c"]), 5)
+    await house.rpc.call(m.LookupObjects(["a"]), 5)
+    await house.rpc.call(m.Remove(["b"], True), 5)
+    _, values = await samples(house)
+    assert not set(ON_DASHBOARDS.split()) - values.keys()
+    expected = {
+        "master_key_count": 1,
+        "master_total_capacity_bytes": 1 << 20,
+        "master_active_clients": 1,
+        "master_batch_put_start_items_total": 2,
+        "master_batch_put_end_items_total": 2,
+        "master_batch_get_replica_list_failed_items_total": 1,
+        "master_get_replica_list_requests_total": 1,
+        "master_remove_requests_total": 1,
+        "mem_cache_hit_nums_": 3,
+        "mem_cache_hit_bytes_total": 300,
+        "file_cache_hit_nums_": 0,
+        "valid_get_nums_": 3,
+        "total_get_nums_": 4,
+        "master_value_size_bytes_count": 2,
+        "master_value_size_bytes_sum": 200,
+        "master_mount_segment_requests_total": 1,
+    }
+    assert {name: values[name] for name in expected} == expected
+
+
+async def test_a_summary_is_one_line(house: House) -> None:
+    await house.mount()
+    await house.put("a")
+    status, text = await house.ask("/metrics/summary")
+    assert status == 200 and text.count("\n") == 1
+    assert "Keys: 1 | Clients: 1 |" in text and "Put=1/1" in text
+
+
+def test_what_is_always_0_is_documented() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert not [name for name in ALWAYS_0 if f"`{name}`" not in text]
+
+
+async def test_soft_pins_are_counted_while_they_last(house: House) -> None:
+    await house.mount()
+    await house.put("a", "b", "c")
+    for ttl_s, number in ((60.0, 2), (0.0, 0)):
+        await house.rpc.call(m.Pin(["a", "b"], ttl_s), 5)
+        assert (await samples(house))[1]["master_soft_pin_key_count"] == number
+    await house.rpc.call(m.Pin(["a"], 60.0), 5)
+    await house.rpc.call(m.Remove(["a"], True), 5)
+    assert (await samples(house))[1]["master_soft_pin_key_count"] == 0

@@ -1,0 +1,104 @@
+"""``mooncake_client`` and the workers that find the store through it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mooncake.compat.programs.client import main, read
+from mooncake.errors import InvalidArgument
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+from tests.compat.store.servers import RunningMaster, segments_of
+from tests.contract.metadata_servers import free_port
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def master() -> Iterator[RunningMaster]:
+    running = RunningMaster()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def client(master: RunningMaster) -> Iterator[str]:
+    """The address of a ``mooncake_client`` process."""
+    port = free_port()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "mooncake.compat.programs.client", "-host=127.0.0.1", f"--port={port}"),
+            *("--master-server-address", master.address, "--global_segment_size", "8 MB"),
+            "--metadata_server=P2PHANDSHAKE",
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert process.stderr is not None
+    said = ""
+    while "ready" not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    yield f"127.0.0.1:{port}"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert master.server is not None and not master.server.master.segments.mounted, "it said good-bye"
+
+
+@pytest.mark.processes
+def test_workers_are_thin(client: str) -> None:
+    one, other = MooncakeDistributedStore(), MooncakeDistributedStore()
+    assert one.setup_dummy(4 * MIB, MIB, client) == other.setup_dummy(0, MIB, client) == 0
+    assert one.health_check() == 0
+    memory = one.alloc_from_mem_pool(MIB)
+    assert memory and one.alloc_from_mem_pool(4 * MIB) == 0 and other.alloc_from_mem_pool(1) == 0
+    config = ReplicateConfig()
+    config.preferred_segment = one.get_hostname()
+    assert one.put_from("k", memory, 1000, config) == 0
+    assert segments_of(one, "k") == [one.get_hostname()]
+    theirs = np.ones(1000, np.uint8)
+    assert other.batch_get_into(["k"], [theirs.ctypes.data], [1000]) == [1000] and not theirs.any()
+    assert one.close() == other.close() == 0
+
+
+def test_nobody_there() -> None:
+    store = MooncakeDistributedStore()
+    for address in (f"127.0.0.1:{free_port()}", "nowhere", "", ":"):
+        assert store.setup_dummy(MIB, MIB, address) == -1
+    with pytest.raises(TypeError, match="mem_pool_size"):
+        store.setup_dummy("much", MIB, "127.0.0.1:1")  # type: ignore[arg-type]
+
+
+def test_defaults_are_the_existing_ones() -> None:
+    words = read([]).words
+    assert (words.local_hostname, words.master_server_addr) == ("0.0.0.0", "127.0.0.1:50051")
+    assert (words.global_segment_size, words.local_buffer_size, words.protocol) == (4 << 30, 0, "tcp")
+    assert (
+        read(["--nostart_offload_rpc_server", "-threads=4", "--http-port", "9400"]).words.client_http_port
+        == 9400
+    )
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--global_segment_size=much", "--port=70000", "--port=x", "--colour=red", "--global_segment_size=-1"],
+)
+def test_what_cannot_be_is_named(flag: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(flag.lstrip("-").partition("=")[0])):
+        read([flag])
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, said in (("--help", "--global_segment_size=4 GB"), ("-version", "mooncake_client 0.")):
+        with pytest.raises(SystemExit) as stop:
+            main([flag])
+        assert stop.value.code == 0 and said in capsys.readouterr().out

@@ -1,0 +1,77 @@
+"""``transfer_engine_bench``, with the flags that scripts for the existing package pass."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mooncake.compat.programs.transfer_engine_bench import main
+
+PROGRAM = [sys.executable, "-c", "from mooncake.compat.programs.transfer_engine_bench import main; main()"]
+SMALL = ["--block_size=65536", "-batch_size", "4", "--threads=2", "--buffer_size=1048576", "-v=1"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("protocol", ["tcp", "shm"])
+def test_a_target_and_an_initiator(protocol: str) -> None:
+    common = [*PROGRAM, f"--protocol={protocol}", "--metadata-server=P2PHANDSHAKE", *SMALL]
+    target = subprocess.Popen(
+        [*common, "--mode=target", "--local_server_name=127.0.0.1"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert target.stdout is not None
+        name = re.search(r"--segment_id=(\S+)", target.stdout.readline())
+        assert name
+        for operation in ("read", "write"):
+            done = subprocess.run(
+                [
+                    *(*common, "-mode=initiator", f"--segment_id={name[1]}", f"-operation={operation}"),
+                    *(
+                        "--local-server-name=127.0.0.1",
+                        "--duration=1",
+                        "--report_unit=GiB",
+                        "--noauto_discovery",
+                    ),
+                ],
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert done.returncode == 0, done.stderr
+            found = re.search(r"duration [\d.]+, batch count (\d+), throughput [\d.]+ GiB/s", done.stdout)
+            assert found and int(found[1]) > 0
+        target.terminate()
+        assert target.wait(60) == 0
+    finally:
+        target.kill()
+        target.wait()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "why"),
+    [
+        (["--mode=both"], 2, "initiator, target"),
+        (["--report_unit=parsec"], 2, "GB"),
+        (["--buffer_size=1000"], 2, "at least block_size x batch_size x threads"),
+        ([], 2, "--segment_id"),
+        (["--segment_id=127.0.0.1:1", "--protocol=nothing"], 2, "what the line above says"),
+        (
+            ["--segment_id=127.0.0.1:1", "--protocol=tcp", "--local_server_name=127.0.0.1", *SMALL],
+            1,
+            "no memory",
+        ),
+    ],
+)
+def test_what_is_wrong(words: list[str], status: int, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == status and why in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0 and "--batch_size=128" in capsys.readouterr().out

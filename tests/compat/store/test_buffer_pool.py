@@ -1,0 +1,112 @@
+"""Leases out of the local buffer and beside it, and how they come to an end."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mooncake.compat.store.buffer_pool import BufferPool
+from mooncake.store import BufferHandle, MooncakeDistributedStore
+
+MIB = 1 << 20
+
+
+def test_a_lease_is_registered_memory(store: MooncakeDistributedStore) -> None:
+    pool = BufferPool(store)
+    with pool.acquire(300_000) as lease:
+        lease.buffer[:] = bytes(range(250)) * 1200
+        assert store.put_from("leased", lease.ptr, lease.size) == 0
+        assert store.register_buffer(lease.ptr, lease.size) in (0, -600)
+    assert store.get("leased") == bytes(range(250)) * 1200
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.acquire(1)
+
+
+def test_what_does_not_fit_has_memory_of_its_own(store: MooncakeDistributedStore) -> None:
+    pool = BufferPool(store, alignment=1 << 16)
+    lease = pool.acquire(17 * MIB)
+    assert lease.ptr % (1 << 16) == 0
+    assert store.register_buffer(lease.ptr, 4096) == -600, "it is registered already"
+    lease.release()
+    lease.release()
+    with pytest.raises(RuntimeError, match="released"):
+        _ = lease.ptr
+
+
+def test_memory_that_is_looked_at_is_not_released(store: MooncakeDistributedStore) -> None:
+    lease = BufferPool(store).acquire(100)
+    array = np.frombuffer(lease.buffer, np.uint8)
+    with pytest.raises(BufferError):
+        lease.release()
+    del array
+    part = lease.buffer[10:20]
+    with pytest.raises(BufferError):
+        lease.release()
+    lease.buffer[10] = 7
+    assert part[0] == 7
+    part.release()
+    lease.release()
+
+
+def test_a_pool_with_open_leases_does_not_close(store: MooncakeDistributedStore) -> None:
+    pool = BufferPool(store)
+    lease = pool.buffer(1)
+    with pytest.raises(RuntimeError, match="1 leases"):
+        pool.close()
+    lease.release()
+    pool.close()
+
+
+def test_an_exhausted_pool_waits_or_says_so(store: MooncakeDistributedStore) -> None:
+    pool = BufferPool(store, max_bytes=1 << 16)
+    lease = pool.acquire(1)
+    with pytest.raises(MemoryError):
+        pool.acquire(1, block=False)
+    with pytest.raises(TimeoutError):
+        pool.acquire(1, timeout=0.01)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(pool.acquire(1, timeout=30)))
+    waiting.start()
+    lease.release()
+    waiting.join(30)
+    found[0].release()
+    for size in (0, -1, MIB):
+        with pytest.raises(ValueError):
+            pool.acquire(size)
+
+
+def test_regions_are_limited(store: MooncakeDistributedStore) -> None:
+    pool = BufferPool(store, max_regions=1, prewarm_size=1 << 16, prewarm_count=2)
+    lease = pool.acquire(17 * MIB)
+    with pytest.raises(MemoryError):
+        pool.acquire(17 * MIB, block=False)
+    lease.release()
+
+
+def test_bad_arguments_are_named(store: MooncakeDistributedStore) -> None:
+    for bad in ({"alignment": 3}, {"max_bytes": -1}, {"min_size_class": 0}, {"max_size_class": 1}):
+        words: dict[str, Any] = bad
+        with pytest.raises(ValueError, match=next(iter(words))):
+            BufferPool(store, **words)
+
+
+def test_a_pool_of_a_store_that_is_not_set_up() -> None:
+    with pytest.raises(RuntimeError, match="set up"):
+        BufferPool(MooncakeDistributedStore()).acquire(1)
+
+
+def test_a_handle_is_a_buffer(store: MooncakeDistributedStore) -> None:
+    assert store.put("handle", b"bytes of the object") == 0
+    handle = store.get_buffer("handle")
+    assert isinstance(handle, BufferHandle) and len(handle) == handle.size() == 19
+    view = memoryview(handle)
+    assert (view.format, view.ndim, view.readonly) == ("b", 1, False)
+    assert bytes(view) == b"bytes of the object"
+    assert np.frombuffer(handle, np.uint8).ctypes.data == handle.ptr()
+    assert store.get_buffer("no such") is None
+    handles = store.batch_get_buffer(["no such", "handle"])
+    assert handles[0] is None and handles[1] is not None

@@ -1,0 +1,76 @@
+"""Rows come back as they were stored, whoever stored them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mooncake.compat.store.engram import EngramStore, EngramStoreConfig
+from mooncake.compat.store.store import MooncakeDistributedStore
+from tests.compat.store.servers import CALM
+
+MASTER = CALM
+_layers = itertools.count()
+SIZES, DIM = [1000, 37], 24
+
+
+def a_config() -> EngramStoreConfig:
+    config = EngramStoreConfig()
+    config.table_vocab_sizes = SIZES
+    config.embedding_dim = DIM
+    return config
+
+
+def tables() -> list[Any]:
+    noise = np.random.default_rng(1)
+    return [noise.random((size, DIM), dtype=np.float32) for size in SIZES]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_rows_of_every_head(store: MooncakeDistributedStore, is_local: bool) -> None:
+    engram = EngramStore(next(_layers), a_config(), None if is_local else store)
+    with pytest.raises(RuntimeError):
+        engram.lookup(np.zeros((1, 2), dtype=np.int64))
+    engram.populate(tables())
+    engram.populate(tables())
+    ids = np.random.default_rng(2).integers(0, [1000, 37], (3, 5, 2))
+    for _ in range(2):
+        found = engram.lookup(ids)
+        assert found.shape == (3, 5, 2, DIM) and found.dtype == np.float32
+        for head, table in enumerate(tables()):
+            assert np.array_equal(found[..., head, :], table[ids[..., head]])
+    assert engram.lookup(np.empty((0, 2), dtype=np.int32)).shape == (0, 2, DIM)
+    assert engram.remove_from_store(force=True) == 0
+    if is_local:
+        with pytest.raises(RuntimeError):
+            engram.lookup(ids)
+
+
+def test_another_process_finds_them(store: MooncakeDistributedStore) -> None:
+    layer = next(_layers)
+    EngramStore(layer, a_config(), store).populate(tables())
+    other = EngramStore(layer, a_config(), store)
+    assert np.array_equal(other.lookup([[999, 36]])[0, 1], tables()[1][36])
+    assert len(other.get_store_keys()) == other.get_num_heads() == 2
+    assert (other.get_embedding_dim(), other.get_table_vocab_sizes()) == (DIM, SIZES)
+    assert [store.is_exist(key) for key in other.get_store_keys()] == [1, 1]
+
+
+def test_what_cannot_be(store: MooncakeDistributedStore) -> None:
+    engram = EngramStore(next(_layers), a_config(), store)
+    engram.populate(tables())
+    for ids in ([[0, 37]], [[-1, 0]], [[0]], [[0.5, 0.5]], 3):
+        with pytest.raises(ValueError):
+            engram.lookup(ids)
+    for bad in ([], tables()[:1], tables()[::-1], [table.astype(np.float64) for table in tables()]):
+        with pytest.raises(ValueError):
+            engram.populate(bad)
+    with pytest.raises(ValueError):
+        EngramStore(0, EngramStoreConfig())
+    with pytest.raises(AttributeError):
+        a_config().other = 1  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError):
+        EngramStore(0, a_config(), MooncakeDistributedStore()).populate(tables())

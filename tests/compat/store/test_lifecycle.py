@@ -1,0 +1,311 @@
+"""Before ``setup``, after ``close``, without a master, at the end of the process: numbers, never a crash."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from mooncake.compat.transfer import TransferEngine
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+from tests.compat.store.servers import RunningMaster, a_store, segments_of
+from tests.contract.metadata_servers import free_port
+
+MIB = 1 << 20
+WORDS = ("127.0.0.1", "P2PHANDSHAKE", 0, MIB, "tcp", "")
+
+BEFORE: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "close": ((), 0),
+    "health_check": ((), 1),
+    "get_hostname": ((), ""),
+    "put": (("k", b"v"), -600),
+    "put_parts": (("k", b"v"), -600),
+    "put_batch": ((["k"], [b"v"]), -600),
+    "upsert": (("k", b"v"), -600),
+    "upsert_parts": (("k", b"v"), -600),
+    "upsert_batch": ((["k"], [b"v"]), -600),
+    "put_from": (("k", 1, 1), -600),
+    "put_from_with_metadata": (("k", 1, 1, 1, 1), -600),
+    "upsert_from": (("k", 1, 1), -600),
+    "batch_put_from": ((["k"], [1], [1]), [-600]),
+    "batch_upsert_from": ((["k"], [1], [1]), [-600]),
+    "batch_put_from_multi_buffers": ((["k"], [[1]], [[1]]), []),
+    "get": (("k",), b""),
+    "get_batch": ((["k"],), [b""]),
+    "get_buffer": (("k",), None),
+    "batch_get_buffer": ((["k", "l"],), [None, None]),
+    "get_size": (("k",), -600),
+    "get_into": (("k", 1, 1), -600),
+    "batch_get_into": ((["k"], [1], [1]), [-600]),
+    "batch_get_into_multi_buffers": ((["k"], [[1]], [[1]]), [-600]),
+    "is_exist": (("k",), -600),
+    "batch_is_exist": ((["k", "l"],), [-600, -600]),
+    "get_into_ranges": (([1], [["k"]], [[[0]]], [[[0]]], [[[1]]]), [[[-600]]]),
+    "remove": (("k",), -600),
+    "batch_remove": ((["k", "l"],), [-600, -600]),
+    "remove_by_regex": (("k",), -600),
+    "remove_all": ((), -600),
+    "get_replica_desc": (("k",), []),
+    "batch_get_replica_desc": ((["k"],), {}),
+    "batch_replica_clear": ((["k"],), []),
+    "create_copy_task": (("k", ["s"]), ((0, 0), -600)),
+    "create_move_task": (("k", "s", "t"), ((0, 0), -600)),
+    "query_task": (((1, 1),), (None, -600)),
+    "get_offload_rpc_read_count": ((), 0),
+    "alloc_from_mem_pool": ((1,), 0),
+    "register_buffer": ((1, 1), -600),
+    "unregister_buffer": ((1,), -600),
+}
+"""Call -> arguments, and what it answers where there is no session."""
+
+
+@pytest.mark.parametrize("call", BEFORE)
+def test_before_setup_and_after_close(master: RunningMaster, call: str) -> None:
+    arguments, answer = BEFORE[call]
+    store = MooncakeDistributedStore()
+    assert getattr(store, call)(*arguments) == answer
+    assert store.setup(*WORDS, master.address) == 0
+    assert store.close() == 0
+    assert getattr(store, call)(*arguments) == answer
+
+
+def test_setup_shows_its_words() -> None:
+    words = inspect.signature(MooncakeDistributedStore().setup).parameters
+    assert list(words)[:7] == [
+        *("local_hostname", "metadata_server", "global_segment_size", "local_buffer_size"),
+        *("protocol", "rdma_devices", "master_server_addr"),
+    ]
+    assert words["engine"].default is None and words["tenant_id"].default == "default"
+    for word in ("enable_ssd_offload", "ssd_offload_path", "tenant_id"):
+        assert word in (MooncakeDistributedStore.setup.__doc__ or "") and word in words
+
+
+def test_setup_takes_no_other_words(master: RunningMaster) -> None:
+    store = MooncakeDistributedStore()
+    with pytest.raises(TypeError, match="ssd_colour"):
+        store.setup(*WORDS, master.address, ssd_colour="red")
+    with pytest.raises(TypeError, match="master_server_addr"):
+        store.setup(*WORDS)
+    with pytest.raises(TypeError, match="global_segment_size"):
+        store.setup("h", "P2PHANDSHAKE", "16MB", MIB, "tcp", "", master.address)
+    assert store.health_check() == 1
+
+
+def test_setup_with_a_dictionary(master: RunningMaster, caplog: pytest.LogCaptureFixture) -> None:
+    store = MooncakeDistributedStore()
+    config = {
+        "local_hostname": "127.0.0.1",
+        "metadata_server": "P2PHANDSHAKE",
+        "global_segment_size": "1 MB",
+        "local_buffer_size": 1 << 20,
+        "device_name": "",
+        "master_server_address": master.address,
+        "colour": "red",
+    }
+    assert store.setup(config) == 0
+    assert "colour" in caplog.text and "device_name" not in caplog.text
+    assert store.put("dictionary", b"x") == 0
+    assert store.setup(config) == -600, "it is set up already"
+    assert store.close() == store.close() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"local_hostname": ""}, "local_hostname"),
+        ({"metadata_server": ""}, "metadata_server"),
+        ({"global_segment_size": "much"}, "global_segment_size"),
+        ({"global_segment_size": 1023}, "global_segment_size"),
+        ({"global_segment_size": -1}, "global_segment_size"),
+        ({"local_buffer_size": "2TB"}, "local_buffer_size"),
+        ({"global_segment_size": "1000000 TB"}, "available"),
+        ({"protocol": "carrier pigeon"}, "protocol"),
+        ({"enable_ssd_offload": "perhaps"}, "enable_ssd_offload"),
+        ({"client_http_port": 99999}, "client_http_port"),
+        ({"master_server_addr": "nowhere"}, "nowhere"),
+        ({"local_hostname": "127.0.0.1:99999"}, "local_hostname"),
+    ],
+)
+def test_a_word_that_cannot_be_is_named(
+    master: RunningMaster, caplog: pytest.LogCaptureFixture, change: dict[str, Any], named: str
+) -> None:
+    config = {
+        "local_hostname": "127.0.0.1",
+        "metadata_server": "P2PHANDSHAKE",
+        "global_segment_size": "0",
+        "master_server_addr": master.address,
+    }
+    store = MooncakeDistributedStore()
+    assert store.setup(config | change) < 0
+    assert named in caplog.text
+    assert store.health_check() == 1
+
+
+def test_a_name_is_given_once(master: RunningMaster) -> None:
+    port = free_port()
+    with a_store(master) as first:
+        assert first.get_hostname().startswith("127.0.0.1:")
+        taken = MooncakeDistributedStore()
+        words = ("P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address)
+        assert taken.setup(first.get_hostname(), *words) == -600
+        assert taken.setup(f"127.0.0.1:{port}", *words) == 0
+        assert taken.get_hostname() == f"127.0.0.1:{port}"
+        taken.close()
+
+
+def test_with_an_engine(master: RunningMaster) -> None:
+    engine = TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    store = MooncakeDistributedStore()
+    assert store.setup("127.0.0.1", "P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address, object()) == -600
+    assert (
+        store.setup("127.0.0.1", "P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address, engine.get_engine())
+        == 0
+    )
+    assert store.put("engine", b"v") == 0 and store.get("engine") == b"v"
+    store.close()
+    assert engine.send_probe(f"127.0.0.1:{engine.get_rpc_port()}") == 0, "the program's engine lives on"
+
+
+@pytest.mark.parametrize(("hostname", "shown"), [("[::1]", "[::1]:"), ("localhost", "localhost:")])
+def test_other_ways_to_name_a_host(master: RunningMaster, hostname: str, shown: str) -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup(hostname, "P2PHANDSHAKE", MIB, MIB, "tcp", "", master.address) == 0
+    assert store.get_hostname().startswith(shown)
+    assert store.put("host", b"v") == 0 and store.get("host") == b"v"
+    store.close()
+
+
+def test_several_masters_to_try(master: RunningMaster) -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup(*WORDS, "k8s://default/mooncake") == -600
+    assert store.setup(*WORDS, f"127.0.0.1:{free_port()},{master.address}") == 0
+    assert store.health_check() == 0
+    store.close()
+
+
+def test_a_master_that_dies_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_DROPIN_TIMEOUT_S", "1")
+    monkeypatch.setenv("MOONCAKE_DROPIN_PROBE_TIMEOUT_S", "0.5")
+    monkeypatch.setenv("MOONCAKE_DROPIN_SETUP_TIMEOUT_S", "2")
+    master = RunningMaster()
+    with a_store(master) as store:
+        assert store.put("k", b"v") == 0
+        master.stop()
+        assert store.health_check() == 2
+        assert store.put("l", b"v") == -900
+        assert (store.get("k"), store.is_exist("k"), store.batch_is_exist(["k", "l"])) == (
+            b"",
+            -900,
+            [-900] * 2,
+        )
+        assert (store.get_size("k"), store.remove("k")) == (-900, -900)
+        assert MooncakeDistributedStore().setup(*WORDS, master.address) == -1
+        master.start()
+        monkeypatch.undo()
+        while store.health_check() != 0:
+            pass
+        while (code := store.put("l", b"v")) == -200:
+            pass
+        assert code == 0
+    master.close()
+
+
+def test_closing_under_calls(master: RunningMaster) -> None:
+    codes: list[int] = []
+    with a_store(master) as store:
+        started = threading.Event()
+
+        def work() -> None:
+            while (code := store.put("k", b"v")) != -600:
+                codes.append(code)
+                started.set()
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        started.wait(30)
+        assert store.close() == 0
+        for thread in threads:
+            thread.join(30)
+    assert set(codes) <= {0, -900}
+
+
+PROGRAM = """
+import os, signal, sys
+from mooncake import MooncakeDistributedStore, ReplicateConfig
+# Under nohup or in the background the tests' children inherit that these are ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 1 << 20, 1 << 20, "tcp", "", sys.argv[1]) == 0
+assert store.put("left", b"v", ReplicateConfig()) == 0
+if os.fork() == 0:
+    code = store.put("child", b"v")
+    os._exit(0 if code == -600 and store.close() == 0 else 1)
+assert os.wait()[1] == 0
+if sys.argv[2] == "handler":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print(store.get_hostname(), flush=True)
+while sys.argv[2] == "busy":
+    store.upsert("busy", b"v"), store.get("busy")
+if sys.argv[2] != "exit":
+    signal.pause()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("how", "number", "code"),
+    [
+        ("exit", 0, 0),
+        ("signal", signal.SIGTERM, -signal.SIGTERM),
+        ("signal", signal.SIGINT, -signal.SIGINT),
+        ("signal", signal.SIGHUP, -signal.SIGHUP),
+        ("busy", signal.SIGTERM, -signal.SIGTERM),
+        ("handler", signal.SIGTERM, 7),
+    ],
+)
+def test_a_program_that_never_closes(master: RunningMaster, how: str, number: int, code: int) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, master.address, how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert program.stdout is not None
+    name = program.stdout.readline().strip()
+    assert name.startswith("127.0.0.1:"), program.stderr and program.stderr.read()
+    if number:
+        program.send_signal(number)
+    assert program.wait(30) == code
+    assert master.server is not None
+    assert name not in master.server.master.segments.mounted, "it said good-bye"
+
+
+@pytest.mark.processes
+def test_a_program_that_is_killed(master: RunningMaster, store: MooncakeDistributedStore) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, master.address, "killed"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert program.stdout is not None
+    name = program.stdout.readline().strip()
+    config = ReplicateConfig()
+    config.preferred_segment = name
+    assert store.put("on the victim", b"v", config) == 0
+    assert segments_of(store, "on the victim") == [name]
+    program.kill()
+    program.wait(30)
+    while store.is_exist("on the victim"):
+        pass
+    assert store.get("on the victim") == b""
+    assert store.put("after it", b"v", config) == 0, "somewhere else"

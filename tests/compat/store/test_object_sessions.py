@@ -1,0 +1,197 @@
+"""Ranges of objects that were found or reserved once, any of them in any order."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake import clock
+from mooncake.compat.store.object_sessions import SESSION_CHUNK_BYTES
+from mooncake.compat.store.store import MooncakeDistributedStore
+from mooncake.store.settings import MasterSettings
+from tests.compat.store.servers import RunningMaster, a_store
+
+MASTER = MasterSettings(port=0, lease_s=1.0, grace_s=0.0)
+_numbers = itertools.count()
+CONTENT = np.random.default_rng(3).integers(0, 256, 200_000, dtype=np.uint8)
+
+
+def new_key() -> str:
+    return f"session/{next(_numbers)}"
+
+
+@st.composite
+def ranges(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
+    found = []
+    for _ in range(draw(st.integers(0, 5))):
+        offset = draw(st.integers(0, size))
+        found.append((offset, draw(st.integers(0, min(size - offset, 90_000)))))
+    return found
+
+
+def read(store: MooncakeDistributedStore, key: str, wanted: list[tuple[int, int]]) -> tuple[int, bytes]:
+    target = np.zeros(max(1, sum(length for _, length in wanted)), dtype=np.uint8)
+    pointers, at = [], target.ctypes.data
+    for _, length in wanted:
+        pointers.append(at)
+        at += length
+    lengths, offsets = [length for _, length in wanted], [offset for offset, _ in wanted]
+    (num_bytes,) = store.batch_get_into_multi_buffer_ranges([key], [pointers], [lengths], [offsets])
+    return num_bytes, target[: sum(lengths)].tobytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, CONTENT.size), st.data())
+def test_any_ranges_of_any_object(store: MooncakeDistributedStore, size: int, data: st.DataObject) -> None:
+    key, content = new_key(), CONTENT[:size]
+    cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=5)))
+    pieces = [(a, b - a) for a, b in itertools.pairwise([0, *cuts, size]) if b > a]
+    pieces = data.draw(st.permutations(pieces))
+    split = data.draw(st.integers(0, len(pieces)))
+    assert store.batch_put_session_start([key], [size]) == [0]
+    for some in (pieces[:split], pieces[split:]):
+        pointers = [content.ctypes.data + offset for offset, _ in some]
+        lengths, offsets = [n for _, n in some], [offset for offset, _ in some]
+        assert store.is_exist(key) == 0, "nobody sees it before the end"
+        assert store.batch_put_from_multi_buffer_ranges([key], [pointers], [lengths], [offsets]) == [0]
+    assert store.batch_put_session_end([key]) == [0]
+    assert store.get(key) == content.tobytes()
+    assert store.batch_get_session_start([key]) == [0]
+    wanted = data.draw(ranges(size))
+    num_bytes, found = read(store, key, wanted)
+    assert num_bytes == sum(length for _, length in wanted) and type(num_bytes) is int
+    assert found == b"".join(content[offset : offset + n].tobytes() for offset, n in wanted)
+    assert store.batch_get_session_end([key]) == 0
+
+
+def test_several_keys_fare_differently(store: MooncakeDistributedStore) -> None:
+    keys = [new_key() for _ in range(3)]
+    assert store.put(keys[0], b"0123456789") == 0
+    assert store.put(keys[2], b"abcdefghij") == 0
+    assert store.batch_get_session_start(keys) == [0, -704, 0]
+    target = np.zeros(64, dtype=np.uint8)
+    at = target.ctypes.data
+    results = store.batch_get_into_multi_buffer_ranges(
+        keys, [[at, at + 8], [at + 16], [at + 32]], [[2, 3], [4], [11]], [[8, 0], [0], [0]]
+    )
+    assert results == [5, -600, -600], "no session; more than there is"
+    assert bytes(target[:2]) + bytes(target[8:11]) == b"89012"
+    assert store.batch_get_into_multi_buffer_ranges(keys[:1], [[at]], [[1, 2]], [[0]]) == [-600]
+    assert store.batch_get_into_multi_buffer_ranges(keys[:1], [], [], []) == [-600]
+    assert store.batch_get_into_multi_buffer_ranges(keys[:1], [[at]], [[1]], [[-1]]) == [-600]
+    assert store.batch_get_into_multi_buffer_ranges(keys[:1], [[]], [[]], [[]]) == [0]
+    assert store.batch_get_session_end(keys) == 0
+    assert store.batch_get_into_multi_buffer_ranges(keys[:1], [[at]], [[1]], [[0]]) == [-600]
+    assert store.batch_get_session_end(keys) == 0
+
+
+def test_a_session_outlasts_the_lease(store: MooncakeDistributedStore) -> None:
+    key = new_key()
+    assert store.put(key, b"kept") == 0
+    assert store.batch_get_session_start([key]) == [0]
+    until = clock.monotonic() + 2 * MASTER.lease_s
+    while clock.monotonic() < until:
+        assert store.remove(key) == -706, "a reader holds it"
+    assert read(store, key, [(1, 2)]) == (2, b"ep")
+    assert store.batch_get_session_end([key]) == 0
+    while (code := store.remove(key)) != 0:
+        assert code == -706
+
+
+def test_what_was_removed_by_force_is_a_miss(store: MooncakeDistributedStore) -> None:
+    key = new_key()
+    assert store.put(key, b"gone") == 0
+    assert store.batch_get_session_start([key]) == [0]
+    assert store.remove(key, force=True) == 0
+    num_bytes = 4
+    while num_bytes == 4:  # until the old lease ends its bytes may be read
+        num_bytes, found = read(store, key, [(0, 4)])
+        assert found == b"gone" or num_bytes != 4
+    assert num_bytes == -704
+    assert store.put(key, b"newer") == 0
+    assert read(store, key, [(0, 4)])[0] == -704, "another object is another session's"
+    assert store.batch_get_session_end([key]) == 0
+
+
+def test_puts_that_do_not_come_about(store: MooncakeDistributedStore) -> None:
+    key = new_key()
+    assert store.put(key, b"there") == 0
+    assert store.batch_put_session_start([key], [5]) == [-705]
+    other = new_key()
+    assert store.batch_put_session_start([other, other + "b"], [8, 0]) == [0, -600]
+    assert store.batch_put_session_start([other], [8]) == [-705], "it is being written"
+    source = np.arange(8, dtype=np.uint8)
+    at = source.ctypes.data
+    assert store.batch_put_from_multi_buffer_ranges([other], [[at]], [[9]], [[0]]) == [-600]
+    assert store.batch_put_from_multi_buffer_ranges([other], [[at]], [[4]], [[0]]) == [0]
+    (code,) = store.batch_put_session_end([other])
+    assert code < 0, "half of it is missing"
+    assert store.is_exist(other) == 0
+    assert store.batch_put_session_end([other]) == [-600]
+    assert store.batch_put_from_multi_buffer_ranges([other], [[at]], [[4]], [[0]]) == [-600]
+    assert store.batch_put_session_revoke([other]) == [-600]
+    third = new_key()
+    assert store.batch_put_session_start([third], [8]) == [0]
+    assert store.batch_put_session_revoke([third]) == [0]
+    assert store.batch_put_session_start([third], [8, 9]) == [-600]
+
+
+def test_pages_of_a_put_session_are_read_alone(store: MooncakeDistributedStore) -> None:
+    key, page = new_key(), SESSION_CHUNK_BYTES
+    content = np.random.default_rng(5).integers(0, 256, 3 * page, dtype=np.uint8)
+    assert store.batch_put_session_start([key], [content.size]) == [0]
+    pointers = [content.ctypes.data + n * page for n in range(3)]
+    offsets = [[n * page for n in range(3)]]
+    assert store.batch_put_from_multi_buffer_ranges([key], [pointers], [[page] * 3], offsets) == [0]
+    assert store.batch_put_session_end([key]) == [0]
+    assert store.batch_get_session_start([key]) == [0]
+    assert read(store, key, [(page, page)]) == (page, content[page : 2 * page].tobytes())
+    assert store.batch_get_session_end([key]) == 0
+
+
+def test_before_setup_and_of_an_earlier_life(master: RunningMaster) -> None:
+    store = MooncakeDistributedStore()
+    assert store.batch_get_session_start(["k"]) == []
+    assert store.batch_get_session_end(["k"]) == -1
+    assert store.batch_put_session_start(["k"], [1]) == []
+    assert store.batch_put_session_end(["k"]) == []
+    assert store.batch_put_session_revoke(["k"]) == []
+    assert store.batch_get_into_multi_buffer_ranges(["k"], [[1]], [[1]], [[0]]) == []
+    with a_store(master) as store:
+        key = new_key()
+        assert store.put(key, b"value") == 0
+        assert store.batch_get_session_start([key]) == [0]
+        assert store.close() == 0
+        words = ("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master.address)
+        assert store.setup(*words) == 0
+        assert read(store, key, [(0, 1)])[0] == -600, "that session ended with its store"
+
+
+def test_pointers_to_nothing_cost_their_own_key(store: MooncakeDistributedStore) -> None:
+    keys = [new_key(), new_key()]
+    assert store.put_batch(keys, [bytes(1000)] * 2) == 0
+    target = np.zeros(1000, dtype=np.uint8)
+    at = target.ctypes.data
+    assert store.batch_get_session_start(keys) == [0, 0]
+    for nothing in (0, 8, 1 << 50, -5, 1 << 70):
+        got = store.batch_get_into_multi_buffer_ranges(keys, [[nothing], [at]], [[100]] * 2, [[7]] * 2)
+        assert got == [-600, 100]
+    assert store.batch_get_session_end(keys) == 0
+    other = new_key()
+    assert store.batch_put_session_start([other], [100]) == [0]
+    assert store.batch_put_from_multi_buffer_ranges([other], [[1 << 50]], [[100]], [[0]]) == [-600]
+    assert store.batch_put_session_revoke([other]) == [0]
+
+
+def test_wrong_types_are_type_errors(store: MooncakeDistributedStore) -> None:
+    for wrong in ("key", None, [1]):
+        with pytest.raises(TypeError):
+            store.batch_get_session_start(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        store.batch_put_session_start(["a"], ["b"])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        store.batch_get_into_multi_buffer_ranges(["a"], [1], [[1]], [[0]])  # type: ignore[list-item]

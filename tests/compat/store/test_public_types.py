@@ -1,0 +1,77 @@
+"""The plain values behave as the existing package's bindings do."""
+
+from __future__ import annotations
+
+import pytest
+
+import mooncake.store as store
+from mooncake.compat.store.public_types import (
+    Descriptor,
+    DiskDescriptor,
+    ObjectDataType,
+    ReplicaDescriptor,
+    ReplicaStatus,
+    ReplicateConfig,
+    SoftPinAction,
+    TaskStatus,
+)
+
+
+def test_enumerations() -> None:
+    assert int(ObjectDataType.KVCACHE) == ObjectDataType.KVCACHE.value == 1 == ObjectDataType(1)
+    assert ObjectDataType.TENSOR.name == "TENSOR" and str(ObjectDataType.TENSOR) == "ObjectDataType.TENSOR"
+    assert list(SoftPinAction.__members__) == ["PRESERVE", "ENABLE", "DISABLE"]
+    assert (int(TaskStatus.FAILED), int(TaskStatus.SUCCESS)) == (2, 3)
+    assert store.TENSOR is ObjectDataType.TENSOR and store.COMPLETE is ReplicaStatus.COMPLETE
+    assert type(store.FAILED) is type(store.PROCESSING) is TaskStatus
+    with pytest.raises(ValueError):
+        ObjectDataType(99)
+
+
+def test_a_configuration_takes_what_it_has() -> None:
+    config = ReplicateConfig()
+    config.replica_num = 2
+    config.with_hard_pin = True
+    config.data_type = ObjectDataType.WEIGHT
+    config.preferred_segments = ("a", "b")
+    config.group_ids = ["g"]
+    config.group_ids = None
+    assert config.preferred_segments == ["a", "b"]
+    for probe in ("group_ids", "session_ids", "with_soft_pin", "preferred_segment"):
+        assert hasattr(config, probe)
+    shown = str(config)
+    for field in ("replica_num: 2", "data_type: ObjectDataType.WEIGHT", "soft_pin_ttl_ms: None"):
+        assert field in shown
+    with pytest.raises(TypeError):
+        ReplicateConfig(replica_num=2)  # type: ignore[call-arg]
+
+
+def test_and_nothing_else() -> None:
+    config = ReplicateConfig()
+    with pytest.raises(AttributeError, match="colour"):
+        config.colour = "red"
+    with pytest.raises(AttributeError, match="colour"):
+        _ = config.colour
+    for name, value in (("replica_num", "two"), ("with_hard_pin", 1), ("preferred_segments", "a")):
+        with pytest.raises(TypeError, match=name):
+            setattr(config, name, value)
+    with pytest.raises(TypeError, match="data_type"):
+        config.data_type = 99
+
+
+def test_the_old_soft_pin() -> None:
+    config = ReplicateConfig()
+    config.with_soft_pin = True
+    assert config.soft_pin_action is SoftPinAction.ENABLE and config.with_soft_pin
+    config.with_soft_pin = False
+    assert not config.with_soft_pin and str(SoftPinAction.PRESERVE) in str(config)
+
+
+def test_a_replica_on_ssd() -> None:
+    copy = ReplicaDescriptor(ReplicaStatus.COMPLETE, DiskDescriptor("n/ssd", 7))
+    assert copy.is_local_disk_replica() and not copy.is_memory_replica()
+    assert copy.get_disk_descriptor().object_size == 7
+    with pytest.raises(RuntimeError, match="memory"):
+        copy.get_memory_descriptor()
+    with pytest.raises(AttributeError):
+        Descriptor().colour = 1  # type: ignore[attr-defined]

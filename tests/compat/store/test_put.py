@@ -1,0 +1,40 @@
+"""Objects go in by every call, and out again; what cannot be is a number."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mooncake.compat.store.store import MooncakeDistributedStore
+
+
+def test_bytes_come_back(store: MooncakeDistributedStore) -> None:
+    assert store.put("a", b"value") == 0
+    assert store.put("a", b"other") == 0
+    assert store.get("a") == b"value"
+    assert store.get_size("a") == 5
+    assert (store.is_exist("a"), store.is_exist("none")) == (1, 0)
+    assert store.get_batch(["a", "none"]) == [b"value", b""]
+
+
+def test_parts_become_one_object(store: MooncakeDistributedStore) -> None:
+    assert store.put_parts("parts", b"one", bytearray(b"two"), memoryview(b"three")) == 0
+    assert store.get("parts") == b"onetwothree"
+    assert store.put_parts("nothing") == 0
+    assert store.put_parts("nothing", b"", b"") == 0
+    assert store.is_exist("nothing") == 0
+
+
+def test_pointers_in_and_out(store: MooncakeDistributedStore) -> None:
+    source = np.random.default_rng(1).integers(0, 256, (4, 300_000), dtype=np.uint8)
+    target = np.zeros_like(source)
+    pointers = [row.ctypes.data for row in source]
+    assert store.batch_put_from(["p0", "p1"], pointers[:2], [300_000] * 2) == [0, 0]
+    assert store.batch_put_from_multi_buffers(["p2"], [pointers[2:]], [[300_000, 100]]) == [0]
+    targets = [row.ctypes.data for row in target]
+    assert store.batch_get_into(["p0", "none", "p1"], targets[:3], [300_000] * 3) == [300_000, -704, 300_000]
+    assert (target[[0, 2]] == source[:2]).all()
+    read = store.batch_get_into_multi_buffers(["p2"], [[targets[1], targets[3]]], [[200_000, 300_000]])
+    assert read == [300_100] and type(read[0]) is int
+    assert bytes(target[1, :200_000]) + bytes(target[3, :100_100]) == bytes(source[2]) + bytes(
+        source[3, :100]
+    )

@@ -1,0 +1,70 @@
+"""Every byte that is wanted arrives, through whole chunks only."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.compat.store.read_plan import Part, chunk_bytes_for, plan_reads
+
+BASE = 1 << 20
+
+
+@st.composite
+def objects_and_parts(draw: st.DrawFn) -> tuple[int, int, list[Part]]:
+    size, chunk = draw(st.integers(1, 64)), draw(st.integers(1, 17))
+    parts: list[Part] = []
+    at = BASE
+    for _ in range(draw(st.integers(0, 6))):
+        offset = draw(st.integers(0, size))
+        length = draw(st.integers(0, size - offset))
+        parts.append((offset, at, length))
+        at += length
+    return size, chunk, parts
+
+
+@given(objects_and_parts())
+def test_what_is_wanted_arrives(case: tuple[int, int, list[Part]]) -> None:
+    size, chunk, parts = case
+    content = bytes(range(size))
+    memory = bytearray(sum(length for _, _, length in parts))
+    plan = plan_reads(size, chunk, parts)
+    staging = bytearray()
+    for offset, length in plan.staged:
+        assert offset % chunk == 0 and length == min(chunk, size - offset), "a whole chunk"
+        staging += content[offset : offset + length]
+    assert len(staging) == plan.staged_bytes
+    for offset, address, length in plan.direct:
+        memory[address - BASE : address - BASE + length] = content[offset : offset + length]
+    for offset, address, length in plan.copies:
+        memory[address - BASE : address - BASE + length] = staging[offset : offset + length]
+    assert bytes(memory) == b"".join(content[offset : offset + length] for offset, _, length in parts)
+
+
+@given(objects_and_parts())
+def test_what_goes_straight_makes_up_whole_chunks(case: tuple[int, int, list[Part]]) -> None:
+    size, chunk, parts = case
+    times = [0] * size
+    for offset, _, length in plan_reads(size, chunk, parts).direct:
+        for at in range(offset, offset + length):
+            times[at] += 1
+    for start in range(0, size, chunk):
+        of_chunk = times[start : start + chunk]
+        assert len(set(of_chunk)) == 1, "all of its bytes equally often"
+
+
+def test_pages_that_are_chunks_are_not_staged() -> None:
+    plan = plan_reads(1 << 16, 4096, [(8192, BASE, 4096), (0, BASE + 4096, 4096)])
+    assert not plan.staged and len(plan.direct) == 2
+
+
+def test_two_halves_of_a_chunk_are_not_staged() -> None:
+    plan = plan_reads(4096, 4096, [(2048, BASE, 2048), (0, BASE + 9000, 2048)])
+    assert not plan.staged and len(plan.direct) == 2
+
+
+def test_a_chunk_is_a_page_where_all_pages_are_alike() -> None:
+    assert chunk_bytes_for([8192, 8192, 100], 1 << 20) == 8192
+    assert chunk_bytes_for([8192, 4096, 8192], 1 << 20) == 1 << 20
+    assert chunk_bytes_for([64, 64], 1 << 20) == 1 << 20, "too small to be checked one by one"
+    assert chunk_bytes_for([], 1 << 20) == 1 << 20

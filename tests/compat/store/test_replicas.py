@@ -1,0 +1,86 @@
+"""Single copies: where they are, more of them, fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mooncake.compat.store.public_types import ReplicaStatus, TaskStatus, TaskType
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+from tests.compat.store.servers import RunningMaster, a_store, segments_of
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def pair(master: RunningMaster) -> Iterator[tuple[MooncakeDistributedStore, MooncakeDistributedStore]]:
+    with a_store(master, MIB) as one, a_store(master, MIB) as other:
+        yield one, other
+        one.remove_all(force=True)
+
+
+def finish(store: MooncakeDistributedStore, task_id: tuple[int, int]) -> TaskStatus:
+    while True:
+        response, code = store.query_task(task_id)
+        assert code == 0 and response is not None
+        if response.status in (TaskStatus.SUCCESS, TaskStatus.FAILED):
+            assert response.id == task_id and response.created_at_ms_epoch > 0
+            return response.status
+
+
+def test_a_copy_says_where_it_is(pair: tuple[MooncakeDistributedStore, MooncakeDistributedStore]) -> None:
+    one, other = pair
+    config = ReplicateConfig()
+    config.preferred_segment = other.get_hostname()
+    assert one.put("k", b"value", config) == 0
+    (copy,) = one.get_replica_desc("k")
+    assert copy.status is ReplicaStatus.COMPLETE
+    assert copy.is_memory_replica() and not copy.is_disk_replica() and not copy.is_local_disk_replica()
+    place = copy.get_memory_descriptor().buffer_descriptor
+    assert (place.size, place.transport_endpoint) == (5, other.get_hostname()) and place.buffer_address
+    with pytest.raises(RuntimeError, match="not on disk"):
+        copy.get_disk_descriptor()
+    assert list(one.batch_get_replica_desc(["none", "k"])) == ["k"]
+
+
+def test_replicas_are_asked_for_and_dropped(
+    pair: tuple[MooncakeDistributedStore, MooncakeDistributedStore],
+) -> None:
+    one, other = pair
+    config = ReplicateConfig()
+    config.replica_num = 5
+    assert one.put("k", b"value", config) == 0, "as many as there are segments"
+    assert sorted(segments_of(one, "k")) == sorted([one.get_hostname(), other.get_hostname()])
+    assert one.batch_replica_clear(["k", "none"], other.get_hostname()) == ["k"]
+    assert segments_of(one, "k") == [one.get_hostname()]
+    assert one.get("k") == b"value"
+
+
+def test_copy_and_move(pair: tuple[MooncakeDistributedStore, MooncakeDistributedStore]) -> None:
+    one, other = pair
+    here, there = one.get_hostname(), other.get_hostname()
+    config = ReplicateConfig()
+    config.preferred_segments = [here]
+    assert one.put("k", b"value", config) == 0
+    task_id, code = one.create_copy_task("k", [there])
+    assert code == 0 and task_id != (0, 0)
+    assert finish(one, task_id) is TaskStatus.SUCCESS
+    assert sorted(segments_of(one, "k")) == sorted([here, there])
+    assert one.put("m", b"value", config) == 0
+    task_id, code = one.create_move_task("m", here, there)
+    assert code == 0 and finish(one, task_id) is TaskStatus.SUCCESS
+    response, _ = one.query_task(task_id)
+    assert response is not None and response.type is TaskType.REPLICA_MOVE and "SUCCESS" in repr(response)
+    assert segments_of(one, "m") == [there]
+    assert other.get("m") == b"value"
+
+
+def test_tasks_that_cannot_be(pair: tuple[MooncakeDistributedStore, MooncakeDistributedStore]) -> None:
+    one, _ = pair
+    assert one.put("k", b"value") == 0
+    assert one.create_copy_task("k", ["nowhere"]) == ((0, 0), -600)
+    assert one.create_copy_task("none", [one.get_hostname()]) == ((0, 0), -704)
+    assert one.create_move_task("k", "nowhere", one.get_hostname())[1] < 0
+    for unknown in ((1, 10**6), (0, 0), (7, 7), (1, -1), (1, 1 << 70)):
+        assert one.query_task(unknown) == (None, -1400)

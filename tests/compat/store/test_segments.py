@@ -1,0 +1,116 @@
+"""More memory for the store, from files and from nowhere, and back again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mooncake.store import MooncakeDistributedStore
+from tests.compat.store.servers import RunningMaster, a_store
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def alone() -> MooncakeDistributedStore:
+    return MooncakeDistributedStore()
+
+
+def test_memory_comes_and_goes() -> None:
+    master = RunningMaster()
+    with a_store(master, segment_bytes=0) as store:
+        assert store.put("k", b"v") == -200, "there is no memory at all"
+        outcome = store.allocate_and_mount_segment(MIB)
+        assert (outcome["ret"], outcome["allocated_size"]) == (0, MIB)
+        (segment_id,) = outcome["segment_ids"]
+        first, second = map(int, segment_id.split("-"))
+        assert 0 <= first < 1 << 64 and 0 <= second < 1 << 64
+        assert store.put("k", b"v") == 0 and store.get("k") == b"v"
+        assert store.unmount_and_free_segment([segment_id]) == 0
+        assert store.unmount_segment([segment_id]) == -1, "it is gone"
+        assert (store.is_exist("k"), store.put("k", b"v")) == (0, -200)
+    master.close()
+
+
+def test_neither_a_link_nor_a_pipe_is_lent(tmp_path: Path) -> None:
+    master = RunningMaster()
+    file = tmp_path / "private"
+    file.write_bytes(bytes(MIB))
+    (tmp_path / "link").symlink_to(file)
+    os.mkfifo(tmp_path / "pipe")
+    with a_store(master, segment_bytes=0) as store:
+        for name in ("link", "pipe"):
+            assert store.mount_segment(str(tmp_path / name), MIB)["ret"] == -1
+    master.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of somebody else")
+def test_a_file_of_somebody_else_is_not_lent(tmp_path: Path) -> None:
+    master = RunningMaster()
+    file = tmp_path / "theirs"
+    file.write_bytes(bytes(MIB))
+    os.chown(file, 12345, 12345)
+    with a_store(master, segment_bytes=0) as store:
+        assert store.mount_segment(str(file), MIB)["ret"] == -1
+    master.close()
+
+
+def test_a_file_becomes_a_segment(tmp_path: Path) -> None:
+    master = RunningMaster()
+    file = tmp_path / "segment"
+    file.write_bytes(bytes(2 * MIB))
+    with a_store(master, segment_bytes=0) as store:
+        outcome = store.mount_segment(str(file), MIB, MIB)
+        assert outcome["ret"] == 0
+        value = os.urandom(100_000)
+        assert store.put("k", value) == 0 and store.get("k") == value
+        assert value in file.read_bytes()[MIB:]
+        assert store.unmount_segment(outcome["segment_ids"]) == 0
+    master.close()
+
+
+def test_a_segment_with_a_grace_period_is_emptied_meanwhile() -> None:
+    master = RunningMaster()
+    with a_store(master, segment_bytes=0) as store:
+        (leaving,) = store.allocate_and_mount_segment(MIB)["segment_ids"]
+        value = os.urandom(1000)
+        assert store.put("k", value) == 0
+        assert store.allocate_and_mount_segment(MIB)["ret"] == 0
+        assert store.unmount_segment([leaving], 60) == 0
+        assert store.unmount_segment([leaving], 60) == -1
+        assert store.get("k") == value
+        assert store.put("l", value) == 0
+        for key in ("k", "l"):
+            while leaving in str(
+                [c.get_memory_descriptor().buffer_descriptor for c in store.get_replica_desc(key)]
+            ):
+                assert store.get("k") == value
+    master.close()
+
+
+def test_what_cannot_be_mounted_is_said(
+    store: MooncakeDistributedStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nothing = {"ret": -1, "segment_ids": []}
+    short = tmp_path / "short"
+    short.write_bytes(bytes(4096))
+    assert store.mount_segment(str(tmp_path / "none"), MIB) == nothing
+    assert store.mount_segment(str(tmp_path), MIB) == nothing
+    assert store.mount_segment(str(short), MIB) == nothing
+    assert store.mount_segment(str(short), 0) == nothing
+    assert store.mount_segment(str(short), 4096, 1) == nothing
+    for size in (0, -1, 1 << 60):
+        assert store.allocate_and_mount_segment(size) == {**nothing, "allocated_size": 0}
+    assert "none" in caplog.text and "at most 4096" in caplog.text
+    assert store.unmount_segment(["1-2"]) == -1
+    assert store.unmount_local_disk_segment() == -1
+
+
+def test_before_setup(alone: MooncakeDistributedStore) -> None:
+    nothing = {"ret": -1, "segment_ids": []}
+    assert alone.mount_segment("/x", MIB) == nothing
+    assert alone.allocate_and_mount_segment(MIB) == {**nothing, "allocated_size": 0}
+    assert alone.unmount_segment(["1-2"]) == alone.unmount_and_free_segment(["1-2"]) == -1
+    assert alone.unmount_local_disk_segment() == -1

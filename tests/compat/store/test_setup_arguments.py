@@ -1,0 +1,70 @@
+"""The words of ``setup`` and the environment, and that ``docs/store.md`` tells of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mooncake.compat.store.setup_arguments import (
+    ALWAYS_SO,
+    NOT_HONOURED,
+    DropinSettings,
+    parse_size,
+    read_environment,
+    setup_arguments,
+)
+from mooncake.config import options
+from mooncake.errors import InvalidArgument
+
+DOCS = (Path(__file__).parents[3] / "docs" / "store.md").read_text()
+LEAST = {"local_hostname": "h", "metadata_server": "P2PHANDSHAKE"}
+
+
+def test_sizes_are_powers_of_1024() -> None:
+    assert [parse_size(text) for text in ("16MB", "16 MB", "1gb", "4096", 7)] == [
+        *(16 << 20, 16 << 20, 1 << 30, 4096, 7)
+    ]
+
+
+def test_a_dictionary_has_defaults_and_other_names() -> None:
+    words = setup_arguments(LEAST)
+    assert (words.global_segment_size, words.local_buffer_size) == (16 << 20, 16 << 20)
+    assert (words.protocol, words.master_server_addr) == ("tcp", "127.0.0.1:50051")
+    words = setup_arguments(
+        {**LEAST, "master_server_address": "m:1", "device_name": "mlx5_0", "tenant_id": 7}
+    )
+    assert (words.master_server_addr, words.rdma_devices, words.tenant_id) == ("m:1", "mlx5_0", "7")
+    words = setup_arguments({**LEAST, "master_server_address": "m:1", "master_server_addr": "n:2"})
+    assert words.master_server_addr == "n:2", "its own name wins"
+
+
+def test_misspelt_keys_are_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    setup_arguments({**LEAST, "local_buffer_sise": 1, "ipc_socket_path": "/x"})
+    assert "local_buffer_size" in caplog.text and "ipc" not in caplog.text
+
+
+def test_the_environment(caplog: pytest.LogCaptureFixture) -> None:
+    given = {
+        "MC_STORE_CLIENT_MIN_PORT": "20000",
+        "MC_STORE_CLIENT_MAX_PORT": "20010",
+        "MOONCAKE_OFFLOAD_ENABLED": "true",
+        "MC_STORE_LOCAL_HOT_CACHE_SIZE": "1",
+    }
+    settings = read_environment(given)
+    assert (settings.min_port, settings.max_port, settings.ssd_offload) == (20000, 20010, True)
+    assert "MC_STORE_LOCAL_HOT_CACHE_SIZE" in caplog.text
+    with pytest.raises(InvalidArgument, match="MC_STORE_CLIENT_MIN_PORT"):
+        read_environment({"MC_STORE_CLIENT_MIN_PORT": "20000"})
+    with pytest.raises(InvalidArgument, match="MC_STORE_CLIENT_SETUP_RETRIES"):
+        read_environment({"MC_STORE_CLIENT_SETUP_RETRIES": "many"})
+
+
+def test_the_documents_tell_of_every_variable() -> None:
+    for option in options(DropinSettings):
+        for variable in option.more_variables or [f"MOONCAKE_DROPIN_{option.name.upper()}"]:
+            assert f"| `{variable}` | {option.sentence} |" in DOCS
+    for variable, reason in (NOT_HONOURED).items():
+        assert f"| `{variable}` | {reason} |" in DOCS
+    for variable, reason in ALWAYS_SO.items():
+        assert f"| `{variable}` | None: {reason}. |" in DOCS

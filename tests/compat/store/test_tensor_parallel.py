@@ -1,0 +1,273 @@
+"""Whoever writes a tensor in parts, every reader gets the part that torch would cut from the whole."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake.compat.store import tensor_gather
+from mooncake.compat.store.parallelism import ParallelAxis, ReadTarget, TensorParallelism
+from mooncake.compat.store.public_types import ReplicateConfig
+from mooncake.compat.store.store import MooncakeDistributedStore
+from mooncake.compat.store.tensor_format import AxisKind, decode, decode_manifest
+from mooncake.compat.store.tensors import _serialize_tensor
+from tests.compat.store.servers import CALM
+
+MASTER = CALM
+_numbers = itertools.count()
+
+
+def new_key() -> str:
+    return f"parallel/{next(_numbers)}"
+
+
+def tp(rank: int, size: int, dim: int = 0) -> TensorParallelism:
+    return TensorParallelism([ParallelAxis("tp", rank, size, dim)])
+
+
+def part(tensor: torch.Tensor, rank: int, size: int, dim: int) -> torch.Tensor:
+    """As torch cuts it; a rank beyond the last chunk has nothing."""
+    chunks = tensor.chunk(size, dim)
+    return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
+
+
+def equal(found: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(found, torch.Tensor) and found.dtype == tensor.dtype and torch.equal(found, tensor)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))
+    dtype = draw(st.sampled_from([torch.int64, torch.uint8, torch.float16]))
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+@st.composite
+def divisions(draw: st.DrawFn, ndim: int) -> tuple[int, int]:
+    return draw(st.integers(1, 4)), draw(st.integers(0, ndim - 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors(), st.data())
+def test_every_reader_gets_its_part_of_every_writers(
+    store: MooncakeDistributedStore, tensor: torch.Tensor, data: st.DataObject
+) -> None:
+    key = new_key()
+    writer = data.draw(st.sampled_from(["whole", "with_tp", "parallelism", "writers"]))
+    size, dim = data.draw(divisions(tensor.ndim))
+    if writer == "whole":
+        assert store.put_tensor(key, tensor) == 0
+    elif writer == "with_tp":
+        assert store.put_tensor_with_tp(key, tensor, 0, size, dim) == 0
+    elif writer == "parallelism":
+        rank = data.draw(st.integers(0, size - 1))
+        assert store.put_tensor_with_parallelism(key, tensor, tp(rank, size, dim)) == 0
+    else:
+        for rank in data.draw(st.permutations(range(size))):
+            partition = (rank, size, dim)
+            assert store.put_tensor_with_parallelism(key, tensor, writer_partition=partition) == 0
+
+    with mock.patch.object(tensor_gather, "MAX_RUNS", data.draw(st.sampled_from([0, 4096]))):
+        check_readers(store, key, tensor, *data.draw(divisions(tensor.ndim)))
+
+
+def check_readers(
+    store: MooncakeDistributedStore, key: str, tensor: torch.Tensor, size: int, dim: int
+) -> None:
+    assert equal(store.get_tensor_with_parallelism(key), tensor)
+    assert equal(store.get_tensor_with_parallelism(key, ReadTarget("full")), tensor)
+    wanted = [part(tensor, rank, size, dim) for rank in range(size)]
+    targets = [ReadTarget("shard", tp(rank, size, dim)) for rank in range(size)]
+    found = store.batch_get_tensor_with_parallelism([key] * size, targets)
+    for tensor_found, tensor_wanted in zip(found, wanted, strict=True):
+        assert tensor_found is not None and equal(tensor_found, tensor_wanted)
+        assert tensor_found.is_contiguous()
+    buffers = [np.zeros(304 + max(1, t.nbytes), dtype=np.uint8) for t in wanted]
+    addresses = [buffer.ctypes.data for buffer in buffers]
+    sizes = [buffer.size for buffer in buffers]
+    placed = store.batch_get_tensor_with_parallelism_into([key] * size, addresses, sizes, targets)
+    assert all(equal(a, b) for a, b in zip(placed, wanted, strict=True))
+    for tensor_there, address in zip(placed, addresses, strict=True):
+        assert not tensor_there.numel() or tensor_there.data_ptr() == address + 304
+
+
+@settings(max_examples=30, deadline=None)
+@given(tensors(), st.data())
+def test_two_divisions_one_after_the_other(
+    store: MooncakeDistributedStore, tensor: torch.Tensor, data: st.DataObject
+) -> None:
+    key = new_key()
+    sizes = [data.draw(st.integers(1, 3)) for _ in range(2)]
+    dims = [data.draw(st.integers(0, tensor.ndim - 1)) for _ in range(2)]
+    axes = [ParallelAxis("tp", 0, size, dim) for size, dim in zip(sizes, dims, strict=True)]
+    assert store.put_tensor_with_parallelism(key, tensor, TensorParallelism(axes)) == 0
+    assert equal(store.get_tensor_with_parallelism(key), tensor)
+    for ranks in itertools.product(*map(range, sizes)):
+        for axis, rank in zip(axes, ranks, strict=True):
+            axis.rank = rank
+        first = part(tensor, ranks[0], sizes[0], dims[0])
+        wanted = part(first, ranks[1], sizes[1], dims[1])
+        for mode in ("as_stored", "shard"):
+            assert equal(
+                store.get_tensor_with_parallelism(key, ReadTarget(mode, TensorParallelism(axes))), wanted
+            )
+    assert equal(store.get_tensor_with_parallelism(key, ReadTarget("shard", tp(0, 2))), part(tensor, 0, 2, 0))
+
+
+def test_parts_have_the_keys_that_programs_look_for(store: MooncakeDistributedStore) -> None:
+    key, tensor = new_key(), torch.arange(12).reshape(3, 4)
+    assert store.put_tensor_with_tp(key, tensor, tp_rank=1, tp_size=2, split_dim=1) == 0
+    for rank in range(2):
+        wanted = part(tensor, rank, 2, 1)
+        assert equal(store.get_tensor(f"{key}_tp_{rank}"), wanted)
+        assert equal(store.get_tensor_with_tp(key, rank, 2, 1), wanted)
+        header = decode(store.get(f"{key}_tp_{rank}"), store.get_size(f"{key}_tp_{rank}"))
+        assert (header.global_shape, header.shape) == ((3, 4), (3, 2))
+        (axis,) = header.axes
+        assert (axis.kind, axis.rank, axis.count, axis.split_dim) == (AxisKind.TP, rank, 2, 1)
+        assert axis.extent == 2
+    assert store.is_exist(key) == 0
+    assert store.get_tensor_with_tp(key, 0, 1) is None
+    assert store.get_tensor_with_tp(key, 2, 3) is None
+
+
+def test_writers_have_the_keys_and_the_manifest_of_the_format(store: MooncakeDistributedStore) -> None:
+    key, tensor = new_key(), torch.arange(10.0)
+    assert store.put_tensor_with_parallelism(key, tensor, writer_partition=(1, 4, 0)) == 0
+    assert equal(store.get_tensor(f"{key}__writer_1of4_sd0"), part(tensor, 1, 4, 0))
+    manifest = decode_manifest(store.get(f"{key}__writer_manifest"))
+    assert (manifest.shape, manifest.split_dim, manifest.count) == ((10,), 0, 4)
+    assert store.get_tensor_with_parallelism(key) is None, "three writers have not come yet"
+    assert equal(
+        store.get_tensor_with_parallelism(key, ReadTarget("shard", tp(2, 5))), part(tensor, 2, 5, 0)
+    ), "this part is all writer 1's"
+
+
+def test_data_parallel_ranks_share_experts_do_not(store: MooncakeDistributedStore) -> None:
+    key = new_key()
+    for rank in range(2):
+        axes = TensorParallelism([ParallelAxis("dp", rank, 2), ParallelAxis("tp", rank, 2, 0)])
+        assert store.put_tensor_with_parallelism(key, torch.arange(4), axes) == 0
+        found = store.get_tensor_with_parallelism(key, ReadTarget("as_stored", axes))
+        assert equal(found, part(torch.arange(4), rank, 2, 0))
+    for expert in range(2):
+        axes = TensorParallelism([ParallelAxis("ep", 0, 1, expert_id=expert), ParallelAxis("pp", 1, 2)])
+        tensor = torch.full((3,), expert)
+        assert store.put_tensor_with_parallelism(key, tensor, axes) == 0
+        assert equal(store.get_tensor_with_parallelism(key, ReadTarget("full", axes)), tensor)
+    assert equal(store.get_tensor_with_parallelism(key), torch.arange(4))
+
+
+def test_from_memory_in_the_format(store: MooncakeDistributedStore) -> None:
+    tensor = torch.arange(24).reshape(4, 6)
+    head, _, _, _ = _serialize_tensor(tensor)
+    buffer = np.frombuffer(head + tensor.numpy().tobytes(), dtype=np.uint8)
+    address, size = buffer.ctypes.data, buffer.size
+    key = new_key()
+    assert store.put_tensor_with_tp_from(key, address, size, 0, 2, 1) == 0
+    assert equal(store.get_tensor_with_tp(key, 1, 2), part(tensor, 1, 2, 1))
+    assert store.batch_put_tensor_with_tp_from([key + "w"], [address], [size], 0, 1) == [0]
+    assert equal(store.get_tensor(key + "w"), tensor)
+    target = np.zeros(304 + 96, dtype=np.uint8)
+    found = store.get_tensor_with_tp_into(key, target.ctypes.data, target.size, 0, 2, 1)
+    assert found is not None and equal(found, part(tensor, 0, 2, 1))
+    assert found.data_ptr() == target.ctypes.data + 304
+    found = store.batch_get_tensor_with_tp_into([key, "nobody"], [target.ctypes.data] * 2, [400] * 2, 1, 2)
+    assert equal(found[0], part(tensor, 1, 2, 1)) and found[1] is None
+    assert store.put_tensor_with_parallelism_from(key + "p", address, size, tp(0, 3, 0)) == 0
+    assert equal(store.get_tensor_with_parallelism(key + "p", ReadTarget("full")), tensor)
+    assert store.put_tensor_with_parallelism_from(key + "q", address, 300, tp(0, 3, 0)) == -600
+    assert store.batch_put_tensor_with_tp_from([key], [address], []) == [-600]
+
+
+def test_batches(store: MooncakeDistributedStore) -> None:
+    keys, tensors = [new_key() for _ in range(3)], [torch.full((4,), n) for n in range(3)]
+    assert store.batch_put_tensor_with_tp(keys, tensors, 0, 2) == [0, 0, 0]
+    found = store.batch_get_tensor_with_tp(["nobody", *keys], 1, 2)
+    assert found[0] is None
+    assert all(equal(a, b[2:]) for a, b in zip(found[1:], tensors, strict=True))
+    more = [new_key() for _ in range(3)]
+    ways = [None, tp(0, 2), None]
+    writers = [None, None, (0, 1, 0)]
+    codes = store.batch_put_tensor_with_parallelism(more, tensors, ways, writer_partitions=writers)
+    assert codes == [0, 0, 0]
+    found = store.batch_get_tensor_with_parallelism(more)
+    assert all(equal(a, b) for a, b in zip(found, tensors, strict=True))
+    assert store.batch_put_tensor_with_parallelism(more, tensors, ways[:2]) == [-600] * 3
+    assert store.batch_get_tensor_with_parallelism(more, [None]) == [None] * 3
+    assert store.batch_put_tensor_with_tp(more, tensors[:2]) == [-600] * 3
+
+
+def test_every_part_is_replaced(store: MooncakeDistributedStore) -> None:
+    key, tensor = new_key(), torch.arange(12).reshape(3, 4)
+    for new, way in ((tensor, tp(0, 2, 0)), (tensor + 1, tp(1, 3, 1)), (tensor + 2, tp(0, 2, 1))):
+        assert store.upsert_tensor_with_parallelism(key, new, way) == 0
+        assert equal(store.get_tensor_with_parallelism(key), new)
+        assert equal(store.get_tensor_with_parallelism(key, ReadTarget("shard", tp(1, 2))), new[2:])
+    other = new_key()
+    head, _, _, _ = _serialize_tensor(tensor)
+    buffer = np.frombuffer(head + tensor.numpy().tobytes(), dtype=np.uint8)
+    for rank in range(2):
+        code = store.upsert_tensor_with_parallelism_from(
+            other, buffer.ctypes.data, buffer.size, writer_partition=(rank, 2, 1)
+        )
+        assert code == 0
+    assert equal(store.get_tensor_with_parallelism(other), tensor)
+    assert store.batch_upsert_tensor_with_parallelism(
+        [other], [tensor + 1], writer_partitions=[(0, 1, 0)]
+    ) == [0]
+    assert equal(store.get_tensor_with_parallelism(other), tensor + 1)
+
+
+def test_groups_reach_every_part(store: MooncakeDistributedStore) -> None:
+    config, keys = ReplicateConfig(), [new_key(), new_key()]
+    config.group_ids = ["a", "b"]
+    tensors = [torch.arange(4)] * 2
+    assert store.batch_pub_tensor_with_tp(keys, tensors, config, 0, 3) == [0, 0]
+    assert store.pub_tensor_with_tp(new_key(), tensors[0], config, 0, 3) == -600, "two groups for one"
+    assert config.group_ids == ["a", "b"]
+
+
+def test_what_cannot_be(store: MooncakeDistributedStore) -> None:
+    tensor = torch.arange(4)
+    put = store.put_tensor_with_parallelism
+    bad_axis = TensorParallelism([ParallelAxis("tp", 2, 2, 0)])
+    assert put(new_key(), tensor, bad_axis) == -600
+    assert put(new_key(), tensor, tp(0, 2, 1)) == -600
+    assert put(new_key(), tensor, tp(0, 2), writer_partition=(0, 2, 0)) == -600
+    assert put(new_key(), tensor, "tp") == -600  # type: ignore[arg-type]
+    for partition in [(2, 2, 0), (0, 2, 1), (0, 2), "abc", (None, 2, 0)]:
+        assert put(new_key(), tensor, writer_partition=partition) == -600  # type: ignore[arg-type]
+    assert put(new_key(), tensor, TensorParallelism([ParallelAxis("dp")] * 5)) == -600
+    assert store.put_tensor_with_tp(new_key(), tensor, 2, 2) == -600
+    assert store.put_tensor_with_tp(new_key(), tensor, 0, 2, 1) == -600
+    key = new_key()
+    assert store.put_tensor(key, tensor) == 0
+    get = store.get_tensor_with_parallelism
+    assert get(key, ReadTarget("shard", bad_axis)) is None
+    assert get(key, ReadTarget("shard", tp(0, 2, 1))) is None
+    assert get(key, ReadTarget("as_stored", tp(0, 2))) is None
+    assert get(key, "full") is None  # type: ignore[arg-type]
+    assert get("nobody") is None
+
+
+def test_the_words_are_checked_where_they_are_set() -> None:
+    with pytest.raises(RuntimeError):
+        ReadTarget().mode = "whole"
+    with pytest.raises(RuntimeError):
+        ParallelAxis().kind = "cp"
+    for thing in (ParallelAxis(), TensorParallelism(), ReadTarget()):
+        with pytest.raises(AttributeError):
+            thing.other = 1  # type: ignore[union-attr]
+    target = ReadTarget()
+    target.mode = "shard"
+    target.parallelism = TensorParallelism()
+    target.parallelism.axes = [ParallelAxis()]
+    assert (target.mode, len(target.parallelism.axes)) == ("shard", 1)

@@ -1,0 +1,127 @@
+"""``RpcInterface``: bytes and tensors from one program to another's callback."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mooncake.compat.transfer.rpc_interface import PART_BYTES
+from mooncake.engine import (
+    CoroRPCInterface,
+    ReceivedData,
+    ReceivedTensor,
+    RpcInterface,
+    create_rpc_client,
+    create_rpc_server,
+)
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+class Receiver:
+    def __init__(self) -> None:
+        self.address = free_address()
+        self.data: list[ReceivedData] = []
+        self.tensors: list[ReceivedTensor] = []
+        self.server = create_rpc_server()
+        assert self.server.initialize_server(self.address, thread_count=2)
+        self.server.set_data_receive_callback(self.data.append)
+        self.server.set_tensor_receive_callback(self.tensors.append)
+        assert self.server.start_server_async()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.server.stop_server()
+
+
+def test_data(receiver: Receiver) -> None:
+    client = create_rpc_client()
+    big = np.random.default_rng(1).integers(0, 256, 2 * PART_BYTES + 5, dtype=np.uint8)
+    assert client.send_data(receiver.address, b"hello") == 0
+    assert client.send_data(receiver.address, big) == 0
+    assert client.send_data(receiver.address, b"") == 0
+    hello, large, empty = receiver.data
+    assert hello.get_bytes() == b"hello" and hello.data_size == 5
+    assert hello.source_address.startswith("127.0.0.1:")
+    assert large.get_memory_view() == big.data and empty.data_size == 0
+
+
+def test_tensors(receiver: Receiver) -> None:
+    client = RpcInterface()
+    assert client.initialize()
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    assert client.send_tensor(receiver.address, array) == 0
+    [tensor] = receiver.tensors
+    assert (tensor.dtype, tensor.shape, tensor.total_bytes) == ("float32", (3, 4), 48)
+    assert tensor.get_data_as_bytes() == array.tobytes() and tensor.get_data_size() == 48
+    assert np.array_equal(np.frombuffer(tensor.get_memory_view(), np.float32).reshape(tensor.shape), array)
+    assert client.send_tensor(receiver.address, "no tensor") == -1
+
+
+def test_torch_tensors(receiver: Receiver) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+    sent = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    assert create_rpc_client().send_tensor(receiver.address, sent.t()) == 0
+    [tensor] = receiver.tensors
+    assert (tensor.dtype, tensor.shape) == ("torch.bfloat16", (3, 2))
+    got = torch.frombuffer(tensor.get_memory_view(), dtype=torch.bfloat16).reshape(3, 2)
+    assert torch.equal(got, sent.t())
+
+
+async def test_from_coroutines(receiver: Receiver) -> None:
+    loop, client = asyncio.get_running_loop(), CoroRPCInterface()
+    assert client.initialize_client(pool_size=4, timeout_seconds=20)
+    sent = [client.send_data_async(receiver.address, bytes([number]), loop) for number in range(20)]
+    sent.append(client.send_tensor_async(receiver.address, np.zeros(3), loop))
+    assert await asyncio.gather(*sent) == [0] * 21
+    assert sorted(data.get_bytes()[0] for data in receiver.data) == list(range(20))
+
+
+def test_what_fails_says_so(receiver: Receiver) -> None:
+    client = create_rpc_client()
+    assert client.send_data(free_address(), b"x") == -1
+    assert client.send_data("nonsense", b"x") == -1
+    assert client.send_data(receiver.address, 5) == -1
+    assert not RpcInterface().start_server()
+    assert not RpcInterface().initialize_server("no port")
+    second = RpcInterface()
+    assert second.initialize(receiver.address) and not second.start_server_async(), "the address is taken"
+
+    def broken(data: ReceivedData) -> None:
+        raise ValueError("the receiver's own mistake")
+
+    receiver.server.set_data_receive_callback(broken)
+    assert client.send_data(receiver.address, b"x") == -1
+
+
+def test_serving_until_stopped() -> None:
+    server = RpcInterface()
+    address = free_address()
+    assert server.initialize(listen_address=address, thread_count=1)
+    arrived = threading.Event()
+    server.set_data_receive_callback(lambda data: arrived.set())
+    answers: list[bool] = []
+    serving = threading.Thread(target=lambda: answers.append(server.start_server()))
+    serving.start()
+    client = create_rpc_client()
+    for _ in range(200):
+        if client.send_data(address, b"x") == 0:
+            break
+        arrived.wait(0.05)
+    assert arrived.is_set() and serving.is_alive()
+    server.stop_server()
+    serving.join(60)
+    assert answers == [True] and client.send_data(address, b"x") == -1
+    server.stop_server()

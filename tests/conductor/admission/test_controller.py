@@ -1,0 +1,378 @@
+"""The rules at their edges, and against each other in a small world on virtual time."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+
+from mooncake.conductor.admission.controller import AdmissionController, Rule
+from mooncake.conductor.admission.result import AdmissionRequest, AdmissionResult, PoolCapacity
+from mooncake.conductor.prediction.cost_models import DecodeModel
+
+STEP = DecodeModel(0.02, 0.002, 1e-6)
+POOLS = PoolCapacity(1, 1, STEP)
+
+
+def applicant(name: str = "r", **fields: Any) -> AdmissionRequest:
+    """It waits 2 s and is computed in 1 s; wants 10 s and steps of 50 ms."""
+    given = {"queue_s": 2.0, "prefill_s": 1.0, "ttft_s": 3.0, "tbt_s": 0.03}
+    return AdmissionRequest(
+        name, **{"num_tokens": 1000, "slo_ttft_s": 10.0, "slo_tbt_s": 0.05, **given, **fields}
+    )
+
+
+def decoding(admission: AdmissionController, num: int, now: float = 0.0) -> None:
+    """So many decode."""
+    for number in range(num):
+        verdict = admission.decide(applicant(f"d{number}", ttft_s=0.0, slo_tbt_s=0.0), POOLS, now)
+        assert verdict.is_admitted and admission.prefilled(f"d{number}", POOLS, now).is_admitted
+
+
+@pytest.mark.parametrize("rule", ["baseline", "early", "predicted", "goodput"])
+def test_a_deadline_that_cannot_be_met_is_refused_with_the_time_the_queue_needs(rule: Rule) -> None:
+    admission = AdmissionController(rule)
+    late = applicant(queue_s=12.0, prefill_s=1.0, ttft_s=13.0)
+    verdict = admission.decide(late, POOLS, 0.0)
+    assert (verdict.is_admitted, verdict.code) == (False, "slo_ttft")
+    assert verdict.retry_after_s == pytest.approx(3.0), "13 s become 10 s when 3 s of queue are gone"
+    for number in ("13 s", "12 s", "1 s", "10 s"):
+        assert number in verdict.reason
+    assert admission.decide(applicant(queue_s=9.0, ttft_s=10.0), POOLS, 3.0).is_admitted, "as promised"
+    assert admission.num_rejected == {"slo_ttft": 1}
+
+
+def test_a_prompt_that_is_too_long_for_its_deadline_is_told_so() -> None:
+    verdict = AdmissionController("early").decide(applicant(prefill_s=15.0, ttft_s=17.0), POOLS, 0.0)
+    assert "not even without a queue" in verdict.reason
+    assert verdict.retry_after_s == pytest.approx(2.0), "when the queue is gone"
+
+
+def test_none_admits_everything_and_no_slo_means_no_deadline() -> None:
+    assert AdmissionController("none").decide(applicant(ttft_s=1e6), POOLS, 0.0).is_admitted
+    for rule in ("baseline", "early", "predicted", "goodput"):
+        wishless = applicant(ttft_s=1e6, slo_ttft_s=0.0, slo_tbt_s=0.0)
+        assert AdmissionController(rule).decide(wishless, POOLS, 0.0).is_admitted
+
+
+def test_early_looks_at_decode_now() -> None:
+    admission = AdmissionController("early")
+    decoding(admission, 9)  # 20 ms + 9 * 3 ms
+    assert admission.decide(applicant("fits"), POOLS, 0.0).is_admitted
+    decoding(admission, 10)
+    verdict = admission.decide(applicant(), POOLS, 0.0)
+    assert (verdict.is_admitted, verdict.code) == (False, "slo_tbt")
+    assert "10 requests are decoding" in verdict.reason and "53 ms" in verdict.reason
+    # Ten leave in ten seconds (the first guess), one must.
+    assert verdict.retry_after_s == pytest.approx(1.0)
+
+
+def test_memory_is_a_limit_like_time() -> None:
+    """Ten contexts of 1,000 tokens are in memory for ten."""
+    pools = PoolCapacity(1, 1, DecodeModel(0.001, 0.0, 0.0), kv_tokens=10_500)
+    for rule in ("early", "predicted", "goodput"):
+        admission = AdmissionController(rule)
+        for number in range(10):
+            one = applicant(str(number), ttft_s=0.0)
+            assert admission.decide(one, pools, 0.0).is_admitted
+            admission.prefilled(str(number), pools, 0.0)
+        verdict = admission.decide(applicant(ttft_s=0.0), pools, 0.0)
+        assert (verdict.is_admitted, verdict.code) == (False, "slo_tbt")
+        assert "105% of the decode instances' memory" in verdict.reason
+        assert verdict.retry_after_s > 0
+
+
+def test_predicted_looks_at_decode_when_the_prompt_is_computed() -> None:
+    admission = AdmissionController("predicted")
+    decoding(admission, 10)
+    assert not admission.decide(applicant(ttft_s=3.0), POOLS, 0.0).is_admitted
+    # They stay ten seconds: after that there is room.
+    assert admission.decide(applicant(ttft_s=10.0), POOLS, 0.5).is_admitted
+
+
+def test_predicted_sees_who_is_still_being_computed() -> None:
+    rules: list[Rule] = ["early", "predicted"]
+    admissions = [AdmissionController(rule) for rule in rules]
+    for admission in admissions:
+        for number in range(10):
+            assert admission.decide(applicant(str(number)), POOLS, 0.0).is_admitted
+    verdicts = [admission.decide(applicant(), POOLS, 0.0) for admission in admissions]
+    assert [verdict.is_admitted for verdict in verdicts] == [True, False]
+    assert verdicts[1].retry_after_s == pytest.approx(10.0, abs=0.2), (
+        "the first of them leaves after its stay"
+    )
+
+
+@pytest.mark.parametrize("rule", ["baseline", "early", "predicted"])
+def test_decode_looks_again_when_the_prompt_is_computed(rule: Rule) -> None:
+    """Others may have come meanwhile, whatever was foreseen."""
+    admission = AdmissionController(rule)
+    assert admission.decide(applicant(), POOLS, 0.0).is_admitted
+    decoding(admission, 10)
+    verdict = admission.prefilled("r", POOLS, 3.0)
+    assert (verdict.is_admitted, verdict.code) == (False, "slo_tbt")
+    assert verdict.retry_after_s > 0
+    assert admission.decode_forecast.decoding.num_requests == 10
+    admission.check()
+
+
+@pytest.mark.parametrize("rule", ["baseline", "early", "predicted"])
+def test_who_was_let_in_to_audit_a_rejection_is_not_rejected_later(rule: Rule) -> None:
+    """The audit asks what would have become of it; a second look would answer no to everybody."""
+    admission = AdmissionController(rule, audit_share=1.0)
+    if rule == "baseline":  # which looks at decode only when the prompt is computed
+        late = {"queue_s": 12.0, "ttft_s": 13.0}
+    else:
+        late = {}
+        decoding(admission, 10)
+    verdict = admission.decide(applicant("audited", **late), POOLS, 0.0)
+    assert verdict.is_admitted and verdict.is_audited
+    decoding(admission, 10)
+    assert admission.prefilled("audited", POOLS, 3.0).is_admitted
+    admission.finished("audited", 3.0, 0.03, True, 9.0)
+    assert (admission.audit.num_admitted, admission.audit.num_ended, admission.audit.num_in_slo) == (1, 1, 1)
+    admission.check()
+
+
+def test_goodput_rejects_nobody_whose_prompt_is_computed() -> None:
+    admission = AdmissionController("goodput")
+    assert admission.decide(applicant(), POOLS, 0.0).is_admitted
+    decoding(admission, 10)
+    assert admission.prefilled("r", POOLS, 3.0).is_admitted
+
+
+def test_goodput_asks_for_the_memory_of_one_instance() -> None:
+    """What is left in two of them holds no whole context."""
+    pools = PoolCapacity(1, 2, DecodeModel(0.001, 0.0, 0.0), kv_tokens=2_400)
+    verdicts = {}
+    rules: list[Rule] = ["predicted", "goodput"]
+    for rule in rules:
+        admission = AdmissionController(rule)
+        decoding(admission, 3)  # of 1,000 tokens each
+        verdicts[rule] = admission.decide(applicant(ttft_s=0.0), pools, 0.0)
+    assert verdicts["predicted"].is_admitted and verdicts["goodput"].code == "slo_tbt", verdicts
+    assert "memory" in verdicts["goodput"].reason
+
+
+def test_steps_do_not_answer_for_what_waits_for_memory() -> None:
+    admission = AdmissionController("goodput")
+    short_of_memory = PoolCapacity(1, 1, DecodeModel(0.001, 0.001, 0.0), kv_tokens=3_000)
+    assert admission.decide(applicant(), short_of_memory, 0.0).tbt_room_s == 0.0
+    assert admission.decide(applicant(), POOLS, 0.0).tbt_room_s > 0.0
+
+
+def test_a_second_report_of_the_same_prefill_changes_nothing() -> None:
+    admission = AdmissionController("early")
+    admission.decide(applicant(), POOLS, 0.0)
+    admission.prefilled("r", POOLS, 1.0)
+    admission.prefilled("r", POOLS, 2.0)
+    assert admission.decode_forecast.decoding.num_requests == 1
+    assert admission.prefilled("never heard of", POOLS, 2.0).is_admitted
+
+
+def test_audit_lets_a_share_in_and_keeps_count_of_their_fate() -> None:
+    admission = AdmissionController("early", audit_share=0.25)
+    late = [admission.decide(applicant(str(number), ttft_s=20.0), POOLS, 0.0) for number in range(8)]
+    audited = [number for number, verdict in enumerate(late) if verdict.is_audited]
+    assert len(audited) == 2 == admission.audit.num_admitted
+    assert all(late[number].is_admitted and late[number].code == "slo_ttft" for number in audited)
+    assert admission.num_rejected == {"slo_ttft": 8}, "an audited one was rejected, too"
+    for number, ttft_s in zip(audited, (9.0, 21.0), strict=True):
+        admission.prefilled(str(number), POOLS, ttft_s)
+        admission.finished(str(number), ttft_s, 0.03, True, ttft_s + 1)
+    assert (admission.audit.num_ended, admission.audit.num_in_slo) == (2, 1)
+    admission.check()
+
+
+def test_goodput_learns_how_late_its_forecasts_are() -> None:
+    admission = AdmissionController("goodput")
+    for number in range(300):
+        now = number * 10.0
+        admission.decide(applicant(str(number)), POOLS, now)
+        admission.prefilled(str(number), POOLS, now + 5.0)
+        admission.finished(str(number), 5.0, 0.03, True, now + 6.0)  # 3 s were predicted
+    verdict = admission.decide(applicant(ttft_s=9.0, queue_s=8.0), POOLS, 4000.0)
+    assert not verdict.is_admitted and "short" in verdict.reason
+    assert admission.decide(applicant(ttft_s=7.0, queue_s=6.0), POOLS, 4000.0).is_admitted
+    admission.check()
+
+
+def test_goodput_goes_on_after_a_time_of_wrong_forecasts() -> None:
+    """Else nobody would be let in whose fate could show that they are right again."""
+    admission = AdmissionController("goodput")
+    for number in range(100):
+        admission.goodput.learn(3600.0, 0.0)
+        assert admission.decide(applicant(f"soon{number}"), POOLS, float(number)).is_admitted
+        admission.forget(f"soon{number}")
+    verdict = admission.decide(applicant("late", queue_s=5.0, ttft_s=6.0), POOLS, 100.0)
+    assert verdict.code == "slo_ttft" and "5 s short" in verdict.reason
+    assert verdict.retry_after_s == pytest.approx(1.0)
+
+
+def test_goodput_prefers_value_per_second_and_says_what_is_given() -> None:
+    admission, random = AdmissionController("goodput"), Random(1)
+    verdicts: dict[tuple[float, int], list[AdmissionResult]] = {}
+    now = 0.0
+    for number in range(3000):
+        now += 0.1
+        # Almost 6 s of prefill are asked for per second, of one.
+        cost_s, priority = random.choice([(0.1, 0), (0.8, 0), (0.8, -2)])
+        one = applicant(str(number), prefill_s=cost_s, queue_s=5.0, ttft_s=5.0 + cost_s, slo_tbt_s=0.0)
+        verdict = admission.decide(AdmissionRequest(**{**_fields(one), "priority": priority}), POOLS, now)
+        if number > 1000:
+            verdicts.setdefault((cost_s, priority), []).append(verdict)
+        admission.finished(str(number), 0.0, 0.0, False, now)
+    shares = {key: sum(one.is_admitted for one in found) / len(found) for key, found in verdicts.items()}
+    assert shares[0.1, 0] > 0.95
+    assert shares[0.8, 0] < 0.2
+    assert shares[0.8, -2] > 2 * shares[0.8, 0], "four times the value"
+    refused = next(one for one in verdicts[0.8, 0] if not one.is_admitted)
+    assert refused.code == "overload" and "0.8 s of the prefill instances" in refused.reason
+    assert refused.retry_after_s > 0
+    assert any(one.is_admitted for one in verdicts[0.8, 0]), "nobody starves"
+
+
+def _fields(one: AdmissionRequest) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in one.__slots__}
+
+
+@dataclass
+class World:
+    """Prefill instances with queues, decode instances whose steps grow with their requests: no more."""
+
+    admission: AdmissionController
+    num_prefill: int
+    num_decode: int
+    slo_ttft_s: float
+    slo_tbt_s: float
+    step: DecodeModel
+    num_good: int = 0
+    num_rejected: int = 0
+    wasted_s: float = 0.0
+    free_at: list[float] = field(default_factory=list)
+    running: list[dict[int, list[float]]] = field(default_factory=list)
+
+    def run(self, arrivals: list[tuple[float, float, int, int]]) -> World:
+        """``arrivals``: instant, seconds of prefill, tokens, tokens of output."""
+        self.free_at = [0.0] * self.num_prefill
+        self.running = [
+            {} for _ in range(self.num_decode)
+        ]  # request -> [tokens left, tokens, longest step, ttft]
+        pools = PoolCapacity(self.num_prefill, self.num_decode, self.step)
+        seen_at = [0.0] * self.num_decode
+        events: list[tuple[float, int, int, int]] = [
+            (row[0], 0, number, 0) for number, row in enumerate(arrivals)
+        ]
+        heapq.heapify(events)
+        versions = [0] * self.num_decode
+        while events:
+            now, kind, which, version = heapq.heappop(events)
+            if kind == 0:
+                _, cost_s, num_tokens, _ = arrivals[which]
+                instance = min(range(self.num_prefill), key=lambda one: self.free_at[one])
+                queue_s = max(0.0, self.free_at[instance] - now)
+                name, ttft_s = str(which), queue_s + cost_s
+                one = AdmissionRequest(
+                    name, num_tokens, queue_s, cost_s, ttft_s, 0.0, 0, self.slo_ttft_s, self.slo_tbt_s
+                )
+                if not self.admission.decide(one, pools, now).is_admitted:
+                    self.num_rejected += 1
+                    continue
+                self.free_at[instance] = now + ttft_s
+                heapq.heappush(events, (now + ttft_s, 1, which, 0))
+                continue
+            if kind == 1:
+                if not self.admission.prefilled(str(which), pools, now).is_admitted:
+                    self.num_rejected += 1
+                    self.wasted_s += arrivals[which][1]
+                    continue
+                instance = min(range(self.num_decode), key=self._step_s)
+                self._advance(instance, now, seen_at)
+                _, _, num_tokens, num_output = arrivals[which]
+                ttft_s = now - arrivals[which][0]
+                self.running[instance][which] = [num_output, num_tokens, 0.0, ttft_s]
+            else:
+                instance = which
+                if version != versions[instance]:
+                    continue
+                self._advance(instance, now, seen_at)
+                ended = [key for key, row in self.running[instance].items() if row[0] < 1e-6]
+                for key in ended:
+                    _, _, tbt_s, ttft_s = self.running[instance].pop(key)
+                    self.num_good += ttft_s <= self.slo_ttft_s and tbt_s <= self.slo_tbt_s
+                    self.admission.finished(str(key), ttft_s, tbt_s, True, now)
+            versions[instance] += 1
+            if self.running[instance]:
+                left = min(row[0] for row in self.running[instance].values())
+                ends_at = now + left * self._step_s(instance)
+                heapq.heappush(events, (ends_at, 2, instance, versions[instance]))
+        self.admission.check()
+        return self
+
+    def _step_s(self, instance: int) -> float:
+        there = self.running[instance].values()
+        return self.step.seconds(len(there), sum(row[1] for row in there))
+
+    def _advance(self, instance: int, now: float, seen_at: list[float]) -> None:
+        step_s = self._step_s(instance)
+        for row in self.running[instance].values():
+            row[0] -= (now - seen_at[instance]) / step_s
+            row[2] = max(row[2], step_s)
+        seen_at[instance] = now
+
+
+def overload(seed: int, num_requests: int = 2500) -> list[tuple[float, float, int, int]]:
+    """Twice what 4 prefill and 2 decode instances can do: prompts of very different lengths, in waves."""
+    random, now, rows = Random(seed), 0.0, []
+    for number in range(num_requests):
+        rate = 14.0 if number // 250 % 2 else 6.0
+        now += random.expovariate(rate)
+        num_tokens = min(100_000, int(random.lognormvariate(8.6, 1.1)))
+        cost_s = 1.1e-4 * num_tokens + 7.4e-10 * num_tokens**2
+        rows.append((now, cost_s, num_tokens, max(1, int(random.expovariate(1 / 300)))))
+    return rows
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_goodput_completes_more_within_its_slos(seed: int) -> None:
+    step = DecodeModel(0.026, 0.00014, 3.5e-8)
+    rules: list[Rule] = ["none", "baseline", "early", "predicted", "goodput"]
+    arrivals = overload(seed)
+    worlds = {rule: World(AdmissionController(rule), 4, 2, 20.0, 0.06, step).run(arrivals) for rule in rules}
+    good = {rule: world.num_good for rule, world in worlds.items()}
+    assert good["goodput"] > max(good[rule] for rule in rules[:-1]), f"prefill is scarce: {good}"
+    # Where decode is scarce and prefill is not, a late look costs nothing and needs no forecast: the paper's
+    # rules complete more there, and waste what they refuse.
+    worlds = {rule: World(AdmissionController(rule), 4, 1, 20.0, 0.06, step).run(arrivals) for rule in rules}
+    assert worlds["goodput"].num_good > 4 * worlds["none"].num_good, "decode is scarce"
+    assert worlds["baseline"].wasted_s > worlds["early"].wasted_s > 0 == worlds["goodput"].wasted_s
+
+
+def test_who_finds_decode_full_counts_as_asking_for_it() -> None:
+    """A price that only hears of those who fit is zero in the worst overload."""
+    admission = AdmissionController("goodput")
+    decoding(admission, 12)
+    for number in range(200):
+        assert admission.decide(applicant(str(number)), POOLS, number * 0.02).code == "slo_tbt"
+    assert admission.goodput.decode_price.rate(4.0) > POOLS.num_decode
+
+
+def test_the_price_of_decode_is_of_its_memory_where_that_is_short() -> None:
+    """Steps cost next to nothing; a context takes a tenth of the memory for ten seconds: one second."""
+    pools = PoolCapacity(1, 1, DecodeModel(0.001, 0.0, 0.0), kv_tokens=10_000)
+    admission = AdmissionController("goodput", horizon_s=1.0)
+    assert admission.decide(applicant(ttft_s=0.0), pools, 0.0).is_admitted
+    assert admission.goodput.decode_price.rate(0.0) == pytest.approx(1.0, rel=0.05)
+
+
+def test_an_answer_that_has_begun_is_not_rejected_any_more() -> None:
+    admission = AdmissionController("baseline")
+    assert admission.decide(applicant(), POOLS, 0.0).is_admitted
+    decoding(admission, 10)
+    assert admission.prefilled("r", POOLS, 3.0, has_begun=True).is_admitted
+    assert admission.decode_forecast.decoding.num_requests == 11, "it decodes with the others"
+    assert not admission.num_rejected
+    admission.check()

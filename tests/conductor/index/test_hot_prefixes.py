@@ -1,0 +1,29 @@
+"""Copies follow use, and stop."""
+
+from __future__ import annotations
+
+from mooncake.conductor.index.hot_prefixes import HotPrefixes
+
+
+def test_a_copy_for_so_many_uses_a_minute() -> None:
+    balance = HotPrefixes(uses_per_copy=10.0)
+    for _ in range(25):
+        balance.note(7, 100.0)
+    assert balance.wants_copy(7, 2, 100.0)
+    assert not balance.wants_copy(7, 3, 100.0)
+    assert not balance.wants_copy(8, 1, 100.0)
+
+
+def test_what_is_used_no_more_wants_none() -> None:
+    balance = HotPrefixes(uses_per_copy=10.0)
+    for _ in range(25):
+        balance.note(7, 100.0)
+    assert balance.uses(7, 160.0) == 12.5
+    assert not balance.wants_copy(7, 1, 220.0)
+
+
+def test_memory_is_bounded() -> None:
+    balance = HotPrefixes(uses_per_copy=1.0)
+    for key in range(100_000):
+        balance.note(key, 0.0)
+    assert balance.uses(0, 0.0) == 0 and balance.uses(99_999, 0.0) == 1

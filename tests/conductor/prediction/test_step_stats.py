@@ -1,0 +1,35 @@
+"""What workers tell of their steps, read once each."""
+
+from __future__ import annotations
+
+from mooncake.conductor.messages import ChunkMeasured, StepMeasured
+from mooncake.conductor.prediction.step_stats import ReportedSteps, read_reported_steps
+
+BODY = b"""{"status": "ok", "measured": {
+    "num_chunks": 3, "chunks": [[0, 512, 0.5], [512, 100, 0.2]], "num_steps": 1, "steps": [[4, 900, 0.03]]
+}}"""
+
+
+def test_rows_are_read_once() -> None:
+    first = read_reported_steps(BODY)
+    assert first is not None
+    assert list(first.since(None, "p")) == [
+        ChunkMeasured("p", 0, 512, 0.5),
+        ChunkMeasured("p", 512, 100, 0.2),
+        StepMeasured("p", 4, 900, 0.03),
+    ]
+    assert list(first.since(first, "p")) == []
+    later = ReportedSteps(4, [*first.chunks, (0, 7, 0.1)], 1, first.steps)
+    assert list(later.since(first, "p")) == [ChunkMeasured("p", 0, 7, 0.1)]
+
+
+def test_a_restarted_worker_counts_from_the_start() -> None:
+    restarted = ReportedSteps(1, [(0, 7, 0.1)], 0, [])
+    assert list(restarted.since(ReportedSteps(50, [(0, 1, 0.1)], 9, []), "p")) == [
+        ChunkMeasured("p", 0, 7, 0.1)
+    ]
+
+
+def test_other_servers_measure_nothing() -> None:
+    for body in (b"", b"OK", b"[]", b"{}", b'{"measured": 3}', b'{"measured": {"chunks": [[1]]}}'):
+        assert read_reported_steps(body) is None

@@ -1,0 +1,109 @@
+"""What is remembered of a request: whether it was let in, and why it went where it went."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mooncake.conductor.admission.result import AdmissionResult, PoolCapacity
+from mooncake.conductor.explain.miss_reasons import POOL_SCOPE
+from mooncake.conductor.index.prefix_index import PrefixIndex
+from mooncake.conductor.messages import Finished, Place, Prediction, Prefilled
+from mooncake.conductor.policies.selection import CandidateColumns, InstanceChoice
+from mooncake.conductor.prediction.cost_models import DecodeModel
+from mooncake.conductor.request_lifecycle import RequestLifecycle, candidates_of, prompt_blocks_of, refusal_of
+from mooncake.conductor.settings import SchedulingSettings
+from mooncake.types import Tier
+
+POOLS = PoolCapacity(1, 1, DecodeModel(0.02, 0.002, 1e-6))
+SLOW = Prediction(queue_s=20.0, prefill_s=1.0, ttft_s=21.0, tbt_s=0.03, output_tokens=10)
+MEASURED, GUESSED = (True, True), (False, False)
+
+
+def judging(**fields: Any) -> RequestLifecycle:
+    return RequestLifecycle(SchedulingSettings(**{"admission": "early", "slo_ttft_s": 10.0, **fields}))
+
+
+def decide(
+    one: RequestLifecycle, is_measured: tuple[bool, bool] = MEASURED, **fields: Any
+) -> AdmissionResult | None:
+    place = Place(**{"request_id": "r", "num_tokens": 100, **fields})
+    return one.decide(place, SLOW, 1.0, POOLS, is_measured, 0.0)
+
+
+def test_nobody_is_rejected_because_of_a_guess() -> None:
+    assert decide(judging(), GUESSED) == AdmissionResult(True, prefill_load=0.0)
+    verdict = decide(judging(), MEASURED)
+    assert verdict is not None and verdict.code == "slo_ttft"
+
+
+def test_a_request_s_own_objective_is_heard_before_the_setting() -> None:
+    verdict = decide(judging(), slo_ttft_s=60.0)
+    assert verdict is not None and verdict.is_admitted
+
+
+def test_who_was_let_in_only_needs_another_instance() -> None:
+    one = judging()
+    verdict = decide(one, slo_ttft_s=60.0)
+    assert verdict is not None and verdict.is_admitted
+    assert decide(one) is None, "its worker failed; the objective does not count any more"
+    assert decide(judging(), needs_prefill=False) is None, "its prompt is computed"
+    one.finished(Finished("r", 10, 1.0, 0.01, True), 5.0)
+    assert decide(one) is not None, "a new request of that name is judged anew"
+    one.check()
+
+
+def test_a_prompt_that_is_computed_is_looked_at_again_and_told_why_not() -> None:
+    one = judging(slo_ttft_s=0.0, slo_tbt_s=0.021)
+    verdict = one.decide(Place("r", 100), SLOW, 1.0, POOLS, (True, False), 0.0)
+    assert verdict is not None and verdict.is_admitted, "steps were a guess at that time"
+    # It counts with what it wanted when it was judged: nothing of decode, so it goes on.
+    assert one.prefilled(Prefilled("r"), lambda: POOLS, 1.0) is None
+    strict = judging(admission="baseline", slo_ttft_s=0.0, slo_tbt_s=0.021)
+    assert strict.decide(Place("r", 100), SLOW, 1.0, POOLS, MEASURED, 0.0) is not None
+    told = strict.prefilled(Prefilled("r"), lambda: POOLS, 1.0)
+    assert told is not None and told.refusal.code == "slo_tbt" and told.retry_after_s > 0
+    assert strict.status().rejected == {"slo_tbt": 1}
+    assert strict.prefilled(Prefilled("r"), lambda: POOLS, 2.0) is None, "it is not there any more"
+    assert one.prefilled(Prefilled("somebody else"), lambda: POOLS, 2.0) is None
+
+
+def test_without_admission_everybody_is_let_in() -> None:
+    assert judging(admission="none").is_admitting_all and not judging().is_admitting_all
+
+
+def test_a_refusal_says_what_the_verdict_said() -> None:
+    told = refusal_of("r", AdmissionResult(False, "overload", "too dear", 3.0), SLOW)
+    assert (told.request_id, told.refusal.code, told.retry_after_s) == ("r", "overload", 3.0)
+    assert told.refusal.reason == "too dear"
+
+
+def test_what_is_asked_about_is_who_held_it_then() -> None:
+    index = PrefixIndex()
+    keys = [11, 12, 13]
+    index.store("computes", keys[:1], Tier.DEVICE)
+    index.store("another", keys[:2], Tier.MEMORY)
+    index.store("third", keys[:1], Tier.SSD)
+    index.store("pool", keys, Tier.MEMORY, POOL_SCOPE)
+    place = Place("r", 48, keys, bare_keys=[1, 2, 3, 4])
+    asked = prompt_blocks_of(place, index.match(keys), index, "computes", 7.0)
+    assert list(asked.tiers) == [1, 0, 0]
+    assert asked.others == {"another": 2}, "the one that had most, not the one that computes"
+    assert len(asked.pools) <= 1 and all(held == 3 for held in asked.pools.values())
+    empty = prompt_blocks_of(Place("r", 5), index.match([]), index, "computes", 7.0)
+    assert not empty.tiers and not empty.others and not empty.pools
+    nowhere = prompt_blocks_of(place, index.match(keys), index, "", 7.0)
+    assert list(nowhere.tiers) == [0, 0, 0] and nowhere.others == {"another": 2}
+
+
+def test_what_was_weighed_is_named_best_first_and_a_few_of_the_others() -> None:
+    names = ["a", "b", "c"]
+    others = [(f"x{number}", "draining") for number in range(20)]
+    none = candidates_of(names, None, others)
+    assert none.names == [] and len(none.not_weighed) == 8
+    alone = candidates_of(names, InstanceChoice(1, "its turn", 0.1, 0.2), others[:1])
+    assert alone.names == ["b"] and alone.not_weighed == others[:1]
+    columns = (np.array([0.1, 0.2]),) * 5
+    choice = InstanceChoice(2, "soonest", considered=CandidateColumns(np.array([2, 0]), *columns))
+    assert candidates_of(names, choice, []).names == ["c", "a"]

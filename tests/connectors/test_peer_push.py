@@ -1,0 +1,286 @@
+"""Two ends hand blocks over: in either order, never of another kind, and with nobody on the other side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from mooncake.connectors.memory import SlabMemory
+from mooncake.connectors.peer_push import (
+    BlockOffer,
+    BlockRequest,
+    Listeners,
+    PushOutcome,
+    PushRequest,
+    Receiver,
+    Sender,
+)
+from mooncake.errors import InvalidArgument
+from mooncake.kvlayout import SlabLayout
+from mooncake.transfer import TransferEngine, TransferSettings
+
+NUM_BLOCKS, NUM_LAYERS, SLAB_BYTES = 6, 3, 256
+LAYOUT = SlabLayout(NUM_LAYERS, 1, SLAB_BYTES, 16)
+TIMEOUT_S = 20.0
+
+
+class Memory:
+    """The KV memory of one engine, and the transfer engine that moves it."""
+
+    def __init__(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.layers = random.integers(0, 256, (NUM_LAYERS, NUM_BLOCKS, SLAB_BYTES), dtype=np.uint8)
+        bases = np.array([[layer.ctypes.data] for layer in self.layers], dtype=np.uint64)
+        self.slabs = SlabMemory([self.layers], bases, SLAB_BYTES)
+        self.transfer = TransferEngine(TransferSettings(listen_host="127.0.0.1"))
+
+    def blocks(self, ids: list[int]) -> bytes:
+        return self.layers[:, ids].tobytes()
+
+
+class Watched(Sender):
+    """A sender that tells when somebody asked for what is not there yet."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked = asyncio.Event()
+
+    def _awaited(self, transfer_id: str) -> asyncio.Future[BlockOffer | str]:
+        awaited = super()._awaited(transfer_id)
+        if not awaited.done():
+            self.asked.set()
+        return awaited
+
+
+class Pair:
+    """Who computed and who decodes."""
+
+    def __init__(self, hold_s: float, timeout_s: float) -> None:
+        self.computed, self.decoding = Memory(1), Memory(2)
+        self.ended: asyncio.Queue[str] = asyncio.Queue()
+        self.told: list[PushOutcome] = []
+        self.computed.transfer.register_all(self.computed.slabs.buffers)
+        self.sender = Watched(
+            *(self.computed.transfer, LAYOUT, "kind", self.computed.slabs, hold_s, self.ended.put_nowait),
+            self.told.append,
+        )
+        self.receiver = Receiver(
+            self.decoding.transfer, LAYOUT, "kind", self.decoding.slabs, timeout_s, self.told.append
+        )
+
+    def wanted(self, name: str, block_ids: list[int], first: int = 0, prompt: bytes = b"p") -> BlockRequest:
+        return BlockRequest(name, prompt, first, block_ids, f"127.0.0.1:{self.sender.port}")
+
+    def counted(self) -> list[tuple[str, int, int]]:
+        """What was told of since the last call: outcome, blocks, bytes."""
+        told, self.told[:] = list(self.told), []
+        assert all((one.seconds is not None) == (one.num_bytes > 0) for one in told)
+        return [(one.outcome, one.num_blocks, one.num_bytes) for one in told]
+
+
+@contextlib.asynccontextmanager
+async def a_pair(hold_s: float = TIMEOUT_S, timeout_s: float = TIMEOUT_S) -> AsyncIterator[Pair]:
+    pair = Pair(hold_s, timeout_s)
+    await pair.sender.start("127.0.0.1", 0)
+    try:
+        yield pair
+    finally:
+        await pair.receiver.close()
+        await pair.sender.close()
+        pair.decoding.transfer.close()
+        pair.computed.transfer.close()
+
+
+async def test_blocks_come_whoever_is_first() -> None:
+    async with a_pair() as pair:
+        pair.sender.offer(BlockOffer("early", b"p", [0, 1, 2]))
+        assert await pair.receiver.receive(pair.wanted("early", [3, 5], first=1)) == ""
+        assert pair.decoding.blocks([3, 5]) == pair.computed.blocks([1, 2])
+        assert await pair.ended.get() == "early"
+        num_bytes = 2 * NUM_LAYERS * SLAB_BYTES
+        assert pair.counted() == [("pushed", 2, num_bytes), ("received", 2, num_bytes)]
+
+        pair.sender.asked.clear()
+        asked = asyncio.ensure_future(pair.receiver.receive(pair.wanted("late", [4, 0])))
+        await pair.sender.asked.wait()
+        pair.sender.offer(BlockOffer("late", b"p", [3, 4]))
+        assert await asked == ""
+        assert pair.decoding.blocks([4, 0]) == pair.computed.blocks([3, 4])
+        assert await pair.ended.get() == "late"
+
+
+async def test_what_does_not_belong_is_not_written() -> None:
+    async with a_pair() as pair:
+        before = pair.decoding.layers.copy()
+        pair.sender.offer(BlockOffer("prompt", b"p", [0, 1]))
+        assert "prompts differ" in await pair.receiver.receive(pair.wanted("prompt", [0, 1], prompt=b"q"))
+        pair.sender.offer(BlockOffer("count", b"p", [0, 1]))
+        assert pair.counted() == [("refused", 2, 0), ("recomputed", 2, 0)]
+        assert "don't fit" in await pair.receiver.receive(pair.wanted("count", [0]))
+        pair.sender.drop("aborted", "its client left")
+        assert await pair.receiver.receive(pair.wanted("aborted", [0])) == "its client left"
+        assert "taken before" in await pair.receiver.receive(pair.wanted("count", [0, 1]))
+        assert (pair.decoding.layers == before).all()
+        assert {await pair.ended.get(), await pair.ended.get()} == {"prompt", "count"}
+
+
+async def test_blocks_of_another_kind_are_refused_with_both_named() -> None:
+    async with a_pair() as pair:
+        await pair.receiver.close()
+        stranger = Memory(3)
+        receiver = Receiver(stranger.transfer, LAYOUT, "other", stranger.slabs, TIMEOUT_S)
+        pair.sender.offer(BlockOffer("one", b"p", [0]))
+        reason = await receiver.receive(pair.wanted("one", [0]))
+        assert reason == "blocks of layout kind are none of layout other"
+        await receiver.close()
+        stranger.transfer.close()
+
+
+async def test_every_wait_ends() -> None:
+    async with a_pair(hold_s=0.05, timeout_s=0.05) as pair:
+        assert "not computed within" in await pair.receiver.receive(pair.wanted("never", [0]))
+        pair.counted()
+        pair.sender.offer(BlockOffer("forgotten", b"p", [0, 3]))
+        assert await pair.ended.get() == "forgotten"
+        assert pair.counted() == [("expired", 2, 0)]
+
+
+async def test_memory_told_to_a_sender_that_is_lost_is_taken_back_and_told_to_the_next() -> None:
+    async with a_pair() as pair:
+        old = pair.decoding.transfer.describe()
+        asked = asyncio.ensure_future(pair.receiver.receive(pair.wanted("lost", [0])))
+        await pair.sender.asked.wait()
+        port = pair.sender.port
+        await pair.sender.close()
+        assert await asked
+        keys = [{region.key for region in one.regions} for one in (old, pair.decoding.transfer.describe())]
+        assert keys[0].isdisjoint(keys[1])
+        assert "can't be reached" in await pair.receiver.receive(pair.wanted("lost", [0]))
+
+        pair.sender = Watched(
+            *(pair.computed.transfer, LAYOUT, "kind", pair.computed.slabs, TIMEOUT_S, pair.ended.put_nowait)
+        )
+        await pair.sender.start("127.0.0.1", port)
+        pair.sender.offer(BlockOffer("again", b"p", [2]))
+        assert await pair.receiver.receive(pair.wanted("again", [1])) == ""
+        assert pair.decoding.blocks([1]) == pair.computed.blocks([2])
+
+
+def test_a_request_names_no_listener_that_is_not_configured() -> None:
+    """Whoever is asked is told how to write to the decode engine's memory."""
+    both = Listeners("10.0.0.1:8200, 10.0.0.2:8200")
+    assert both.chosen({}) == "10.0.0.1:8200", "the first, if a request names none"
+    assert both.chosen({"remote_host": "10.0.0.2", "remote_port": 8200}) == "10.0.0.2:8200"
+    assert both.chosen({"remote_host": "10.0.0.2", "remote_port": "8200"}) == "10.0.0.2:8200"
+    for host, port in (("10.6.6.6", 8200), ("10.0.0.2", 666), ("10.0.0.1", None), (None, 8200), ({}, [])):
+        named = both.chosen({"remote_host": host, "remote_port": port})
+        assert named == ("10.0.0.1:8200" if not host and not port else None)
+    assert Listeners(["h:1"]).chosen({}) == "h:1" and Listeners("").chosen({}) is None
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan"), 1e9])
+async def test_a_time_that_nobody_waits_is_refused(timeout_s: float) -> None:
+    """It comes from the wire; what it asks for would be held for as long."""
+    async with a_pair() as pair:
+        receiver = Receiver(pair.decoding.transfer, LAYOUT, "kind", pair.decoding.slabs, TIMEOUT_S)
+        receiver._timeout_s = timeout_s
+        take = PushRequest("one", "kind", b"p", b"", b"", b"", 0, [0], timeout_s)
+        taken = await pair.sender._take(take, cast(Any, None))
+        assert "timeout_s" in taken.reason and not taken.has_begun
+        assert not pair.sender._offers, "nobody waits for it"
+        await receiver.close()
+
+
+async def test_offered_blocks_are_the_engines_again_when_the_write_has_ended_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who asked is gone in the middle of it; the write goes on in the memory all the same."""
+    async with a_pair() as pair:
+        has_begun, may_end = asyncio.Event(), asyncio.Event()
+        write = pair.computed.transfer.write
+
+        async def slow(*words: Any, **named: Any) -> Any:
+            has_begun.set()
+            cancelled: BaseException | None = None
+            while not may_end.is_set():
+                try:
+                    await may_end.wait()
+                except asyncio.CancelledError as error:  # as transfer does
+                    cancelled = error
+            if cancelled is not None:
+                raise cancelled
+            return await write(*words, **named)
+
+        monkeypatch.setattr(pair.computed.transfer, "write", slow)
+        pair.sender.offer(BlockOffer("one", b"p", [0]))
+        asked = asyncio.ensure_future(pair.receiver.receive(pair.wanted("one", [1])))
+        await has_begun.wait()
+        await pair.receiver.close()
+        assert await asked, "its connection is lost"
+        assert pair.ended.empty()
+        may_end.set()
+        assert await pair.ended.get() == "one"
+
+
+async def test_a_mistake_of_ours_takes_the_memory_back_and_hangs_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with a_pair() as pair:
+        before = pair.decoding.transfer.describe()
+        client = pair.receiver._client(f"127.0.0.1:{pair.sender.port}")
+        call = client.call
+
+        async def broken(message: Any, timeout_s: float) -> Any:
+            if isinstance(message, PushRequest):
+                raise KeyError("a mistake")
+            return await call(message, timeout_s)
+
+        monkeypatch.setattr(client, "call", broken)
+        assert await pair.receiver.receive(pair.wanted("one", [0])) == "KeyError"
+        keys = [{region.key for region in one.regions} for one in (before, pair.decoding.transfer.describe())]
+        assert keys[0].isdisjoint(keys[1]), "somebody may know of the memory"
+        monkeypatch.undo()
+        pair.sender.offer(BlockOffer("two", b"p", [0]))
+        assert await pair.receiver.receive(pair.wanted("two", [0])) == ""
+
+
+async def test_blocks_are_kept_until_the_memory_could_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.connectors.peer_push.LOG_EVERY_S", 0.001)
+    async with a_pair(timeout_s=0.05) as pair:
+        unregister, num_tries = pair.decoding.transfer.unregister, 0
+
+        def unwilling(region: Any) -> None:
+            nonlocal num_tries
+            num_tries += 1
+            if num_tries < 4:
+                raise RuntimeError("the device does not answer")
+            unregister(region)
+
+        monkeypatch.setattr(pair.decoding.transfer, "unregister", unwilling)
+        asked = asyncio.ensure_future(pair.receiver.receive(pair.wanted("lost", [0])))
+        await pair.sender.asked.wait()
+        await pair.sender.close()
+        assert await asked and num_tries == 4
+
+
+async def test_memory_that_can_not_be_registered_again_is_tried_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with a_pair(timeout_s=0.05) as pair:
+        register_all = pair.decoding.transfer.register_all
+
+        def refused(buffers: Any) -> Any:
+            raise InvalidArgument("buffer", "it", "mapped")
+
+        monkeypatch.setattr(pair.decoding.transfer, "register_all", refused)
+        await pair.receiver._take_back(0)
+        assert pair.receiver._regions == [] and not pair.decoding.transfer.describe().regions
+        monkeypatch.setattr(pair.decoding.transfer, "register_all", register_all)
+        pair.sender.offer(BlockOffer("one", b"p", [2]))
+        assert await pair.receiver.receive(pair.wanted("one", [1])) == ""
+        assert pair.decoding.blocks([1]) == pair.computed.blocks([2])

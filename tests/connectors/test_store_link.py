@@ -1,0 +1,504 @@
+"""The link between an engine's memory and a real store (master and node in this process).
+
+Over our own worker's pool, in place and staged, and over memory laid out as other engines lay it out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mooncake import clock
+from mooncake.connectors import store_link as blocks
+from mooncake.connectors.memory import CacheIdentity, HostMemory, SlabMemory
+from mooncake.connectors.store_link import LinkSettings, StoreLink, StoreLoad, StoreLookup, StoreSave
+from mooncake.http.server import listen
+from mooncake.inference.host_memory import StagedMemory, host_memory
+from mooncake.kvlayout import ForeignIdentity, KvIdentity, KvLayout, SlabLayout
+from mooncake.prefix import BlockHash, block_hashes, root_hash
+from mooncake.store import AsyncStore, PutGrant, StoreSettings
+from mooncake.store.node.node import Node, NodeSettings
+from mooncake.store.server import MasterServer
+from mooncake.store.settings import MasterSettings
+from mooncake.transfer import TransferEngine, TransferSettings
+from tests.cluster import wait_for
+from tests.transfer.mute import PATIENCE_S, Mute
+
+LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
+NUM_BLOCKS = 12
+TIMEOUT_S = 10.0
+
+
+class Driver:
+    """A link driven from a thread, as an engine would."""
+
+    def __init__(
+        self,
+        store: AsyncStore,
+        transfer: TransferEngine,
+        identity: CacheIdentity,
+        memory: HostMemory,
+        load_timeout_s: float = 5.0,
+    ) -> None:
+        settings = LinkSettings(lookup_timeout_s=1.0, load_timeout_s=load_timeout_s, retry_after_s=0.2)
+        self.transfer = transfer
+        self.num_layers = identity.layout.num_layers
+        self.link = StoreLink(store, transfer, identity, memory, asyncio.get_running_loop(), settings)
+
+    async def save(
+        self, blocks: Sequence[tuple[BlockHash, int, int]], num_layers: int | None = None
+    ) -> StoreSave:
+        def engine() -> StoreSave:
+            save = self.link.start_save(blocks)
+            for layer in range(self.num_layers if num_layers is None else num_layers):
+                self.link.save_layer(save, layer)
+            if num_layers is None:
+                self.link.finish_save(save)
+            else:
+                self.link.abort_save(save)
+            wait_for(lambda: save.done, "the save to be done", TIMEOUT_S)
+            return save
+
+        return await asyncio.to_thread(engine)
+
+    async def lookup(self, blocks: Sequence[tuple[BlockHash, int]]) -> StoreLookup:
+        def engine() -> StoreLookup:
+            lookup = self.link.lookup(blocks)
+            wait_for(lambda: lookup.done, "the lookup to be done", TIMEOUT_S)
+            return lookup
+
+        return await asyncio.to_thread(engine)
+
+    async def load(self, lookup: StoreLookup, block_ids: Sequence[int]) -> StoreLoad:
+        def engine() -> StoreLoad:
+            load = self.link.start_load(lookup, block_ids)
+            for layer in range(self.num_layers):
+                self.link.wait_layer([load], layer)
+            wait_for(lambda: load.done, "the load to be done", TIMEOUT_S)
+            return load
+
+        return await asyncio.to_thread(engine)
+
+
+class Worker(Driver):
+    """Our own worker's pool, full of random KV."""
+
+    def __init__(
+        self,
+        store: AsyncStore,
+        transfer: TransferEngine,
+        is_staged: bool,
+        weights: str = "w",
+        load_timeout_s: float = 5.0,
+    ) -> None:
+        self.pool = torch.randn(LAYOUT.pool_shape(NUM_BLOCKS))
+        memory: HostMemory = host_memory(LAYOUT, self.pool, 0)
+        if is_staged:
+            memory = StagedMemory(LAYOUT, self.pool, NUM_BLOCKS)
+        super().__init__(store, transfer, KvIdentity(weights, "t", LAYOUT), memory, load_timeout_s)
+
+
+FOREIGN = SlabLayout(num_layers=3, num_slabs=1, slab_bytes=96, block_tokens=32)
+
+
+class Foreign(Driver):
+    """Another engine's memory: a tensor for each layer, gaps between the blocks, what's in them its own."""
+
+    def __init__(
+        self, store: AsyncStore, transfer: TransferEngine, layout: SlabLayout = FOREIGN, **facts: str
+    ) -> None:
+        random = np.random.default_rng()
+        stride = layout.slab_bytes + 32
+        shape = (layout.num_layers, layout.num_slabs, NUM_BLOCKS, stride)
+        self.layers = list(random.integers(0, 256, shape, dtype=np.uint8))
+        first = np.array(
+            [[slab.ctypes.data for slab in layer] for layer in self.layers],
+            dtype=np.uint64,
+        )
+        identity = ForeignIdentity.of(layout, engine="e", **facts)
+        super().__init__(store, transfer, identity, SlabMemory(self.layers, first, stride))
+
+    def block(self, block_id: int) -> list[bytes]:
+        size = FOREIGN.slab_bytes
+        return [bytes(slab[block_id, :size]) for layer in self.layers for slab in layer]
+
+
+class House:
+    """A master, a node, and workers as a test wants them."""
+
+    def __init__(self, master: MasterServer, port: int, node: Node, stack: contextlib.AsyncExitStack) -> None:
+        self.master = master
+        self.port = port
+        self.node = node
+        self._stack = stack
+
+    async def worker(self, is_staged: bool, port: int | None = None, **more: Any) -> Worker:
+        worker = Worker(*self._client(port or self.port), is_staged, **more)
+        self._stack.push_async_callback(worker.link.close)
+        return worker
+
+    async def foreign(self, **more: Any) -> Foreign:
+        engine = Foreign(*self._client(self.port), **more)
+        self._stack.push_async_callback(engine.link.close)
+        return engine
+
+    def _client(self, port: int) -> tuple[AsyncStore, TransferEngine]:
+        transfer = TransferEngine(TransferSettings())
+        self._stack.callback(transfer.close)
+        store = AsyncStore(f"127.0.0.1:{port}", transfer, StoreSettings(timeout_s=1.0))
+        self._stack.push_async_callback(store.close)
+        return store, transfer
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    master = MasterServer(MasterSettings(port=0))
+    port = await master.start()
+    node = Node(NodeSettings(master=f"127.0.0.1:{port}", pool_size_bytes=1 << 20))
+    await node.start()
+    await asyncio.wait_for(node.mounted.wait(), TIMEOUT_S)
+    async with contextlib.AsyncExitStack() as stack:
+        yield House(master, port, node, stack)
+    await node.close()
+    master.master.check()
+    await master.close()
+
+
+def hashes_of(num_tokens: int) -> list[BlockHash]:
+    return block_hashes(range(num_tokens), LAYOUT.block_tokens, root_hash(), include_partial=True)
+
+
+@pytest.fixture(params=["direct", "staged"])
+def is_staged(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "staged")
+
+
+async def test_what_one_worker_saves_another_loads(house: House, is_staged: bool) -> None:
+    writer, reader = await house.worker(is_staged), await house.worker(is_staged)
+    first, second, tail = hashes_of(10)
+    save = await writer.save([(first, 4, 7), (second, 4, 2), (tail, 2, 5)])
+    assert save.num_stored_blocks == 3
+    lookup = await reader.lookup([(first, 4), (second, 4), (tail, 2)])
+    assert lookup.num_blocks == 3
+    before = reader.pool.clone()
+    load = await reader.load(lookup, [1, 10, 4])
+    assert (load.failed, load.num_layers_loaded) == (False, LAYOUT.num_layers)
+    for target, source, num_tokens in ((1, 7, 4), (10, 2, 4), (4, 5, 2)):
+        assert torch.equal(reader.pool[:, :, target, :num_tokens], writer.pool[:, :, source, :num_tokens])
+    untouched = [block for block in range(NUM_BLOCKS) if block not in (1, 10, 4)]
+    assert torch.equal(reader.pool[:, :, untouched], before[:, :, untouched])
+
+
+async def test_a_prefix_ends_at_the_first_gap(house: House, is_staged: bool) -> None:
+    worker = await house.worker(is_staged)
+    first, second, third = hashes_of(12)
+    await worker.save([(first, 4, 1), (third, 4, 3)])
+    lookup = await worker.lookup([(first, 4), (second, 4), (third, 4)])
+    assert lookup.num_blocks == 1
+
+
+async def test_other_weights_find_nothing(house: House) -> None:
+    worker = await house.worker(False)
+    other = await house.worker(False, weights="other")
+    (first,) = hashes_of(4)
+    await worker.save([(first, 4, 1)])
+    assert (await worker.lookup([(first, 4)])).num_blocks == 1
+    assert (await other.lookup([(first, 4)])).num_blocks == 0
+
+
+async def test_saving_twice_stores_once_and_says_stored(house: House) -> None:
+    worker = await house.worker(False)
+    (first,) = hashes_of(4)
+    assert (await worker.save([(first, 4, 1)])).num_stored_blocks == 1
+    assert (await worker.save([(first, 4, 2)])).num_stored_blocks == 1
+
+
+async def test_a_corrupted_block_fails_its_load(house: House, is_staged: bool) -> None:
+    worker = await house.worker(is_staged)
+    (first,) = hashes_of(4)
+    await worker.save([(first, 4, 1)])
+    lookup = await worker.lookup([(first, 4)])
+    grant = lookup.grants[0]
+    # Flip a bit of layer 2, where the node keeps the object.
+    (region,) = house.node.engine.describe().regions
+    offset = grant.address - region.address + LAYOUT.object_offsets(2, 4)[0]
+    _flip(house.node, offset)
+    load = await worker.load(lookup, [5])
+    assert load.failed
+    assert load.done
+
+
+def _flip(node: Node, offset: int) -> None:
+    (region,) = node.engine.describe().regions
+    byte = ctypes.c_ubyte.from_address(region.address + offset)
+    byte.value ^= 1
+
+
+async def test_an_aborted_save_is_never_seen(house: House, is_staged: bool) -> None:
+    worker = await house.worker(is_staged)
+    (first,) = hashes_of(4)
+    save = await worker.save([(first, 4, 1)], num_layers=2)
+    assert save.num_stored_blocks == 0
+    assert (await worker.lookup([(first, 4)])).num_blocks == 0
+    assert (await worker.save([(first, 4, 1)])).num_stored_blocks == 1
+
+
+async def test_a_node_that_dies_half_way_through_a_save_leaves_nothing_to_find(
+    house: House, is_staged: bool
+) -> None:
+    worker, other = await house.worker(is_staged), await house.worker(is_staged)
+    first, second = hashes_of(8)
+    before = worker.pool.clone()
+    half = LAYOUT.num_layers // 2
+
+    def give(save: StoreSave, layers: range) -> None:
+        for layer in layers:
+            worker.link.save_layer(save, layer)
+
+    def is_half_written() -> bool:
+        return save.num_layers_submitted == half and not save.claim.num_inside
+
+    save = worker.link.start_save([(first, 4, 1), (second, 4, 2)])
+    await asyncio.to_thread(give, save, range(half))
+    await asyncio.to_thread(wait_for, is_half_written, "half of the layers to be written", PATIENCE_S)
+    house.node.engine.close()  # its memory is gone, and the master does not know
+    await asyncio.to_thread(give, save, range(half, LAYOUT.num_layers))
+    worker.link.finish_save(save)
+    await asyncio.to_thread(wait_for, lambda: save.done, "the save to be over", PATIENCE_S)
+    assert save.is_stored == [False, False]
+    assert (await other.lookup([(first, 4), (second, 4)])).num_blocks == 0
+    assert torch.equal(worker.pool, before)
+
+
+async def test_a_store_that_is_away_costs_one_wait_and_then_none(house: House) -> None:
+    with listen("127.0.0.1", 0) as free:
+        nobody = free.getsockname()[1]
+    worker = await house.worker(False, port=nobody)
+    (first,) = hashes_of(4)
+    assert (await worker.lookup([(first, 4)])).num_blocks == 0
+    lookup = worker.link.lookup([(first, 4)])
+    assert lookup.done, "while the store is known to be away it is not asked"
+    assert worker.link.start_save([(first, 4, 1)]).done
+
+
+async def test_a_new_peer_that_does_not_answer_holds_up_nobody(house: House) -> None:
+    """It accepts and says nothing; this test is the engine and the link's loop, so it would feel any wait."""
+    writer, reader = await house.worker(False), await house.worker(False, load_timeout_s=PATIENCE_S)
+    (first,) = hashes_of(4)
+    await writer.save([(first, 4, 1)])
+    lookup = await reader.lookup([(first, 4)])
+    (grant,) = lookup.grants
+    with Mute() as mute:
+        segment = reader.transfer.open(mute.instead_of(grant.segment.descriptor))
+        expires_at = clock.monotonic() + PATIENCE_S
+        lookup.grants = [dataclasses.replace(grant, segment=segment, expires_at=expires_at)]
+        load = reader.link.start_load(lookup, [5])
+        await mute.met()
+        assert (mute.is_waited_for(), load.done) == (True, False)
+    await asyncio.to_thread(wait_for, lambda: load.done, "the load to be over", PATIENCE_S)
+    assert load.failed
+
+
+async def test_no_room_is_refused_and_nothing_breaks(house: House) -> None:
+    worker = await house.worker(False)
+    object_bytes = LAYOUT.object_bytes(4)
+    count = (1 << 20) // object_bytes + NUM_BLOCKS
+    hashes = block_hashes(range(4 * count), 4, root_hash())
+    stored = 0
+    for start in range(0, count, 8):
+        save = await worker.save([(h, 4, 1 + i) for i, h in enumerate(hashes[start : start + 8])])
+        stored += save.num_stored_blocks
+    assert 0 < stored <= count
+    house.master.master.check()
+
+
+@pytest.mark.parametrize("num_slabs", [1, 2])
+async def test_blocks_of_another_engine_arrive_as_they_were(house: House, num_slabs: int) -> None:
+    layout = dataclasses.replace(FOREIGN, num_slabs=num_slabs)
+    writer, reader = await house.foreign(layout=layout), await house.foreign(layout=layout)
+    first, second = block_hashes(range(64), 32, root_hash())
+    save = await writer.save([(first, 32, 7), (second, 32, 2)])
+    assert save.num_stored_blocks == 2
+    before = [layer.copy() for layer in reader.layers]
+    lookup = await reader.lookup([(first, 32), (second, 32)])
+    load = await reader.load(lookup, [0, NUM_BLOCKS - 1])
+    assert not load.failed
+    assert reader.block(0) == writer.block(7)
+    assert reader.block(NUM_BLOCKS - 1) == writer.block(2)
+    for layer, was in zip(reader.layers, before, strict=True):
+        assert np.array_equal(layer[:, 1:-1], was[:, 1:-1])
+        assert np.array_equal(layer[:, :, FOREIGN.slab_bytes :], was[:, :, FOREIGN.slab_bytes :])
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"dtype": "float32"},
+    {"weights": "other"},
+    {"layout": dataclasses.replace(FOREIGN, slab_bytes=48)},
+    {"layout": dataclasses.replace(FOREIGN, block_tokens=16)},
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=["dtype", "weights", "slab", "block"])
+async def test_blocks_of_another_kind_of_engine_are_not_found(house: House, other: dict[str, Any]) -> None:
+    same = {"dtype": "bfloat16", "weights": "w", "layout": FOREIGN}
+    writer = await house.foreign(**same)
+    reader, stranger = await house.foreign(**same), await house.foreign(**{**same, **other})
+    (first,) = block_hashes(range(32), 32, root_hash())
+    await writer.save([(first, 32, 7)])
+    assert (await reader.lookup([(first, 32)])).num_blocks == 1
+    assert (await stranger.lookup([(first, 32)])).num_blocks == 0
+
+
+class LateClock:
+    """The real clock, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.late_s = 0.0
+
+    def monotonic(self) -> float:
+        return clock.monotonic() + self.late_s
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateClock:
+    """The clock of the link and its claims."""
+    other = LateClock()
+    monkeypatch.setattr(blocks, "clock", other)
+    return other
+
+
+async def test_a_load_that_ends_after_its_lease_has_failed(house: House, late: LateClock) -> None:
+    """Its bytes and checksums are right; but the space may have been another's for a moment."""
+    worker = await house.worker(False)
+    (first,) = hashes_of(4)
+    await worker.save([(first, 4, 1)])
+    lookup = await worker.lookup([(first, 4)])
+    load = worker.link.start_load(lookup, [5])
+    late.late_s = 1000.0  # before this loop, which is the link's, hears of any completion
+    await asyncio.to_thread(wait_for, lambda: load.done, "the load to be over", TIMEOUT_S)
+    assert load.failed
+
+
+async def test_a_write_ends_before_its_space_may_be_anothers(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await house.worker(False, load_timeout_s=1000.0)
+    (first,) = hashes_of(4)
+    start_puts, submit = worker.link._store.start_puts, worker.transfer.submit
+    timeouts_s: list[float] = []
+
+    async def short(*words: Any, **named: Any) -> Any:
+        grants = await start_puts(*words, **named)
+        for grant in grants:
+            assert isinstance(grant, PutGrant)
+            grant.expires_at = clock.monotonic() + TIMEOUT_S
+        return grants
+
+    def noted(*words: Any, timeout_s: float, **named: Any) -> None:
+        timeouts_s.append(timeout_s)
+        submit(*words, timeout_s=timeout_s, **named)
+
+    monkeypatch.setattr(worker.link._store, "start_puts", short)
+    monkeypatch.setattr(worker.transfer, "submit", noted)
+    assert (await worker.save([(first, 4, 1)])).num_stored_blocks == 1
+    assert len(timeouts_s) == LAYOUT.num_layers and max(timeouts_s) <= TIMEOUT_S
+
+
+async def test_no_write_begins_in_space_whose_time_is_over(house: House, late: LateClock) -> None:
+    """The timer that says so may be late, too: what stood still for long looks at the clock itself."""
+    worker = await house.worker(False)
+    (first,) = hashes_of(4)
+    save = worker.link.start_save([(first, 4, 1)])
+    worker.link.save_layer(save, 0)
+
+    def is_written() -> bool:
+        return save.grants is not None and not save.claim.num_inside
+
+    await asyncio.to_thread(wait_for, is_written, "the first layer to be written", TIMEOUT_S)
+    late.late_s = 1000.0
+    worker.link.save_layer(save, 1)
+    assert save.num_layers_submitted == 1 and not save.is_wanted
+    worker.link.finish_save(save)
+    await asyncio.to_thread(wait_for, lambda: save.done, "the save to be over", TIMEOUT_S)
+    assert save.num_stored_blocks == 0
+    assert (await (await house.worker(False)).lookup([(first, 4)])).num_blocks == 0
+
+
+async def test_an_object_of_another_size_is_no_block(house: House) -> None:
+    worker = await house.worker(False)
+    first, second = hashes_of(8)
+    key, size_bytes = worker.link._identity.key(first), LAYOUT.object_bytes(4)
+    assert await worker.link._store.put(key, bytes(size_bytes - 1)) is None
+    await worker.save([(second, 4, 2)])
+    assert (await worker.lookup([(second, 4), (first, 4)])).num_blocks == 1
+    assert (await worker.lookup([(first, 4), (second, 4)])).num_blocks == 0
+
+
+async def test_a_load_that_fails_is_counted_once(house: House) -> None:
+    worker, counter = await house.worker(False), blocks.failures.labels("load")
+    (first,) = hashes_of(4)
+    await worker.save([(first, 4, 1)])
+    lookup = await worker.lookup([(first, 4)])
+    (region,) = house.node.engine.describe().regions
+    before = counter._value.get()
+    assert not (await worker.load(lookup, [4])).failed
+    assert counter._value.get() == before, "nothing has failed yet"
+    for layer in range(LAYOUT.num_layers):
+        _flip(house.node, lookup.grants[0].address - region.address + LAYOUT.object_offsets(layer, 4)[0])
+    assert (await worker.load(lookup, [5])).failed
+    assert counter._value.get() == before + 1
+
+
+async def test_a_load_whose_staging_memory_went_to_others_fails(house: House) -> None:
+    """It arrived in time; but the engine stood still, and took it when the memory was another's."""
+    worker = await house.worker(True)
+    (first,) = hashes_of(4)
+    await worker.save([(first, 4, 1)])
+    lookup = await worker.lookup([(first, 4)])
+    before = worker.pool.clone()
+
+    def engine() -> StoreLoad:
+        load = worker.link.start_load(lookup, [5])
+        wait_for(lambda: load.done, "the load to have arrived", TIMEOUT_S)
+        worker.link.wait_layer([load], 0)
+        worker.link._expire(load, [])
+        for layer in range(1, LAYOUT.num_layers):
+            worker.link.wait_layer([load], layer)
+        return load
+
+    load = await asyncio.to_thread(engine)
+    assert load.failed and load.done
+    assert torch.equal(worker.pool[1:], before[1:]), "no layer was taken from memory of others"
+
+
+async def test_memory_that_was_taken_back_fails_its_loads_and_saves_and_nothing_else(house: House) -> None:
+    worker = await house.worker(False)
+    first, second = hashes_of(8)
+    await worker.save([(first, 4, 1)])
+    lookup = await worker.lookup([(first, 4)])
+    for region in worker.link._regions:
+        worker.transfer.unregister(region)
+    assert (await worker.load(lookup, [5])).failed
+    save = await worker.save([(second, 4, 2)])
+    assert save.done and save.num_stored_blocks == 0
+
+
+async def test_an_engine_whose_wake_fails_gets_its_blocks_back(house: House) -> None:
+    worker = await house.worker(False)
+
+    def fail() -> None:
+        raise RuntimeError("the engine's own")
+
+    worker.link.attach(fail)
+    (first,) = hashes_of(4)
+    assert (await worker.save([(first, 4, 1)])).num_stored_blocks == 1
+    lookup = await worker.lookup([(first, 4)])
+    assert not (await worker.load(lookup, [5])).failed

@@ -1,0 +1,57 @@
+"""What engines are told of a transfer is the gateway's alone, whatever a client sends."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake.gateway.handoff import (
+    EngineEndpoint,
+    Protocol,
+    decode_body,
+    make_handoff,
+    prefill_body,
+    without_transfers,
+)
+from tests.gateway.test_any_engine import HOSTILE
+
+ASKED = {"prompt": "p", "kv_transfer_params": {**HOSTILE, "kept": 1}}
+
+
+def test_a_client_s_transfer_is_dropped() -> None:
+    assert without_transfers(ASKED, are_trusted=False) == {"prompt": "p"}
+    assert without_transfers({"prompt": "p"}, are_trusted=False) == {"prompt": "p"}
+    assert ASKED["kv_transfer_params"]["remote_port"] == 666, "what was sent is not changed"  # type: ignore[index]
+
+
+def test_a_trusted_client_names_neither_a_host_nor_a_transfer() -> None:
+    assert without_transfers(ASKED, are_trusted=True) == {"prompt": "p", "kv_transfer_params": {"kept": 1}}
+    assert without_transfers({"kv_transfer_params": HOSTILE}, are_trusted=True) == {}
+
+
+@pytest.mark.parametrize("are_trusted", [False, True])
+def test_other_ways_to_say_it_are_closed_too(are_trusted: bool) -> None:
+    asked = {
+        "prompt": "p",
+        "bootstrap_host": "10.6.6.6",
+        "bootstrap_port": 666,
+        "bootstrap_room": 1,
+        "bootstrap_pair_key": "k",
+        "disagg_prefill_dp_rank": 1,
+        "routed_dp_rank": 1,
+        "data_parallel_rank": 1,
+        "ec_transfer_params": HOSTILE,
+        "vllm_xargs": {"kv_transfer_params": HOSTILE, "ec_transfer_params": HOSTILE, "a": 1},
+    }
+    assert without_transfers(asked, are_trusted) == {"prompt": "p", "vllm_xargs": {"a": 1}}
+
+
+@pytest.mark.parametrize("port", [None, 8998])
+@pytest.mark.parametrize("protocol", ["pool", "sequential", "push", "bootstrap"])
+def test_no_protocol_leaves_an_address_of_a_client_in_a_body(protocol: Protocol, port: int | None) -> None:
+    asked = without_transfers(ASKED, are_trusted=True)
+    told = make_handoff(protocol, "t", EngineEndpoint("p", port), EngineEndpoint("d", port))
+    for body in (prefill_body(asked, told.prefill), decode_body(asked, told.decode or {})):
+        found = body.get("kv_transfer_params", {})
+        assert found.get("kept") == 1
+        assert found.get("transfer_id") in (None, "t")
+        assert "10.6.6.6" not in str(found)

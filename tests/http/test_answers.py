@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, chat_logprobs
+from mooncake.http.openai import CompletionLogprobs, Usage
+
+USAGE = Usage.of(10, 3, 4)
+
+
+def event(data: bytes) -> Any:
+    assert data.startswith(b"data: ") and data.endswith(b"\n\n")
+    return json.loads(data[6:])
+
+
+def body(answer: msgspec.Struct) -> Any:
+    return json.loads(msgspec.json.encode(answer))
+
+
+def test_pieces_join_in_order() -> None:
+    whole = AnswerPiece(1, "Par", [5], CompletionLogprobs([0], [-0.5], ["Par"], [{"Par": -0.5}]))
+    whole.join(AnswerPiece(1, "is", [6], CompletionLogprobs([3], [-0.1], ["is"], [None]), "stop", "\n"))
+    assert (whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason) == (
+        "Paris",
+        [5, 6],
+        "stop",
+        "\n",
+    )
+    assert whole.logprobs == CompletionLogprobs([0, 3], [-0.5, -0.1], ["Par", "is"], [{"Par": -0.5}, None])
+
+
+def test_joining_does_not_change_what_was_streamed() -> None:
+    first = AnswerPiece(text="a", token_ids=[1])
+    tokens = first.token_ids
+    first.join(AnswerPiece(text="b", token_ids=[2]))
+    assert tokens == [1]
+
+
+@pytest.mark.parametrize("with_token_ids", [False, True])
+def test_a_text_completion_whole_and_in_chunks(with_token_ids: bool) -> None:
+    writer = CompletionWriter("cmpl-1", 123, "m", with_token_ids)
+    whole = body(
+        writer.whole([AnswerPiece(0, "Paris", [5, 6], None, "stop")], USAGE, {"do_remote_prefill": True})
+    )
+    assert whole["object"] == "text_completion"
+    assert whole["choices"][0]["text"] == "Paris"
+    assert ("token_ids" in whole["choices"][0]) == with_token_ids
+    assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
+    assert whole["kv_transfer_params"] == {"do_remote_prefill": True}
+    assert writer.opening(2) == b""
+    chunk = event(writer.chunk(AnswerPiece(0, "Par", [5])))
+    assert chunk["choices"][0]["text"] == "Par"
+    assert chunk["choices"][0]["finish_reason"] is None
+    assert "usage" not in chunk
+    last = event(writer.usage_chunk(USAGE))
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 13
+
+
+def test_a_chat_says_who_speaks_first_and_text_afterwards() -> None:
+    writer = ChatWriter("chatcmpl-1", 123, "m", False)
+    opening = [event(part + b"\n\n") for part in writer.opening(2).split(b"\n\n") if part]
+    assert [chunk["choices"][0]["delta"]["role"] for chunk in opening] == ["assistant", "assistant"]
+    assert [chunk["choices"][0]["index"] for chunk in opening] == [0, 1]
+    assert event(writer.chunk(AnswerPiece(1, "Par")))["choices"][0]["delta"] == {"content": "Par"}
+    end = event(writer.chunk(AnswerPiece(1, "", [7], None, "length")))["choices"][0]
+    assert end["delta"] == {}
+    assert end["finish_reason"] == "length"
+
+
+def test_a_whole_chat() -> None:
+    writer = ChatWriter("chatcmpl-1", 123, "m", False)
+    whole = body(writer.whole([AnswerPiece(0, "Paris", [5], None, "stop")], USAGE))
+    assert whole["object"] == "chat.completion"
+    assert whole["choices"][0]["message"] == {"content": "Paris", "role": "assistant", "refusal": None}
+    assert "kv_transfer_params" not in whole
+
+
+def test_logprobs_of_a_chat_are_rows_with_bytes() -> None:
+    columns = CompletionLogprobs([0], [-0.25], ["é"], [{"é": -0.25, "e": -2.0}])
+    rows = chat_logprobs(columns)
+    assert rows is not None and rows.content is not None
+    row = rows.content[0]
+    assert (row.token, row.logprob, row.bytes) == ("é", -0.25, list("é".encode()))
+    assert [top.token for top in row.top_logprobs] == ["é", "e"]
+    assert chat_logprobs(None) is None

@@ -1,0 +1,158 @@
+"""Requests are read as the public API reads them, and every wrong one names the field that is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from mooncake.http import openai
+from mooncake.http.openai import (
+    ApiError,
+    ChatCompletionRequest,
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+    Usage,
+    parse_request,
+)
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_request(CompletionRequest, json.dumps({"prompt": "hello", **fields}).encode())
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return parse_request(ChatCompletionRequest, json.dumps({"messages": HELLO, **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "batch"),
+    [
+        ("one", ["one"]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        (["one", "two"], ["one", "two"]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_every_form_of_prompt_is_a_batch(prompt: Any, batch: Any) -> None:
+    assert completion(prompt=prompt).prompts == batch
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, "two"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"max_tokens": "five"}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a", 5]}, "stop[1]"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "end"}, "suffix"),
+        ({"logprobs": 100}, "logprobs"),
+        ({"model": 5}, "model"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"kv_transfer_params": []}, "kv_transfer_params"),
+        ({"seed": 2**64}, "seed"),
+    ],
+)
+def test_a_wrong_completion_names_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(**fields)
+    assert (caught.value.status, caught.value.detail.param) == (400, param)
+    assert caught.value.detail.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": "hello"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+    ],
+)
+def test_a_wrong_chat_names_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert (caught.value.status, caught.value.detail.param) == (400, param)
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_request(CompletionRequest, b"{}")
+    assert (caught.value.status, caught.value.detail.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"prompt": "\xff"}', b"[1]", b"null", b'"text"'])
+def test_what_is_no_json_object_is_a_bad_request(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_request(CompletionRequest, body)
+    assert caught.value.status == 400
+
+
+def test_unknown_fields_and_nulls_are_harmless() -> None:
+    request = chat(metadata={"a": 1}, n=None, stream=None, stop=None, max_tokens=None, temperature=0)
+    assert (request.n, request.stream, request.stop, request.output_limit) == (1, False, [], None)
+
+
+def test_output_limits() -> None:
+    assert completion().output_limit == 16
+    assert chat(max_tokens=5, max_completion_tokens=7).output_limit == 7
+
+
+def test_parts_of_text_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "ab"
+
+
+def test_an_error_is_an_openai_error_object() -> None:
+    error = openai.context_length_exceeded(9000, 8192)
+    detail = json.loads(error.body())["error"]
+    assert detail["code"] == "context_length_exceeded"
+    assert detail["param"] == "messages"
+    assert "9000" in detail["message"] and "8192" in detail["message"]
+    assert ApiError(429, "full", retry_after_s=1.2).headers() == {"Retry-After": "2"}
+
+
+def test_answers_leave_out_what_was_not_asked_for() -> None:
+    answer = CompletionResponse(id="c", created=1, model="m", choices=[CompletionChoice(0, "x")])
+    encoded = json.loads(openai.to_json(answer))
+    assert "usage" not in encoded and "token_ids" not in encoded["choices"][0]
+    assert encoded["choices"][0]["finish_reason"] is None
+    answer.usage = Usage.of(10, 1, 4)
+    answer.choices[0].token_ids = [7]
+    read = msgspec.json.decode(openai.to_json(answer), type=CompletionResponse)
+    assert read == answer
+    assert json.loads(openai.to_json(answer))["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}

@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+import threading
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse, StreamingResponse
+
+from mooncake.cli.certs import CertsSettings, make
+from mooncake.errors import AddressInUse
+from mooncake.http.connections import ConnectionPhase, Deadlines
+from mooncake.http.server import (
+    MAX_PAGE_CONNECTIONS,
+    BodyBudgetExceeded,
+    BodyTooLarge,
+    HttpServer,
+    connection_limit,
+    listen,
+    read_body,
+    serve_metrics,
+)
+from mooncake.security import Identity, SecuritySettings
+
+app = FastAPI()
+
+
+@app.get("/hello")
+async def hello() -> dict[str, str]:
+    return {"hello": "world"}
+
+
+def fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        body: bytes = answer.read()
+        return body
+
+
+async def test_it_serves_until_closed() -> None:
+    server = HttpServer(app, listen("127.0.0.1", 0))
+    await server.start()
+    url = f"http://127.0.0.1:{server.port}/hello"
+    assert await asyncio.to_thread(fetch, url) == b'{"hello":"world"}'
+    await server.close()
+    with pytest.raises(OSError):
+        await asyncio.to_thread(fetch, url)
+
+
+def test_a_taken_port_is_named_before_anything_starts() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressInUse, match=f"port {port} on 127.0.0.1"):
+            listen("127.0.0.1", port)
+
+
+def test_ipv6() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    with listen("::1", 0) as opened:
+        assert opened.family == socket.AF_INET6
+
+
+async def test_an_application_that_cannot_start_says_so() -> None:
+    server = HttpServer(_broken(), listen("127.0.0.1", 0))
+    with pytest.raises(RuntimeError, match="did not start"):
+        await server.start()
+    await server.close()
+
+
+def _broken() -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if app.title:
+            raise ValueError("no disk")
+        yield
+
+    return FastAPI(lifespan=lifespan)
+
+
+# --- the edge: strangers that send little, much, or read nothing
+
+QUICK = Deadlines(header_s=0.3, body_s=0.3, send_s=0.3, idle_s=0.3, refused_s=0.3)
+
+
+@asynccontextmanager
+async def edge(application: Any = None, **words: Any) -> AsyncIterator[HttpServer]:
+    server = HttpServer(application or _bodies(), listen("127.0.0.1", 0), grace_s=1.0, **words)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+def _bodies(most_bytes: int = 1000) -> FastAPI:
+    made = FastAPI()
+
+    @made.post("/")
+    async def size(http: Request) -> Response:
+        try:
+            return PlainTextResponse(str(len(await read_body(http, most_bytes))))
+        except (BodyTooLarge, BodyBudgetExceeded) as error:
+            return PlainTextResponse(str(error), 413 if isinstance(error, BodyTooLarge) else 503)
+
+    @made.get("/hello")
+    async def hello() -> Response:
+        return PlainTextResponse("hello")
+
+    return made
+
+
+async def opened(server: HttpServer, said: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(said)
+    await writer.drain()
+    return reader, writer
+
+
+async def to_the_end(reader: asyncio.StreamReader) -> bytes:
+    """Whatever comes until the server closes; the test fails if it does not."""
+    found = bytearray()
+    async with asyncio.timeout(20):
+        try:
+            while part := await reader.read(65536):
+                found += part
+        except ConnectionResetError:
+            pass
+    return bytes(found)
+
+
+ASK = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"GET /he", b"GET /hello HTTP/1.1\r\nHost: x\r\n", ASK % 5 + b"12", b"GET /hello HTTP/1.1\r\n\r\n"],
+    ids=["nothing", "half a line", "half a header", "half a body", "no second request"],
+)
+async def test_who_does_not_go_on_is_cut(said: bytes) -> None:
+    async with edge(deadlines=QUICK) as server:
+        reader, writer = await opened(server, said)
+        answer = await to_the_end(reader)
+        assert (b"hello" in answer) == (b"\r\n\r\n" in said and b"GET" in said)
+        writer.close()
+        async with asyncio.timeout(20):
+            while len(server.acceptor.connections):  # noqa: ASYNC110 (the server tells nobody)
+                await asyncio.sleep(0.01)
+
+
+async def test_silent_strangers_make_room_for_who_asks() -> None:
+    async with edge(max_connections=4) as server:
+        strangers = [await opened(server, b"GET /") for _ in range(12)]
+        assert await asyncio.to_thread(fetch, f"http://127.0.0.1:{server.port}/hello") == b"hello"
+        assert len(server.acceptor.connections) <= 4
+        for reader, writer in strangers[:8]:
+            assert await to_the_end(reader) == b""
+            writer.close()
+
+
+async def test_who_is_being_served_is_not_cut_for_another() -> None:
+    release = asyncio.Event()
+    made = FastAPI()
+
+    @made.get("/slow")
+    async def slow() -> Response:
+        await release.wait()
+        return PlainTextResponse("slow")
+
+    async with edge(made, max_connections=2) as server:
+        asked = b"GET /slow HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        served = [await opened(server, asked) for _ in range(2)]
+        async with asyncio.timeout(20):
+            while server.acceptor.connections.count(ConnectionPhase.ANSWER) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        reader, writer = await opened(server, asked)
+        assert b"503 Service Unavailable" in await to_the_end(reader)
+        writer.close()
+        release.set()
+        for reader, writer in served:
+            assert (await to_the_end(reader)).endswith(b"slow")
+            writer.close()
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_a_large_body_is_refused_before_it_is_read(is_announced: bool) -> None:
+    async with edge() as server:
+        asked = ASK % (1 << 30)
+        if not is_announced:
+            chunk = b"%x\r\n" % 2000 + b"x" * 2000 + b"\r\n"
+            asked = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk
+        reader, writer = await opened(server, asked)
+        async with asyncio.timeout(20):
+            assert b"413" in await reader.readline()
+        writer.close()
+        assert server.bodies.num_held == 0
+
+
+async def test_bodies_share_a_bounded_memory_and_give_it_back() -> None:
+    async with edge() as server:
+        server.bodies.most_bytes = 2000
+        held = [await opened(server, ASK % 901 + b"x" * 900) for _ in range(2)]
+        async with asyncio.timeout(20):
+            while server.bodies.num_held < 1800:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        reader, writer = await opened(server, ASK % 900 + b"x" * 900)
+        async with asyncio.timeout(20):
+            assert b"503" in await reader.readline()
+        writer.close()
+        for reader, writer in held:
+            writer.write(b"x")
+            async with asyncio.timeout(20):
+                assert b"200" in await reader.readline()
+            writer.close()
+        async with asyncio.timeout(20):
+            while server.bodies.num_held:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_a_header_without_end_is_refused() -> None:
+    async with edge() as server:
+        reader, writer = await opened(server, b"GET /hello HTTP/1.1\r\n")
+        async with asyncio.timeout(20):
+            with contextlib.suppress(ConnectionError):
+                for number in range(20_000):
+                    writer.write(b"X-%d: %s\r\n" % (number, b"y" * 100))
+                    await writer.drain()
+            assert b"431" in await reader.readline()
+        writer.close()
+
+
+async def test_who_reads_nothing_is_cut_and_its_answer_ends() -> None:
+    ended = asyncio.Event()
+    made = FastAPI()
+
+    async def endless() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"x" * 65536
+                await asyncio.sleep(0)
+        finally:
+            ended.set()
+
+    @made.get("/")
+    async def much() -> Response:
+        return StreamingResponse(endless())
+
+    async with edge(made, deadlines=QUICK) as server:
+        stranger = socket.create_connection(("127.0.0.1", server.port))
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(20):
+            await ended.wait()
+            while len(server.acceptor.connections):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        stranger.close()
+
+
+def test_connections_stay_below_the_limit_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = (256, 256)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    assert connection_limit() == 96 and connection_limit(10) == 10 and connection_limit(5000) == 96
+    limits = (1024, 4096)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, wanted: None)
+    assert connection_limit() == (4096 - 64) // 2, "the soft limit is raised first"
+
+
+async def test_tls_handshakes_have_a_deadline_too(tmp_path: Path) -> None:
+    make(CertsSettings(folder=tmp_path, name="n"))
+    cert, key, ca = (str(tmp_path / name) for name in ("n.pem", "n.key", "ca.pem"))
+    identity = Identity(SecuritySettings(cert, key, ca))
+    async with edge(tls=identity.server_tls, deadlines=QUICK) as server:
+        reader, writer = await opened(server)
+        assert await to_the_end(reader) == b""
+        writer.close()
+        async with asyncio.timeout(20):
+            while len(server.acceptor.connections):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_strangers_in_their_tls_handshakes_make_room(tmp_path: Path) -> None:
+    make(CertsSettings(folder=tmp_path, name="n"))
+    cert, key, ca = (str(tmp_path / name) for name in ("n.pem", "n.key", "ca.pem"))
+    identity = Identity(SecuritySettings(cert, key, ca))
+    patient = Deadlines(header_s=300.0)
+    async with edge(tls=identity.server_tls, deadlines=patient, max_connections=4) as server:
+        idle = [await opened(server) for _ in range(4)]
+        async with asyncio.timeout(20):
+            while len(server.acceptor.connections) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", server.port, ssl=identity.client_tls, server_hostname="n"
+            )
+            writer.write(b"GET /hello HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert (await reader.read()).endswith(b"hello")
+        for _, one in (*idle, (reader, writer)):
+            one.close()
+
+
+def test_strangers_leave_room_for_who_reads_the_metrics() -> None:
+    server = serve_metrics("127.0.0.1", 0)
+    try:
+        num_threads = threading.active_count()
+        idle = [
+            socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(2 * MAX_PAGE_CONNECTIONS)
+        ]
+        page = fetch(f"http://127.0.0.1:{server.port}/metrics")
+        assert b"mooncake_http_connections" in page
+        assert threading.active_count() < num_threads + 50
+        for one in idle:
+            one.close()
+        with pytest.raises(AddressInUse, match=str(server.port)):
+            serve_metrics("127.0.0.1", server.port)
+    finally:
+        server.close()
+        server.close()

@@ -1,0 +1,58 @@
+"""However the bytes are cut, the events are the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import aiohttp
+import pytest
+from fastapi import FastAPI, Response
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.errors import ProtocolError
+from mooncake.http import sse
+from mooncake.http.server import HttpServer, listen
+from mooncake.http.sse import EventParser, EventStreamResponse
+
+
+@given(st.lists(st.integers(1, 9), max_size=20), st.sampled_from([b"\n", b"\r\n"]))
+def test_cuts_do_not_matter(cuts: list[int], newline: bytes) -> None:
+    wire = b'data: {"a": 1}|| data: x|data:b||: comment||event: e|data: one|data: two||data: [DONE]||'
+    wire = wire.replace(b"|", newline).replace(newline + b" data", newline + b"data")
+    parser, found = EventParser(), []
+    for size in cuts:
+        found += parser.feed(wire[:size])
+        wire = wire[size:]
+    found += parser.feed(wire)
+    assert found == [b'{"a": 1}', b"x\nb", b"one\ntwo", b"[DONE]"]
+
+
+def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 100)
+    with pytest.raises(ProtocolError):
+        EventParser().feed(b"data: " + b"x" * 200)
+
+
+async def test_a_stream_that_is_cut_by_the_end_of_its_server_says_so() -> None:
+    app = FastAPI()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        await asyncio.Event().wait()
+        yield b"never"
+
+    @app.get("/")
+    async def answer() -> Response:
+        return EventStreamResponse(b"data: first\n\n", events(), {}, ended.set)
+
+    ended = asyncio.Event()
+    server = HttpServer(app, listen("127.0.0.1", 0), grace_s=1.0)
+    await server.start()
+    async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{server.port}/") as response:
+        assert await response.content.readuntil(b"\n\n") == b"data: first\n\n"
+        closing = asyncio.create_task(server.close())
+        rest = await response.content.read()
+        assert b"gateway_stopping" in rest
+        await closing
+    assert ended.is_set()

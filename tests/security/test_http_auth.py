@@ -1,0 +1,110 @@
+"""Who may ask an HTTP server: by signature, by certificate, by the administrator's key."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake.security import TRUSTED, HttpAuth, Identity, Role, SecuritySettings
+from mooncake.security.http_auth import CERTIFICATE, PRINCIPAL
+from mooncake.security.keys import derive, format_credential, format_secret
+
+SECRET = b"s" * 32
+
+
+def identity(folder: Path, text: str = format_secret(SECRET)) -> Identity:
+    path = folder / "key"
+    path.write_text(text)
+    path.chmod(0o600)
+    return Identity(SecuritySettings(cluster_key_file=str(path)))
+
+
+class Server:
+    """An application that tells what it was asked, and what was answered."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, bytes]] = []
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.asked.append((scope.get(PRINCIPAL), body))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def ask(
+    door: HttpAuth, headers: dict[str, str], body: bytes = b"", path: str = "/a", certificate: Any = None
+) -> int:
+    """The status; 0 when nothing was answered."""
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"x=1",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+        CERTIFICATE: certificate,
+    }
+    pieces = [body[:1], body[1:]]
+    answered: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            answered.append(message["status"])
+
+    await door(scope, receive, send)
+    return answered[0] if answered else 0
+
+
+async def test_a_signed_request_is_let_in_with_the_body_that_was_signed(tmp_path: Path) -> None:
+    server, ours = Server(), identity(tmp_path)
+    door, signer = HttpAuth(server, ours, open_paths=("/health",)), ours.signer()
+    assert signer is not None
+    assert await ask(door, {}) == 401
+    assert await ask(door, {}, path="/health") == 200
+    assert await ask(door, signer.headers("POST", "/a?x=1", b"body"), b"body") == 200
+    assert server.asked[-1][0].role is Role.NODE and server.asked[-1][1] == b"body"
+    num_asked = len(server.asked)
+    assert await ask(door, signer.headers("POST", "/a?x=1", b"body"), b"other") == 0
+    assert await ask(door, signer.headers("POST", "/b?x=1", b"body"), b"body") == 401
+    assert len(server.asked) == num_asked
+
+
+async def test_who_may_ask_is_said_by_level(tmp_path: Path) -> None:
+    server = Server()
+    door = HttpAuth(server, identity(tmp_path), TRUSTED, api_key="admin")
+    text = format_credential(derive(SECRET, Role.CLIENT, "acme"))
+    (tmp_path / "acme").mkdir()
+    signer = identity(tmp_path / "acme", text).signer()
+    assert signer is not None
+    assert await ask(door, signer.headers("POST", "/a?x=1")) == 403
+    assert await ask(door, {"X-API-Key": "admin"}) == 200
+    assert server.asked[-1][0].role is Role.ADMIN
+    for wrong in ("", "Admin", "admin "):
+        assert await ask(door, {"X-API-Key": wrong}) == 401
+    assert await ask(HttpAuth(server, identity(tmp_path)), {"X-API-Key": ""}) == 401, "no key, nobody has it"
+
+
+async def test_with_tls_the_certificate_says_who_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
+    from mooncake.cli.certs import CertsSettings, make
+
+    make(CertsSettings(folder=tmp_path))
+    ours = Identity(SecuritySettings(*(str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem"))))  # type: ignore[arg-type]
+    server = Server()
+    door = HttpAuth(server, ours, TRUSTED)
+    certificate = {"subjectAltName": (("URI", "mooncake://client/acme"),)}
+    assert await ask(door, {}, certificate=certificate) == 403
+    assert await ask(door, {}, certificate={"subjectAltName": (("URI", "mooncake://node"),)}) == 200
+    assert await ask(door, {}) == 401, "a server that does not speak TLS lets nobody in"

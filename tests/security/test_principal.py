@@ -1,0 +1,74 @@
+"""Who may send what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from mooncake.security.principal import ADMINS, EVERYBODY, NODES, OPEN, TRUSTED, Access, Principal, Role
+
+
+@dataclass
+class Read:
+    tenant: str = ""
+
+
+@dataclass
+class Mount:
+    pass
+
+
+@dataclass
+class Remove:
+    force: bool
+    tenant: str = ""
+
+
+@dataclass
+class Unlisted:
+    pass
+
+
+ACCESS = Access(
+    {Read: EVERYBODY, Mount: NODES, Remove: EVERYBODY},
+    {Remove: lambda one: ADMINS if one.force else EVERYBODY},
+)
+ADMIN, NODE, CLIENT = (Principal(role) for role in (Role.ADMIN, Role.NODE, Role.CLIENT))
+ACME = Principal(Role.CLIENT, "acme")
+
+
+def test_the_table_says_who_may() -> None:
+    assert [not ACCESS.refusal(Read(), one) for one in (ADMIN, NODE, CLIENT)] == [True, True, True]
+    assert [not ACCESS.refusal(Mount(), one) for one in (ADMIN, NODE, CLIENT, ACME)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert [not ACCESS.refusal(Remove(True), one) for one in (ADMIN, NODE, CLIENT)] == [True, False, False]
+    assert not ACCESS.refusal(Remove(False), CLIENT)
+
+
+@pytest.mark.parametrize("principal", [ADMIN, NODE, CLIENT, ACME])
+def test_what_is_not_in_the_table_is_refused(principal: Principal) -> None:
+    assert "nobody" in ACCESS.refusal(Unlisted(), principal)
+
+
+def test_a_tenants_client_names_its_tenant_only() -> None:
+    assert not ACCESS.refusal(Read("acme"), ACME)
+    for tenant in ("", "default", "other"):
+        assert "names tenant" in ACCESS.refusal(Read(tenant), ACME)
+        assert not ACCESS.refusal(Read(tenant), CLIENT)
+    default = Principal(Role.CLIENT, "default")
+    assert not ACCESS.refusal(Read(""), default)
+
+
+def test_where_there_is_no_credential_everything_is_allowed() -> None:
+    for message in (Read("x"), Mount(), Remove(True), Unlisted()):
+        assert not ACCESS.refusal(message, OPEN)
+
+
+def test_everybody_is_trusted_and_tenants() -> None:
+    assert TRUSTED < EVERYBODY
+    assert ACME.level not in TRUSTED

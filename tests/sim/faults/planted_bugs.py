@@ -1,0 +1,392 @@
+"""Bugs that somebody could write, each with the rule of the simulated store that finds it.
+
+For each rule there is one at least, and a test that says so. The faults and loads of a bug have many of the
+kind that brings it out, so that a few seeds do; without the bug nothing is violated under them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from mooncake.sim.faults.cluster_faults import ClusterFaults
+from mooncake.sim.faults.invariants import Invariant
+from mooncake.sim.faults.workload_mix import PLAIN, WorkloadMix
+from mooncake.store import messages
+from mooncake.store.client import operations, preallocated
+from mooncake.store.master import (
+    catalog,
+    durable_puts,
+    jobs,
+    log_records,
+    objects,
+    put,
+    replay,
+    segments,
+    tasks,
+    tenants,
+    tiering,
+)
+from mooncake.store.master import remove as removing
+from mooncake.store.node import membership, task_agent
+
+
+def reuses_space_at_once(patch: pytest.MonkeyPatch) -> None:
+    unlink = catalog.Catalog.unlink
+
+    def broken(
+        self: catalog.Catalog, stored: objects.StoredObject, reason: str, now: float, **how: bool
+    ) -> int:
+        stored.lease_until = now
+        return unlink(self, stored, reason, now, **how)
+
+    patch.setattr(catalog.Catalog, "unlink", broken)
+
+
+def forgets_the_last_master(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(segments.Segment, "takes_objects", lambda self, now: self.is_alive)
+
+
+def takes_a_restarted_node_for_its_predecessor(patch: pytest.MonkeyPatch) -> None:
+    mount = segments.Segments.mount
+
+    def broken(self: segments.Segments, message: object, connection: object, now: float) -> object:
+        known = self.mounted.get(message.segment)  # type: ignore[attr-defined]
+        if known is not None:
+            known.epoch = message.epoch  # type: ignore[attr-defined]
+        return mount(self, message, connection, now)  # type: ignore[arg-type]
+
+    patch.setattr(segments.Segments, "mount", broken)
+
+
+def believes_any_bytes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(operations.Operations, "_mismatches", lambda self, grants, part, checksums: [])
+
+
+def forgets_to_write_some_objects_down(patch: pytest.MonkeyPatch) -> None:
+    record_of = catalog.record_of
+
+    def broken(stored: objects.StoredObject) -> object:
+        return record_of(stored) if stored.object_id % 7 else log_records.ObjectGone(stored.key, 0)
+
+    patch.setattr(catalog, "record_of", broken)
+
+
+def forgets_what_its_predecessor_promised(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(replay.LogReplay, "_space_held", lambda self, record, now: None)
+
+
+def never_asks_twice(patch: pytest.MonkeyPatch) -> None:
+    """A put-start whose answer was lost looks, the second time, like somebody else's put."""
+    reserve = put.PutRequests._reserve
+
+    def broken(self: put.PutRequests, put_id: int, *rest: object) -> object:
+        return reserve(self, -1, *rest)  # type: ignore[arg-type]
+
+    patch.setattr(put.PutRequests, "_reserve", broken)
+
+
+def acknowledges_what_is_not_on_ssd(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(durable_puts.DurablePuts, "is_awaited", lambda self, stored: False)
+    patch.setattr(tiering.Tiering, "_make_durable", lambda self, stored, now: None)
+
+
+def forgets_what_was_removed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(replay.LogReplay, "_object_gone", lambda self, record, now: None)
+
+
+def never_tells_nodes_what_went(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tasks.Tasks, "extent_left", lambda self, stored, extent, now: None)
+
+
+def lets_nodes_write_late(patch: pytest.MonkeyPatch) -> None:
+    answered = task_agent.TaskAgent._answered
+
+    def broken(
+        self: task_agent.TaskAgent, event: task_agent.PollAnswered, now: float
+    ) -> list[task_agent.Effect]:
+        effects = answered(self, event, now)
+        return [
+            task_agent.RunTask(one.task, one.deadline + 60.0, one.life)
+            if isinstance(one, task_agent.RunTask)
+            else one
+            for one in effects
+        ]
+
+    patch.setattr(task_agent.TaskAgent, "_answered", broken)
+
+
+def leaves_half_a_copy(patch: pytest.MonkeyPatch) -> None:
+    """A task that failed keeps its space as if it were under way, and nobody tries again."""
+    done, add_extent = tasks.Tasks._done, catalog.Catalog.add_extent
+
+    def ignored(self: tasks.Tasks, message: messages.TaskDone, *rest: object) -> None:
+        if message.refusal is None:
+            done(self, message, *rest)  # type: ignore[arg-type]
+
+    def for_ever(self: catalog.Catalog, *given: object) -> object:
+        return add_extent(self, *given[:-1], given[-1] + 1e4)  # type: ignore[arg-type, operator, call-arg]
+
+    patch.setattr(tasks.Tasks, "_done", ignored)
+    patch.setattr(catalog.Catalog, "add_extent", for_ever)
+
+
+def loses_an_object_with_any_of_its_nodes(patch: pytest.MonkeyPatch) -> None:
+    drop = catalog.Catalog.drop_extent
+
+    def broken(
+        self: catalog.Catalog,
+        stored: objects.StoredObject,
+        extent: objects.Extent,
+        reason: str,
+        now: float,
+        **how: bool,
+    ) -> int:
+        if "another process took its name" in reason and stored.is_readable and extent.is_complete:
+            return self.unlink(stored, reason, now)
+        return drop(self, stored, extent, reason, now, **how)
+
+    patch.setattr(catalog.Catalog, "drop_extent", broken)
+
+
+def lets_pieces_be_written_for_ever(patch: pytest.MonkeyPatch) -> None:
+    add = preallocated.PreallocatedPieces.add
+
+    def broken(
+        self: preallocated.PreallocatedPieces, advance: messages.PreallocatedSpace | None, *rest: object
+    ) -> None:
+        patient = None if advance is None else msgspec.structs.replace(advance, put_s=1000.0)
+        add(self, patient, *rest)  # type: ignore[arg-type]
+
+    patch.setattr(preallocated.PreallocatedPieces, "add", broken)
+
+
+def releases_pieces_at_their_deadline(patch: pytest.MonkeyPatch) -> None:
+    give = catalog.Catalog.give_in_advance
+
+    def broken(self: catalog.Catalog, extents: list[objects.Extent], size_bytes: int, until: float) -> None:
+        give(self, extents, size_bytes, until - self.settings.grace_s)
+
+    patch.setattr(catalog.Catalog, "give_in_advance", broken)
+
+
+def tells_no_successor_of_pieces(patch: pytest.MonkeyPatch) -> None:
+    give = catalog.Catalog.give_in_advance
+
+    def broken(self: catalog.Catalog, *given: object) -> None:
+        give(self, *given)  # type: ignore[arg-type]
+        self.records.pop()
+
+    patch.setattr(catalog.Catalog, "give_in_advance", broken)
+
+
+def takes_its_clock_for_everybodys(patch: pytest.MonkeyPatch) -> None:
+    """Deadlines of puts as instants of the master's clock."""
+    put_start = put.PutRequests.put_start
+
+    def broken(self: put.PutRequests, message: messages.PutStart, *rest: object) -> object:
+        reply = put_start(self, message, *rest)  # type: ignore[arg-type]
+        now: float = rest[-1]  # type: ignore[assignment]
+        if now <= 500.0 or not isinstance(reply, messages.PutStarted):
+            return reply
+        return msgspec.structs.replace(reply, put_s=reply.put_s + now)
+
+    patch.setattr(put.PutRequests, "put_start", broken)
+
+
+def loses_count_of_what_a_tenant_uses(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tenants.Tenants, "discharge", lambda self, stored, extent: None)
+
+
+def says_removed_and_keeps_it(patch: pytest.MonkeyPatch) -> None:
+    remove = removing.RemoveRequests._remove
+
+    def broken(self: removing.RemoveRequests, stored: objects.StoredObject | None, *rest: object) -> object:
+        if stored is not None and stored.is_readable and stored.object_id % 2:
+            return True
+        return remove(self, stored, *rest)  # type: ignore[arg-type]
+
+    patch.setattr(removing.RemoveRequests, "_remove", broken)
+
+
+def says_replaced_and_keeps_the_old_one(patch: pytest.MonkeyPatch) -> None:
+    put_end = put.PutRequests.put_end
+
+    def broken(self: put.PutRequests, message: messages.PutEnd, *rest: object) -> object:
+        readable = self._catalog.objects.readable
+        kept = [key for key in message.keys if key in readable and message.object_ids[0] % 2]
+        if kept and not message.tenant:
+            return messages.Outcomes([True] * len(message.keys))
+        return put_end(self, message, *rest)  # type: ignore[arg-type]
+
+    patch.setattr(put.PutRequests, "put_end", broken)
+
+
+def tells_no_successor_of_renewed_space(patch: pytest.MonkeyPatch) -> None:
+    renew = catalog.Catalog.renew
+
+    def broken(self: catalog.Catalog, stored: objects.StoredObject, lease_until: float) -> None:
+        num_records = len(self.records)
+        renew(self, stored, lease_until)
+        del self.records[num_records:]
+
+    patch.setattr(catalog.Catalog, "renew", broken)
+
+
+def never_says_why(patch: pytest.MonkeyPatch) -> None:
+    tell = catalog.Catalog.tell
+
+    def broken(self: catalog.Catalog, now: float, key: str, what: str, *of: object) -> None:
+        if "unlinked" not in what:
+            tell(self, now, key, what, *of)
+
+    patch.setattr(catalog.Catalog, "tell", broken)
+
+
+def leaves_before_it_has_arrived(patch: pytest.MonkeyPatch) -> None:
+    """A drain that takes every replica for one that others have."""
+
+    def broken(
+        self: jobs.Jobs,
+        job: jobs.DrainJob,
+        stored: objects.StoredObject,
+        segment: segments.Segment,
+        now: float,
+    ) -> None:
+        extent = stored.on(segment) if stored.is_readable else None
+        if extent is not None and extent.is_complete:
+            self._catalog.drop_extent(stored, extent, "drained, and others have it", now)
+
+    patch.setattr(jobs.Jobs, "_move_from", broken)
+
+
+def counts_no_quota(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tenants.Account, "has_room", lambda self, size_bytes: True)
+
+
+def asks_again_beyond_the_deadline(patch: pytest.MonkeyPatch) -> None:
+    ask_again = operations.Operations._ask_again
+
+    def broken(
+        self: operations.Operations, message: msgspec.Struct, deadline: float, answer: operations.MasterReply
+    ) -> operations.Operation[operations.MasterReply]:
+        return ask_again(self, message, deadline + 60.0, answer)
+
+    patch.setattr(operations.Operations, "_ask_again", broken)
+
+
+def never_gives_a_drained_segment_back(patch: pytest.MonkeyPatch) -> None:
+    cancel = jobs.Jobs._cancel
+
+    def broken(self: jobs.Jobs, job: jobs.ReplicationJob, now: float) -> None:
+        drained = getattr(job, "segments", [])
+        cancel(self, job, now)
+        for segment in drained:
+            segment.is_draining = True
+
+    patch.setattr(jobs.Jobs, "_cancel", broken)
+
+
+def never_mounts_again(patch: pytest.MonkeyPatch) -> None:
+    """A node that has lost its master twice waits for it without end."""
+    closed = membership.Membership._closed
+
+    def broken(self: membership.Membership, reason: str, now: float) -> object:
+        effects = closed(self, reason, now)
+        if self.phase is membership.MembershipPhase.WAITING:
+            self._wake_at = now + 1e6
+        return effects
+
+    patch.setattr(membership.Membership, "_closed", broken)
+
+
+def lets_writers_write_for_ever(patch: pytest.MonkeyPatch) -> None:
+    begin = catalog.Catalog.begin
+
+    def broken(self: catalog.Catalog, *given: object) -> objects.StoredObject:
+        return begin(self, *given[:-1], given[-1] + 1e4)  # type: ignore[arg-type, operator, call-arg]
+
+    patch.setattr(catalog.Catalog, "begin", broken)
+
+
+def keeps_pieces_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Space given in advance rests without end when nobody has said what is in it."""
+    give = catalog.Catalog.give_in_advance
+
+    def broken(self: catalog.Catalog, extents: list[objects.Extent], size_bytes: int, until: float) -> None:
+        give(self, extents, size_bytes, until + 1e4)
+
+    patch.setattr(catalog.Catalog, "give_in_advance", broken)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    """One that ``rule`` finds, in some seeds; in others another rule may see it first."""
+
+    plant: Callable[[pytest.MonkeyPatch], None]
+    rule: Invariant
+    faults: ClusterFaults | None = None
+    """None: what a seed draws."""
+    load: WorkloadMix = PLAIN
+    begin: int = 0
+    """Where the search begins."""
+
+    @property
+    def name(self) -> str:
+        return self.plant.__name__
+
+
+LATE = ClusterFaults(transfer_failure_chance=0.3, slow_transfer_chance=0.3, has_checksums=False)
+LATE_SUCCESSION = dataclasses.replace(LATE, crash_master_every_s=4.0, has_oplog=True)
+SUCCESSION = ClusterFaults(crash_master_every_s=4.0, has_oplog=True)
+QUICK_TAKEOVER = ClusterFaults(crash_master_every_s=14.0, restart_s=0.1, has_oplog=True, has_standby=True)
+MOVES = WorkloadMix(view=10.0, copy=10.0)
+OPERATED = WorkloadMix(drain=2.0, copy=1.0)
+TENANTS = WorkloadMix(quota=2.0, tenants=("shop", "bank"))
+
+BUGS = (
+    Bug(loses_count_of_what_a_tenant_uses, Invariant.CORE),
+    Bug(believes_any_bytes, Invariant.VALUE, ClusterFaults(corruption_every_s=0.5)),
+    Bug(forgets_what_was_removed, Invariant.VALUE, SUCCESSION),
+    Bug(says_removed_and_keeps_it, Invariant.PHANTOM, ClusterFaults()),
+    Bug(says_replaced_and_keeps_the_old_one, Invariant.STALE, ClusterFaults()),
+    Bug(reuses_space_at_once, Invariant.LEASE, begin=4),
+    Bug(forgets_the_last_master, Invariant.SPACE, dataclasses.replace(LATE, crash_master_every_s=4.0)),
+    Bug(tells_no_successor_of_renewed_space, Invariant.SPACE, QUICK_TAKEOVER, MOVES, begin=20),
+    Bug(
+        lets_nodes_write_late,
+        Invariant.SPACE,
+        ClusterFaults(slow_transfer_chance=0.4, slow_disk_chance=0.4, slow_disk_s=20.0),
+    ),
+    Bug(forgets_what_its_predecessor_promised, Invariant.SPACE, LATE_SUCCESSION),
+    Bug(tells_no_successor_of_pieces, Invariant.SPACE, LATE_SUCCESSION),
+    Bug(lets_pieces_be_written_for_ever, Invariant.SPACE),
+    Bug(releases_pieces_at_their_deadline, Invariant.SPACE),
+    Bug(takes_its_clock_for_everybodys, Invariant.SPACE),
+    Bug(takes_a_restarted_node_for_its_predecessor, Invariant.CAUSE, ClusterFaults(crash_node_every_s=3.0)),
+    Bug(never_says_why, Invariant.REASON, ClusterFaults()),
+    Bug(leaves_before_it_has_arrived, Invariant.CAUSE, ClusterFaults(), OPERATED),
+    Bug(
+        loses_an_object_with_any_of_its_nodes,
+        Invariant.REPLICA,
+        ClusterFaults(crash_node_every_s=5.0, has_oplog=True),
+    ),
+    Bug(counts_no_quota, Invariant.QUOTA, ClusterFaults(), TENANTS),
+    Bug(
+        asks_again_beyond_the_deadline,
+        Invariant.DEADLINE,
+        ClusterFaults(crash_master_every_s=5.0, restart_s=8.0, slow_chance=0.5),
+    ),
+    Bug(never_gives_a_drained_segment_back, Invariant.HEALTH, ClusterFaults(), OPERATED),
+    Bug(never_mounts_again, Invariant.HEALTH, ClusterFaults(crash_master_every_s=15.0)),
+    Bug(acknowledges_what_is_not_on_ssd, Invariant.PROMISE, ClusterFaults(crash_node_every_s=2.0), begin=8),
+    Bug(forgets_to_write_some_objects_down, Invariant.REASON, SUCCESSION),
+    Bug(lets_writers_write_for_ever, Invariant.WRITING, ClusterFaults(crash_client_every_s=3.0)),
+    Bug(leaves_half_a_copy, Invariant.COPYING, ClusterFaults(transfer_failure_chance=0.3)),
+    Bug(keeps_pieces_for_ever, Invariant.LEAK, ClusterFaults()),
+    Bug(never_tells_nodes_what_went, Invariant.JOURNAL),
+    Bug(never_asks_twice, Invariant.CAUSE, ClusterFaults(break_chance=0.05)),
+)

@@ -1,0 +1,122 @@
+"""The closed form against counting step by step."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.conductor.prediction.cost_models import DecodeModel
+from mooncake.sim.serving.decode_batch import DecodeBatch, longest_mean
+from mooncake.sim.serving.sim_request import SimRequest
+
+MODEL = DecodeModel(0.02, 0.001, 1e-6)
+
+
+def journey(number: int, num_input: int, num_output: int, first_token_at: float = 0.0) -> SimRequest:
+    one = SimRequest(number, 0.0, num_input, num_output, ())
+    one.first_token_at = first_token_at
+    return one
+
+
+def one_by_one(batch: DecodeBatch, num_steps: int) -> float:
+    size, context, seconds = len(batch), batch.context, 0.0
+    for _ in range(num_steps):
+        seconds += MODEL.base_s + MODEL.per_request_s * size + MODEL.per_token_s * context
+        context += size
+    return seconds
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(2, 300)), min_size=1, max_size=8),
+    st.integers(0, 200),
+)
+def test_many_steps_are_as_long_as_one_by_one(prompts: list[tuple[int, int]], num_steps: int) -> None:
+    batch = DecodeBatch(MODEL)
+    for number, (num_input, num_output) in enumerate(prompts):
+        batch.join(journey(number, num_input, num_output))
+    assert batch.seconds(num_steps) == pytest.approx(one_by_one(batch, num_steps))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(2, 300)), min_size=1, max_size=8),
+    st.floats(0, 20, allow_nan=False),
+)
+def test_a_change_takes_effect_at_the_end_of_the_step_it_falls_into(
+    prompts: list[tuple[int, int]], now: float
+) -> None:
+    batch = DecodeBatch(MODEL)
+    for number, (num_input, num_output) in enumerate(prompts):
+        batch.join(journey(number, num_input, num_output))
+    num_steps = batch.steps_until(now)
+    assert batch.seconds(num_steps) >= now - 1e-6
+    assert num_steps == 0 or batch.seconds(num_steps - 1) < now + 1e-6
+
+
+def test_requests_come_and_go_as_in_a_step_by_step_count() -> None:
+    batch = DecodeBatch(MODEL)
+    first, second = journey(1, 100, 11), journey(2, 50, 4)
+    batch.join(first)
+    batch.advance(5)
+    second.first_token_at = batch.at - 0.01
+    batch.join(second)
+    intervals = [MODEL.seconds(1, 101 + n) for n in range(5)]
+    assert batch.next_leave == 3
+    for _ in range(3):
+        intervals.append(batch.seconds(1))
+        assert batch.seconds(1) == pytest.approx(MODEL.seconds(2, batch.context))
+        batch.advance(1)
+    assert batch.leave() == [second]
+    assert second.tbt_s == pytest.approx(intervals[5] + 0.01)  # its longest: with the wait before it
+    assert batch.context == 100 + 1 + 8
+    batch.advance(batch.next_leave)
+    assert batch.leave() == [first] and not batch and batch.context == 0
+    assert first.tbt_s == pytest.approx(max(intervals))
+    assert batch.runs == []
+
+
+def test_a_pause_lengthens_the_next_interval_of_those_who_were_there() -> None:
+    batch = DecodeBatch(MODEL)
+    old = journey(1, 100, 3)
+    batch.join(old)
+    batch.pause(2.0)
+    new = journey(2, 10, 3, first_token_at=1.5)
+    batch.join(new)
+    step_s = batch.seconds(1)
+    batch.advance(1)
+    batch.advance(1)
+    batch.leave()
+    assert old.tbt_s == pytest.approx(2.0 + step_s)
+    assert new.tbt_s == pytest.approx(0.5 + step_s)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.floats(0.001, 1, allow_nan=False)), max_size=20),
+    st.floats(0, 1, allow_nan=False),
+)
+def test_the_longest_tenth_is_that_of_all_intervals(runs: list[tuple[int, float]], wait_s: float) -> None:
+    intervals: list[float] = []
+    longer_s = wait_s
+    for count, seconds in runs:
+        if not count:
+            longer_s += seconds
+        for _ in range(count):
+            intervals.append(seconds + longer_s)
+            longer_s = 0.0
+    if not intervals:
+        return
+    wanted = math.ceil(Fraction(len(intervals), 10))
+    expected = sum(sorted(intervals, reverse=True)[:wanted]) / wanted
+    assert longest_mean(runs, wait_s, len(intervals)) == pytest.approx(expected)
+
+
+def test_runs_that_nobody_needs_are_dropped() -> None:
+    batch = DecodeBatch(MODEL)
+    for number in range(5000):
+        batch.join(journey(number, 1, 2 + number % 3))
+        batch.advance(1)
+        batch.leave()
+    assert len(batch.runs) < 2100

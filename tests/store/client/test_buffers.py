@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mooncake.errors import InvalidArgument
+from mooncake.store.client.buffers import STAGED_BYTES, STAGING_BYTES, LocalMemory
+from mooncake.transfer import TransferEngine
+
+
+@pytest.fixture
+def memory() -> Iterator[LocalMemory]:
+    with TransferEngine() as engine:
+        memory = LocalMemory(engine)
+        yield memory
+        memory.close()
+        assert not engine.regions.all(), "something stayed registered"
+
+
+def registered(memory: LocalMemory) -> list[int]:
+    return [region.size_bytes for region in memory.engine.regions.all()]
+
+
+def test_small_buffers_are_copied_to_the_staging_region(memory: LocalMemory) -> None:
+    with memory.source([b"one", bytearray(b"three"), np.frombuffer(b"five!", dtype=np.uint8)]) as prepared:
+        assert prepared.is_staged and prepared.sizes == [3, 5, 5]
+        assert registered(memory) == [STAGING_BYTES]
+        staging = memory.engine.regions.all()[0]
+        offset = prepared.addresses[0] - staging.address
+        assert bytes(staging.view()[offset : offset + 13]) == b"onethreefive!"
+        with memory.source([b"four"]) as other:
+            assert other.addresses[0] >= prepared.addresses[0] + 13
+
+
+def test_large_buffers_are_registered_for_as_long_as_they_are_lent(memory: LocalMemory) -> None:
+    value = bytes(STAGED_BYTES + 1)
+    with memory.source([value]) as prepared:
+        assert not prepared.is_staged and registered(memory) == [len(value)]
+    assert registered(memory) == []
+
+
+def test_rows_of_an_array_are_registered_as_one_range(memory: LocalMemory) -> None:
+    rows = np.zeros((8, STAGED_BYTES), dtype=np.uint8)
+    first = rows.ctypes.data
+    with memory.target([rows[3], rows[1], rows[2], rows[7]]) as prepared:
+        assert prepared.addresses == [first + index * STAGED_BYTES for index in (3, 1, 2, 7)]
+        assert sorted(registered(memory)) == [STAGED_BYTES, 3 * STAGED_BYTES]
+
+
+def test_the_same_buffer_twice_is_one_range(memory: LocalMemory) -> None:
+    row = np.zeros(STAGED_BYTES, dtype=np.uint8)
+    with memory.target([row, row]) as prepared:
+        assert prepared.addresses == [row.ctypes.data] * 2
+        assert registered(memory) == [STAGED_BYTES]
+
+
+def test_what_the_caller_has_registered_is_taken_as_it_is(memory: LocalMemory) -> None:
+    pool = memory.engine.allocate(2 * STAGED_BYTES, huge_pages=False, populate=False)
+    small, large = (pool.address + 8, 100), (pool.address, 2 * STAGED_BYTES)
+    with memory.source([small]) as prepared, memory.target([large]) as other:
+        assert prepared.addresses == [small[0]] and other.addresses == [large[0]]
+        assert registered(memory) == [pool.size_bytes]
+    memory.engine.unregister(pool)
+    assert not memory.has(*small)
+
+
+def test_what_another_operation_registered_for_a_moment_is_not_relied_on(memory: LocalMemory) -> None:
+    row = np.zeros(2 * STAGED_BYTES, dtype=np.uint8)
+    with memory.target([row]), memory.target([row]):
+        assert registered(memory) == [row.nbytes, row.nbytes]
+
+
+@pytest.mark.parametrize("size", [5, STAGED_BYTES + 5])
+def test_fresh_bytes_are_filled_before_anyone_sees_them(memory: LocalMemory, size: int) -> None:
+    prepared, values = memory.fresh([size])
+    with prepared:
+        region = memory.engine.regions.all()[0]
+        start = prepared.addresses[0] - region.address
+        region.view()[start : start + size] = b"x" * size
+        memory.unstage(prepared, values)
+    assert values == [b"x" * size]
+
+
+def test_an_empty_value_needs_no_memory(memory: LocalMemory) -> None:
+    with memory.source([b""]) as prepared:
+        assert prepared.sizes == [0] and registered(memory) == []
+
+
+def test_a_buffer_that_is_no_memory_leaves_none_of_the_others_registered(memory: LocalMemory) -> None:
+    row = np.zeros(STAGED_BYTES + 1, dtype=np.uint8)
+    with pytest.raises(InvalidArgument, match="not mapped"):
+        memory.target([row, (1 << 56, STAGED_BYTES)])
+    assert registered(memory) == []
+
+
+def test_bad_buffers_are_named(memory: LocalMemory) -> None:
+    with pytest.raises(InvalidArgument, match="writable"):
+        memory.target([b"read-only"])
+    with pytest.raises(InvalidArgument, match="buffer"):
+        memory.source([3.14])
+    with pytest.raises(InvalidArgument, match="contiguous"):
+        memory.source([np.zeros((4, 4))[:, 1]])

@@ -1,0 +1,783 @@
+"""The operations against a real master, with the world in between in the test's hands."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, Refusal
+from mooncake.sim.faults.nodes import checksum, combine
+from mooncake.store import messages as m
+from mooncake.store.client.grants import PutGrant, ReadGrant
+from mooncake.store.client.operations import (
+    CallMaster,
+    MasterReply,
+    MoveSlices,
+    OpenSegment,
+    Operation,
+    Operations,
+    Pause,
+    SlicesMoved,
+)
+from mooncake.store.master.objects import DEFAULT_POLICY
+from tests.store.conftest import SETTINGS, Voice
+
+BASE = 1 << 20
+"""Where ``Voice.mount`` says that a node's memory begins."""
+
+
+class World:
+    """Performs effects on a master, nodes' memories and local memory; says no when told to."""
+
+    def __init__(self, **pools: int) -> None:
+        self.voice = Voice(SETTINGS)
+        self.nodes = {name: bytearray(size) for name, size in (pools or {"a": 65536}).items()}
+        for name, memory in self.nodes.items():
+            self.voice.mount(name, len(memory))
+        self.local = bytearray(1 << 20)
+        self.operations = Operations("h", combine, 1000)
+        self.asked: list[msgspec.Struct] = []
+        self.moves: list[MoveSlices] = []
+        self.before_ask: Callable[[msgspec.Struct], PeerLost | None] = lambda message: None
+        self.after_ask: Callable[[msgspec.Struct], PeerLost | None] = lambda message: None
+        self.before_move: Callable[[str], str] = lambda segment: ""
+        self.slow_move_s = 0.0
+        self.damaged_moves = 0
+        """So many of the next reads bring a wrong bit."""
+
+    @property
+    def deadline(self) -> float:
+        return self.voice.now + 5.0
+
+    def run(self, operation: Operation[Any]) -> Any:
+        outcome: Any = None
+        while True:
+            try:
+                effect = operation.send(outcome)
+            except StopIteration as stop:
+                return stop.value
+            outcome = self._perform(effect)
+
+    def _perform(self, effect: CallMaster | OpenSegment | MoveSlices | Pause) -> Any:
+        if isinstance(effect, CallMaster):
+            return self._ask(effect)
+        if isinstance(effect, OpenSegment):
+            return effect.segment if effect.segment in self.nodes else None
+        if isinstance(effect, Pause):
+            self.voice.now += effect.seconds
+            return None
+        if self.voice.now >= effect.deadline:
+            return [SlicesMoved(None, "timed_out", self.voice.now) for _ in effect.transfers]
+        self.moves.append(effect)
+        self.voice.now += self.slow_move_s
+        return [self._move(effect, slices) for slices in effect.transfers]
+
+    def _ask(self, effect: CallMaster) -> MasterReply:
+        asked_at = self.voice.now
+        self.asked.append(effect.message)
+        error = self.before_ask(effect.message)
+        if error is None:
+            reply = self.voice.say(effect.message)
+            error = self.after_ask(effect.message)
+            if error is None:
+                return MasterReply(reply, None, asked_at, self.voice.now)
+        return MasterReply(None, error, asked_at, self.voice.now)
+
+    def _move(self, effect: MoveSlices, slices: Any) -> SlicesMoved:
+        reason = self.before_move(slices.handle)
+        if reason:
+            return SlicesMoved(None, reason, self.voice.now)
+        memory, sums = self.nodes[slices.handle], []
+        for local, remote, length in zip(
+            slices.local.tolist(), slices.remote.tolist(), slices.lengths.tolist(), strict=True
+        ):
+            at = remote - BASE
+            if effect.is_write:
+                memory[at : at + length] = self.local[local : local + length]
+            else:
+                self.local[local : local + length] = memory[at : at + length]
+                if self.damaged_moves:
+                    self.local[local] ^= 1
+            sums.append(checksum(bytes(self.local[local : local + length])))
+        self.damaged_moves -= not effect.is_write and self.damaged_moves > 0
+        checksums = np.array(sums if slices.is_checked else [], dtype=np.uint32)
+        return SlicesMoved(checksums, "", self.voice.now)
+
+    def look(self) -> int:
+        """Nodes read what they are asked to."""
+
+        def is_right(entry: m.SegmentEntry, segment: str) -> bool:
+            pieces = range(entry.offset, entry.offset + entry.size_bytes, entry.chunk_bytes)
+            end = entry.offset + entry.size_bytes
+            memory = self.nodes[segment]
+            sums = [checksum(bytes(memory[at : min(at + entry.chunk_bytes, end)])) for at in pieces]
+            return np.array(sums, dtype="<u4").tobytes() == entry.checksums
+
+        return self.voice.look(is_right)
+
+    def put(
+        self,
+        *values: bytes,
+        chunk_bytes: int = 100,
+        policy: m.PutPolicy = DEFAULT_POLICY,
+        replace: bool = False,
+    ) -> list[Refusal | None]:
+        """Under keys k0, k1, ..."""
+        addresses, at = [], 0
+        for value in values:
+            self.local[at : at + len(value)] = value
+            addresses.append(at)
+            at += len(value)
+        keys = [f"k{i}" for i in range(len(values))]
+        sizes = [len(value) for value in values]
+        result = self.run(
+            self.operations.put(keys, addresses, sizes, chunk_bytes, self.deadline, policy, replace=replace)
+        )
+        assert isinstance(result, list)
+        return result
+
+    def get(self, *keys: str) -> list[bytes | None]:
+        places = [500_000 + 1000 * i for i in range(len(keys))]
+        sizes = self.run(self.operations.get_into(keys, places, [1000] * len(keys), self.deadline))
+        return [
+            None if size is None else bytes(self.local[at : at + size])
+            for at, size in zip(places, sizes, strict=True)
+        ]
+
+    def open_read(self, key: str) -> ReadGrant:
+        grant = self.run(self.operations.open_reads([key], self.deadline))[0]
+        assert isinstance(grant, ReadGrant)
+        return grant
+
+    def start_put(self, key: str, size: int, chunk_bytes: int) -> PutGrant:
+        grant = self.run(self.operations.start_puts([key], [size], [chunk_bytes], self.deadline))[0]
+        assert isinstance(grant, PutGrant)
+        return grant
+
+
+def test_what_is_put_comes_back() -> None:
+    world = World()
+    values = [bytes([i]) * (i * 90 + 1) for i in range(5)]
+    assert world.put(*values) == [None] * 5
+    assert world.get("k4", "missing", "k0") == [values[4], None, values[0]]
+
+
+def test_a_broken_connection_only_costs_the_question_again() -> None:
+    world = World()
+    rounds = {"before": 2, "after": 2}
+
+    def lose(side: str) -> Callable[[msgspec.Struct], PeerLost | None]:
+        def maybe(message: msgspec.Struct) -> PeerLost | None:
+            rounds[side] -= 1
+            return PeerLost("gone") if rounds[side] >= 0 else None
+
+        return maybe
+
+    world.before_ask, world.after_ask = lose("before"), lose("after")
+    assert world.put(b"value") == [None]
+    assert world.get("k0") == [b"value"]
+    starts = [message for message in world.asked if isinstance(message, m.PutStart)]
+    assert len(starts) == 5 and len({start.put_id for start in starts}) == 1
+    assert world.operations.counts.repeated_requests == 4
+    assert world.voice.allocated_bytes == 64
+
+
+def test_a_promise_counts_from_the_first_question() -> None:
+    world = World()
+    world.after_ask = lambda message: PeerLost("gone") if len(world.asked) == 1 else None
+    began = world.voice.now
+    grant = world.start_put("k", 10, 10)
+    assert world.voice.now > began
+    assert grant.expires_at == began + SETTINGS.put_s
+
+
+def test_an_operation_ends_when_the_master_stays_away() -> None:
+    world = World()
+    world.before_ask = lambda message: PeerLost("gone")
+    with pytest.raises(DeadlineExceeded, match="gone"):
+        world.get("k")
+    assert world.voice.now <= 5.0
+
+
+def test_a_put_looks_for_another_node_when_one_cannot_be_reached() -> None:
+    world = World(a=65536, b=4096)
+    world.before_move = lambda segment: "connection refused" if segment == "a" else ""
+    assert world.put(b"one", b"two") == [None, None]
+    found = world.voice.find("k0")
+    assert found is not None and found.replicas[0].segment == "b"
+    world.before_move = lambda segment: ""
+    assert world.get("k0", "k1") == [b"one", b"two"]
+
+
+def test_when_no_node_can_be_reached_the_put_says_so() -> None:
+    world = World(a=4096)
+    world.before_move = lambda segment: "connection refused"
+    refusal = world.put(b"one")[0]
+    assert refusal is not None and refusal.code == "no_space"
+    assert world.voice.master.objects.writing == {}
+    assert world.get("k0") == [None]
+
+
+def test_a_batch_over_two_nodes_moves_at_once() -> None:
+    world = World(a=4096, b=4096)
+    values = [bytes([i]) * 900 for i in range(6)]
+    assert world.put(*values) == [None] * 6
+    assert [len(move.transfers) for move in world.moves] == [2]
+    assert world.get(*[f"k{i}" for i in range(6)]) == values
+    assert [len(move.transfers) for move in world.moves] == [2, 2]
+
+
+def test_wrong_bytes_are_a_miss_and_the_master_hears_of_it() -> None:
+    world = World()
+    world.put(b"x" * 250, b"y" * 250)
+    world.nodes["a"][120] ^= 1
+    assert world.get("k0", "k1") == [None, b"y" * 250]
+    assert world.operations.counts.checksum_mismatches == 2, "it was read twice"
+    assert [type(message) for message in world.asked][-1] is m.Corrupt
+    assert world.voice.find("k0") is not None and world.look() == 1, "its own node decides"
+    assert world.voice.find("k0") is None
+
+
+def test_bytes_that_were_wrong_on_the_way_are_read_again_and_nobody_hears_of_it() -> None:
+    """One damaged transfer: no miss, no report, nothing goes."""
+    world = World()
+    world.put(b"x" * 250)
+    num_asked = len(world.asked)
+    world.damaged_moves = 1
+    assert world.get("k0") == [b"x" * 250]
+    assert world.operations.counts.checksum_mismatches == 1
+    assert [type(message) for message in world.asked[num_asked:]] == [m.LookupObjects]
+
+
+def test_a_reader_with_bad_memory_costs_nobody_anything() -> None:
+    """Whatever it reads is wrong, and it says so of everything: a copy in memory and one elsewhere stay."""
+    world = two()
+    put_twice(world, b"value")
+    for _ in range(3):
+        world.damaged_moves = 1000
+        assert world.get("k0") == [None]
+        assert world.voice.where("k0") == ["a", "b"], "not on one reader's word"
+        world.look()
+    world.damaged_moves = 0
+    assert world.voice.where("k0") == ["a", "b"] and world.get("k0") == [b"value"]
+    (reporter,) = world.voice.say(m.GetMasterStatus()).reporters
+    assert (reporter.num_reports, reporter.num_refuted, reporter.num_confirmed) == (6, 6, 0)
+
+
+def test_bytes_that_come_after_the_lease_are_a_miss_but_no_corruption() -> None:
+    world = World()
+    world.put(b"value")
+    grant = world.open_read("k0")
+    world.slow_move_s = SETTINGS.lease_s
+    world.nodes["a"][0] ^= 1
+    assert world.run(world.operations.read_whole([grant], [0], world.deadline + 100)) == [False]
+    assert world.operations.counts.expired_leases == 1
+    assert world.operations.counts.checksum_mismatches == 0
+
+
+def test_a_write_that_ends_after_the_deadline_does_not_count() -> None:
+    world = World()
+    grant = world.start_put("k", 100, 100)
+    world.slow_move_s = SETTINGS.put_s
+    refusals = world.run(world.operations.write_ranges([grant], [0], [0], [100], world.deadline + 100))
+    assert refusals[0].code == "expired"
+    assert world.run(world.operations.end_puts([grant], world.deadline))[0].code == "expired"
+    assert world.voice.find("k") is None
+
+
+def test_a_failed_read_is_a_miss_and_the_segment_is_described_anew() -> None:
+    world = World()
+    world.put(b"value")
+    world.before_move = lambda segment: "reset"
+    assert world.get("k0") == [None]
+    world.before_move = lambda segment: ""
+    assert world.get("k0") == [b"value"]
+    assert sum(isinstance(message, m.DescribeSegments) for message in world.asked) == 2
+
+
+def test_a_segment_that_cannot_be_opened_is_a_miss_or_a_refusal() -> None:
+    world = World(a=4096)
+    world.put(b"value")
+    other = Operations("h", combine, 5)
+    del world.nodes["a"]
+    assert world.run(other.get_into(["k0"], [0], [100], world.deadline)) == [None]
+    refusal = world.run(other.put(["new"], [0], [10], 10, world.deadline))[0]
+    assert refusal.code == "no_space"
+
+
+def test_large_batches_are_cut() -> None:
+    world = World(a=1 << 20)
+    count = m.MAX_KEYS + 5
+    keys = [f"k{i}" for i in range(count)]
+    assert (
+        world.run(world.operations.put(keys, [0] * count, [8] * count, 8, world.deadline)) == [None] * count
+    )
+    assert world.run(world.operations.exists(keys, world.deadline)) == [True] * count
+    assert world.run(world.operations.remove(keys, True, world.deadline)) == [True] * count
+
+
+def test_an_object_larger_than_its_buffer_is_an_error() -> None:
+    world = World()
+    world.put(b"x" * 200)
+    with pytest.raises(InvalidArgument, match="200 bytes"):
+        world.run(world.operations.get_into(["k0"], [0], [199], world.deadline))
+
+
+def test_a_key_that_exists_is_neither_granted_nor_refused() -> None:
+    world = World()
+    world.put(b"value")
+    assert world.run(world.operations.start_puts(["k0"], [1], [1], world.deadline)) == [None]
+    assert world.put(b"other") == [None]
+    assert world.get("k0") == [b"value"]
+
+
+def test_an_incomplete_put_is_given_up() -> None:
+    world = World()
+    grant = world.start_put("k", 250, 100)
+    world.run(world.operations.write_ranges([grant], [0, 200], [0, 0], [100, 50], world.deadline))
+    refusal = world.run(world.operations.end_puts([grant], world.deadline))[0]
+    assert refusal == Refusal("incomplete", "1 chunks of 'k' were not written")
+    assert world.voice.master.objects.writing == {}
+
+
+def test_an_aborted_put_cannot_be_ended() -> None:
+    world = World()
+    grant = world.start_put("k", 10, 10)
+    world.run(world.operations.abort_puts([grant], world.deadline))
+    assert world.run(world.operations.end_puts([grant], world.deadline))[0].code == "aborted"
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 251), (250, 1), (300, 0), (2**63, 2**63)])
+def test_ranges_stay_within_the_object(offset: int, length: int) -> None:
+    world = World()
+    grant = world.start_put("k", 250, 100)
+    with pytest.raises(InvalidArgument, match="within its 250 bytes"):
+        world.run(world.operations.write_ranges([grant], [offset], [0], [length], world.deadline))
+
+
+def test_columns_must_fit_together() -> None:
+    world = World()
+    grants = [world.start_put("k", 250, 100), world.start_put("l", 250, 100)]
+    for columns in (([0, 1, 2],) * 3, ([0, 0], [0], [0, 0])):
+        with pytest.raises(InvalidArgument, match="columns"):
+            world.run(world.operations.write_ranges(grants, *columns, world.deadline))
+
+
+def test_a_part_of_a_chunk_cannot_be_read_alone() -> None:
+    world = World()
+    world.put(b"x" * 250)
+    grant = world.open_read("k0")
+    for offsets, lengths in (([10], [90]), ([0], [99]), ([200], [49]), ([0, 40], [50, 60])):
+        with pytest.raises(InvalidArgument, match="whole chunks"):
+            world.run(
+                world.operations.read_ranges([grant], offsets, [0] * len(offsets), lengths, world.deadline)
+            )
+
+
+def test_a_chunk_may_be_read_in_parts_to_different_places() -> None:
+    world = World()
+    value = Random(1).randbytes(250)
+    world.put(value)
+    grant = world.open_read("k0")
+    good = world.run(
+        world.operations.read_ranges(
+            [grant], [200, 120, 100], [5000, 7000, 6000], [50, 80, 20], world.deadline
+        )
+    )
+    assert good == [True]
+    assert world.local[5000:5050] == value[200:]
+    assert world.local[6000:6020] + world.local[7000:7080] == value[100:200]
+    world.nodes["a"][150] ^= 1
+    good = world.run(
+        world.operations.read_ranges([grant], [120, 100], [7000, 6000], [80, 20], world.deadline)
+    )
+    assert good == [False]
+
+
+def test_a_lease_counts_from_the_question_however_late_the_answer_comes() -> None:
+    """The master counts from an instant between the two, so only the earlier one is safe."""
+    world = World()
+    world.put(b"value")
+
+    def late(message: msgspec.Struct) -> None:
+        world.voice.now += 2.0
+
+    world.after_ask = late
+    began = world.voice.now
+    grant = world.open_read("k0")
+    assert world.voice.now == began + 2.0 and grant.expires_at == began + SETTINGS.lease_s
+    began = world.voice.now
+    assert world.run(world.operations.renew([grant], world.deadline)) == [True]
+    assert grant.expires_at == began + SETTINGS.lease_s
+
+
+def test_renewing_moves_the_end_of_the_lease() -> None:
+    world = World()
+    world.put(b"value")
+    grant = world.open_read("k0")
+    before = grant.expires_at
+    world.voice.keep_alive(3)
+    assert world.run(world.operations.renew([grant], world.deadline)) == [True]
+    assert grant.expires_at == before + 3
+    world.voice.remove("k0", force=True)
+    assert world.run(world.operations.renew([grant], world.deadline)) == [False]
+    assert grant.expires_at == before + 3
+
+
+@given(
+    size=st.integers(1, 400),
+    chunk_bytes=st.integers(1, 150),
+    cuts=st.lists(st.integers(0, 400), max_size=8),
+    seed=st.integers(0, 2**32),
+)
+def test_parts_in_any_order_make_the_object(size: int, chunk_bytes: int, cuts: list[int], seed: int) -> None:
+    """Also when a part is written twice, or crosses chunks, or is empty."""
+    world = World()
+    random = Random(seed)
+    value = random.randbytes(size)
+    world.local[:size] = value
+    grant = world.start_put("k", size, chunk_bytes)
+    borders = sorted({0, size, *(cut for cut in cuts if cut < size)})
+    parts = list(itertools.pairwise(borders))
+    parts += random.choices(parts, k=2)
+    random.shuffle(parts)
+    for start, end in parts:
+        columns = ([start], [start], [end - start])
+        assert world.run(world.operations.write_ranges([grant], *columns, world.deadline)) == [None]
+    assert world.run(world.operations.end_puts([grant], world.deadline)) == [None]
+    assert world.get("k") == [value]
+
+
+@given(st.binary(max_size=60), st.binary(max_size=60))
+def test_the_simulators_checksum_combines(a: bytes, b: bytes) -> None:
+    if a and b:
+        assert combine(checksum(a), checksum(b), len(b)) == checksum(a + b)
+
+
+# Several replicas
+
+
+def two() -> World:
+    """``a`` is on this host, ``b`` elsewhere."""
+    world = World(a=65536)
+    world.nodes["b"] = bytearray(65536)
+    world.voice.mount("b", 65536, host="far")
+    return world
+
+
+def put_twice(world: World, *values: bytes) -> list[Refusal | None]:
+    return world.put(*values, policy=m.PutPolicy(num_replicas=2))
+
+
+def test_every_replica_is_written_at_once() -> None:
+    world = two()
+    assert put_twice(world, b"x" * 250, b"y") == [None, None]
+    assert [len(move.transfers) for move in world.moves] == [2]
+    assert world.nodes["a"][:250] == world.nodes["b"][:250] == b"x" * 250
+    assert world.voice.where("k0") == ["a", "b"]
+
+
+def test_a_replica_that_cannot_be_written_is_left_out() -> None:
+    world = two()
+    for number, lost in enumerate("ab"):
+        world.before_move = lambda segment, lost=lost: "reset" if segment == lost else ""  # type: ignore[misc]
+        keys = [f"n{number}"]
+        done = world.run(
+            world.operations.put(keys, [0], [5], 100, world.deadline, m.PutPolicy(num_replicas=2))
+        )
+        assert done == [None]
+        assert world.voice.where(keys[0]) == ["b" if lost == "a" else "a"]
+
+
+def test_when_none_can_be_written_the_put_looks_elsewhere() -> None:
+    world = two()
+    world.nodes["c"] = bytearray(4096)
+    world.voice.mount("c", 4096, host="third")
+    world.before_move = lambda segment: "" if segment == "c" else "reset"
+    policy = m.PutPolicy(num_replicas=2, preferred_segments=["a", "b"])
+    assert world.put(b"value", policy=policy) == [None]
+    assert world.voice.where("k0") == ["c"]
+
+
+def test_a_target_that_cannot_be_opened_is_no_obstacle() -> None:
+    world = two()
+    del world.nodes["b"]
+    assert put_twice(world, b"value") == [None]
+    assert world.voice.where("k0") == ["a"]
+
+
+def test_replicas_that_differ_are_not_both_kept() -> None:
+    """The source changed between two transfers: what was announced is what stays."""
+    world = two()
+    move = world._move
+
+    def changing(effect: MoveSlices, slices: Any) -> SlicesMoved:
+        moved = move(effect, slices)
+        world.local[0] ^= effect.is_write
+        return moved
+
+    world._move = changing  # type: ignore[method-assign]
+    assert put_twice(world, b"value") == [None]
+    assert world.voice.where("k0") == ["a"]
+
+
+def test_who_writes_by_itself_sees_one_target_and_gives_up_the_others() -> None:
+    world = two()
+    policy = m.PutPolicy(num_replicas=2)
+    grants = world.run(world.operations.start_puts(["k"], [5], [5], world.deadline, (), policy))
+    (grant,) = grants
+    assert (grant.segment, grant.address, grant.replica.segment) == ("a", BASE, "a")
+    world.nodes["a"][:5] = b"value"
+    grant.checksums[0] = checksum(b"value")
+    grant.is_written[0] = True
+    assert world.run(world.operations.end_puts(grants, world.deadline)) == [None]
+    assert world.voice.where("k") == ["a"] and world.get("k") == [b"value"]
+
+
+def test_the_nearest_replica_is_read() -> None:
+    world = two()
+    put_twice(world, b"value")
+    assert world.open_read("k0").replica.segment == "a"
+    other = Operations("far", combine, 5)
+    (grant,) = world.run(other.open_reads(["k0"], world.deadline))
+    assert grant.replica.segment == "b" and [one.segment for one, _ in grant.others] == ["a"]
+
+
+@pytest.mark.parametrize("fault", ["reset", "wrong"])
+def test_the_next_replica_is_tried_when_one_fails_or_is_wrong(fault: str) -> None:
+    world = two()
+    values = [bytes([65 + number]) * 250 for number in range(3)]
+    put_twice(world, *values)
+    if fault == "wrong":
+        world.nodes["a"][300] ^= 1
+    else:
+        world.before_move = lambda segment: "reset" if segment == "a" else ""
+    first = len(world.moves)
+    assert world.get("k0", "k1", "k2") == values
+    others = [part.has_others for move in world.moves[first:] for part in move.transfers]
+    assert others == ([True, True, False] if fault == "wrong" else [True, False])
+    if fault == "wrong":
+        world.look()
+        assert [world.voice.where(f"k{number}") for number in range(3)] == [["a", "b"], ["b"], ["a", "b"]]
+        assert sum(len(part.lengths) for part in world.moves[-1].transfers) == 3, (
+            "no more than what was wrong"
+        )
+    else:
+        assert world.voice.where("k1") == ["a", "b"]
+
+
+def test_a_slow_read_is_cut_short_only_where_all_of_it_is_elsewhere_too() -> None:
+    world = two()
+    put_twice(world, b"x")
+    world.run(world.operations.put(["alone"], [0], [5], 100, world.deadline))
+    world.get("k0", "alone")
+    assert [part.has_others for part in world.moves[-1].transfers] == [False]
+    world.get("k0")
+    assert [part.has_others for part in world.moves[-1].transfers] == [True]
+
+
+def test_when_every_replica_is_wrong_it_is_a_miss_and_all_of_them_go() -> None:
+    world = two()
+    put_twice(world, b"value")
+    world.nodes["a"][0] ^= 1
+    world.nodes["b"][0] ^= 1
+    assert world.get("k0") == [None]
+    assert world.operations.counts.checksum_mismatches == 4
+    assert world.look() == 2 and world.voice.inspect("k0") is None
+
+
+def test_verifying_reads_every_replica_and_drops_what_is_wrong() -> None:
+    world = two()
+    put_twice(world, b"x" * 250, b"y" * 250)
+    world.nodes["b"][10] ^= 1
+    grants = world.run(world.operations.open_reads(["k0", "k1"], world.deadline))
+    assert world.run(world.operations.verify(grants, [0, 1000], world.deadline)) == [False, True]
+    assert world.look() == 1
+    assert world.voice.where("k0") == ["a"] and world.voice.where("k1") == ["a", "b"]
+    world.before_move = lambda segment: "reset"
+    assert world.run(world.operations.verify(grants[1:], [0], world.deadline)) == [False]
+    assert world.voice.where("k1") == ["a", "b"], "who can't be reached may be right"
+
+
+def test_what_is_on_this_host_need_not_be_checked_and_the_rest_is() -> None:
+    world = two()
+    world.put(b"value")
+    world.nodes["a"][0] ^= 1
+    trusting = Operations("h", combine, 5, verify_local=False)
+    assert world.run(trusting.get_into(["k0"], [0], [100], world.deadline)) == [5]
+    assert not world.moves[-1].transfers[0].is_checked
+    far = Operations("far", combine, 6, verify_local=False)
+    assert world.run(far.get_into(["k0"], [0], [100], world.deadline)) == [None]
+    assert world.look() == 1 and world.voice.inspect("k0") is None
+    world.put(b"value")
+    grants = world.run(trusting.open_reads(["k0"], world.deadline))
+    world.nodes["a"][grants[0].address - BASE] ^= 1
+    assert world.run(trusting.verify(grants, [0], world.deadline)) == [False]
+
+
+# Tenants, and requests that take many keys
+
+
+def test_a_client_speaks_for_its_tenant() -> None:
+    world = two()
+    red = Operations("h", combine, 5, tenant="red")
+    world.local[:5] = b"value"
+    assert world.run(red.put(["k"], [0], [5], 100, world.deadline, groups=["g"], parents=["p"])) == [None]
+    assert world.get("k") == [None]
+    assert world.run(red.get_into(["k"], [100], [5], world.deadline)) == [5]
+    assert world.run(red.exists(["k"], world.deadline)) == [True]
+    (status,) = world.run(red.inspect(["k"], world.deadline))
+    assert (status.group, status.parent, status.num_uses) == ("g", "p", 1)
+    assert world.run(red.pin(["k", "none"], None, world.deadline)) == [True, False]
+    (grant,) = world.run(red.open_reads(["k"], world.deadline))
+    assert world.run(red.renew([grant], world.deadline)) == [True]
+    assert world.run(red.drop_replicas(["k"], "", world.deadline))[0].code == "leased"
+    assert world.run(red.remove(["k"], True, world.deadline)) == [True]
+
+
+def test_a_new_value_takes_the_place_of_the_old_one() -> None:
+    world = two()
+    world.put(b"old")
+    assert world.put(b"new value", replace=True) == [None]
+    assert world.get("k0") == [b"new value"]
+
+
+# Small puts in one step
+
+
+def put_many(world: World, count: int, first: int = 0, size: int = 100) -> list[Refusal | None]:
+    """One put each, of values that differ."""
+    outcomes = []
+    for number in range(first, first + count):
+        world.local[:size] = bytes([number]) * size
+        outcomes += world.run(world.operations.put([f"s{number}"], [0], [size], 1 << 20, world.deadline))
+    return outcomes
+
+
+def asked_for(world: World) -> list[str]:
+    return [type(message).__name__ for message in world.asked if not isinstance(message, m.DescribeSegments)]
+
+
+def after_two(**pools: int) -> World:
+    """A client that has pieces: it has put twice."""
+    world = World(**pools)
+    assert put_many(world, 2) == [None, None]
+    assert len(world.operations.preallocated) == 4
+    world.asked.clear()
+    return world
+
+
+def test_who_puts_small_objects_asks_once_for_each() -> None:
+    world = after_two()
+    assert put_many(world, 30, first=2) == [None] * 30
+    # Pools are small here: a share of 4096 bytes is 32 pieces.
+    assert asked_for(world) == ["PutWritten"] * 30
+    world.local[:100] = bytes(100)
+    assert world.get(*(f"s{number}" for number in range(32))) == [bytes([n]) * 100 for n in range(32)]
+
+
+def test_what_is_not_simple_is_started_and_ended() -> None:
+    world = after_two(a=65536, b=65536)
+    for number, policy in enumerate((m.PutPolicy(num_replicas=2), m.PutPolicy(preferred_segments=["b"]))):
+        assert world.run(
+            world.operations.put([f"p{number}"], [0], [100], 1 << 20, world.deadline, policy)
+        ) == [None]
+    assert world.run(world.operations.put(["s0"], [0], [100], 1 << 20, world.deadline, replace=True)) == [
+        None
+    ]
+    assert (
+        world.run(world.operations.put(["x", "y"], [0, 0], [100, 100], 1 << 20, world.deadline)) == [None] * 2
+    )
+    assert asked_for(world) == ["PutStart", "PutEnd"] * 4
+
+
+def test_a_group_and_a_parent_come_along() -> None:
+    world = after_two()
+    put = world.operations.put(["k"], [0], [100], 1 << 20, world.deadline, DEFAULT_POLICY, ["g"], ["s0"])
+    assert world.run(put) == [None]
+    assert asked_for(world) == ["PutWritten"]
+    found = world.voice.inspect("k")
+    assert found is not None and (found.group, found.parent) == ("g", "s0")
+
+
+def test_the_piece_of_a_taken_key_serves_the_next() -> None:
+    world = after_two()
+    assert put_many(world, 2) == [None, None], "s0 and s1 are there"
+    assert len(world.operations.preallocated) == 4
+    assert put_many(world, 1, first=2) == [None]
+    assert world.get("s0", "s2") == [bytes(100), bytes([2]) * 100]
+
+
+def test_a_refusal_is_the_callers_and_the_piece_serves_the_next() -> None:
+    world = after_two()
+    outcome = world.run(world.operations.put(["k" * 2000], [0], [100], 1 << 20, world.deadline))[0]
+    assert isinstance(outcome, Refusal) and outcome.code == "invalid_key"
+    assert len(world.operations.preallocated) == 4
+
+
+def test_a_successor_knows_no_pieces_and_the_put_is_made_anew() -> None:
+    world = after_two()
+    successor = Voice(SETTINGS)
+    successor.master.restore(world.voice.master.snapshot(), world.voice.now)
+    successor.now = world.voice.now
+    world.voice = successor
+    successor.mount("a", 65536)
+    assert put_many(world, 1, first=2) == [None]
+    assert asked_for(world) == ["PutWritten", "PutStart", "PutEnd"]
+    assert len(world.operations.preallocated) in (0, 8)
+    assert world.get("s2", "s1") == [bytes([2]) * 100, bytes([1]) * 100]
+
+
+def test_no_piece_is_written_when_its_time_may_be_over() -> None:
+    world = after_two()
+    world.voice.keep_alive(0.75 * SETTINGS.put_s, "a")
+    assert put_many(world, 1, first=2) == [None]
+    assert asked_for(world)[0] == "PutStart"
+    assert all(move.deadline <= world.voice.now + 5 for move in world.moves)
+
+
+def test_a_write_that_ends_too_late_is_not_announced_and_its_piece_is_not_used_again() -> None:
+    world = after_two()
+    world.slow_move_s = SETTINGS.put_s + 1
+    assert isinstance(put_many(world, 1, first=2)[0], Refusal)
+    assert "PutWritten" not in asked_for(world)
+    assert len(world.operations.preallocated) == 0
+
+
+def test_an_answer_that_was_lost_uses_the_piece_up_and_is_asked_for_again() -> None:
+    world = after_two()
+    lost = [PeerLost("gone")]
+    world.after_ask = lambda message: lost.pop() if lost and isinstance(message, m.PutWritten) else None
+    assert put_many(world, 1, first=2) == [None]
+    assert asked_for(world) == ["PutWritten"] * 2
+    assert put_many(world, 1, first=3) == [None]
+    assert world.get("s2", "s3") == [bytes([2]) * 100, bytes([3]) * 100]
+
+
+def test_a_piece_about_which_was_asked_twice_is_not_used_for_another() -> None:
+    """The first question may be under way still, and what it says must stay true."""
+    world = after_two()
+    lost = [PeerLost("gone")]
+    world.before_ask = lambda message: lost.pop() if lost and isinstance(message, m.PutWritten) else None
+    assert put_many(world, 1) == [None], "s0 is there"
+    assert len(world.operations.preallocated) == 3
+
+
+def test_a_node_that_cannot_be_written_is_left_to_the_long_way() -> None:
+    world = after_two(a=65536, b=4096)
+    world.before_move = lambda segment: "connection refused" if segment == "a" else ""
+    assert put_many(world, 1, first=2) == [None]
+    assert "PutWritten" not in asked_for(world)
+    found = world.voice.find("s2")
+    assert found is not None and found.replicas[0].segment == "b"
+    assert all(
+        one.replica.segment == "b" for one in iter(lambda: world.operations.preallocated.take(100), None)
+    )

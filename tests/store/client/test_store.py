@@ -1,0 +1,237 @@
+"""Both faces against real processes: what is more than put and get."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mooncake import clock
+from mooncake.errors import DeadlineExceeded, InvalidArgument
+from mooncake.store import AsyncStore, PutGrant, PutPolicy, Refusal, Store, StoreSettings
+from mooncake.store import messages as m
+from mooncake.store.client.operations import CallMaster, MoveSlices, Slices
+from mooncake.transfer import Completion
+from tests.store.test_processes import Processes, num_writable, until
+
+pytestmark = pytest.mark.processes
+
+TWO = PutPolicy(num_replicas=2)
+VALUE = bytes(range(256)) * 1024
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with contextlib.closing(Processes()) as processes:
+        processes.start_master()
+        processes.start_node("one")
+        processes.start_node("two")
+        yield processes
+
+
+def connected(processes: Processes, tenant: str = "default", verify_local: bool = True) -> Store:
+    settings = StoreSettings(timeout_s=20.0, tenant=tenant, verify_local=verify_local)
+    return Store(processes.address, settings=settings)
+
+
+@pytest.fixture
+def store(processes: Processes) -> Iterator[Store]:
+    with connected(processes) as store:
+        until(lambda: num_writable(store) == 2)
+        yield store
+        store.remove_all(force=True)
+
+
+def segments(store: Store, key: str) -> list[str]:
+    (found,) = store.inspect([key])
+    return [] if found is None else sorted(one.segment for one in found.replicas if one.is_complete)
+
+
+def test_two_replicas_in_parts_and_as_a_view(store: Store) -> None:
+    assert store.put("whole", VALUE, TWO) is None
+    source = store.engine.allocate(1 << 20, huge_pages=False)
+    source.view()[: len(VALUE)] = VALUE
+    (grant,) = store.start_puts(["parts"], [len(VALUE)], 4096, TWO)
+    assert isinstance(grant, PutGrant) and len(grant.targets) == 2
+    half = len(VALUE) // 2
+    for offset in (half, 0):
+        assert store.write_ranges([grant], [offset], [source.address + offset], [half]) == [None]
+    assert store.end_puts([grant]) == [None]
+    for key in ("whole", "parts"):
+        assert segments(store, key) == ["one", "two"]
+        assert store.get(key) == VALUE and store.verify([key, "none"]) == [True, None]
+        with store.view(key) as data:
+            assert data is not None and data == VALUE
+    store.engine.unregister(source)
+
+
+def test_reads_that_need_not_be_checked(store: Store, processes: Processes) -> None:
+    array = np.arange(10_000, dtype=np.float32)
+    assert store.put("array", array) is None
+    with connected(processes, verify_local=False) as trusting:
+        back = np.zeros_like(array)
+        assert trusting.get_into("array", back) == array.nbytes and (back == array).all()
+        with trusting.view("array") as data:
+            assert data is not None and data == array.tobytes()
+        assert trusting.verify(["array"]) == [True]
+
+
+def test_replacing_pinning_and_dropping(store: Store) -> None:
+    assert store.put_batch(["a", "b"], [b"1", b"2"], TWO, groups=["g", "g"], parents=["", "a"]) == [None] * 2
+    assert store.put("a", b"new", replace=True) is None and store.get("a") == b"new"
+    assert store.put("a", b"newer") is None and store.get("a") == b"new"
+    assert store.pin(["a", "none"], None) == [True, False]
+    (status,) = store.inspect(["b"])
+    assert status is not None and (status.group, status.parent) == ("g", "a")
+    (status,) = store.inspect(["a"])
+    assert status is not None and status.pinned_s is None and status.size_bytes == 3
+    assert store.unpin(["a"]) == [True]
+    assert store.drop_replicas(["b"], "two") == [True] and segments(store, "b") == ["one"]
+    assert store.remove_matching("^b$") == 1 and store.remove_all(force=True) == 1
+    with pytest.raises(InvalidArgument, match="groups"):
+        store.put_batch(["a", "b"], [b"1", b"2"], groups=["g"])
+    with pytest.raises(InvalidArgument, match="expression"):
+        store.remove_matching("(")
+
+
+def test_tenants_have_their_own_keys_and_quotas(store: Store, processes: Processes) -> None:
+    with connected(processes, tenant="red") as red:
+        store.put("k", b"ours")
+        assert red.get("k") is None and red.put("k", b"theirs") is None
+        assert store.get("k") == b"ours" and red.get("k") == b"theirs"
+        assert store.set_quota("red", 10) is None
+        refusal = red.put("l", b"x" * 11)
+        assert refusal is not None and refusal.code == "quota_exceeded"
+        assert {one.tenant: one.used_bytes for one in store.quotas()} == {"default": 4, "red": 6}
+        assert store.remove_all(force=True) == 1 and red.remove_all(force=True) == 1
+        assert store.set_quota("red", None) is None
+
+
+def test_copies_and_moves_are_jobs(store: Store) -> None:
+    store.put("k", VALUE, PutPolicy(preferred_segments=["one"]))
+    assert segments(store, "k") == ["one"]
+    job = store.copy("k", ["two"])
+    assert not isinstance(job, Refusal)
+    until(lambda: segments(store, "k") == ["one", "two"])
+    until(lambda: (status := store.job(job.job_id)) is not None and status.state == "done")
+    moved = store.move("k", "one", "two")
+    if not isinstance(moved, Refusal):
+        until(lambda: segments(store, "k") == ["two"])
+    assert store.get("k") == VALUE
+    refusal = store.copy("none", ["two"])
+    assert isinstance(refusal, Refusal) and refusal.code == "not_found"
+    assert store.job(1 << 40) is None and store.cancel(1 << 40) is False
+
+
+def test_the_asynchronous_face_does_the_same(store: Store, processes: Processes) -> None:
+    async def work() -> None:
+        async with AsyncStore(processes.address, settings=StoreSettings(timeout_s=20.0)) as face:
+            assert await face.put("k", VALUE, TWO) is None
+            assert await face.put_batch(["l"], [b"1"], groups=["g"], replace=True) == [None]
+            assert await face.verify(["k", "none"]) == [True, None]
+            (status,) = await face.inspect(["l"])
+            assert status is not None and status.group == "g"
+            assert await face.pin(["l"], 5.0) == [True] and await face.unpin(["l"]) == [True]
+            assert await face.drop_replicas(["l"]) == [True]
+            assert await face.set_quota("red", 10) is None and await face.set_quota("red", None) is None
+            assert [one.tenant for one in await face.quotas()] == ["default"]
+            job = await face.copy("none", ["one"])
+            assert isinstance(job, Refusal)
+            assert await face.job(1 << 40) is None and not await face.cancel(1 << 40)
+            async with face.view("k") as data:
+                assert data is not None and data == VALUE
+            assert await face.remove_matching("k", force=True) == 1 and await face.remove_all() == 0
+
+    asyncio.run(work())
+
+
+def test_an_object_outlives_one_of_its_nodes(store: Store, processes: Processes) -> None:
+    """Last in this file: it takes a node away."""
+    assert store.put_batch([f"k{n}" for n in range(8)], [VALUE] * 8, TWO) == [None] * 8
+    processes.kill("two")
+    assert store.get_batch([f"k{n}" for n in range(8)]) == [VALUE] * 8
+    processes.start_node("two")
+    until(lambda: num_writable(store) == 2)
+
+
+class Slow:
+    """Transfers that end when they are let, also those that were cancelled: their memory is in use."""
+
+    def __init__(self, num_transfers: int) -> None:
+        self.num_begun = 0
+        self.may_end = [asyncio.Event() for _ in range(num_transfers)]
+
+    async def __call__(self, *_: object, **__: object) -> Completion:
+        number, self.num_begun = self.num_begun, self.num_begun + 1
+        cancelled: BaseException | None = None
+        while not self.may_end[number].is_set():
+            try:
+                await self.may_end[number].wait()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        if number == 0:
+            raise InvalidArgument("local[0]", "there", "registered memory")
+        return Completion(number)
+
+
+def a_move(num_transfers: int, deadline: float) -> MoveSlices:
+    nothing = np.zeros(0, dtype=np.uint64)
+    return MoveSlices(False, [Slices(None, nothing, nothing, nothing)] * num_transfers, deadline)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "one fails"])
+async def test_a_move_with_several_nodes_ends_when_the_last_of_its_transfers_does(
+    monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    async with AsyncStore("127.0.0.1:1") as store:
+        slow = Slow(2)
+        monkeypatch.setattr(store.engine, "transfer", slow)
+        moving = asyncio.ensure_future(store._perform(a_move(2, clock.monotonic() + 60.0)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert slow.num_begun == 2
+        if is_cancelled:
+            moving.cancel()
+        slow.may_end[0].set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not moving.done(), "the other one still writes to the caller's memory"
+        slow.may_end[1].set()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else InvalidArgument):
+            await moving
+
+
+async def test_after_the_deadline_nothing_is_moved_and_nothing_ends_as_if_it_were_not_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with AsyncStore("127.0.0.1:1") as store:
+        asked: list[str] = []
+
+        async def call(message: Any, timeout_s: float) -> Any:
+            asked.append(type(message).__name__)
+            raise DeadlineExceeded("nobody answers")
+
+        monkeypatch.setattr(store._rpc, "call", call)
+        monkeypatch.setattr(store.engine, "transfer", Slow(0))
+        (moved,) = await store._perform(a_move(1, clock.monotonic()))
+        assert moved.checksums is None and moved.reason == "timed_out"
+        late = clock.monotonic()
+        answer = await store._perform(CallMaster(m.PutEnd(["k"], [1], [b""], []), late))
+        assert isinstance(answer.error, DeadlineExceeded) and asked == []
+        await store._perform(CallMaster(m.PutAbort(["k"], [1]), late, may_be_late=True))
+        assert asked == ["PutAbort"], "what was reserved is given back at any time"
+
+
+def test_a_step_has_no_more_time_than_what_it_is_a_step_of() -> None:
+    with Store("127.0.0.1:1", settings=StoreSettings(timeout_s=10.0)) as store:
+        now = clock.monotonic()
+        assert store._deadline(None, now + 1.0) == now + 1.0
+        assert now + 10.0 <= store._deadline(None, now + 100.0) <= clock.monotonic() + 10.0
+        with pytest.raises(DeadlineExceeded, match="time is over"):
+            store.open_reads(["k"], now)

@@ -1,0 +1,175 @@
+"""Requests about all keys go in slices: others are answered between them. Turns are counted, not seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mooncake.machine import Wake
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+from mooncake.store.master.key_scans import MAX_SCANS, MAX_SCANS_PER_CONNECTION, PAUSE_S, SLICE_COST
+from mooncake.store.master.log_records import AllRemoved, ObjectReadable
+from mooncake.types import Tier
+from tests.store.conftest import SETTINGS
+from tests.store.nodes import Nodes, Place
+
+NUM_KEYS = 5 * SLICE_COST
+
+
+class Scene:
+    """Many keys, and requests that are answered when they are."""
+
+    def __init__(self) -> None:
+        self.nodes = Nodes(SETTINGS)
+        self.place = Place(self.nodes, "a", 16 << 20, polls=False)
+        names = [f"k{number:05}" for number in range(NUM_KEYS)]
+        for start in range(0, NUM_KEYS, 2000):
+            self.put(*names[start : start + 2000])
+
+    def put(self, *keys: str) -> None:
+        # Without the checks after each request, which look at all keys.
+        master, now = self.nodes.master, self.nodes.now
+        offset = sum(len(segment.holders) for segment in master.segments.mounted.values()) * 64
+        records = [
+            ObjectReadable(key, master.objects.last_id + 1 + at, 64, 64, b"crc!", [("a", offset + 64 * at)])
+            for at, key in enumerate(keys)
+        ]
+        for record in records:
+            master._replay._object_readable(record, now)  # as a report of the node would do it
+            master.objects.readable[record.key].lease_until = 0.0
+
+    def ask(self, message: Any, origin: str = "walk", connection: str = "client") -> None:
+        self.nodes.post(message, connection, origin)
+
+    def answer(self, origin: str = "walk") -> Any:
+        (reply,) = self.nodes.late.pop(origin)
+        return reply
+
+    def turn(self) -> None:
+        """The next instant at which the master wants to do something."""
+        deadline = self.nodes.master.deadline()
+        assert deadline is not None
+        self.nodes.now = max(self.nodes.now, deadline)
+        self.nodes._take(self.nodes.master.handle(Wake(), self.nodes.now))
+        self.nodes.master.check()
+
+    def turns(self, origin: str = "walk") -> int:
+        """Until that is answered; others are answered in each, at once."""
+        count = 0
+        while origin not in self.nodes.late:
+            count += 1
+            assert self.nodes.say(m.Exists(["none"]), "another").flags == b"\0"
+            self.place.beat()
+            self.turn()
+        return count
+
+
+@pytest.fixture(scope="module")
+def many() -> Scene:
+    return Scene()
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_listing_lets_others_in_between(many: Scene) -> None:
+    many.ask(m.ListKeys("k", 1 << 30))
+    assert many.turns() == NUM_KEYS // SLICE_COST - 1, "the first slice is part of the request"
+    assert many.answer().keys == [f"k{number:05}" for number in range(NUM_KEYS)]
+    many.ask(m.ListKeys("k", 3))
+    assert many.answer().keys == ["k00000", "k00001", "k00002"], "no more than is wanted"
+
+
+def test_a_hostile_expression_costs_slices_and_nobody_else_anything(many: Scene) -> None:
+    many.ask(m.RemoveMatching("^(k+0*)+$", False))
+    assert many.turns() >= NUM_KEYS // SLICE_COST - 1
+    assert many.answer() == m.Removed(1, 0)
+    counts = many.nodes.master.tally.counts
+    assert counts["remove_by_regex_requests"] == 1, "what is answered later is counted, too"
+
+
+def test_what_is_put_meanwhile_stays_and_what_was_there_goes(scene: Scene) -> None:
+    scene.ask(m.RemoveMatching("", True))
+    assert "walk" not in scene.nodes.late
+    last = f"k{NUM_KEYS - 1:05}"
+    scene.nodes.put("new", host="a")
+    scene.nodes.say(m.Remove([last], True))
+    scene.nodes.put(last, host="a")
+    scene.turns()
+    assert scene.answer() == m.Removed(NUM_KEYS - 1, 0)
+    assert sorted(scene.nodes.master.objects.readable) == sorted(["new", last])
+    (cleared,) = [record for record in scene.nodes.records if isinstance(record, AllRemoved)]
+    readable = scene.nodes.master.objects.readable.values()
+    assert all(stored.object_id >= cleared.before for stored in readable), "they may come back"
+
+
+def test_a_slice_writes_down_no_more_than_it_did(scene: Scene) -> None:
+    """So that a standby, too, gets it in pieces."""
+    before = len(scene.nodes.records)
+    scene.ask(m.RemoveMatching("", True))
+    assert 0 < len(scene.nodes.records) - before < NUM_KEYS / 10
+
+
+def test_few_at_a_time_and_fewer_of_one_connection(many: Scene) -> None:
+    for number in range(MAX_SCANS_PER_CONNECTION):
+        many.ask(m.ListKeys("", 1 << 30), f"one {number}", "one")
+    many.ask(m.ListKeys("", 1 << 30), "too many", "one")
+    refused = many.answer("too many")
+    assert isinstance(refused, Failure) and refused.code == "unavailable"
+    for number in range(MAX_SCANS - MAX_SCANS_PER_CONNECTION):
+        many.ask(m.ListKeys("", 1 << 30), f"other {number}", f"other {number}")
+    many.ask(m.ListKeys("", 1 << 30), "none left", "last")
+    assert isinstance(many.answer("none left"), Failure)
+    num_turns = many.turns(f"other {MAX_SCANS - MAX_SCANS_PER_CONNECTION - 1}")
+    assert num_turns == MAX_SCANS * (NUM_KEYS // SLICE_COST - 1), "they take turns"
+    for origin in [name for name in many.nodes.late if name.startswith(("one", "other"))]:
+        assert len(many.answer(origin).keys) == len(many.nodes.master.objects.readable)
+    many.ask(m.ListKeys("zz", 1))
+    many.turns()
+    assert many.answer().keys == []
+
+
+def test_one_slice_a_pause_however_much_is_asked(many: Scene) -> None:
+    """A client that asks all the time must not make slices follow each other."""
+    many.ask(m.ListKeys("", 1 << 30))
+    for _ in range(50):
+        many.nodes.say(m.Exists(["k00001"]), "another")
+    assert "walk" not in many.nodes.late
+    num_turns = 0
+    for _ in range(NUM_KEYS // SLICE_COST - 1):
+        many.nodes.now += PAUSE_S
+        many.nodes.say(m.Exists(["k00001"]), "another")
+        num_turns += 1
+    assert num_turns == NUM_KEYS // SLICE_COST - 1
+    many.answer()
+
+
+def test_a_nul_names_nobody_elses_keys(scene: Scene) -> None:
+    scene.nodes.put("secret", host="a", tenant="bank")
+    for message in (m.ListKeys("bank\0", 10), m.ListKeys("", 10, "bank\0s")):
+        scene.ask(message, connection="stranger")
+        assert scene.answer().keys == []
+
+
+def test_what_its_node_brings_back_while_all_is_removed_is_removed_too(scene: Scene) -> None:
+    old = scene.nodes.master.objects.last_id
+    scene.put("later")
+    scene.ask(m.RemoveMatching("", True))
+    assert "walk" not in scene.nodes.late
+    back = m.SegmentEntry("away", old, 1000, 1000, b"crc!", 0)
+    ssd = Place(scene.nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5, entries=[back], polls=False)
+    assert not ssd.held
+    scene.turns()
+    assert list(scene.nodes.master.objects.readable) == []
+
+
+def test_of_two_removals_of_everything_the_later_one_holds_whichever_ends_first(scene: Scene) -> None:
+    catalog = scene.nodes.master.catalog
+    for before in (200, 100):
+        catalog.clear_before("", before)
+    assert catalog.cleared_of("k") == 200
+    assert not catalog.is_news("k", 150)

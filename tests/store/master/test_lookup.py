@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+from mooncake.types import Tier
+from tests.store.conftest import SETTINGS, Voice
+from tests.store.nodes import Nodes, Place, with_ssd
+
+
+class Watched(Nodes):
+    """Hears of cold hits."""
+
+    def __init__(self) -> None:
+        super().__init__(SETTINGS)
+        self.cold: list[str] = []
+        for watcher in self.master.catalog.watchers:
+            watcher.cold_hit = lambda stored, now: self.cold.append(stored.key)  # type: ignore[method-assign]
+
+
+def test_memory_is_named_before_ssd_and_what_is_on_ssd_alone_is_a_cold_hit() -> None:
+    nodes = Watched()
+    memory, ssd = with_ssd(nodes)
+    nodes.put("k", host="a")
+    stored = nodes.master.objects.readable["k"]
+    catalog = nodes.master.catalog
+    segment = nodes.master.segments.mounted["a/ssd"]
+    extent = catalog.add_extent(stored, segment, nodes.now, nodes.now + 10.0)
+    assert extent is not None
+    found = nodes.find("k")
+    assert found is not None and [one.tier for one in found.replicas] == [Tier.MEMORY]
+    catalog.complete_extent(stored, extent, nodes.now)
+    nodes.master.check()
+    found = nodes.find("k")
+    assert found is not None and [one.tier for one in found.replicas] == [Tier.MEMORY, Tier.SSD]
+    assert found.replicas[1].segment == "a/ssd" and not nodes.cold
+    nodes.lose(memory.connection)
+    found = nodes.find("k")
+    assert found is not None and [one.tier for one in found.replicas] == [Tier.SSD]
+    assert set(nodes.cold) == {"k"}
+    nodes.lose(ssd.connection)
+    assert nodes.find("k") is None
+    assert nodes.say(m.Exists(["k"])).flags == b"\0"
+
+
+def test_uses_are_counted_by_lookups_alone(voice: Voice) -> None:
+    voice.mount()
+    voice.put("k")
+    voice.find("k")
+    voice.say(m.Exists(["k"]))
+    voice.find("k")
+    status = voice.inspect("k")
+    assert status is not None and status.num_uses == 2 and status.leased_s == 10.0
+
+
+def test_inspecting_shows_what_is_being_written_too(voice: Voice) -> None:
+    voice.mount(host="left")
+    voice.start("k", group="g", parents=["p"], tenant="red", policy=m.PutPolicy(data_type=3))
+    status = voice.inspect("k", "red")
+    assert status is not None
+    assert (status.is_writing, status.group, status.parent, status.data_type) == (True, "g", "p", 3)
+    replica = status.replicas[0]
+    assert (replica.segment, replica.host, replica.is_complete) == ("a", "left", False)
+    assert status.leased_s == 0.0 and voice.inspect("none") is None
+
+
+def test_one_lookup_leases_the_whole_group(voice: Voice) -> None:
+    voice.mount()
+    voice.put("a", "b", group="g")
+    for ask in (m.LookupObjects(["a"]), m.Exists(["a"])):
+        voice.say(ask)
+        status = voice.inspect("b")
+        assert status is not None and status.leased_s == 10.0
+        voice.keep_alive(5)
+    ids = [voice.master.objects.readable["a"].object_id]
+    voice.say(m.Renew(["a"], ids))
+    status = voice.inspect("b")
+    assert status is not None and status.leased_s == 10.0
+
+
+def test_a_place_that_is_not_there_yet_is_named_to_nobody() -> None:
+    nodes = Nodes(SETTINGS)
+    Place(nodes, "a")
+    Place(nodes, "b")
+    nodes.put("k", host="a")
+    stored = nodes.master.objects.readable["k"]
+    assert nodes.master.catalog.add_extent(stored, nodes.master.segments.mounted["b"], 0.0, 5.0) is not None
+    nodes.master.check()
+    assert nodes.where("k") == ["a"]
+
+
+def renewed(voice: Voice, place: m.Reserved, *replicas: m.Replica) -> bytes:
+    reply: m.Flags = voice.say(m.Renew(["k"], [place.object_id], "", list(replicas)))
+    return reply.flags
+
+
+def test_a_view_of_a_replica_that_the_master_gave_up_is_not_renewed() -> None:
+    """Its node comes back, and the space is given to others: the object's other replica is no help."""
+    voice = Voice(SETTINGS)
+    voice.mount("a", host="left")
+    voice.mount("b", host="right")
+    place = voice.put("k", policy=m.PutPolicy(num_replicas=2))[0]
+    by_name = {replica.segment: replica for replica in place.replicas}
+    voice.find("k")
+    assert renewed(voice, place, by_name["a"]) == renewed(voice, place, by_name["b"]) == b"\1"
+    voice.keep_alive(9, "b")  # a is given up
+    assert renewed(voice, place, by_name["a"]) == b"\0" and renewed(voice, place, by_name["b"]) == b"\1"
+    voice.mount("a", host="left", rest_s=10.0)
+    assert renewed(voice, place, by_name["a"]) == b"\0" and renewed(voice, place, by_name["b"]) == b"\1"
+    assert renewed(voice, place) == b"\1"  # somebody who holds no bytes
+
+
+def test_a_view_of_a_replica_that_left_is_renewed_by_the_master_that_keeps_its_space() -> None:
+    """Its successor lets the space rest for the same reader."""
+    voice = Voice(SETTINGS)
+    voice.mount("a", host="left")
+    voice.mount("b", host="right")
+    place = voice.put("k", policy=m.PutPolicy(num_replicas=2))[0]
+    gone = next(replica for replica in place.replicas if replica.segment == "b")
+    voice.find("k")
+    stored = voice.master.objects.readable["k"]
+    extent = next(one for one in stored.extents if one.segment.name == "b")
+    voice.master.catalog.drop_extent(stored, extent, "moved away", voice.now)
+    assert renewed(voice, place, gone) == b"\1"
+    successor = Voice(SETTINGS)
+    successor.master.restore(voice.master.snapshot(), successor.now)
+    for name in ("a", "b"):
+        successor.mount(name, host="left" if name == "a" else "right")
+    assert renewed(successor, place, gone) == b"\1"
+
+
+def test_replicas_that_are_not_one_for_each_key_are_refused(voice: Voice) -> None:
+    replica = m.Replica("a", 7, 0)
+    assert isinstance(voice.say(m.Renew(["k", "l"], [1, 2], "", [replica])), Failure)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+
+from mooncake.errors import Refusal
+from mooncake.store.master.objects import (
+    Extent,
+    Objects,
+    ObjectState,
+    StoredObject,
+    check_put,
+    scoped,
+    scoped_all,
+    split_scoped,
+)
+from mooncake.store.master.segments import Segment
+from mooncake.store.messages import Mount
+from mooncake.types import Tier
+
+
+def segment(name: str, tier: Tier = Tier.MEMORY) -> Segment:
+    return Segment(Mount(name, 1, "h", 0, 1 << 20, b"", 0.0, tier), None, 0.0)
+
+
+class Table(Objects):
+    def put(self, key: str, *extents: Extent, group: str = "") -> StoredObject:
+        stored = self.begin(key, 9, 10, 10, list(extents) or [Extent(segment("a"), 0)], write_until=30.0)
+        stored.group = group
+        self.finish(stored, b"crc!", 0.0)
+        return stored
+
+
+def test_the_life_of_an_object() -> None:
+    objects = Objects(0)
+    stored = objects.begin("k", 9, 250, 100, [Extent(segment("a"), 64)], write_until=30.0)
+    assert stored.state is ObjectState.WRITING and stored.num_chunks == 3
+    assert objects.writing == {"k": stored} and not objects.readable
+    assert objects.find_writing("k", stored.object_id, b"abcdefghijkl", 29.9) is stored
+    objects.finish(stored, b"abcdefghijkl", 29.9)
+    assert objects.find_writing("k", stored.object_id, b"abcdefghijkl", 29.9) is None, "it came twice"
+    assert objects.readable == {"k": stored} and not objects.writing
+    assert stored.stored is not None and stored.stored.checksums == b"abcdefghijkl"
+    objects.unlink(stored)
+    assert not objects.readable
+
+
+def test_finishing_too_late_or_something_else_is_refused() -> None:
+    objects = Objects(0)
+    stored = objects.begin("k", 9, 10, 10, [], write_until=30.0)
+    for key, object_id, now in (("k", stored.object_id, 30.0), ("k", 99, 0.0), ("l", 1, 0.0)):
+        outcome = objects.find_writing(key, object_id, b"crc!", now)
+        assert isinstance(outcome, Refusal) and outcome.code == "expired"
+
+
+def test_ids_are_never_used_again() -> None:
+    objects = Objects(0)
+    first = objects.begin("k", 1, 1, 1, [], 1.0)
+    objects.unlink(first)
+    assert objects.begin("k", 1, 1, 1, [], 1.0).object_id > first.object_id
+
+
+def test_complete_replicas_stand_first_and_the_fastest_tier_in_front() -> None:
+    disk, memory, other = segment("d", Tier.SSD), segment("a"), segment("b")
+    stored = Table(0).put("k", Extent(memory, 0))
+    seen = [stored.is_plain]
+    stored.extents = [Extent(other, 0), Extent(disk, 0, is_complete=True), *stored.extents]
+    stored.refresh()
+    assert [extent.segment.name for extent in stored.extents] == ["a", "d", "b"]
+    assert [replica.segment for replica in stored.replicas()] == ["a", "d"]
+    seen.append(stored.is_plain)
+    assert [extent.segment for extent in stored.complete(Tier.SSD)] == [disk]
+    del stored.extents[1]
+    stored.refresh()
+    assert [*seen, stored.is_plain] == [True, False, True], "what is being written does not count"
+
+
+def test_one_lease_protects_the_group() -> None:
+    table = Table(0)
+    one, other, alone = table.put("a", group="g"), table.put("b", group="g"), table.put("c")
+    group = table.groups["g"]
+    assert one.joint is group and other.joint is group and not one.is_plain and alone.is_plain
+    group.lease_until = 5.0
+    assert one.leased_until == other.leased_until == 5.0 and alone.leased_until == 0.0
+    other.is_hard_pinned = True
+    group.repin()
+    assert [stored.may_be_evicted for stored in (one, other, alone)] == [False, False, True]
+    table.unlink(other)
+    assert group.members == {"a": one} and group.num_hard_pinned == 0
+    table.unlink(one)
+    assert not table.groups
+
+
+@pytest.mark.parametrize(
+    ("tenant", "key", "expected"), [("", "k", "k"), ("default", "k", "k"), ("red", "k", "red\0k")]
+)
+def test_a_tenants_keys_are_its_own(tenant: str, key: str, expected: str) -> None:
+    assert scoped(tenant, key) == expected
+    assert scoped_all(tenant, [key]) == [expected]
+    assert split_scoped(expected) == ("" if tenant == "default" else tenant, key)
+
+
+def test_nobody_names_another_tenants_key() -> None:
+    assert scoped_all("", ["a", "red\0k"]) == ["a", ""]
+    assert scoped("", "red\0k") == scoped("default", "red\0k") == ""
+    assert split_scoped(scoped("blue", "red\0k")) == ("blue", "red\0k")
+
+
+@pytest.mark.parametrize("key", ["k", "x" * 1024, "ключ", "kv/0123/abcd"])
+def test_good_keys(key: str) -> None:
+    assert check_put(key, 1, 1) is None
+
+
+@pytest.mark.parametrize("key", ["", "x" * 1025, "ö" * 513, "a\0"])
+def test_bad_keys(key: str) -> None:
+    refusal = check_put(key, 1, 1)
+    assert refusal is not None and refusal.code == "invalid_key"
+
+
+def test_too_many_chunks() -> None:
+    assert check_put("k", 1 << 20, 1) is None
+    refusal = check_put("k", (1 << 20) + 1, 1)
+    assert refusal is not None and refusal.code == "invalid_size"

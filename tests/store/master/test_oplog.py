@@ -1,0 +1,454 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from mooncake.errors import InvalidArgument
+from mooncake.files import log_header
+from mooncake.sim.faults.sim_files import SimDirectory
+from mooncake.store.master import oplog
+from mooncake.store.master.log_records import Doubt, IdsGiven, LineBegan, ObjectGone, Record, encode
+from mooncake.store.master.oplog import Oplog
+
+
+def records(first: int, count: int) -> list[Record]:
+    return [ObjectGone(f"k{number}", number) for number in range(first, first + count)]
+
+
+def opened(path: Path) -> tuple[Oplog, list[Record]]:
+    log = Oplog(path)
+    return log, log.read()
+
+
+def damaged(path: Path, at: int, flip: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= flip
+    path.write_bytes(bytes(content))
+
+
+def said(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, object]]:
+    return [getattr(one, "fields", {}) for one in caplog.records if one.message == event]
+
+
+def rewrite(log: Oplog, records: list[Record]) -> None:
+    anew = log.begin_anew()
+    anew.append(records)
+    anew.sync()
+    anew.commit()
+
+
+def test_what_is_appended_is_there_for_the_next_one(tmp_path: Path) -> None:
+    log, found = opened(tmp_path / "log")
+    assert found == []
+    log.append(records(0, 3))
+    log.append(records(3, 1))
+    log.close()
+    log, found = opened(tmp_path / "log")
+    assert found == records(0, 4)
+    log.close()
+
+
+def test_a_torn_tail_is_gone_after_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log, _ = opened(path)
+    log.append(records(0, 2))
+    size_bytes = log.size_bytes
+    log.append(records(9, 1))
+    log.abandon()
+    torn = path.read_bytes()[size_bytes:-3]
+    path.write_bytes(path.read_bytes()[:-3])
+    log, found = opened(path)
+    assert found == records(0, 2) and log.doubt is Doubt.PROMISES
+    assert (tmp_path / "log.torn").read_bytes() == torn
+    log.append(records(2, 1))
+    log.close()
+    assert opened(path)[1] == records(0, 3)
+
+
+def test_two_masters_cannot_share_a_file(tmp_path: Path) -> None:
+    log, _ = opened(tmp_path / "log")
+    with pytest.raises(InvalidArgument, match="no other master"):
+        Oplog(tmp_path / "log").read()
+    log.close()
+    Oplog(tmp_path / "log").read()
+
+
+def test_it_asks_for_compaction_when_most_of_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oplog, "MIN_COMPACTION_BYTES", 1000)
+    log, _ = opened(tmp_path / "log")
+    wanted: list[bool] = []
+    for count in (10, 100):
+        log.append(records(0, count))
+        wanted.append(log.wants_compaction)
+    rewrite(log, records(0, 100))
+    assert [*wanted, log.wants_compaction] == [False, True, False]
+    log.append(records(0, 1))
+    log.close()
+    assert opened(tmp_path / "log")[1] == [*records(0, 100), *records(0, 1)]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="missing"):
+        Oplog(tmp_path / "missing" / "log").read()
+
+
+def test_a_file_of_another_kind_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"#!/bin/sh\n" * 100)
+    with pytest.raises(InvalidArgument, match="this version"):
+        Oplog(path).read()
+    assert path.read_bytes() == b"#!/bin/sh\n" * 100
+
+
+def test_a_file_whose_first_write_was_cut_off_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(oplog.MAGIC[:5])
+    log, found = opened(path)
+    log.append(records(0, 1))
+    log.close()
+    assert found == [] and opened(path)[1] == records(0, 1)
+
+
+def test_a_log_keeps_its_id_and_no_two_have_the_same(tmp_path: Path) -> None:
+    log, _ = opened(tmp_path / "log")
+    first = log.id
+    rewrite(log, records(0, 5))
+    log.append(records(5, 1))
+    log.close()
+    log, found = opened(tmp_path / "log")
+    assert log.id == first and found == records(0, 6)
+    assert opened(tmp_path / "other")[0].id != first
+
+
+def test_a_rewriting_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
+    log, _ = opened(tmp_path / "log")
+    log.append(records(0, 2))
+    anew = log.begin_anew()
+    anew.append(records(5, 100))
+    anew.abandon()
+    log.append(records(2, 1))
+    log.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+    assert opened(tmp_path / "log")[1] == records(0, 3)
+
+
+# What is wrong in a file
+
+
+def test_damage_ends_the_start_and_says_where(tmp_path: Path) -> None:
+    """A wrong bit is no torn tail: what is behind it was acknowledged."""
+    path = tmp_path / "log"
+    log, _ = opened(path)
+    log.append(records(0, 1))
+    at = log.size_bytes
+    log.append(records(1, 100))
+    log.close()
+    damaged(path, at + 20)
+    before = path.read_bytes()
+    with pytest.raises(
+        InvalidArgument, match=rf"bytes at offset {at}; 2 whole records before it, 100 behind"
+    ):
+        Oplog(path).read()
+    assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["log"]
+
+
+def test_a_repair_keeps_the_file_and_takes_every_record_that_is_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "log"
+    log, _ = opened(path)
+    log.append(records(0, 1))
+    at = log.size_bytes
+    for number in range(1, 100):
+        log.append(records(number, 1))
+    log.close()
+    damaged(path, at + 20)
+    before = path.read_bytes()
+    log = Oplog(path, repairs=True)
+    assert log.read() == [*records(0, 1), *records(2, 98)]
+    assert (log.doubt, log.id != "") == (Doubt.ANY, True)
+    assert (tmp_path / "log.damaged").read_bytes() == before
+    (event,) = said(caplog, "oplog_damaged")
+    assert event["offset"] == at and event["num_bytes"] == 30
+    log.append(records(200, 1))
+    log.close()
+    # It is as good as any other file now, but for what nodes have yet to say.
+    log, found = opened(path)
+    assert found == [*records(0, 1), *records(2, 98), *records(200, 1)] and log.doubt is Doubt.ANY
+    rewrite(log, found)
+    log.abandon()
+    log, _ = opened(path)
+    assert log.doubt is Doubt.ANY
+    log.is_whole(0)
+    log.close()
+    log, _ = opened(path)
+    assert log.doubt is Doubt.NONE
+    log.close()
+
+
+def test_no_copy_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    for _ in range(3):
+        log = Oplog(path, repairs=True)
+        log.read()
+        log.append(records(0, 5))
+        at = log.size_bytes
+        log.append(records(5, 5))
+        log.abandon()
+        damaged(path, at + 20)
+    Oplog(path, repairs=True).read()
+    names = sorted(one.name for one in tmp_path.iterdir())
+    assert names == ["log", "log.damaged", "log.damaged.1", "log.damaged.2"]
+
+
+def test_a_wrong_bit_in_the_header_is_damage_and_the_other_line_has_it_all(tmp_path: Path) -> None:
+    log, _ = opened(tmp_path / "log")
+    log.append(records(0, 5))
+    log.close()
+    whole = (tmp_path / "log").read_bytes()
+    for at in range(log_header.num_bytes(oplog.MAGIC)):
+        path = tmp_path / f"log{at}"
+        path.write_bytes(whole)
+        damaged(path, at)
+        with pytest.raises(InvalidArgument, match="damage of 104 bytes at offset 0"):
+            Oplog(path).read()
+        again = Oplog(path, repairs=True)
+        assert again.read() == records(0, 5) and again.id == log.id
+        again.close()
+
+
+def test_zeros_that_a_loss_of_power_left_are_a_torn_tail(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log, _ = opened(path)
+    log.append(records(0, 5))
+    log.abandon()
+    path.write_bytes(path.read_bytes() + bytes(4096))
+    log, found = opened(path)
+    assert found == records(0, 5) and log.doubt is Doubt.PROMISES
+    log.close()
+    for content in (b"", bytes(100), path.read_bytes()[:60], path.read_bytes()[:60] + bytes(100)):
+        begun = tmp_path / "begun"
+        begun.write_bytes(content)
+        log, found = opened(begun)
+        log.append(records(0, 1))
+        log.close()
+        assert found == []
+        log, found = opened(begun)
+        log.close()
+        assert found == records(0, 1)
+
+
+def test_a_file_of_zeros_is_not_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(bytes(100_000))
+    with pytest.raises(InvalidArgument, match="this version"):
+        Oplog(path).read()
+
+
+def test_a_file_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"mooncake-oplog-4 whatever comes then" * 100)
+    for repairs in (False, True):
+        with pytest.raises(InvalidArgument, match="not of version 4; use that release"):
+            Oplog(path, repairs=repairs).read()
+
+
+def test_a_file_of_the_version_before_is_read_and_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"mooncake-oplog-2 0123456789abcdef\n" + encode(records(0, 5)))
+    log, found = opened(path)
+    assert (found, log.id, log.doubt) == (records(0, 5), "0123456789abcdef", Doubt.END)
+    log.append(records(5, 1))
+    log.close()
+    assert path.read_bytes().startswith(oplog.MAGIC)
+    assert opened(path)[1] == [*records(0, 5), IdsGiven(4), *records(5, 1)]
+
+
+def test_a_copy_without_its_end_says_nothing_of_what_is_gone(tmp_path: Path) -> None:
+    """A log begins with a copy of all that its master knew: it is no reason to give up what it lacks."""
+    doubts: list[Doubt] = []
+    begins: list[list[Record]] = [[LineBegan(1), *records(0, 3)], [LineBegan(1), IdsGiven(7)]]
+    for number, begin in enumerate(begins):
+        log, _ = opened(tmp_path / f"{number}")
+        log.append(begin)
+        log.close()
+        log, _ = opened(tmp_path / f"{number}")
+        doubts.append(log.doubt)
+        log.close()
+    assert doubts == [Doubt.ANY, Doubt.NONE]
+
+
+def test_damage_in_a_file_of_the_version_before_is_no_torn_tail(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    content = b"mooncake-oplog-2 0123456789abcdef\n" + encode(records(0, 5))
+    for at in range(34, 34 + len(encode(records(0, 4)))):
+        path.write_bytes(content)
+        damaged(path, at)
+        with pytest.raises(InvalidArgument, match="damage of 26 bytes at offset"):
+            Oplog(path).read()
+    log = Oplog(path, repairs=True)
+    assert log.read() == [*records(0, 3), *records(4, 1)] and log.doubt is Doubt.ANY
+
+
+def test_what_a_log_is_worth_depends_on_how_its_master_ended(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+
+    def next_life(boot: str, is_clean: bool) -> Doubt:
+        log = Oplog(path, boot=boot)
+        log.read()
+        log.append(records(0, 1))
+        log.close() if is_clean else log.abandon()
+        return log.doubt
+
+    lives = [("a", True), ("b", False), ("b", False), ("c", True), ("d", True), ("", False), ("", True)]
+    expected = [Doubt.NONE, Doubt.NONE, Doubt.END, Doubt.PROMISES, Doubt.PROMISES, Doubt.PROMISES]
+    assert [next_life(*life) for life in lives] == [*expected, Doubt.PROMISES]
+
+
+# Loss of power, and disks that refuse
+
+
+def lose_power(seed: int, live: Callable[[SimDirectory], object]) -> tuple[Oplog, list[Record]]:
+    disk = SimDirectory(Random(seed))
+    live(disk)
+    disk.lose_power()
+    log = Oplog(Path("/simulated/log"), directory=disk, boot="after")
+    return log, log.read()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_was_flushed_survives_a_loss_of_power_and_the_rest_is_a_torn_tail(seed: int) -> None:
+    def live(disk: SimDirectory) -> None:
+        log = Oplog(Path("/simulated/log"), directory=disk, boot="before")
+        log.read()
+        log.append(records(0, 5))
+        log.flush()
+        for number in range(5, 15):
+            log.append(records(number, 1))
+
+    log, found = lose_power(seed, live)
+    assert records(0, 5) == found[:5] and found == records(0, len(found)), f"seed {seed}"
+    assert log.doubt is Doubt.PROMISES
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_log_that_takes_the_place_of_another_is_one_or_the_other_after_a_loss_of_power(seed: int) -> None:
+    """Nothing syncs between the rename and the loss: the file must have been synced before."""
+
+    def live(disk: SimDirectory) -> None:
+        log = Oplog(Path("/simulated/log"), directory=disk, boot="before")
+        log.read()
+        log.append(records(0, 5))
+        log.flush()
+        anew = log.begin_anew()
+        anew.append(records(100, 5))
+        anew.commit()
+
+    _, found = lose_power(seed, live)
+    assert found in (records(0, 5), records(100, 5)), f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_flushed_after_a_rename_does_not_go_with_it(seed: int) -> None:
+    def live(disk: SimDirectory) -> None:
+        log = Oplog(Path("/simulated/log"), directory=disk, boot="before")
+        log.read()
+        rewrite(log, records(100, 5))
+        log.append(records(200, 1))
+        log.flush()
+
+    assert lose_power(seed, live)[1] == [*records(100, 5), *records(200, 1)], f"seed {seed}"
+
+
+def test_a_record_that_the_disk_did_not_take_whole_is_cut_off_again() -> None:
+    disk = SimDirectory(Random(1))
+    log = Oplog(Path("/simulated/log"), directory=disk)
+    log.read()
+    log.append(records(0, 1))
+    disk.capacity_bytes = log.size_bytes + 10
+    with pytest.raises(OSError, match="No space"):
+        log.append(records(1, 1))
+    assert len(disk.content("log")) == log.size_bytes
+    disk.capacity_bytes = None
+    log.append(records(2, 1))
+    log.close()
+    log = Oplog(Path("/simulated/log"), directory=disk)
+    assert log.read() == [*records(0, 1), *records(2, 1)]
+
+
+def test_a_full_disk_lets_a_log_be_read_and_takes_it_on_when_there_is_room() -> None:
+    disk = SimDirectory(Random(1))
+    log = Oplog(Path("/simulated/log"), directory=disk)
+    log.read()
+    log.append(records(0, 2))
+    disk.damage("log", disk.content("log")[:-1])
+    disk.crash()
+    disk.capacity_bytes = len(disk.content("log"))
+    log = Oplog(Path("/simulated/log"), directory=disk)
+    assert log.read() == records(0, 1)
+    with pytest.raises(OSError, match="No space"):
+        log.append(records(5, 1))
+    assert disk.names() == ["log"], "half a copy is none"
+    disk.capacity_bytes = None
+    log.append(records(5, 1))
+    log.close()
+    log = Oplog(Path("/simulated/log"), directory=disk)
+    assert log.read() == [*records(0, 1), *records(5, 1)] and disk.names() == ["log", "log.torn"]
+
+
+# Whose file it is
+
+
+def test_a_link_and_a_file_that_others_may_write_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "target").write_bytes(b"")
+    (tmp_path / "log").symlink_to(tmp_path / "target")
+    with pytest.raises(InvalidArgument, match="is a link"):
+        Oplog(tmp_path / "log").read()
+    (tmp_path / "target").chmod(0o666)
+    with pytest.raises(InvalidArgument, match="only its owner may write"):
+        Oplog(tmp_path / "target").read()
+
+
+def test_a_folder_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(InvalidArgument, match="others may not write to"):
+        Oplog(folder / "log").read()
+    folder.chmod(0o1777)
+    Oplog(folder / "log").read()
+    assert (folder / "log").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("is_heard", [False, True])
+@pytest.mark.parametrize("doubt", [Doubt.PROMISES, Doubt.ANY])
+def test_a_log_that_is_written_anew_says_what_is_in_doubt_still(
+    tmp_path: Path, doubt: Doubt, is_heard: bool
+) -> None:
+    path = tmp_path / "log"
+    log = Oplog(path, boot="before")
+    log.read()
+    log.append([LineBegan(1), IdsGiven(9), *records(0, 5)])
+    size_bytes = log.size_bytes
+    log.append(records(5, 5))
+    log.abandon()
+    if doubt is Doubt.ANY:
+        damaged(path, size_bytes)
+    log = Oplog(path, repairs=True, boot="now")
+    found = log.read()
+    assert log.doubt is doubt
+    anew = log.begin_anew()
+    anew.append(found)
+    if is_heard:
+        log.is_whole(9)
+    anew.commit()
+    log.abandon()
+    log = Oplog(path, boot="now")
+    log.read()
+    assert log.doubt is (Doubt.END if is_heard else doubt)
+    log.close()

@@ -1,0 +1,492 @@
+"""Policies of a put: replicas, places, pins, durability, replacing. Times as in ``test_master.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from mooncake.errors import Refusal
+from mooncake.rpc.wire import Failure
+from mooncake.store import messages as m
+from mooncake.store.master.log_records import Record
+from mooncake.store.master.master import Master
+from mooncake.types import Tier
+from tests.store.conftest import SETTINGS, Voice
+from tests.store.nodes import Nodes, Place, with_ssd
+
+TWO = m.PutPolicy(num_replicas=2)
+THREE = m.PutPolicy(num_replicas=3)
+DURABLE = m.PutPolicy(is_durable=True)
+
+
+def segments(reserved: m.Reserved | None) -> list[str]:
+    assert reserved is not None
+    return [replica.segment for replica in reserved.replicas]
+
+
+def refusal_of(started: m.PutStarted) -> Refusal:
+    assert started.reserved == [None]
+    return started.refusals[0]
+
+
+# Replicas
+
+
+def test_replicas_lie_on_different_hosts_while_there_are_any(voice: Voice) -> None:
+    voice.mount("a", host="left")
+    voice.mount("b", 65536, host="left")
+    voice.mount("c", 8192, host="right")
+    voice.mount("d", 4096, host="right")
+    assert segments(voice.put("k", host="left", policy=TWO)[0]) == ["b", "c"]
+    assert segments(voice.put("l", host="left", policy=THREE)[0]) == ["b", "c", "a"]
+    found = voice.find("k")
+    assert found is not None and [one.segment for one in found.replicas] == ["b", "c"]
+
+
+def test_as_many_replicas_as_fit_one_at_least(voice: Voice) -> None:
+    voice.mount("a", 8192)
+    voice.mount("b", 1024)
+    assert segments(voice.put("k", policy=THREE)[0]) == ["a", "b"]
+    assert segments(voice.put("l", size_bytes=2000, policy=THREE)[0]) == ["a"]
+
+
+def test_a_replica_may_take_the_place_of_what_is_old(voice: Voice) -> None:
+    voice.mount("a", 8192)
+    voice.mount("b", 1024, host="other")
+    voice.put("old", host="other")
+    assert segments(voice.put("k", policy=TWO)[0]) == ["a", "b"]
+    assert voice.there("k") == "k" and voice.inspect("old") is None
+
+
+def test_preferred_segments_come_first_and_unknown_ones_are_passed_over(voice: Voice) -> None:
+    for name in "abc":
+        voice.mount(name, 1024, host=name)
+    policy = m.PutPolicy(num_replicas=2, preferred_segments=["gone", "c", "b"])
+    assert segments(voice.put("k", host="a", policy=policy)[0]) == ["c", "b"]
+    voice.find("k")
+    assert segments(voice.put("l", host="a", policy=policy)[0]) == ["a"]
+
+
+def test_only_the_own_host_when_that_is_wanted(voice: Voice) -> None:
+    voice.mount("a", 2048, host="left")
+    voice.mount("b", host="right")
+    policy = m.PutPolicy(num_replicas=2, is_same_host=True)
+    assert segments(voice.start("k", host="left", policy=policy).reserved[0]) == ["a"]
+    assert refusal_of(voice.start("l", host="nowhere", policy=policy)).code == "no_space"
+
+
+def test_memory_objects_never_go_to_an_ssd() -> None:
+    nodes = Nodes(SETTINGS)
+    Place(nodes, "a/ssd", tier=Tier.SSD, content_id=5, node="a")
+    assert refusal_of(nodes.start("k", host="a")).code == "no_space"
+
+
+def test_one_that_could_not_be_written_is_left_out_and_its_space_waits(voice: Voice) -> None:
+    voice.mount("a")
+    voice.mount("b", host="other")
+    place = voice.start("k", policy=TWO).reserved[0]
+    assert place is not None
+    assert voice.end("k", place.object_id, b"crc!", "", "a", "unknown") is True
+    assert voice.where("k") == ["b"]
+    assert voice.allocated_bytes == 2048, "a write to it may still land"
+    voice.keep_alive(35, "a", "b")
+    assert voice.allocated_bytes == 1024
+
+
+def test_what_was_written_nowhere_is_no_object(voice: Voice) -> None:
+    voice.mount("a")
+    voice.mount("b", host="other")
+    place = voice.start("k", policy=TWO).reserved[0]
+    assert place is not None
+    assert voice.end("k", place.object_id, b"crc!", "", "a", "b").code == "incomplete"
+    assert voice.inspect("k") is None and voice.end("k", place.object_id).code == "expired"
+
+
+def test_an_object_outlives_all_its_nodes_but_one(voice: Voice) -> None:
+    voice.mount("a")
+    voice.mount("b", host="other")
+    voice.put("k", policy=TWO)
+    voice.lose("node a")
+    found = voice.find("k")
+    assert found is not None and [one.segment for one in found.replicas] == ["b"]
+    assert voice.say(m.Exists(["k"])).flags == b"\1"
+    voice.keep_alive(6, "b")
+    assert voice.where("k") == ["b"] and voice.master.counts.lost_objects == 0
+    voice.lose("node b")
+    voice.wait(6)
+    assert voice.inspect("k") is None and voice.master.counts.lost_objects == 1
+
+
+def test_an_object_put_twice_leaves_memory_altogether(voice: Voice) -> None:
+    """One replica left would look like two to who asked for two."""
+    voice.mount("a", 2048)
+    voice.mount("b", 2048, host="other")
+    voice.put("k", policy=TWO)
+    voice.put("l", policy=TWO)
+    voice.put("m")
+    assert voice.where("k") == [] and voice.where("l") == ["a", "b"] and voice.where("m") == ["a"]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        m.PutPolicy(num_replicas=0),
+        m.PutPolicy(num_replicas=65),
+        m.PutPolicy(soft_pin_ttl_s=-1.0),
+        m.PutPolicy(soft_pin_ttl_s=float("nan")),
+    ],
+)
+def test_policies_that_make_no_sense(voice: Voice, policy: m.PutPolicy) -> None:
+    voice.mount()
+    assert refusal_of(voice.start("k", policy=policy)).code == "invalid_policy"
+
+
+@pytest.mark.parametrize("column", [{"groups": ["g"]}, {"parents": ["p"]}])
+def test_columns_that_do_not_fit(voice: Voice, column: dict[str, Any]) -> None:
+    assert isinstance(voice.say(m.PutStart(1, "h", ["k", "l"], [1, 1], [1, 1], **column)), Failure)
+    assert isinstance(voice.say(m.PutEnd(["k"], [1], [b"crc!"], [[], []])), Failure)
+
+
+# Pins
+
+
+def test_a_soft_pin_runs_from_put_end(voice: Voice) -> None:
+    voice.mount(size_bytes=2048)
+    place = voice.start("k", policy=m.PutPolicy(soft_pin_ttl_s=20.0)).reserved[0]
+    assert place is not None
+    voice.keep_alive(10)
+    voice.end("k", place.object_id)
+    status = voice.inspect("k")
+    assert status is not None and status.pinned_s == 20.0
+    voice.put("l")
+    voice.put("m")
+    assert voice.there("klm") == "km", "pinned ones go last"
+    voice.keep_alive(20)
+    voice.put("n")
+    assert voice.there("kmn") == "mn"
+
+
+def test_when_nothing_else_can_leave_softly_pinned_ones_do(voice: Voice) -> None:
+    voice.mount(size_bytes=2048)
+    voice.put("k", "l", policy=m.PutPolicy(soft_pin_ttl_s=20.0))
+    voice.put("m")
+    assert voice.there("klm") == "lm"
+
+
+def test_hard_pinned_ones_stay_and_can_be_removed(voice: Voice) -> None:
+    voice.mount(size_bytes=2048)
+    voice.put("k", "l", policy=m.PutPolicy(is_hard_pinned=True))
+    assert refusal_of(voice.start("m")).code == "no_space"
+    assert voice.remove("k") is True
+    voice.put("m")
+    assert voice.there("klm") == "lm"
+
+
+# Replacing
+
+
+def test_readers_see_the_old_value_until_the_new_one_is_there(voice: Voice) -> None:
+    voice.mount()
+    old = voice.put("k")[0]
+    new = voice.start("k", replace=True).reserved[0]
+    assert new is not None and new.object_id != old.object_id
+    found = voice.find("k")
+    assert found is not None and found.object_id == old.object_id
+    assert voice.end("k", new.object_id) is True
+    found = voice.find("k")
+    assert found is not None and found.object_id == new.object_id
+    assert voice.allocated_bytes == 2048, "the old value is leased"
+    voice.keep_alive(10)
+    assert voice.allocated_bytes == 1024
+
+
+def test_a_replacement_that_does_not_come_changes_nothing(voice: Voice) -> None:
+    voice.mount()
+    old = voice.put("k")[0]
+    new = voice.start("k", replace=True).reserved[0]
+    assert new is not None
+    assert voice.start("k", replace=True).reserved == [None], "another writer is at it"
+    voice.say(m.PutAbort(["k"], [new.object_id]))
+    found = voice.find("k")
+    assert found is not None and found.object_id == old.object_id
+
+
+def test_a_late_copy_of_a_request_that_was_ended_reserves_nothing(voice: Voice) -> None:
+    voice.mount()
+    place = voice.start("k", put_id=9, replace=True).reserved[0]
+    assert place is not None and voice.end("k", place.object_id) is True
+    assert voice.start("k", put_id=9, replace=True).reserved == [None]
+    assert not voice.master.objects.writing
+
+
+def test_what_is_not_there_yet_can_be_replaced(voice: Voice) -> None:
+    voice.mount()
+    voice.put("k", replace=True)
+    assert voice.there("k") == "k"
+
+
+def test_a_successor_knows_the_newer_of_two(voice: Voice) -> None:
+    voice.mount()
+    voice.put("k")
+    new = voice.put("k", replace=True)[0]
+    other = Voice(SETTINGS)
+    other.master.restore(voice.records, 0.0)
+    other.master.check()
+    other.mount(rest_s=35.0)
+    found = other.find("k")
+    assert found is not None and found.object_id == new.object_id
+    other.keep_alive(36)
+    assert other.allocated_bytes == 1024, "the old value rests no longer"
+
+
+# Groups and chains
+
+
+def test_a_group_is_leased_and_leaves_as_one(voice: Voice) -> None:
+    voice.mount(size_bytes=4096)
+    voice.put("a", "b", group="g")
+    voice.put("c", "d")
+    voice.find("b")
+    voice.put("e")
+    assert voice.there("abcde") == "abde"
+    voice.keep_alive(11)
+    voice.find("d")
+    voice.find("e")
+    voice.put("f")
+    assert voice.there("abdef") == "def"
+
+
+def test_a_parent_stays_while_its_children_do() -> None:
+    voice = Voice(dataclasses.replace(SETTINGS, eviction_policy="chain"))
+    voice.mount(size_bytes=4096)
+    voice.put("a", "b", "c", parents=["", "a", "b"])
+    voice.put("d")
+    voice.put("e", "f")
+    assert voice.there("abcdef") == "adef"
+
+
+def test_objects_that_call_each_other_parents_can_still_leave() -> None:
+    voice = Voice(dataclasses.replace(SETTINGS, eviction_policy="chain"))
+    voice.mount(size_bytes=4096)
+    voice.put("a", "b", "c", "d", parents=["c", "a", "b", "d"])
+    parents = [status.parent for key in "abcd" if (status := voice.inspect(key)) is not None]
+    assert parents == ["c", "a", "", ""]
+    voice.put(*"efgh")
+    assert voice.there("abcdefgh") == "efgh"
+
+
+# Durable
+
+
+def test_a_durable_put_is_answered_when_it_is_on_ssd() -> None:
+    nodes = Nodes(SETTINGS)
+    _, ssd = with_ssd(nodes)
+    place = nodes.start("k", host="a", policy=DURABLE).reserved[0]
+    assert place is not None
+    nodes.post(m.PutEnd(["k", "l"], [place.object_id, 9], [b"crc!", b""]), "client", "end")
+    assert "end" not in nodes.late and nodes.there("k") == "k"
+    nodes.post(m.PutEnd(["k"], [place.object_id], [b"crc!"]), "client", "again")
+    assert "again" not in nodes.late
+    ssd.work()
+    assert nodes.where("k") == ["a", "a/ssd"]
+    (answer,) = nodes.late.pop("end")
+    assert answer.outcomes[0] is True and answer.outcomes[1].code == "expired"
+    assert nodes.late.pop("again") == [m.Outcomes([False])]
+    assert nodes.end("k", place.object_id) is False, "it is there, so nobody waits"
+
+
+def test_without_an_ssd_a_durable_put_is_refused() -> None:
+    nodes = Nodes(SETTINGS)
+    Place(nodes, "a")
+    with_ssd(nodes, "b")
+    assert segments(nodes.start("k", host="a", policy=DURABLE).reserved[0]) == ["b"]
+    nodes.lose("node b/ssd 7")
+    assert refusal_of(nodes.start("l", host="a", policy=DURABLE)).code == "no_ssd"
+
+
+def test_a_durable_put_that_takes_too_long_is_refused_and_loses_no_value() -> None:
+    nodes = Nodes(SETTINGS)
+    memory, ssd = with_ssd(nodes)
+    place = nodes.start("k", host="a", policy=DURABLE).reserved[0]
+    assert place is not None
+    nodes.post(m.PutEnd(["k"], [place.object_id], [b"crc!"]), "client", "end")
+    for _ in range(30):
+        nodes.wait(1.0)
+        memory.beat()
+        ssd.beat()
+    (answer,) = nodes.late.pop("end")
+    assert answer.outcomes[0].code == "no_ssd" and nodes.find("k") is not None
+    assert refusal_of(nodes.start("k", host="a", policy=DURABLE)).code == "no_ssd", "not called stored"
+    assert nodes.start("k", host="a").reserved == [None] and nodes.start("k", host="a").refusals == {}
+
+
+def test_a_durable_object_that_goes_before_it_is_on_ssd() -> None:
+    nodes = Nodes(SETTINGS)
+    with_ssd(nodes)
+    place = nodes.start("k", host="a", policy=DURABLE).reserved[0]
+    assert place is not None
+    nodes.post(m.PutEnd(["k"], [place.object_id], [b"crc!"]), "client", "end")
+    assert nodes.remove("k", force=True) is True
+    (answer,) = nodes.late.pop("end")
+    assert answer.outcomes[0].code == "no_ssd"
+
+
+# A durable object that is replaced by one that is not on SSD yet
+
+
+def replaced(nodes: Nodes, ssd: Place) -> tuple[int, int]:
+    """The ids of a durable object and of its successor, whose put-end waits as "end"."""
+    place = nodes.start("k", host="a", policy=DURABLE).reserved[0]
+    assert place is not None
+    nodes.post(m.PutEnd(["k"], [place.object_id], [b"old!"]), "client", "first")
+    ssd.work()
+    assert nodes.late.pop("first") == [m.Outcomes([True])]
+    again = nodes.start("k", host="a", policy=DURABLE, replace=True).reserved[0]
+    assert again is not None
+    nodes.post(m.PutEnd(["k"], [again.object_id], [b"new!"]), "client", "end")
+    assert "end" not in nodes.late
+    nodes.master.check()
+    return place.object_id, again.object_id
+
+
+def told(nodes: Nodes, ssd: Place) -> None:
+    """The node has heard of what went."""
+    ssd.poll()
+    nodes.wait(0.1)
+    ssd.answered()
+
+
+def successor_of(nodes: Nodes, records: list[Record]) -> Master:
+    successor = Master(SETTINGS)
+    successor.restore(records, nodes.now)
+    successor.check()
+    return successor
+
+
+def test_readers_see_the_new_one_and_a_successor_the_old_one() -> None:
+    nodes = Nodes(SETTINGS)
+    _, ssd = with_ssd(nodes)
+    old, new = replaced(nodes, ssd)
+    found = nodes.find("k")
+    assert found is not None and found.object_id == new
+    for records in (nodes.records, nodes.master.snapshot()):
+        kept = successor_of(nodes, records).objects.readable["k"]
+        assert kept.object_id == old and [e.segment.name for e in kept.complete()] == ["a/ssd"]
+
+
+def test_the_old_one_goes_when_the_new_one_is_on_ssd() -> None:
+    nodes = Nodes(SETTINGS)
+    _, ssd = with_ssd(nodes)
+    _, new = replaced(nodes, ssd)
+    ssd.work()
+    assert nodes.late.pop("end") == [m.Outcomes([True])]
+    told(nodes, ssd)
+    assert ssd.held.keys() == {new}
+    for records in (nodes.records, nodes.master.snapshot()):
+        assert successor_of(nodes, records).objects.readable["k"].object_id == new
+    assert len(nodes.master.segments.mounted["a/ssd"].holders) == 1, "its space is free again"
+
+
+def test_the_old_one_is_back_when_the_new_one_is_lost() -> None:
+    nodes = Nodes(SETTINGS)
+    memory, ssd = with_ssd(nodes)
+    old, _ = replaced(nodes, ssd)
+    nodes.lose(memory.connection)
+    Place(nodes, "a", epoch=8)
+    (answer,) = nodes.late.pop("end")
+    assert answer.outcomes[0].code == "no_ssd"
+    found = nodes.find("k")
+    assert found is not None and found.object_id == old and nodes.where("k") == ["a/ssd"]
+    assert successor_of(nodes, nodes.records).objects.readable["k"].object_id == old
+    assert old in ssd.held and "its successor was lost" in nodes.master.story("k")[-1]
+
+
+def test_both_go_when_the_key_is_removed() -> None:
+    nodes = Nodes(SETTINGS)
+    _, ssd = with_ssd(nodes)
+    replaced(nodes, ssd)
+    assert nodes.remove("k", force=True) is True
+    told(nodes, ssd)
+    assert nodes.find("k") is None and not ssd.held
+    for records in (nodes.records, nodes.master.snapshot()):
+        assert "k" not in successor_of(nodes, records).objects.readable
+
+
+def test_a_third_one_is_kept_apart_from_the_first_too() -> None:
+    nodes = Nodes(SETTINGS)
+    memory, ssd = with_ssd(nodes)
+    old, new = replaced(nodes, ssd)
+    place = nodes.start("k", host="a", policy=DURABLE, replace=True).reserved[0]
+    assert place is not None and place.object_id > new
+    nodes.post(m.PutEnd(["k"], [place.object_id], [b"3rd!"]), "client", "third")
+    assert nodes.late.pop("end")[0].outcomes[0].code == "no_ssd"
+    assert successor_of(nodes, nodes.records).objects.readable["k"].object_id == old
+    nodes.lose(memory.connection)
+    Place(nodes, "a", epoch=8)
+    found = nodes.find("k")
+    assert found is not None and found.object_id == old
+
+
+def test_a_plain_put_replaces_both() -> None:
+    nodes = Nodes(SETTINGS)
+    memory, ssd = with_ssd(nodes)
+    replaced(nodes, ssd)
+    place = nodes.start("k", host="a", replace=True).reserved[0]
+    assert place is not None
+    assert nodes.end("k", place.object_id) is True
+    told(nodes, ssd)
+    assert not ssd.held
+    assert successor_of(nodes, nodes.records).objects.readable["k"].object_id == place.object_id
+    nodes.lose(memory.connection)
+    Place(nodes, "a", epoch=8)
+    assert nodes.find("k") is None, "nothing stale comes back"
+
+
+def test_what_was_set_aside_may_be_lost_as_well() -> None:
+    nodes = Nodes(SETTINGS)
+    memory, ssd = with_ssd(nodes)
+    _, new = replaced(nodes, ssd)
+    nodes.say(m.Unmount("a/ssd", 7), ssd.connection)
+    found = nodes.find("k")
+    assert found is not None and found.object_id == new
+    nodes.master.check()
+    nodes.lose(memory.connection)
+    Place(nodes, "a", epoch=8)
+    assert nodes.find("k") is None
+    nodes.master.check()
+
+
+@pytest.mark.parametrize("name", ["bank\0g", "\0", "x" * 1025])
+@pytest.mark.parametrize("what", ["group", "parent"])
+def test_a_group_or_parent_with_a_nul_is_refused(voice: Voice, what: str, name: str) -> None:
+    """It would be another tenant's: its leases and its evictions are no stranger's business."""
+    voice.mount(size_bytes=65536)
+    voice.put("k", tenant="bank", group="g")
+    more: dict[str, Any] = {"group": name} if what == "group" else {"parents": [name]}
+    assert voice.start("mine", **more).refusals[0].code == "invalid_key"
+    assert voice.start("mine", tenant="red", **more).refusals[0].code == "invalid_key"
+    assert [sorted(group.members) for group in voice.master.objects.groups.values()] == [["bank\0k"]]
+    assert voice.master.objects.writing == {}
+
+
+def test_a_small_put_in_one_step_is_refused_the_same(voice: Voice) -> None:
+    voice.mount(size_bytes=1 << 20)
+    start = m.PutStart(1 << 20, "h", ["a"], [64], [64], num_pieces=4, piece_bytes=64)
+    given = voice.say(start).advance
+    assert given is not None
+    for number, (groups, parents) in enumerate(((["bank\0g"], []), ([], ["bank\0p"]))):
+        piece = (given.advance_id, number)
+        written = m.PutWritten(number, "h", ["k"], [64], [b"crc!"], [piece], None, groups, parents)
+        (outcome,) = voice.say(written).outcomes
+        assert outcome.code == "invalid_key"
+    assert not voice.master.objects.groups
+
+
+def test_a_copy_of_anothers_object_cannot_be_asked_for(voice: Voice) -> None:
+    voice.mount()
+    voice.mount("b", host="other")
+    voice.put("k", tenant="bank")
+    refused = voice.say(m.CopyObject("bank\0k", ["b"]))
+    assert isinstance(refused, m.RefusedReply) and refused.refusal.code == "not_found"

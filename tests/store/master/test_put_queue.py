@@ -1,0 +1,213 @@
+"""What a durable put owes its caller while memory is full of what is on its way to SSD."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from mooncake.store import messages as m
+from mooncake.store.master.effects import Reply
+from mooncake.store.master.put_queue import MAX_WAITING
+from tests.store.conftest import PUT_S, SETTINGS
+from tests.store.nodes import Nodes, Place, with_ssd
+
+DURABLE = m.PutPolicy(is_durable=True)
+KEEPS = dataclasses.replace(SETTINGS, evict_undemoted=False, demote_watermark=0.0)
+
+
+class Scene:
+    """A node whose memory is full of four objects that are to be copied to its SSD."""
+
+    def __init__(self, settings: Any = KEEPS) -> None:
+        self.nodes = Nodes(settings)
+        self.memory, self.ssd = with_ssd(self.nodes, memory_bytes=4096)
+        self.nodes.put(*"abcd", size_bytes=1024, host="a")
+
+    def start(self, *keys: str, wait_s: float = 5.0, put_id: int = 1 << 30, tenant: str = "") -> None:
+        sizes = [1024] * len(keys)
+        message = m.PutStart(put_id, "a", list(keys), sizes, sizes, [], DURABLE, tenant=tenant, wait_s=wait_s)
+        self.nodes.post(message, "client", keys[0])
+
+    def answer(self, key: str) -> m.PutStarted | None:
+        replies = self.nodes.late.pop(key, [])
+        assert len(replies) <= 1
+        return replies[0] if replies else None
+
+    def copy_one(self) -> None:
+        """One object more comes to the SSD."""
+        (task, *_) = self.tasks
+        self.tasks.remove(task)
+        self.ssd.held[task.entry.object_id] = task.entry
+        self.tasks += self.ssd.poll(m.TaskDone(task.task_id, None))
+
+    def poll(self) -> None:
+        self.tasks: list[m.CopyTask] = self.ssd.poll()
+        assert self.tasks
+
+    def live(self, seconds: float) -> None:
+        self.nodes.wait(seconds)
+        self.memory.beat()
+        self.ssd.beat()
+
+
+def test_it_waits_for_space_that_is_about_to_be_free() -> None:
+    scene = Scene()
+    scene.poll()
+    scene.start("k")
+    assert scene.answer("k") is None and scene.nodes.master.put_queue.num_waiting == 1
+    scene.live(1.0)
+    scene.copy_one()
+    started = scene.answer("k")
+    assert started is not None and started.reserved[0] is not None and not started.refusals
+    assert scene.nodes.where("a") == ["a/ssd"], "nothing is lost for it"
+    scene.nodes.post(m.PutEnd(["k"], [started.reserved[0].object_id], [b"crc!"]), "client", "end")
+    scene.poll()
+    while scene.tasks:
+        scene.copy_one()
+    assert scene.nodes.late.pop("end") == [m.Outcomes([True])]
+    assert scene.nodes.where("k") == ["a", "a/ssd"] and scene.nodes.master.counts.refused_puts == 0
+
+
+def test_those_that_came_first_are_first_and_a_batch_is_filled_piece_by_piece() -> None:
+    scene = Scene()
+    scene.poll()
+    scene.start("k", "l")
+    scene.start("m", put_id=1 << 31)
+    scene.copy_one()
+    assert scene.answer("k") is None and scene.answer("m") is None
+    scene.copy_one()
+    started = scene.answer("k")
+    assert started is not None and None not in started.reserved and scene.answer("m") is None
+    scene.copy_one()
+    assert scene.answer("m") is not None
+
+
+def test_it_is_refused_when_its_time_is_over() -> None:
+    scene = Scene()
+    scene.poll()
+    scene.start("k", wait_s=2.0)
+    scene.live(1.0)
+    assert scene.answer("k") is None
+    scene.live(1.0)
+    started = scene.answer("k")
+    assert started is not None and started.refusals[0].code == "no_space"
+    assert scene.nodes.master.counts.refused_puts == 1
+    assert any("put refused" in line for line in scene.nodes.master.story("k"))
+    assert scene.nodes.master.tally.counts["put_start_alloc_failures"] == 1
+
+
+def test_no_longer_than_leaves_time_for_writing() -> None:
+    scene = Scene()
+    scene.poll()
+    scene.start("k", wait_s=1e9)
+    for _ in range(int(PUT_S / 2)):
+        assert scene.answer("k") is None
+        scene.live(1.0)
+    assert scene.answer("k") is not None
+
+
+def test_it_is_refused_when_nothing_is_on_its_way_any_more() -> None:
+    scene = Scene()
+    scene.nodes.find("a")
+    for key in "bcd":
+        scene.nodes.find(key)
+    scene.poll()
+    scene.start("k")
+    while scene.tasks:
+        assert scene.answer("k") is None
+        scene.copy_one()
+    started = scene.answer("k")
+    assert started is not None and started.refusals[0].code == "no_space", "readers hold all of it"
+
+
+@pytest.mark.parametrize("wait_s", [0.0, -1.0, float("nan")])
+def test_who_does_not_want_to_wait_is_told_at_once(wait_s: float) -> None:
+    scene = Scene()
+    scene.poll()
+    scene.start("k", wait_s=wait_s)
+    started = scene.answer("k")
+    assert started is not None and started.refusals[0].code == "no_space"
+    assert "try again" in started.refusals[0].reason
+
+
+def test_where_waiting_would_not_help_nobody_waits() -> None:
+    scene = Scene()
+    scene.poll()
+    while scene.tasks:
+        scene.copy_one()
+    for key in "abcd":
+        scene.nodes.find(key)
+    scene.start("k")
+    started = scene.answer("k")
+    assert started is not None and started.refusals[0].code == "no_space"
+    evicts = Scene(dataclasses.replace(KEEPS, evict_undemoted=True))
+    for key in "abcd":
+        evicts.nodes.find(key)
+    evicts.start("k")
+    assert evicts.answer("k") is not None
+
+
+def test_the_same_question_again_gets_the_same_space() -> None:
+    """Its connection broke while it waited."""
+    scene = Scene()
+    scene.poll()
+    scene.start("k")
+    scene.nodes.lose("client")
+    first = m.PutStart(1 << 30, "a", ["k"], [1024], [1024], [], DURABLE, wait_s=5.0)
+    scene.nodes.post(first, "client again", "again")
+    scene.copy_one()
+    one, other = scene.answer("k"), scene.answer("again")
+    assert one is not None and other is not None and one.reserved == other.reserved != [None]
+
+
+def test_a_tenant_over_its_quota_waits_the_same() -> None:
+    nodes = Nodes(KEEPS)
+    _, ssd = with_ssd(nodes, memory_bytes=65536)
+    nodes.say(m.SetQuota("red", 2048))
+    nodes.put("a", "b", size_bytes=1024, host="a", tenant="red")
+    tasks = ssd.poll()
+    message = m.PutStart(9, "a", ["k"], [1024], [1024], [], DURABLE, tenant="red", wait_s=5.0)
+    nodes.post(message, "client", "k")
+    assert "k" not in nodes.late
+    ssd.work(*tasks)
+    (started,) = nodes.late.pop("k")
+    assert started.reserved[0] is not None
+
+
+def test_so_many_may_wait_and_no_more() -> None:
+    scene = Scene()
+    scene.poll()
+    for number in range(MAX_WAITING):
+        scene.nodes.master.put_queue.wait(  # what waits does not matter here
+            None,  # type: ignore[arg-type]
+            5.0,
+            lambda now: True,
+            lambda now, number=number: m.PutStarted(1.0, [], {}),  # type: ignore[misc]
+            scene.nodes.now,
+        )
+    scene.start("k")
+    assert scene.answer("k") is not None
+    assert isinstance(scene.memory, Place)
+
+
+def test_what_was_found_durable_while_it_waited_must_last() -> None:
+    scene = Scene()
+    scene.poll()
+    scene.copy_one()
+    scene.start("a", "x", "y")
+    assert scene.nodes.master.put_queue.num_waiting == 1
+    replies: list[Reply] = []
+    take = scene.nodes._take
+
+    def seen(effects: list[Any]) -> None:
+        replies.extend(one for one in effects if isinstance(one, Reply) and one.origin == "a")
+        take(effects)
+
+    scene.nodes._take = seen  # type: ignore[method-assign]
+    scene.copy_one()
+    (reply,) = replies
+    assert reply.must_last, "the record that it is on SSD may not be flushed yet"
+    started = scene.answer("a")
+    assert started is not None and started.reserved[0] is None and not started.refusals

@@ -1,0 +1,284 @@
+"""The one enumerator of what a master knows: whoever is told its records knows the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake.store import messages as m
+from mooncake.store.master.catalog import record_of, record_of_segment
+from mooncake.store.master.log_records import Record
+from mooncake.store.master.master import Master
+from mooncake.store.master.snapshot import Snapshot
+from mooncake.types import Tier
+from tests.store.conftest import PUT_S, SETTINGS, TTL_S
+from tests.store.master.test_catalog import Player
+from tests.store.nodes import Nodes, Place, with_ssd
+
+DURABLE = m.PutPolicy(is_durable=True)
+Tell = Callable[[Master], list[Record]]
+
+
+def whole(master: Master) -> list[Record]:
+    return master.snapshot()
+
+
+def in_pieces(master: Master) -> list[Record]:
+    """What a standby and a compacted log are told."""
+    copy, records = Snapshot(master.catalog), list[Record]()
+    while not copy.is_over:
+        records += copy.piece(3)
+    return records
+
+
+def told(records: list[Record], now: float = 0.0) -> Master:
+    master = Master(SETTINGS)
+    for record in records:
+        master.apply([record], now)
+        master.check()
+    return master
+
+
+def known(master: Master) -> dict[str, Any]:
+    """All that a successor must know, spelled out independently of who tells it."""
+    catalog = master.catalog
+    objects, news = {}, {}
+    for key, stored in master.objects.readable.items():
+        version = stored.before or stored
+        places = sorted((extent.segment.name, extent.offset) for extent in version.complete())
+        if places:
+            record = record_of(stored) if version is stored else version.kept
+            assert record is not None
+            objects[key] = msgspec.structs.replace(record, places=places)
+        else:
+            news[key] = version.object_id
+    for key, (before, since) in catalog.tombstones.items():
+        if since == catalog.cleared_of(key):  # else what emptied the tenant says it
+            news[key] = before
+    return {
+        "line": master.segments.line,
+        "segments": {one.name: record_of_segment(one) for one in master.segments.mounted.values()},
+        "taken": {name: dict(one.allocator.allocations) for name, one in master.segments.mounted.items()},
+        "objects": objects,
+        "news": news,
+        "cleared": dict(catalog.cleared),
+        "quotas": {
+            name: account.quota_bytes
+            for name, account in catalog.tenants.accounts.items()
+            if account.quota_bytes is not None
+        },
+    }
+
+
+class Wanderer(Player):
+    """Does also what leaves more behind: tenants are emptied, absent keys removed, nodes go for good."""
+
+    def step(self) -> None:
+        random = self.random
+        tenant = random.choice(("", "red"))
+        choice = random.randrange(14)
+        keys = random.sample(self.keys, 2)
+        if choice == 0:
+            self.post(m.RemoveMatching("", random.random() < 0.5, tenant))
+        elif choice == 1:
+            self.post(m.Remove(keys, True, tenant))
+        elif choice == 2:
+            name = random.choice(list(self.places))
+            self.post(m.Unmount(name, self.places[name].epoch))
+        elif choice == 3:
+            self.post(m.DrainSegments([random.choice(list(self.places))], []))
+        elif choice <= 6:
+            self.replace_durably(keys[0], tenant)
+        else:
+            super().step()
+            return
+        self.move()
+
+    def replace_durably(self, key: str, tenant: str) -> None:
+        size = self.random.randint(1, 3000)
+        put_id = self.random.getrandbits(40) << 20
+        start = m.PutStart(put_id, "a", [key], [size], [size], [], DURABLE, ["g"], [], True, tenant)
+        (started,) = self.post(start)
+        assert isinstance(started, m.PutStarted)
+        if (place := started.reserved[0]) is not None:
+            self.post(m.PutEnd([key], [place.object_id], [b"crc!"], [], tenant))
+
+
+@pytest.mark.parametrize("tell", [whole, in_pieces])
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_who_is_told_all_knows_the_same(tell: Tell, seed: int) -> None:
+    player = Wanderer(seed, "lru")
+    for number in range(60):
+        player.step()
+        if number % 10 == 9:
+            master = player.voice.master
+            there = told(tell(master), player.voice.now)
+            assert known(there) == known(master), (seed, number)
+            assert known(told(tell(there), player.voice.now)) == known(master), (seed, number)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_copy_that_is_made_meanwhile_tells_what_the_whole_log_tells(seed: int) -> None:
+    player, random = Wanderer(seed, "lru"), Random(seed)
+    for _ in range(40):
+        player.step()
+    voice = player.voice
+    copy, copied = Snapshot(voice.master.catalog), list[Record]()
+    while not copy.is_over:
+        copied += copy.piece(random.randint(1, 2))
+        first = len(voice.records)
+        if random.random() < 0.5:
+            player.step()
+        copied += copy.between(voice.records[first:])
+    for _ in range(3):
+        first = len(voice.records)
+        player.step()
+        copied += voice.records[first:]
+    by_copy, by_log = known(told(copied)), known(told(voice.records))
+    mine = known(voice.master)
+    for what in ("line", "segments", "objects", "news", "cleared", "quotas"):
+        assert by_copy[what] == by_log[what] == mine[what], (seed, what)
+    for name, taken in mine["taken"].items():
+        assert taken.keys() <= by_copy["taken"][name].keys(), (seed, name, "space that was promised is free")
+
+
+# The two that had drifted apart, as an operator meets them
+
+
+def gone_with_its_node(nodes: Nodes) -> tuple[Place, Place]:
+    """An object on an SSD whose node is away for so long that its segment was given up."""
+    memory, ssd = with_ssd(nodes)
+    nodes.put("k", host="a")
+    while tasks := ssd.poll():
+        ssd.work(*tasks)
+    assert nodes.where("k") == ["a", "a/ssd"]
+    nodes.lose(memory.connection)
+    nodes.lose(ssd.connection)
+    nodes.wait(TTL_S)
+    assert not nodes.master.segments.mounted
+    return memory, ssd
+
+
+def successor(records: list[Record], now: float) -> Nodes:
+    nodes = Nodes(SETTINGS)
+    nodes.now = now
+    nodes.master.restore(records, now)
+    return nodes
+
+
+def comes_back(nodes: Nodes, ssd: Place) -> Place:
+    held = list(ssd.held.values())
+    return Place(nodes, "a/ssd", 1 << 20, tier=Tier.SSD, epoch=8, content_id=99, rest_s=35.0, entries=held)
+
+
+DEMOTES = dataclasses.replace(SETTINGS, demote_watermark=0.0)
+
+
+@pytest.mark.parametrize("tell", [whole, in_pieces])
+@pytest.mark.parametrize("removal", ["all", "key"])
+def test_a_node_that_was_away_brings_nothing_removed_back_to_a_successor(tell: Tell, removal: str) -> None:
+    """After a compaction of the log and at a standby, as at the master that was asked to remove it."""
+    nodes = Nodes(DEMOTES)
+    _, ssd = gone_with_its_node(nodes)
+    if removal == "all":
+        nodes.say(m.RemoveMatching("", True))
+    else:
+        nodes.say(m.Remove(["k"], True))
+    other = successor(tell(nodes.master), nodes.now)
+    assert ssd.held, "else this shows nothing"
+    again = comes_back(other, ssd)
+    assert other.where("k") == [] and not again.held
+
+
+@pytest.mark.parametrize("tell", [whole, in_pieces])
+def test_an_unacknowledged_replacement_does_not_win(tell: Tell) -> None:
+    nodes = Nodes(SETTINGS)
+    _, ssd = with_ssd(nodes)
+    started = nodes.start("k", host="a", policy=DURABLE).reserved[0]
+    assert started is not None
+    nodes.post(m.PutEnd(["k"], [started.object_id], [b"crc!"]), "client", "first")
+    ssd.work()
+    assert "first" in nodes.late
+    again = nodes.start("k", host="a", policy=DURABLE, replace=True).reserved[0]
+    assert again is not None
+    nodes.post(m.PutEnd(["k"], [again.object_id], [b"new!"]), "client", "second")
+    assert "second" not in nodes.late, "not acknowledged"
+    other = told(tell(nodes.master))
+    assert other.objects.readable["k"].object_id == started.object_id
+    space = nodes.master.objects.readable["k"].extents[0]
+    assert space.offset in other.segments.mounted["a"].holders, "readers of the new one may be there"
+
+
+@pytest.mark.parametrize("tell", [whole, in_pieces])
+def test_what_was_put_while_its_tenant_was_emptied_may_come_back(tell: Tell) -> None:
+    """Its id is older than the removal, its put-end is newer."""
+    nodes = Nodes(DEMOTES)
+    memory, ssd = with_ssd(nodes)
+    place = nodes.start("k", host="a").reserved[0]
+    assert place is not None
+    nodes.say(m.RemoveMatching("", True))
+    assert nodes.end("k", place.object_id) is True
+    while tasks := ssd.poll():
+        ssd.work(*tasks)
+    for each in (memory, ssd):
+        nodes.lose(each.connection)
+    nodes.wait(TTL_S)
+    assert nodes.where("k") == [] and ssd.held
+    again = comes_back(successor(tell(nodes.master), nodes.now), ssd)
+    assert place.object_id in again.held
+
+
+def test_a_report_that_a_failover_cuts_short_is_gone_on_with() -> None:
+    """Else the successor would take what it has not heard of for removed, and the node drop it."""
+    nodes = Nodes(DEMOTES)
+    _, ssd = gone_with_its_node(nodes)
+    lost = Nodes(DEMOTES)  # a master that knows nothing
+    entries = list(ssd.held.values())
+    mount = m.Mount("a/ssd", 8, "a", 1 << 30, 1 << 20, b"", 35.0, Tier.SSD, 99, "a")
+    assert lost.say(mount, "node").wants_report
+    records = [*lost.records]
+    for other in (successor(records, 0.0), successor(lost.master.snapshot(), 0.0)):
+        assert other.say(mount, "node").wants_report
+        assert other.say(m.ReportContents("a/ssd", 8, entries, True), "node").unwanted == []
+        assert other.where("k") == ["a/ssd"]
+        assert not told(other.records).segments.mounted["a/ssd"].wants_report
+        assert not told(other.master.snapshot()).segments.mounted["a/ssd"].wants_report
+
+
+def test_a_removal_of_what_is_not_there_is_written_down_once(voice: Any) -> None:
+    voice.mount()
+    num_records = len(voice.records)
+    for _ in range(5):
+        voice.remove("never")
+    assert len(voice.records) == num_records + 1
+
+
+def test_space_of_a_pending_replacement_is_promised_anew_with_its_lease() -> None:
+    nodes = Nodes(SETTINGS)
+    memory, ssd = with_ssd(nodes)
+    for number in range(2):
+        place = nodes.start("k", host="a", policy=DURABLE, replace=True).reserved[0]
+        assert place is not None
+        nodes.post(m.PutEnd(["k"], [place.object_id], [b"crc!"]), "client", str(number))
+        if not number:
+            ssd.work()
+    stored = nodes.master.objects.readable["k"]
+    other = told(nodes.records)
+    for _ in range(int(PUT_S) + 9):
+        nodes.wait(1.0)
+        memory.beat()
+    other.catalog.end_rests(nodes.now)
+    assert stored.extents[0].offset not in other.segments.mounted["a"].holders, "else this shows nothing"
+    first = len(nodes.records)
+    assert nodes.say(m.Renew(["k"], [stored.object_id])).flags == b"\1"
+    other.apply(nodes.records[first:], nodes.now)
+    assert stored.extents[0].offset in other.segments.mounted["a"].holders

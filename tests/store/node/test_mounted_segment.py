@@ -1,0 +1,462 @@
+"""Tasks and journals of a real node with all its tiers, for a master that says what the test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from mooncake.errors import InvalidArgument, OutOfSpace, Unavailable
+from mooncake.metrics import registry
+from mooncake.store import messages as m
+from mooncake.store.node.node import Node, NodeSettings
+from mooncake.store.node.replica_copier import CoalescedFlush
+from mooncake.transfer import Completion, Op, Region, Status, TransferEngine, TransferSettings
+from mooncake.types import Tier
+from tests.contract import cuda_double
+from tests.store.scripted_master import ScriptedMaster, entry_of
+
+MIB = 1 << 20
+SIZE = 3 * MIB + 777
+DOWN = {"source": "memory", "target": "ssd"}
+
+
+@pytest.fixture
+async def master() -> AsyncIterator[ScriptedMaster]:
+    master = ScriptedMaster()
+    yield master
+    await master.close()
+
+
+@contextlib.asynccontextmanager
+async def node_of(address: str, path: Path | None, name: str = "n") -> AsyncIterator[Node]:
+    settings = NodeSettings(
+        master=address,
+        name=name,
+        pool_size_bytes=16 * MIB,
+        huge_pages=False,
+        ssd_path=str(path or ""),
+        ssd_size_bytes=16 * MIB if path is not None else 0,
+        log_blocks=True,
+    )
+    node = Node(settings)
+    try:
+        await node.start()
+        yield node
+    finally:
+        await node.close()
+
+
+def content(size: int = SIZE, seed: int = 1) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+def place(mount: m.Mount, offset: int) -> m.Replica:
+    return m.Replica(mount.segment, mount.epoch, mount.address + offset, mount.tier)
+
+
+def memory_of(node: Node) -> Region:
+    return node.lent["n"].offer.region
+
+
+async def test_a_node_mounts_every_tier(master: ScriptedMaster, tmp_path: Path) -> None:
+    async with node_of(await master.start(), tmp_path) as node:
+        await node.mounted.wait()
+        memory, ssd = master.mounts["n"], master.mounts["n/ssd"]
+        assert (memory.tier, memory.node, memory.content_id) == (Tier.MEMORY, "n", memory.epoch)
+        assert (ssd.tier, ssd.node, ssd.epoch) == (Tier.SSD, "n", memory.epoch)
+        assert ssd.content_id not in (0, ssd.epoch) and ssd.size_bytes == 16 * MIB
+    assert master.unmounted == ["n"], "what is on SSD is not gone"
+
+
+async def test_down_to_ssd_and_up_again(
+    master: ScriptedMaster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    data = content()
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        ssd = await master.until_polled("n/ssd")
+        memory_of(node).view()[4096 : 4096 + SIZE] = data
+        copied = registry.get_sample_value("mooncake_store_copied_bytes_total", DOWN) or 0
+        down = entry_of(data, 8192)
+        assert (await master.run("n/ssd", down, place(memory, 4096))).refusal is None
+        assert list(node.lent["n/ssd"].entries()) == [down]
+        assert registry.get_sample_value("mooncake_store_copied_bytes_total", DOWN) == copied + SIZE
+        up = entry_of(data, 8 * MIB)
+        assert (await master.run("n", up, place(ssd, 8192))).refusal is None
+        assert bytes(memory_of(node).view()[8 * MIB : 8 * MIB + SIZE]) == data
+        await master.change("n", [up])
+        assert list(node.lent["n"].entries()) == [up]
+    events = [record.getMessage() for record in caplog.records]
+    assert events.count("block_write") == 2 and events.count("block_read") == 2
+    fields = next(r.__dict__["fields"] for r in caplog.records if r.getMessage() == "block_write")
+    assert fields == {"key": "k", "bytes": SIZE, "tier": "ssd", "node": "n/ssd"}
+
+
+async def test_what_is_on_ssd_is_reported_after_a_restart(master: ScriptedMaster, tmp_path: Path) -> None:
+    address, data = await master.start(), content()
+    async with node_of(address, tmp_path) as node:
+        memory = await master.until_polled("n")
+        memory_of(node).view()[:SIZE] = data
+        entries = [entry_of(data, 4 * MIB * i, object_id=i) for i in range(3)]
+        for entry in entries:
+            assert (await master.run("n/ssd", entry, place(memory, 0))).refusal is None
+        await master.change("n/ssd", [1])
+        content_id = master.mounts["n/ssd"].content_id
+    master.asks["n/ssd"], master.unwanted = True, [2]
+    master.parked.clear()
+    async with node_of(address, tmp_path) as node:
+        ssd = await master.until_polled("n/ssd")
+        assert ssd.content_id == content_id and ssd.epoch != memory.epoch
+        assert master.reports["n/ssd"] == [entries[0], entries[2]]
+        assert list(node.lent["n/ssd"].entries()) == [entries[0]], "the master did not want the other"
+        await master.until_polled("n")
+        assert (await master.run("n", entry_of(data, 0), place(ssd, 0))).refusal is None
+        assert bytes(memory_of(node).view()[:SIZE]) == data
+
+
+async def test_a_copy_from_another_node(master: ScriptedMaster, tmp_path: Path) -> None:
+    address, data = await master.start(), content()
+    async with node_of(address, tmp_path / "n") as node, node_of(address, tmp_path / "o", "o") as other:
+        memory = await master.until_polled("n")
+        await master.until_polled("o")
+        memory_of(node).view()[:SIZE] = data
+        assert (await master.run("o", entry_of(data, 4096), place(memory, 0))).refusal is None
+        assert bytes(other.lent["o"].offer.region.view()[4096 : 4096 + SIZE]) == data
+        assert (await master.run("o/ssd", entry_of(data, 0), place(memory, 0))).refusal is None
+        ssd = await master.until_polled("o/ssd")
+        assert (await master.run("n/ssd", entry_of(data, 4096), place(ssd, 0))).refusal is None
+        assert (await master.run("n", entry_of(data, 4 * MIB), place(ssd, 0))).refusal is None
+        assert bytes(memory_of(node).view()[4 * MIB : 4 * MIB + SIZE]) == data
+
+
+async def test_wrong_bytes_are_not_copied(master: ScriptedMaster, tmp_path: Path) -> None:
+    """Neither from memory nor from SSD; the index does not have what was not whole."""
+    data = content()
+    async with node_of(await master.start(), tmp_path) as node:
+        memory, ssd = await master.until_polled("n"), await master.until_polled("n/ssd")
+        memory_of(node).view()[:SIZE] = data
+        entry = entry_of(data, 0)
+        assert (await master.run("n/ssd", entry, place(memory, 0))).refusal is None
+        with (tmp_path / "mooncake.data").open("r+b") as file:
+            file.seek(2 * MIB)
+            file.write(bytes([data[2 * MIB] ^ 1]))
+        for segment, source in (("n", place(ssd, 0)), ("n/ssd", place(memory, 1))):
+            done = await master.run(segment, msgspec.structs.replace(entry, offset=8 * MIB), source)
+            assert done.refusal is not None and done.refusal.code == "corrupt"
+        assert list(node.lent["n/ssd"].entries()) == [entry]
+
+
+async def test_bytes_that_changed_on_the_way_are_read_again(
+    master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = content()
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        memory_of(node).view()[:SIZE] = data
+        transfer, moved = node.engine.transfer, []
+
+        async def flip(*rows: Any, **how: Any) -> Completion:
+            done = await transfer(*rows, **how)
+            moved.append(done)
+            if len(moved) > 1:
+                return done
+            return Completion(checksums=[0] * len(rows[4]), num_bytes=done.num_bytes)
+
+        monkeypatch.setattr(node.engine, "transfer", flip)
+        assert (await master.run("n/ssd", entry_of(data, 0), place(memory, 0))).refusal is None
+        assert len(moved) == 2
+
+
+async def test_a_node_reads_its_own_replicas_and_says_whether_they_are_right(
+    master: ScriptedMaster, tmp_path: Path
+) -> None:
+    """In memory and on SSD, an object of several chunks; what is wrong stays until the master says so."""
+    data = content()
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        await master.until_polled("n/ssd")
+        memory_of(node).view()[4096 : 4096 + SIZE] = data
+        on_ssd, in_memory = entry_of(data, 0), entry_of(data, 4096)
+        assert (await master.run("n/ssd", on_ssd, place(memory, 4096))).refusal is None
+        num_regions = len(node.engine.describe().regions)
+        for segment, entry in (("n", in_memory), ("n/ssd", on_ssd)):
+            assert (await master.check(segment, entry)).refusal is None
+        memory_of(node).view()[4096 + SIZE - 1] ^= 1
+        with (tmp_path / "mooncake.data").open("r+b") as file:
+            file.seek(2 * MIB)
+            file.write(bytes([data[2 * MIB] ^ 1]))
+        for segment, entry in (("n", in_memory), ("n/ssd", on_ssd)):
+            refusal = (await master.check(segment, entry)).refusal
+            assert refusal is not None and refusal.code == "corrupt"
+        assert list(node.lent["n/ssd"].entries()) == [on_ssd]
+        outside = (await master.check("n", msgspec.structs.replace(in_memory, offset=16 * MIB))).refusal
+        assert outside is not None and outside.code == "invalid_size"
+        late = (await master.check("n", in_memory, deadline_s=0.0)).refusal
+        assert late is not None and late.code == "expired"
+        assert len(node.engine.describe().regions) == num_regions, "what it read into is given back"
+
+
+@pytest.mark.parametrize(("num_flips", "code"), [(1, ""), (2, "corrupt")])
+async def test_a_chunk_that_is_wrong_is_read_twice_before_the_node_says_so(
+    master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_flips: int, code: str
+) -> None:
+    data = content()
+    async with node_of(await master.start(), None) as node:
+        await master.until_polled("n")
+        memory_of(node).view()[:SIZE] = data
+        transfer, moved = node.engine.transfer, []
+
+        async def flip(*rows: Any, **how: Any) -> Completion:
+            done = await transfer(*rows, **how)
+            moved.append(done)
+            if len(moved) > num_flips:
+                return done
+            return Completion(checksums=[0] * len(rows[4]), num_bytes=done.num_bytes)
+
+        monkeypatch.setattr(node.engine, "transfer", flip)
+        refusal = (await master.check("n", entry_of(data, 0))).refusal
+        assert ("" if refusal is None else refusal.code) == code
+
+
+async def test_flushes_are_shared() -> None:
+    """Whoever asks while one is under way waits for the next, and all of them for the same."""
+    running, count = threading.Event(), []
+
+    def flush() -> None:
+        count.append(1)
+        running.wait(10)
+
+    together = CoalescedFlush(flush)
+    first = asyncio.create_task(together())
+    async with asyncio.timeout(10):
+        while not count:  # noqa: ASYNC110 - until it is under way
+            await asyncio.sleep(0.001)
+        others = [asyncio.create_task(together()) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert not first.done()
+        running.set()
+        await asyncio.gather(first, *others)
+    assert len(count) == 2
+
+
+async def test_what_is_written_over_is_not_there_any_more(master: ScriptedMaster, tmp_path: Path) -> None:
+    """Even when the copy that was to take its place fails."""
+    data = content()
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        memory_of(node).view()[:SIZE] = data
+        assert (await master.run("n/ssd", entry_of(data, 0), place(memory, 0))).refusal is None
+        other = entry_of(data, MIB, object_id=2)
+        done = await master.run("n/ssd", other, place(memory, 1))
+        assert done.refusal is not None and list(node.lent["n/ssd"].entries()) == []
+
+
+async def test_many_tasks_travel_together_and_fail_apart(master: ScriptedMaster, tmp_path: Path) -> None:
+    """One that is wrong, one that does not fit and one whose source is gone cost the others nothing."""
+    size, count = 100_000, 40
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        blocks = [content(size, seed) for seed in range(count)]
+        for number, block in enumerate(blocks):
+            memory_of(node).view()[number * size : (number + 1) * size] = block
+        memory_of(node).view()[7 * size] ^= 1
+        step = 102_400
+        pairs = [
+            (entry_of(block, number * step, number), place(memory, number * size))
+            for number, block in enumerate(blocks)
+        ]
+        pairs[9] = entry_of(blocks[9], 16 * MIB - 10, 9), pairs[9][1]
+        pairs[11] = pairs[11][0], m.Replica("gone", 5, 4096)
+        done = await master.run_all("n/ssd", pairs)
+        refused = {number: one.refusal.code for number, one in enumerate(done) if one.refusal is not None}
+        assert refused == {7: "corrupt", 9: "invalid_size", 11: "peer_lost"}
+        assert [entry.object_id for entry in node.lent["n/ssd"].entries()] == [
+            number for number in range(count) if number not in refused
+        ]
+        ssd = await master.until_polled("n/ssd")
+        back = [
+            (entry_of(block, 8 * MIB + number * step, number), place(ssd, number * step))
+            for number, block in enumerate(blocks)
+            if number not in refused
+        ]
+        assert not any(one.refusal for one in await master.run_all("n", back))
+        for entry, _ in back:
+            there = memory_of(node).view()[entry.offset : entry.offset + size]
+            assert bytes(there) == blocks[entry.object_id]
+
+
+async def test_sources_and_places_that_are_not_there(master: ScriptedMaster, tmp_path: Path) -> None:
+    async with node_of(await master.start(), tmp_path):
+        memory = await master.until_polled("n")
+        entry = entry_of(content(), 0)
+        gone = await master.run("n", entry, m.Replica("gone", 5, 4096))
+        assert gone.refusal is not None and gone.refusal.code == "peer_lost"
+        late = await master.run("n", entry, place(memory, 8 * MIB), deadline_s=0.0)
+        assert late.refusal is not None and late.refusal.code == "expired"
+        beyond = await master.run("n", entry_of(content(), 15 * MIB), place(memory, 0))
+        assert beyond.refusal is not None and beyond.refusal.code == "invalid_size"
+
+
+async def test_a_full_disk_refuses_a_task_and_keeps_what_it_has(
+    master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = content()
+    async with node_of(await master.start(), tmp_path) as node:
+        memory = await master.until_polled("n")
+        memory_of(node).view()[:SIZE] = data
+        first = entry_of(data, 0)
+        assert (await master.run("n/ssd", first, place(memory, 0))).refusal is None
+        disk = node.lent["n/ssd"].offer.disk
+        assert disk is not None
+
+        def full(offset: int, size_bytes: int) -> None:
+            raise OutOfSpace("no room")
+
+        monkeypatch.setattr(disk, "is_provided", lambda *_: False)
+        monkeypatch.setattr(disk, "provide", full)
+        done = await master.run("n/ssd", entry_of(data, 8 * MIB, 2), place(memory, 0))
+        assert done.refusal is not None and done.refusal.code == "no_space"
+        assert list(node.lent["n/ssd"].entries()) == [first]
+
+
+async def test_lost_changes_make_a_report(master: ScriptedMaster, tmp_path: Path) -> None:
+    async with node_of(await master.start(), tmp_path) as node:
+        await master.until_polled("n")
+        entries = [entry_of(b"x", 4096 * i, i) for i in range(3)]
+        await master.change("n", [entries[0], entries[1]])
+        master.unwanted = [0]
+        await master.change("n", [entries[2]], skip=5)
+        await master.until_reported("n")
+        assert master.reports["n"] == entries
+        async with asyncio.timeout(10):
+            while [entry.object_id for entry in node.lent["n"].entries()] != [1, 2]:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+async def test_segments_come_and_go_at_run_time(master: ScriptedMaster) -> None:
+    async with node_of(await master.start(), None) as node:
+        region = node.engine.allocate(MIB)
+        node.lend(region, "extra")
+        await master.until_polled("extra")
+        assert master.mounts["extra"].node == "n"
+        with pytest.raises(InvalidArgument, match="no other segment"):
+            node.lend(region, "extra")
+        await node.take_back("extra", grace_s=0.01)
+        assert master.unmounted == ["extra"] and list(node.lent) == ["n"]
+        with pytest.raises(InvalidArgument, match="name of a segment"):
+            await node.take_back("extra")
+
+
+async def test_an_engine_can_be_shared(master: ScriptedMaster, tmp_path: Path) -> None:
+    """It stays open when the node is closed, without what the node lent."""
+    address = await master.start()
+    async with node_of(address, None) as host:
+        settings = NodeSettings(
+            master=address, name="guest", pool_size_bytes=0, ssd_path=str(tmp_path), ssd_size_bytes=MIB
+        )
+        node = Node(settings, engine=host.engine)
+        await node.start()
+        await master.until_polled("guest/ssd")
+        await node.close()
+        mine = host.engine.open(host.engine.describe())
+        region = memory_of(host)
+        assert len(mine.descriptor.regions) == 1
+        done = host.engine.run(Op.READ, mine, [region.address], [region.address + 4096], [4096])
+        assert done.status == Status.OK
+
+
+async def test_device_memory_is_a_tier(master: ScriptedMaster, tmp_path: Path) -> None:
+    """Over the test double of the driver: into it, back, and from it to the SSD."""
+    if not cuda_double.built():
+        pytest.skip("no C++ compiler for the test double of the CUDA driver; install g++")
+    address, data = await master.start(), content()
+    settings = NodeSettings(
+        master=address,
+        name="n",
+        pool_size_bytes=16 * MIB,
+        hbm_size_bytes=8 * MIB,
+        ssd_path=str(tmp_path),
+        ssd_size_bytes=16 * MIB,
+        huge_pages=False,
+    )
+    with TransferEngine(TransferSettings(cuda_library=str(cuda_double.LIBRARY))) as engine:
+        node = Node(settings, engine)
+        await node.start()
+        memory, device = await master.until_polled("n"), await master.until_polled("n/hbm")
+        ssd = await master.until_polled("n/ssd")
+        assert device.tier is Tier.DEVICE and node.lent["n/hbm"].offer.region.kind == "cuda:0"
+        memory_of(node).view()[:SIZE] = data
+        for target, offset, source in (
+            ("n/hbm", 4096, place(memory, 0)),
+            ("n", 4 * MIB, place(device, 4096)),
+            ("n/ssd", 0, place(device, 4096)),
+            ("n/hbm", 4 * MIB, place(ssd, 0)),
+        ):
+            assert (await master.run(target, entry_of(data, offset), source)).refusal is None, target
+        assert bytes(memory_of(node).view()[4 * MIB : 4 * MIB + SIZE]) == data
+        await node.close()
+
+
+async def test_a_node_without_devices_says_so(master: ScriptedMaster) -> None:
+    settings = NodeSettings(master=await master.start(), pool_size_bytes=0, hbm_size_bytes=MIB)
+    with TransferEngine(TransferSettings(cuda_library="libnothing.so")) as engine:
+        node = Node(settings, engine)
+        with pytest.raises(Unavailable, match="libnothing"):
+            await node.start()
+        await node.close()
+
+
+async def test_what_a_node_is_told_must_fit(master: ScriptedMaster, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="ssd_size_bytes is 0"):
+        NodeSettings(ssd_path="/somewhere")
+    with pytest.raises(InvalidArgument, match="pool_size_bytes is 7"):
+        NodeSettings(pool_size_bytes=7)
+    file = tmp_path / "file"
+    file.touch()
+    node = Node(NodeSettings(pool_size_bytes=0, ssd_path=str(file), ssd_size_bytes=MIB))
+    with pytest.raises(InvalidArgument, match="a directory"):
+        await node.start()
+    await node.close()
+
+
+async def test_a_change_that_the_disk_refuses_is_tried_again_and_comes_before_the_next_task(
+    master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master takes it for noted."""
+    monkeypatch.setattr("mooncake.store.node.mounted_segment.RETRY_S", 0.01)
+    data = content(1000)
+    async with node_of(await master.start(), tmp_path) as node:
+        mount = await master.until_polled("n")
+        await master.until_polled("n/ssd")
+        memory_of(node).view()[: len(data)] = data
+        disk = node.lent["n/ssd"].offer.disk
+        assert disk is not None
+        source, entry = place(mount, 0), entry_of(data, 0, 1)
+        assert (await master.run("n/ssd", entry, source)).refusal is None
+        drop, is_full, is_noted = disk.log.drop, True, asyncio.Event()
+
+        def refuse(object_ids: list[int]) -> None:
+            if is_full:
+                raise OutOfSpace("the disk is full")
+            drop(object_ids)
+            is_noted.set()
+
+        monkeypatch.setattr(disk.log, "drop", refuse)
+        await master.change("n/ssd", [1])
+        done = await master.run("n/ssd", entry_of(data, 8192, 2), source)
+        assert done.refusal is not None and done.refusal.code == "no_space"
+        assert list(disk.index.entries) == [1]
+        is_full = False
+        async with asyncio.timeout(20):
+            await is_noted.wait()
+        assert not disk.index.entries

@@ -1,0 +1,290 @@
+"""The directory of an SSD segment: what survives, and what is refused with which words."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mooncake.errors import InvalidArgument, OutOfSpace, StorageError
+from mooncake.files import OsDirectory
+from mooncake.store.messages import SegmentEntry
+from mooncake.store.node.ssd import Disk
+from mooncake.store.node.ssd_index import compacted
+from mooncake.transfer import Op, Region, Status, TransferEngine, TransferSettings
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def engine() -> Iterator[TransferEngine]:
+    with TransferEngine(TransferSettings(transports=("file",))) as engine:
+        yield engine
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "below" / "ssd"
+
+
+def entry(object_id: int, offset: int = 0, size_bytes: int = 4096) -> SegmentEntry:
+    return SegmentEntry(f"k{object_id}", object_id, size_bytes, size_bytes, b"crc!", offset)
+
+
+def test_bytes_and_entries_survive(engine: TransferEngine, path: Path) -> None:
+    disk = Disk(engine, path, 8 * MIB)
+    data = np.random.default_rng(1).integers(0, 256, MIB, dtype=np.uint8)
+    here = engine.register(data)
+    disk.provide(2 * MIB, MIB)
+    there = disk.region.address + 2 * MIB
+    own = engine.open(engine.describe())
+    assert engine.run(Op.WRITE, own, [here.address], [there], [MIB]).status == Status.OK
+    disk.log.hold(entry(1, 2 * MIB, MIB))
+    disk.log.hold(entry(2))
+    disk.log.drop([2])
+    disk.flush()
+    content_id = disk.content_id
+    disk.close()
+    engine.unregister(disk.region)
+    again = Disk(engine, path, 8 * MIB)
+    assert again.content_id == content_id
+    assert list(again.index.entries.values()) == [entry(1, 2 * MIB, MIB)]
+    expected = data.copy()
+    data[:] = 0
+    own = engine.open(engine.describe())
+    there = again.region.address + 2 * MIB
+    assert engine.run(Op.READ, own, [here.address], [there], [MIB]).status == Status.OK
+    assert (data == expected).all()
+    again.close()
+
+
+def test_room_is_taken_as_it_is_needed(engine: TransferEngine, path: Path) -> None:
+    disk = Disk(engine, path, 3 << 30)
+    file = path / "mooncake.data"
+    assert file.stat().st_size == 3 << 30 and file.stat().st_blocks == 0
+    disk.provide((1 << 30) + 4096, 4096)
+    assert file.stat().st_blocks * 512 >= 1 << 30
+    disk.close()
+
+
+def test_a_directory_in_use_is_refused(engine: TransferEngine, path: Path) -> None:
+    disk = Disk(engine, path, MIB)
+    with pytest.raises(InvalidArgument, match="no other process uses"):
+        Disk(engine, path, MIB)
+    disk.close()
+    Disk(engine, path, MIB).close()
+
+
+def test_a_larger_capacity_is_other_content(engine: TransferEngine, path: Path) -> None:
+    """The entries stay; a master that knew the segment asks for them because of the new id."""
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(entry(1))
+    disk.close()
+    larger = Disk(engine, path, 2 * MIB + 1)
+    assert larger.size_bytes == 2 * MIB and larger.content_id != disk.content_id
+    assert list(larger.index.entries) == [1]
+    larger.close()
+    with pytest.raises(InvalidArgument, match="ssd_size is 1048576; allowed: at least 2097152"):
+        Disk(engine, path, MIB)
+
+
+def test_what_is_no_directory_for_us(engine: TransferEngine, path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"a file")
+    with pytest.raises(InvalidArgument, match=r"ssd_path .*allowed: a directory"):
+        Disk(engine, path, MIB)
+    with pytest.raises(InvalidArgument, match=r"ssd_path .*allowed: a directory"):
+        Disk(engine, path / "below", MIB)
+    with pytest.raises(InvalidArgument, match="may write to"):
+        Disk(engine, Path("/proc/nothing"), MIB)
+
+
+def test_damaged_and_strange_headers(engine: TransferEngine, path: Path) -> None:
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(entry(1))
+    disk.close()
+    header = path / "mooncake.ssd"
+    sound = header.read_bytes()
+    for place in (0, len(sound) - 1):
+        damaged = bytearray(sound)
+        damaged[place] ^= 1
+        header.write_bytes(damaged)
+        with pytest.raises(InvalidArgument, match=r"header .* is whole"):
+            Disk(engine, path, MIB)
+    header.unlink()
+    with pytest.raises(InvalidArgument, match="with its header"):
+        Disk(engine, path, MIB)
+    header.write_bytes(sound)
+    os.truncate(path / "mooncake.data", 100)
+    with pytest.raises(InvalidArgument, match="cut short"):
+        Disk(engine, path, MIB)
+
+
+def test_another_version_is_told(engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("mooncake.store.node.ssd.VERSION", 7)
+        Disk(engine, path, MIB).close()
+    with pytest.raises(InvalidArgument, match="version 1, not 7"):
+        Disk(engine, path, MIB)
+
+
+def test_a_torn_index_loses_its_tail_only(engine: TransferEngine, path: Path) -> None:
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(entry(1))
+    disk.log.hold(entry(2, 4096))
+    disk.close()
+    index = path / "mooncake.index"
+    os.truncate(index, index.stat().st_size - 1)
+    again = Disk(engine, path, MIB)
+    assert list(again.index.entries) == [1]
+    again.log.hold(entry(3, 8192))
+    again.close()
+    assert list(Disk(engine, path, MIB).index.entries) == [1, 3]
+
+
+def test_compaction_takes_the_place_of_the_log(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.store.node.ssd_index.MIN_COMPACTION_BYTES", 4096)
+    disk = Disk(engine, path, MIB)
+    for number in range(1000):
+        disk.log.hold(entry(number, number % 3 * 4096))
+    before = (path / "mooncake.index").stat().st_size
+    wanted = [disk.log.wants_compaction]
+    entries = disk.log.begin_compaction()
+    disk.log.hold(entry(5000, 4 * 4096))
+    wanted.append(disk.log.wants_compaction)
+    fresh = disk.log.write_compacted(entries)
+    disk.log.drop([998])
+    disk.log.end_compaction(fresh)
+    wanted.append(disk.log.wants_compaction)
+    assert wanted == [True, False, False], "not while it is under way, nor at once again"
+    size = (path / "mooncake.index").stat().st_size
+    assert disk.index.num_bytes == size < before / 100
+    disk.log.hold(entry(5001, 5 * 4096))
+    disk.close()
+    assert sorted(Disk(engine, path, MIB).index.entries) == [997, 999, 5000, 5001]
+
+
+def test_a_log_that_can_not_be_compacted_goes_on(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.store.node.ssd_index.MIN_COMPACTION_BYTES", 100)
+    disk = Disk(engine, path, MIB)
+    for number in range(10):
+        disk.log.hold(entry(number, number % 3 * 4096))
+    (path / "mooncake.index.new").mkdir()
+    disk.log.end_compaction(disk.log.write_compacted(disk.log.begin_compaction()))
+    assert not disk.log.wants_compaction, "not again at once"
+    disk.log.hold(entry(50, 4 * 4096))
+    disk.close()
+    assert list(Disk(engine, path, MIB).index.entries) == [7, 8, 9, 50]
+
+
+def test_what_can_not_be_written_down_is_not_held(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full in the middle of a record: what was there stays, what comes later is not lost."""
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(entry(1))
+    write = os.write
+
+    def full(file: int, content: memoryview) -> int:
+        if len(content) < 20:
+            raise OSError(28, "No space left on device")
+        return write(file, content[:10])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OutOfSpace, match="make room"):
+            disk.log.hold(entry(2, 4096))
+    assert list(disk.index.entries) == [1]
+    disk.log.hold(entry(3, 8192))
+    disk.close()
+    assert list(Disk(engine, path, MIB).index.entries) == [1, 3]
+
+
+def test_what_can_not_be_written_down_as_gone_is_still_there(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its space would be written again while the log says that it is there."""
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(entry(1))
+
+    def full(file: int, content: memoryview) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        for _ in range(2):
+            with pytest.raises(OutOfSpace, match="make room"):
+                disk.vacate(0, 4096)
+    assert list(disk.index.entries) == [1]
+    disk.index.check()
+    disk.vacate(0, 4096)
+    disk.close()
+    assert not Disk(engine, path, MIB).index.entries
+
+
+def test_a_nearly_full_disk_gives_what_it_has(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(engine, path, 3 << 30)
+    asked: list[tuple[int, int]] = []
+
+    def provide(region: Region, offset: int, size_bytes: int) -> None:
+        asked.append((offset, size_bytes))
+        if size_bytes > MIB:
+            raise OutOfSpace("no room")
+
+    monkeypatch.setattr(engine, "provide", provide)
+    disk.provide(5 * MIB, MIB)
+    assert asked == [(0, 1 << 30), (5 * MIB, MIB)]
+    with pytest.raises(OutOfSpace):
+        disk.provide(5 * MIB, 2 * MIB)
+    disk.close()
+
+
+def test_a_compacted_index_has_its_name_even_if_the_directory_is_not_synced(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is entered next goes to the file that the next start reads."""
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(entry(1))
+
+    def refused(self: OsDirectory) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    fresh = disk.log.write_compacted(disk.log.begin_compaction())
+    with monkeypatch.context() as patch:
+        patch.setattr(OsDirectory, "sync", refused)
+        disk.log.end_compaction(fresh)
+        disk.log.hold(entry(2, 4096))
+        with pytest.raises(StorageError):
+            disk.log.flush()
+    disk.log.flush()
+    disk.close()
+    assert list(Disk(engine, path, MIB).index.entries) == [1, 2]
+
+
+def test_an_index_of_an_earlier_release_whose_only_record_is_torn_is_read(
+    engine: TransferEngine, path: Path
+) -> None:
+    Disk(engine, path, MIB).close()
+    torn = compacted([SegmentEntry("k", 1, 4096, 4, b"crc!" * 1024, 0)])[:-1500]
+    (path / "mooncake.index").write_bytes(torn)
+    disk = Disk(engine, path, MIB)
+    assert not disk.index.entries
+    assert (path / "mooncake.index.torn").read_bytes() == torn
+    disk.log.hold(entry(2))
+    disk.close()
+    disk = Disk(engine, path, MIB)
+    assert list(disk.index.entries) == [2]
+    disk.close()
+    (path / "mooncake.index").write_bytes(b"something else " * 100)
+    with pytest.raises(InvalidArgument, match="something else"):
+        Disk(engine, path, MIB)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.store.messages import SegmentEntry
+from mooncake.store.node.ssd_index import SsdIndex, compacted
+
+PAGE = 4096
+
+
+def entry(object_id: int, offset: int, size_bytes: int = PAGE, key: str = "") -> SegmentEntry:
+    return SegmentEntry(key or f"k{object_id}", object_id, size_bytes, size_bytes, b"crc!", offset)
+
+
+def folded(content: bytes) -> SsdIndex:
+    index = SsdIndex(content)
+    index.check()
+    return index
+
+
+def test_what_is_held_is_there_after_a_restart() -> None:
+    index = SsdIndex()
+    content = index.hold(entry(1, 0)) + index.hold(entry(2, PAGE))
+    again = folded(content)
+    assert list(again.entries.values()) == [entry(1, 0), entry(2, PAGE)]
+    assert again.num_bytes == index.num_bytes == len(content)
+
+
+def test_what_went_is_gone_after_a_restart() -> None:
+    index = SsdIndex()
+    content = index.hold(entry(1, 0)) + index.hold(entry(2, PAGE)) + index.drop([1, 7])
+    assert list(folded(content).entries) == [2]
+    assert index.drop([1, 7]) == b"", "nothing to write down"
+
+
+def test_the_same_entry_again_is_nothing_new() -> None:
+    index = SsdIndex()
+    index.hold(entry(1, 0))
+    assert index.hold(entry(1, 0)) == b""
+
+
+def test_an_object_that_moved_is_at_its_last_place() -> None:
+    index = SsdIndex()
+    content = index.hold(entry(1, 0)) + index.hold(entry(1, 5 * PAGE))
+    assert folded(content).entries[1].offset == 5 * PAGE
+    assert index.overlapping(0, PAGE) == []
+
+
+def test_the_later_entry_stands() -> None:
+    """Its bytes lie over those of the earlier ones, also of one that is gone by now."""
+    index = SsdIndex()
+    content = index.hold(entry(1, 0, 4 * PAGE)) + index.hold(entry(2, 6 * PAGE))
+    content += index.hold(entry(3, 3 * PAGE, 4 * PAGE)) + index.drop([3])
+    assert index.entries == {} == folded(content).entries
+    assert SsdIndex(content[:-1]).entries.keys() == {3}
+
+
+def test_ranges_that_touch_do_not_overlap() -> None:
+    index = SsdIndex()
+    for number in range(3):
+        index.hold(entry(number, number * PAGE))
+    assert index.overlapping(PAGE, PAGE) == [1]
+    assert index.overlapping(PAGE - 1, PAGE + 2) == [0, 1, 2]
+    assert index.overlapping(3 * PAGE, 10 * PAGE) == []
+
+
+def test_compaction_keeps_what_there_is() -> None:
+    index = SsdIndex()
+    for number in range(50_000):
+        index.hold(entry(number % 10, number % 10 * PAGE, key=f"{number:0100}"))
+    wanted = index.wants_compaction
+    content = compacted(index.in_order())
+    index.compacted_to(len(content))
+    assert (wanted, index.wants_compaction) == (True, False)
+    assert index.num_bytes == len(content) < 3000
+    assert folded(content).entries == index.entries
+
+
+steps = st.lists(
+    st.one_of(
+        st.builds(entry, st.integers(0, 9), st.integers(0, 12), st.integers(1, 5)),
+        st.lists(st.integers(0, 9), max_size=3),
+    ),
+    max_size=40,
+)
+
+
+@given(steps, st.integers(0, 40))
+def test_folding_a_log_is_living_through_it(steps: list[SegmentEntry | list[int]], torn_at: int) -> None:
+    index, content = SsdIndex(), b""
+    for step in steps:
+        content += index.hold(step) if isinstance(step, SegmentEntry) else index.drop(step)
+        index.check()
+    again = folded(content)
+    assert again.entries == index.entries
+    assert folded(content + b"\x07\0\0\0torn").entries == index.entries
+    assert folded(compacted(again.in_order())).entries == index.entries
+    assert SsdIndex(content[:torn_at]).num_bytes <= torn_at

@@ -1,0 +1,127 @@
+"""Retries that are made while draining, with carriers that fail on demand."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+
+from mooncake.errors import InvalidArgument
+from mooncake.transfer.batch import Batch
+from mooncake.transfer.columns import TransferColumns
+from mooncake.transfer.completion_queue import BatchTransfer, CompletionQueue
+from mooncake.transfer.descriptor import Column
+from mooncake.transfer.transports import Completion, NativeQueue, Op, PeerConnection, Status
+from mooncake.transfer.transports.tcp import TcpConnection
+
+
+class Scripted(TcpConnection):
+    """Answers every submission with the next status of its script."""
+
+    def __init__(self, *script: Status) -> None:
+        self.script = list(script)
+        self.seen: list[list[int]] = []
+        self.asked: list[tuple[int, bool]] = []
+        self.submit = self._submit
+
+    def _submit(
+        self,
+        queue: NativeQueue,
+        token: int,
+        op: Op,
+        local: Column,
+        remote: Column,
+        lengths: Column,
+        timeout_s: float,
+        checksum: bool,
+        priority: int = 0,
+        reports: bool = False,
+    ) -> int:
+        self.asked.append((priority, reports))
+        self.seen.append(remote.tolist())
+        status = self.script.pop(0)
+        if status == Status.UNREGISTERED:
+            return 0
+        done = int(lengths.sum()) if status == Status.OK else 0
+        queue.push(Completion(token, status, -1 if status == Status.OK else 0, done))
+        return -1
+
+
+class Reachable:
+    may_be_stale = False
+
+    def __init__(self, **carriers: Scripted | None) -> None:
+        self.carriers = carriers
+
+    def connection(self, path: str, timeout_s: float) -> PeerConnection | None:
+        return self.carriers[path]
+
+
+def move(segment: Reachable, shm_rows: tuple[bool, ...] | None = None, token: int = 9) -> BatchTransfer:
+    rows = np.arange(3, dtype=np.uint64)
+    able = {"shm": None if shm_rows is None else np.array(shm_rows), "tcp": None}
+    deadline = time.monotonic() + 60
+    batch = Batch(3, able, deadline, Status.ACCESS_DENIED)
+    return BatchTransfer(token, Op.WRITE, segment, TransferColumns(rows, rows + 100, rows + 1), batch, False)
+
+
+def outcome(queue: CompletionQueue) -> list[tuple[int, Status, int, int]]:
+    return [(c.token, c.status, c.failed_slice, c.num_bytes) for c in queue.drain(timeout_s=5.0)]
+
+
+def test_a_lost_path_is_replaced_while_draining() -> None:
+    shm, tcp = Scripted(Status.PEER_LOST), Scripted(Status.OK)
+    queue = CompletionQueue()
+    queue.start(move(Reachable(shm=shm, tcp=tcp)))
+    assert outcome(queue) == [], "the first path failed and the batch goes on"
+    assert len(queue) == 1
+    assert outcome(queue) == [(9, Status.OK, -1, 6)]
+    assert shm.seen == tcp.seen == [[100, 101, 102]]
+    assert len(queue) == 0
+
+
+def test_only_the_part_that_failed_is_repeated() -> None:
+    shm, tcp = Scripted(Status.PEER_LOST), Scripted(Status.OK, Status.OK)
+    queue = CompletionQueue()
+    queue.start(move(Reachable(shm=shm, tcp=tcp), (False, True, False)))
+    ended: list[tuple[int, Status, int, int]] = []
+    while not ended:
+        ended = outcome(queue)
+    assert ended == [(9, Status.OK, -1, 6)]
+    assert tcp.seen == [[100, 102], [101]]
+
+
+def test_when_all_paths_fail_the_last_one_is_blamed() -> None:
+    queue = CompletionQueue()
+    queue.start(move(Reachable(shm=Scripted(Status.PEER_LOST), tcp=Scripted(Status.TIMED_OUT))))
+    assert outcome(queue) == []
+    assert outcome(queue) == [(9, Status.TIMED_OUT, 0, 0)]
+
+
+def test_nobody_carries() -> None:
+    queue = CompletionQueue()
+    queue.start(move(Reachable(shm=None, tcp=None)))
+    assert outcome(queue) == [(9, Status.PEER_LOST, -1, 0)]
+
+
+def test_unregistered_memory_is_an_error_only_when_nothing_was_started() -> None:
+    queue = CompletionQueue()
+    with pytest.raises(InvalidArgument, match="register"):
+        queue.start(move(Reachable(shm=Scripted(Status.UNREGISTERED), tcp=Scripted())))
+    assert len(queue) == 0
+    shm, tcp = Scripted(Status.OK), Scripted(Status.UNREGISTERED)
+    queue.start(move(Reachable(shm=shm, tcp=tcp), (True, False, True)))
+    assert outcome(queue) == [(9, Status.UNREGISTERED, 1, 0)]
+
+
+def test_progress_counts_what_is_done_and_forgets_what_failed() -> None:
+    shm, tcp = Scripted(Status.PEER_LOST), Scripted(Status.OK)
+    told: list[int] = []
+    urgent = dataclasses.replace(move(Reachable(shm=shm, tcp=tcp)), priority=3, progress=told.append)
+    queue = CompletionQueue()
+    queue.start(urgent)
+    assert outcome(queue) == [] and shm.asked == tcp.asked == [(3, True)]
+    assert outcome(queue) == [(9, Status.OK, -1, 6)]
+    assert urgent.moved == {0: 0, 1: 6} and told == []
