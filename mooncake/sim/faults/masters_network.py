@@ -113,7 +113,7 @@ class _MasterSearch:
             is_over = True
             timer.cancel()
             leads = answer if isinstance(answer, Leads) else PeerLost(str(answer))
-            if self._search.heard(address, leads):
+            if self._search.take_answer(address, leads):
                 link[0].on_message = link[0].on_closed = None
                 self._opened(link[0])
                 return

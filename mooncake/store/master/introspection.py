@@ -1,4 +1,4 @@
-"""The master's part for people and dashboards: what there is, and why."""
+"""The master's handlers for operators and dashboards: contents and their histories."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mooncake.types import ObjectKey
 
 
 class Introspection:
-    """Answers Status, ListKeys, Story and Inspect."""
+    """Answers GetMasterStatus, ListKeys, ObjectStory and Inspect."""
 
     def __init__(
-        self, catalog: Catalog, walks: KeyScans, reporters: Callable[[float], list[m.ReporterStatus]]
+        self, catalog: Catalog, scans: KeyScans, reporters: Callable[[float], list[m.ReporterStatus]]
     ) -> None:
-        """``reporters``: who reported wrong bytes (``verification.py``)."""
+        """``reporters``: the nodes that reported wrong bytes (``verification.py``)."""
         self._catalog = catalog
-        self._walks = walks
+        self._scans = scans
         self._reporters = reporters
 
     def status(self, _: m.GetMasterStatus, __: Received, now: float) -> m.MasterStatus:
@@ -59,11 +59,11 @@ class Introspection:
 
     def list_keys(self, message: m.ListKeys, event: Received, now: float) -> m.Keys | Failure | None:
         if "\0" in message.tenant or "\0" in message.prefix:
-            return m.Keys([])  # it would name another tenant's
+            return m.Keys([])  # such a prefix would name another tenant's keys
         start = scoped(message.tenant, message.prefix)
         found: list[str] = []
 
-        def look(key: ObjectKey, now: float) -> int | None:
+        def visit(key: ObjectKey, now: float) -> int | None:
             if len(found) >= message.limit:
                 return None
             if key.startswith(start) and ("\0" in key) is ("\0" in start):
@@ -72,9 +72,9 @@ class Introspection:
                     found.append(split_scoped(key)[1])
             return 1
 
-        return cast("m.Keys | Failure | None", self._walks.begin(event, look, lambda now: m.Keys(found), now))
+        return cast("m.Keys | Failure | None", self._scans.begin(event, visit, lambda now: m.Keys(found), now))
 
-    def tell(self, message: m.ObjectStory, _: Received, now: float) -> m.StoryLines:
+    def story(self, message: m.ObjectStory, _: Received, now: float) -> m.StoryLines:
         return m.StoryLines(self._catalog.story(scoped_all(message.tenant, [message.key])[0]))
 
     def inspect(self, message: m.Inspect, _: Received, now: float) -> m.Inspected:

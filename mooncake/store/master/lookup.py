@@ -1,4 +1,4 @@
-"""The master's part for readers: where objects are, and leases on them."""
+"""The master's handlers for readers: locations of objects, and leases on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mooncake.types import Tier
 
 
 class LookupRequests:
-    """Answers Lookup, Exists and Renew."""
+    """Answers LookupObjects, Exists and Renew."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -34,7 +34,7 @@ class LookupRequests:
                 found.append(self._found(stored, lease_until, now))
                 num_hits += found[-1] is not None
             elif stored.extents[0].segment.is_alive:
-                if stored.lease_until < lease_until:  # a predecessor may have promised more
+                if stored.lease_until < lease_until:  # a predecessor may have promised a longer one
                     stored.lease_until = lease_until
                 stored.num_uses += 1
                 num_hits += 1
@@ -46,7 +46,7 @@ class LookupRequests:
         return m.LookupReply(self._catalog.settings.lease_s, found)
 
     def _found(self, stored: StoredObject, lease_until: float, now: float) -> m.Stored | None:
-        """The replicas whose nodes are alive."""
+        """The object with its replicas on live nodes; None without one."""
         assert stored.stored is not None
         extents = stored.complete()
         alive = [extent.segment.is_alive for extent in extents]
@@ -93,6 +93,6 @@ class LookupRequests:
 
 
 def _keeps(stored: StoredObject, replica: m.Replica) -> bool:
-    """Whether that one is the object's still, or rests for the sake of its readers."""
+    """Whether that replica is still the object's, or rests for its readers."""
     held = (*stored.complete(), *stored.resting)
     return any(extent.segment.is_mounted and replica_of(extent) == replica for extent in held)

@@ -1,4 +1,4 @@
-"""The master's part for whoever wants objects kept: pins, hard and soft."""
+"""The master's handlers for pins, hard and soft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The master's part for writers: space is reserved, written by others, and becomes an object or nothing."""
+"""The master's handlers for writers: space is reserved, written by clients, and becomes an object or none."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ from mooncake.store.master.tenants import Account, check_tenant
 from mooncake.types import ObjectKey, Tier
 
 MAX_REPLICAS = 64
-MAX_CIRCLE = 64
-"""Of parents: a longer one is not noticed."""
+MAX_CYCLE = 64
+"""Longer cycles of parents are not detected."""
 
 
 class PutRequests:
     """Answers PutStart, PutEnd and PutAbort."""
 
-    def __init__(self, catalog: Catalog, space: FreeSpace, advances: Preallocations, queue: PutQueue) -> None:
+    def __init__(
+        self, catalog: Catalog, space: FreeSpace, preallocations: Preallocations, queue: PutQueue
+    ) -> None:
         self._catalog = catalog
         self._queue = queue
         self._space = space
-        self._preallocations = advances
+        self._preallocations = preallocations
         self._durable = DurablePuts(catalog)
 
     def put_start(self, message: m.PutStart, event: Received, now: float) -> m.PutStarted | Failure | None:
@@ -70,7 +72,7 @@ class PutRequests:
         refusals: dict[int, Refusal],
         now: float,
     ) -> SegmentPlacement | None:
-        """Fill in what becomes of these keys. None: nothing may be put at all."""
+        """Reserve space for these keys, or refuse. None: the whole request is refused."""
         account: Account | Refusal = check_policy(message.policy) or self.admitted(message.tenant)
         placement = SegmentPlacement(self._catalog.segments, message.host, message.avoid, now, message.policy)
         for index in indices:
@@ -97,16 +99,16 @@ class PutRequests:
         placement: SegmentPlacement | None,
         now: float,
     ) -> m.PutStarted:
-        """The answer; with space in advance if there is a ``placement``."""
+        """The answer; with preallocated space if there is a ``placement``."""
         for index, refusal in refusals.items():
             self._catalog.counts.refused_puts += 1
             key = scoped(message.tenant, message.keys[index])
-            self._catalog.tell(now, key, "put refused: {}", refusal)
-        advance = None
+            self._catalog.add_story(now, key, "put refused: {}", refusal)
+        preallocated = None
         if message.num_pieces and placement is not None:
-            advance = self._preallocations.give(message.num_pieces, message.piece_bytes, placement, now)
+            preallocated = self._preallocations.give(message.num_pieces, message.piece_bytes, placement, now)
         self._space.evict_to_watermark(now)
-        return m.PutStarted(self._catalog.settings.put_s, reserved, refusals, advance)
+        return m.PutStarted(self._catalog.settings.put_s, reserved, refusals, preallocated)
 
     def admitted(self, tenant: str) -> Account | Refusal:
         if not tenant:
@@ -152,22 +154,22 @@ class PutRequests:
         stored.policy, stored.data_type = policy, policy.data_type
         self.relate(stored, message, index)
         where = ", ".join(extent.segment.name for extent in room)
-        catalog.tell(now, key, "put started as #{} on {}", stored.object_id, where)
+        catalog.add_story(now, key, "put started as #{} on {}", stored.object_id, where)
         return m.Reserved(stored.object_id, stored.replicas())
 
     def relate(self, stored: StoredObject, message: m.PutStart | m.PutWritten, index: int) -> None:
-        """To its group and its parent."""
+        """Set the object's group and parent."""
         if message.groups and message.groups[index]:
             stored.group = scoped(message.tenant, message.groups[index])
         if message.parents and message.parents[index]:
-            stored.parent = self._without_circle(stored.key, scoped(message.tenant, message.parents[index]))
+            stored.parent = self._without_cycle(stored.key, scoped(message.tenant, message.parents[index]))
 
-    def _without_circle(self, key: ObjectKey, parent: ObjectKey) -> ObjectKey:
-        """``parent``, or "" when it descends from ``key``: such objects would keep each other for ever."""
+    def _without_cycle(self, key: ObjectKey, parent: ObjectKey) -> ObjectKey:
+        """``parent``, or "" when it descends from ``key``: such objects would protect each other forever."""
         if self._catalog.settings.eviction_policy != "chain":
             return parent
         above = parent
-        for _ in range(MAX_CIRCLE):
+        for _ in range(MAX_CYCLE):
             if above == key:
                 return ""
             stored = self._catalog.objects.readable.get(above) or self._catalog.objects.writing.get(above)
@@ -177,14 +179,14 @@ class PutRequests:
         return parent
 
     def known(self, key: ObjectKey, put_id: int, replaces: bool, now: float) -> m.Reserved | bool | None:
-        """The answer to the same request again; True: the key is taken; None: it is free to be put."""
+        """Return the answer for a repeated request; True if the key is taken; None if it may be put."""
         stored = self._catalog.objects.readable.get(key)
         if stored is not None and stored.put_id == put_id:
             return True  # a late copy of the request that put it
         if stored is not None and not replaces:
             if stored.is_visible:
                 return True
-            # Its node may be dead. Who puts the key now has the bytes at hand, so they win.
+            # Its node may be dead. The writer that puts the key now has the bytes, so it wins.
             self._catalog.counts.lost_objects += 1
             self._catalog.unlink(stored, "replaced while its node is suspected", now)
         stored = self._catalog.objects.writing.get(key)
@@ -192,8 +194,8 @@ class PutRequests:
             return None
         is_reachable = stored.is_visible
         if stored.put_id == put_id and is_reachable:
-            # The same request again: its first answer was lost. Its deadline stays what it was,
-            # and the writer counts from its first question, so the promise is not stretched.
+            # A repeated request: its first answer was lost. Its deadline does not change, and the
+            # writer counts from its first request, so the promise is not extended.
             return m.Reserved(stored.object_id, stored.replicas())
         if is_reachable:
             return True
@@ -216,7 +218,7 @@ class PutRequests:
             outcome = self._end(key, object_id, checksums, failed, now)
             outcomes.append(outcome)
             if isinstance(outcome, Refusal):
-                self._catalog.tell(now, key, "put of #{} refused at its end: {}", object_id, outcome)
+                self._catalog.add_story(now, key, "put of #{} refused at its end: {}", object_id, outcome)
             elif self._durable.is_awaited(stored := self._catalog.objects.readable[key]):
                 waiting[index] = stored
             else:
@@ -238,11 +240,11 @@ class PutRequests:
         if stored.state is not ObjectState.WRITING:
             return Refusal("incomplete", "none of its replicas was written")
         self.finish(stored, checksums, now)
-        self._catalog.tell(now, key, "readable as #{}", object_id)
+        self._catalog.add_story(now, key, "readable as #{}", object_id)
         return True
 
     def finish(self, stored: StoredObject, checksums: bytes, now: float) -> None:
-        """All that was announced of it is written."""
+        """Make an object readable whose bytes are all written."""
         policy = stored.policy
         stored.is_hard_pinned = policy.is_hard_pinned
         if policy.soft_pin_ttl_s is not None:
@@ -263,12 +265,12 @@ class PutRequests:
 
 
 def _missing(refusals: dict[int, Refusal]) -> list[int]:
-    """Of what was refused, that for which there is no room now."""
+    """The refused keys for which there is no room now."""
     return sorted(at for at, refusal in refusals.items() if refusal.code in ("no_space", "quota_exceeded"))
 
 
 def check_relations(message: m.PutStart | m.PutWritten, index: int) -> Refusal | None:
-    """Of one key of a request: what can't be its group or its parent would be another tenant's."""
+    """Check one key of a request: an invalid group or parent would be another tenant's."""
     group = message.groups[index] if message.groups else ""
     parent = message.parents[index] if message.parents else ""
     return check_relation(group) or check_relation(parent)

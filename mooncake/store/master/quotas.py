@@ -1,4 +1,4 @@
-"""The master's part for whoever shares the memory out among tenants."""
+"""The master's handlers for tenants' quotas."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_hostile_expression_costs_slices_and_nobody_else_anything(many: Scene)
     many.ask(m.RemoveMatching("^(k+0*)+$", False))
     assert many.turns() >= NUM_KEYS // SLICE_COST - 1
     assert many.answer() == m.Removed(1, 0)
-    counts = many.nodes.master.tally.counts
+    counts = many.nodes.master.request_counters.counts
     assert counts["remove_by_regex_requests"] == 1, "what is answered later is counted, too"
 
 

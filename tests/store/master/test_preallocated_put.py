@@ -194,7 +194,7 @@ def test_a_successor_has_it_and_refuses_the_pieces_that_are_left(writer: Writer,
 
 
 def test_it_counts_as_a_start_and_an_end(writer: Writer, voice: Voice) -> None:
-    counts = voice.master.tally.counts
+    counts = voice.master.request_counters.counts
     before = {name: counts[name] for name in ("put_start_requests", "put_end_requests", "put_start_failures")}
     assert writer.put("k") is True
     writer.put("", 1)

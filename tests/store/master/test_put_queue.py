@@ -95,7 +95,7 @@ def test_it_is_refused_when_its_time_is_over() -> None:
     assert started is not None and started.refusals[0].code == "no_space"
     assert scene.nodes.master.counts.refused_puts == 1
     assert any("put refused" in line for line in scene.nodes.master.story("k"))
-    assert scene.nodes.master.tally.counts["put_start_alloc_failures"] == 1
+    assert scene.nodes.master.request_counters.counts["put_start_alloc_failures"] == 1
 
 
 def test_no_longer_than_leaves_time_for_writing() -> None:
