@@ -2,7 +2,7 @@
 
 A two-level segregated fit (after Masmano et al., "TLSF: a new dynamic memory allocator for
 real-time systems", 2004): free holes hang in bins by size, eight bins per power of two, and one
-integer says which bins hold anything, so that finding a hole is a few bit operations whatever the
+integer says which bins are not empty, so that finding a hole is a few bit operations whatever the
 number of holes. Neighbouring holes merge at once, so there are never two in a row. All bookkeeping
 is outside the memory it manages: that memory belongs to another process.
 
@@ -17,13 +17,13 @@ import bisect
 from mooncake.errors import InvalidArgument
 
 ALIGNMENT_BYTES = 64
-"""Of offsets and of allocated sizes: a cache line, so that no two objects share one."""
+"""Alignment of offsets and allocated sizes: a cache line, so that no two objects share one."""
 PAGE_BYTES = 4096
 """The same on SSD, where O_DIRECT reads and writes whole pages."""
 
 _MANTISSA_BITS = 3
 _SCAN = 16
-"""Holes looked at in the bin whose holes may or may not fit, before a larger bin is cut."""
+"""Holes tried in the bin whose holes may or may not fit, before a larger bin is used."""
 
 
 def _bin_of(size_bytes: int) -> int:
@@ -35,7 +35,7 @@ def _bin_of(size_bytes: int) -> int:
 
 
 class Allocator:
-    """Gives out ranges of ``[0, size_bytes)`` at multiples of ``alignment_bytes``."""
+    """Allocates ranges of ``[0, size_bytes)`` at multiples of ``alignment_bytes``."""
 
     def __init__(self, size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
         if size_bytes < alignment_bytes:
@@ -52,9 +52,10 @@ class Allocator:
         self._bins: dict[int, dict[int, None]] = {}
         """Bin -> offsets of its holes, oldest first."""
         self._filled = 0
-        """Bit b is set when bin b holds anything."""
+        """Bit b is set when bin b is not empty."""
         self._starts: list[int] | None = None
-        """The holes' offsets in order, while ``take`` needs them; else nobody pays for the order."""
+        """The holes' offsets in order, while ``take`` needs them; otherwise None, so that order costs
+        nothing."""
         self._add_hole(0, self.size_bytes)
 
     @property
@@ -86,10 +87,10 @@ class Allocator:
         return offset
 
     def take(self, offset: int, size_bytes: int) -> bool:
-        """Take a range that another allocator of this memory gave out; False: it is not free here.
+        """Take a range that another allocator of this memory allocated; False: it is not free here.
 
-        Until ``allocate`` is asked again, the holes are kept in order: a master that follows another
-        takes millions of ranges and allocates none.
+        Until the next ``allocate``, the holes are kept in order: a master that follows another takes
+        millions of ranges and allocates none.
         """
         size_bytes += -size_bytes % self.alignment_bytes
         if self._starts is None:
@@ -113,7 +114,7 @@ class Allocator:
         return True
 
     def free(self, offset: int) -> int:
-        """Take a range back; returns its size."""
+        """Free a range; returns its size."""
         size_bytes = freed_bytes = self.allocations.pop(offset)
         self.allocated_bytes -= freed_bytes
         before = self._hole_ends.get(offset)
@@ -133,7 +134,7 @@ class Allocator:
             self.allocations[start] = size_bytes
 
     def trim(self, offset: int, size_bytes: int) -> int:
-        """Take back what of a range lies behind its first ``size_bytes``; returns how much."""
+        """Free the part of a range behind its first ``size_bytes``; returns its size."""
         wanted = size_bytes + -size_bytes % self.alignment_bytes
         freed_bytes = self.allocations[offset] - wanted
         if freed_bytes:
@@ -184,7 +185,7 @@ class Allocator:
             bisect.insort(self._starts, offset)
 
     def _shrink(self, offset: int, size_bytes: int, at: int = 0) -> None:
-        """Cut so much from the front of a hole, the one at ``_starts[at]``: what nearly always happens."""
+        """Cut ``size_bytes`` from the front of a hole, the one at ``_starts[at]``: the most common case."""
         hole_bytes = self._holes[offset]
         rest_bytes = hole_bytes - size_bytes
         number = _bin_of(hole_bytes)

@@ -72,7 +72,8 @@ class Introspection:
                     found.append(split_scoped(key)[1])
             return 1
 
-        return cast("m.Keys | Failure | None", self._scans.begin(event, visit, lambda now: m.Keys(found), now))
+        answer = self._scans.begin(event, visit, lambda now: m.Keys(found), now)
+        return cast("m.Keys | Failure | None", answer)
 
     def story(self, message: m.ObjectStory, _: Received, now: float) -> m.StoryLines:
         return m.StoryLines(self._catalog.story(scoped_all(message.tenant, [message.key])[0]))

@@ -1,7 +1,7 @@
-"""The master's part for small puts that ask once: the bytes are there, and become an object or do not.
+"""The master's handler for small puts in one request: the bytes are written already.
 
-What PutStart and PutEnd would say of such a put, one after the other, is decided here in one step, by the
-same rules. Where its space was given in advance, ``preallocation.py`` says.
+The checks of PutStart and PutEnd are made here in one step, by the same rules. Space for such a put is
+preallocated (``preallocation.py``).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class PreallocatedPuts:
     """Answers PutWritten."""
 
     def __init__(
-        self, catalog: Catalog, space: FreeSpace, advances: Preallocations, writing: PutRequests
+        self, catalog: Catalog, space: FreeSpace, preallocations: Preallocations, put: PutRequests
     ) -> None:
         self._catalog = catalog
         self._space = space
-        self._preallocations = advances
-        self._writing = writing
+        self._preallocations = preallocations
+        self._put_requests = put
 
     def put_written(self, message: m.PutWritten, _: Received, now: float) -> m.PutsWritten | Failure:
         count = len(message.keys)
@@ -40,38 +40,38 @@ class PreallocatedPuts:
             return Failure("invalid_argument", "put_written: groups or parents, but not one for each key")
         policy = message.policy
         refusal = None if policy is None else check_policy(policy) or _check_simple(policy)
-        account: Account | Refusal = refusal or self._writing.admitted(message.tenant)
+        account: Account | Refusal = refusal or self._put_requests.admitted(message.tenant)
         outcomes: list[bool | Refusal] = []
         for index in range(count):
             outcome = account if isinstance(account, Refusal) else self._put(message, index, account, now)
             outcomes.append(outcome)
             if isinstance(outcome, Refusal):
-                self._catalog.counts.refused_puts += outcome.code != "expired"  # then it is put anew
+                self._catalog.counts.refused_puts += outcome.code != "expired"  # then it is put again
                 key = scoped(message.tenant, message.keys[index])
-                self._catalog.tell(now, key, "written in advance, but refused: {}", outcome)
+                self._catalog.add_story(now, key, "put into preallocated space refused: {}", outcome)
         if isinstance(account, Refusal):
             return m.PutsWritten(outcomes)
         self._catalog.tenants.tidy(account)
         if not message.num_pieces:
             return m.PutsWritten(outcomes)
         placement = SegmentPlacement(self._catalog.segments, message.host, (), now)
-        advance = self._preallocations.give(message.num_pieces, message.piece_bytes, placement, now)
+        preallocated = self._preallocations.give(message.num_pieces, message.piece_bytes, placement, now)
         self._space.evict_to_watermark(now)
-        return m.PutsWritten(outcomes, advance)
+        return m.PutsWritten(outcomes, preallocated)
 
     def _put(self, message: m.PutWritten, index: int, account: Account, now: float) -> bool | Refusal:
-        """True: readable, or was by this very request; False: the key is taken."""
+        """True: readable now, or since an earlier copy of this request; False: the key is taken."""
         catalog, name, size_bytes = self._catalog, message.keys[index], message.sizes[index]
         refusal = check_put(name, size_bytes, size_bytes) or check_relations(message, index)
         if refusal is not None:
             return refusal
         key, put_id = scoped(message.tenant, name), message.put_id + index
-        if self._writing.known(key, put_id, False, now) is not None:
+        if self._put_requests.known(key, put_id, False, now) is not None:
             stored = catalog.objects.readable.get(key)
             return stored is not None and stored.put_id == put_id
         piece = self._preallocations.find(message.pieces[index], put_id, size_bytes, now)
         if piece is None:
-            return True  # a late copy of the request that put it; it has gone since
+            return True  # a late copy of the request that put it; the object was removed since
         if isinstance(piece, Refusal):
             return piece
         checksums = message.checksums[index]
@@ -84,13 +84,14 @@ class PreallocatedPuts:
         stored = catalog.begin_written(key, put_id, size_bytes, piece, now)
         if message.policy is not None:
             stored.policy, stored.data_type = message.policy, message.policy.data_type
-        self._writing.relate(stored, message, index)
-        self._writing.finish(stored, checksums, now)
-        catalog.tell(now, key, "put as #{} in one step, readable on {}", stored.object_id, piece.segment.name)
+        self._put_requests.relate(stored, message, index)
+        self._put_requests.finish(stored, checksums, now)
+        where = piece.segment.name
+        catalog.add_story(now, key, "put as #{} in one step, readable on {}", stored.object_id, where)
         return True
 
 
 def _check_simple(policy: m.PutPolicy) -> Refusal | None:
     if policy.num_replicas > 1 or policy.is_durable or policy.preferred_segments or policy.is_same_host:
-        return Refusal("invalid_policy", "such a put is started and ended")
+        return Refusal("invalid_policy", "a put with such a policy takes PutStart and PutEnd")
     return None

@@ -19,18 +19,18 @@ def test_who_does_not_lead_names_who_does() -> None:
     search = LeaderSearch(resolver, "the master")
     search.begin_round(["a:1", "b:1"])
     assert search.next() == "a:1"
-    assert not search.heard("a:1", Leads("c:1", 3, False))
+    assert not search.take_answer("a:1", Leads("c:1", 3, False))
     assert search.next() == "c:1", "before those that are only known by their address"
-    assert search.heard("c:1", Leads("c:1", 3, True)) and resolver.hint == "c:1"
+    assert search.take_answer("c:1", Leads("c:1", 3, True)) and resolver.hint == "c:1"
 
 
 def test_nobody_is_asked_twice_in_a_round() -> None:
     search = LeaderSearch(Known(), "the master")
     search.begin_round(["a:1", "b:1"])
     assert search.next() == "a:1"
-    search.heard("a:1", Leads("b:1", 3, False))
+    search.take_answer("a:1", Leads("b:1", 3, False))
     assert search.next() == "b:1"
-    search.heard("b:1", Leads("a:1", 3, False))
+    search.take_answer("b:1", Leads("a:1", 3, False))
     assert search.next() is None
 
 
@@ -39,5 +39,5 @@ def test_a_hint_that_does_not_answer_is_forgotten_and_the_failure_says_why() -> 
     search = LeaderSearch(resolver, "the master")
     search.begin_round(["a:1"])
     assert search.next() == "a:1"
-    assert not search.heard("a:1", PeerLost("a:1 is not there"))
+    assert not search.take_answer("a:1", PeerLost("a:1 is not there"))
     assert resolver.hint == "" and "a:1 is not there" in str(search.failure(1.0))

@@ -82,7 +82,7 @@ def test_an_object_that_goes_before_is_refused(scene: Scene) -> None:
     scene.ssd.work()
     outcomes = scene.answer()
     assert outcomes is not None and outcomes[1] is True
-    assert isinstance(outcomes[0], Refusal) and "went" in outcomes[0].reason
+    assert isinstance(outcomes[0], Refusal) and "was removed" in outcomes[0].reason
 
 
 def test_the_same_put_end_again_waits_too(scene: Scene) -> None:

@@ -28,7 +28,7 @@ def test_why_there_is_no_segment(voice: Voice) -> None:
 
 def test_space_that_rests_is_given_out_later_and_says_when(voice: Voice) -> None:
     voice.mount("a", 4 * KIB, rest_s=9.0)
-    assert refusal(voice, "k").endswith("space is given out in 9 s")
+    assert refusal(voice, "k").endswith("space is allocated again in 9 s")
 
 
 def test_a_put_that_finds_no_hole_does_not_flush_the_cache(voice: Voice) -> None:

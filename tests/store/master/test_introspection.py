@@ -78,6 +78,6 @@ def test_a_story_is_that_of_its_key_and_tenant(voice: Voice) -> None:
 def test_stories_are_bounded_and_the_oldest_lines_go(voice: Voice) -> None:
     catalog = voice.master.catalog
     for number in range(STORY_LINES + 50):
-        catalog.tell(float(number), f"k{number % 3}", "line {}", number)
+        catalog.add_story(float(number), f"k{number % 3}", "line {}", number)
     lines = [line for key in ("k0", "k1", "k2") for line in catalog.story(key)]
     assert len(lines) == STORY_LINES and catalog.story("k0")[0].endswith("line 51")

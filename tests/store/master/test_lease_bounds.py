@@ -22,7 +22,7 @@ def test_a_master_says_how_long_its_promises_last_when_it_begins() -> None:
 def test_longer_promises_of_a_predecessor_count_until_they_are_over() -> None:
     kept: list[Record] = []
     lease_bounds = LeaseBounds(SHORT, kept.append)
-    lease_bounds.heard(LineBegan(7, 6.0, 6.0))
+    lease_bounds.applied(LineBegan(7, 6.0, 6.0))
     assert (lease_bounds.lease_s, lease_bounds.rest_s) == (6.0, 6.0)
     lease_bounds.begin(7, 10.0)
     assert kept == [], "the next master has heard it, too"
@@ -35,5 +35,5 @@ def test_longer_promises_of_a_predecessor_count_until_they_are_over() -> None:
 
 def test_a_record_of_an_older_version_says_nothing() -> None:
     lease_bounds = LeaseBounds(LONG, lambda record: None)
-    lease_bounds.heard(LineBegan(7))
+    lease_bounds.applied(LineBegan(7))
     assert (lease_bounds.lease_s, lease_bounds.rest_s) == (6.0, 6.0)

@@ -284,7 +284,7 @@ def test_memory_of_an_earlier_master_rests_until_its_promises_are_over(voice: Vo
     assert voice.mount(rest_s=20.0).rest_s == 35.0
     refusal = refusal_of(voice.start("k"))
     assert refusal == Refusal(
-        "no_space", "promises of an earlier master may still be in use; space is given out in 20 s"
+        "no_space", "promises of an earlier master may still be in use; space is allocated again in 20 s"
     )
     voice.keep_alive(20)
     assert voice.start("k").reserved[0] is not None
@@ -456,7 +456,7 @@ def test_space_that_served_another_line_of_masters_rests_as_a_whole(voice: Voice
     voice.put("k")
     other = successor(voice)
     other.mount(rest_s=35.0)
-    assert "space is given out in 35 s" in refusal_of(other.start("new")).reason
+    assert "space is allocated again in 35 s" in refusal_of(other.start("new")).reason
     other.keep_alive(35)
     place = other.start("new").reserved[0]
     assert place is not None and place.replicas[0].address == (1 << 20) + 1024

@@ -221,9 +221,9 @@ async def test_after_a_flush_that_failed_nothing_is_believed_of_the_log_but_writ
     """The system takes what it could not write for written: a second flush would say that all is well."""
     simulated.disk.sync_error = errno.EIO
     simulated.voice.put("k", size_bytes=100)
-    assert "look at the disk" in await flushed(simulated)
+    assert "check the disk" in await flushed(simulated)
     simulated.voice.put("l", size_bytes=100)
-    assert "look at the disk" in await flushed(simulated)
+    assert "check the disk" in await flushed(simulated)
     simulated.disk.sync_error = 0
     await until_well(simulated)
     assert await flushed(simulated) == ""

@@ -117,7 +117,7 @@ def test_a_durable_copy_goes_only_when_its_node_confirms() -> None:
     assert (bad.num_reports, bad.num_confirmed, bad.num_refuted) == (2, 1, 1)
     events = [note.event for note in scene.nodes.notes]
     assert "corruption_refuted" in events and "object_corrupt" in events
-    assert any("is right, says its node" in line for line in scene.nodes.master.story("k"))
+    assert any("verified by its node" in line for line in scene.nodes.master.story("k"))
 
 
 def test_the_last_replica_goes_when_its_node_confirms_and_can_be_put_again() -> None:
