@@ -1,4 +1,4 @@
-"""A whole store in one process: clients of the store and of gRPC on one port, old flags, bad ones."""
+"""A whole store in one process: clients of the store and of gRPC on one port, old flags, invalid flags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.processes
 
 @contextmanager
 def daemon(*flags: str) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
-    """Its address, its master's address."""
+    """Its address, and its master's address."""
     words = [sys.executable, "-m", "mooncake", "daemon", "--port", "0", "--no-huge-pages", *flags]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
@@ -85,9 +85,9 @@ def test_blocks_are_logged(tmp_path: Path) -> None:
         assert store.put("logged", b"value", PutPolicy(is_durable=True)) is None
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
-        told = process.stderr.read()
-        assert re.search(r"block_write .*tier=ssd", told), told
-        assert "logged" in told
+        output = process.stderr.read()
+        assert re.search(r"block_write .*tier=ssd", output), output
+        assert "logged" in output
 
 
 def test_reflection_finds_the_service(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_old_flags_mean_what_they_meant(words: str, role: str) -> None:
     assert daemon_role(words.split(), {}) == role
 
 
-def test_the_environment_of_a_node_is_heard() -> None:
+def test_the_environment_of_a_node_is_read() -> None:
     assert daemon_role([], {"MOONCAKE_NODE_MASTER": "a:1"}) == "node"
     assert daemon_role(["--capacity-dram=1"], {"MOONCAKE_NODE_MASTER": "a:1"}) == "daemon"
 

@@ -1,4 +1,4 @@
-"""The master's shell in this process: metrics, malformed requests, connections that go away."""
+"""The master's shell in this process: metrics, malformed requests, connections that are lost."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_a_closed_server_leaves_no_metrics(server: MasterServer, client: A
 
 
 async def test_others_are_answered_while_a_master_walks(server: MasterServer) -> None:
-    """Over the wire, with an expression that takes for ever where the engine backtracks."""
+    """Over the wire, with an expression that never ends in an engine that backtracks."""
     async with contextlib.AsyncExitStack() as stack:
         clients = [AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES) for _ in range(2)]
         for client in clients:
@@ -106,10 +106,10 @@ async def test_others_are_answered_while_a_master_walks(server: MasterServer) ->
         assert await clients[0].call(m.RemoveMatching("^a{60}![0-9]+$", True), 60.0) == m.Removed(2000, 0)
 
 
-async def test_a_master_that_does_not_lead_remembers_no_lost_connections_of_strangers(
+async def test_a_standby_remembers_no_lost_connections_of_clients(
     server: MasterServer,
 ) -> None:
-    """They come and go for as long as it stands by."""
+    """They come and go for as long as it is a standby."""
     node = AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES)
     await mount(node)
     server._role.is_leading = False

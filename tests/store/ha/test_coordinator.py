@@ -1,4 +1,4 @@
-"""Several masters in this process, a file as the ballot: who leads, what a successor knows, who answers."""
+"""Several masters in this process, a file as the lease store: elections, successors' state, answers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Masters:
         return first, second
 
     async def kill(self, server: MasterServer) -> None:
-        """As if its process had died: it says nothing more, to nobody."""
+        """As if its process had died: it sends nothing more."""
         self.running.remove(server)
         succession, driver = server._coordinator, server._driver
         server._is_serving = server._role.is_leading = False
@@ -255,24 +255,26 @@ async def test_one_that_never_caught_up_begins_with_nothing_in_the_end(masters: 
     assert not stranger.master.objects.readable
 
 
-async def test_a_leader_cut_off_from_the_ballot_stops_and_goes_on_when_it_is_back(masters: Masters) -> None:
+async def test_a_leader_cut_off_from_the_lease_store_stops_until_it_is_back(
+    masters: Masters,
+) -> None:
     server = await masters.start()
     await masters.leader()
     client = masters.client(server)
     await mount(client)
     await put(client, 0)
     assert server._coordinator is not None
-    ballot = server._coordinator._lease_store
-    read, swap = ballot.read, ballot.swap
+    lease_store = server._coordinator._lease_store
+    read, swap = lease_store.read, lease_store.swap
 
     def refuse(*_: Any) -> Any:
         raise Unavailable("the wire is cut")
 
-    ballot.read, ballot.swap = refuse, refuse  # type: ignore[method-assign,assignment]
+    lease_store.read, lease_store.swap = refuse, refuse  # type: ignore[method-assign,assignment]
     await until(lambda: not server._role.is_leading)
     with pytest.raises(Unavailable):
         await masters.client(server).call(m.LookupObjects(["k0"]), 5)
-    ballot.read, ballot.swap = read, swap  # type: ignore[method-assign]
+    lease_store.read, lease_store.swap = read, swap  # type: ignore[method-assign]
     await until(lambda: server.leadership.is_leader)
     client = masters.client(server)
     assert (await mount(client)).num_objects == 1

@@ -1,4 +1,4 @@
-"""Whom to ask next for the leader, and what is made of the answers."""
+"""Search for the leader: which address is next, and the effect of each answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mooncake.store.ha.standby_replication import Leads
 
 
 class Known:
-    """Where masters are looked for."""
+    """Known addresses of masters."""
 
     def __init__(self, hint: str = "") -> None:
         self.master, self.hint = "a:1,b:1", hint
@@ -24,7 +24,7 @@ def test_who_does_not_lead_names_who_does() -> None:
     assert search.take_answer("c:1", Leads("c:1", 3, True)) and resolver.hint == "c:1"
 
 
-def test_nobody_is_asked_twice_in_a_round() -> None:
+def test_no_address_is_queried_twice_in_a_round() -> None:
     search = LeaderSearch(Known(), "the master")
     search.begin_round(["a:1", "b:1"])
     assert search.next() == "a:1"

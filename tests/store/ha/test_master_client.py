@@ -1,4 +1,4 @@
-"""Clients find the master that leads, by every form of its address, and find the next one."""
+"""Clients find the leading master by every form of its address, and find its successor."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ async def masters(tmp_path: Path) -> AsyncIterator[Masters]:
     await masters.close()
 
 
-def nobody() -> str:
-    """An address at which nobody listens."""
+def dead_address() -> str:
+    """An address without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return f"127.0.0.1:{sock.getsockname()[1]}"
 
@@ -38,14 +38,14 @@ def forms(masters: Masters, first: MasterServer, second: MasterServer) -> list[s
     return [
         ",".join(both),
         ",".join(reversed(both)),
-        f"{nobody()},{both[1]}",
+        f"{dead_address()},{both[1]}",
         both[1],
         f"file://{masters.folder}",
     ]
 
 
 async def keys(rpc: AsyncMasterClient, timeout_s: float = 10.0) -> Any:
-    """Asked again when the connection was lost, as ``operations.py`` does."""
+    """Repeated when the connection was lost, as ``operations.py`` does."""
     deadline = clock.monotonic() + timeout_s
     while True:
         try:
@@ -92,8 +92,10 @@ async def test_a_leader_that_says_nothing_is_left_for_its_successor(masters: Mas
     await rpc.close()
 
 
-async def test_where_nobody_leads_it_is_said_whom_was_asked_and_why(masters: Masters, tmp_path: Path) -> None:
-    dead, other = nobody(), nobody()
+async def test_without_a_leader_the_error_names_addresses_and_reasons(
+    masters: Masters, tmp_path: Path
+) -> None:
+    dead, other = dead_address(), dead_address()
     rpc = AsyncMasterClient(f"{dead},{other}", m.REPLIES)
     with pytest.raises(DeadlineExceeded, match=f"{dead}.*[Rr]efused.*{other}.*refused"):
         await rpc.call(m.GetMasterStatus(), 0.3)
@@ -120,7 +122,7 @@ async def test_without_time_the_one_that_does_not_lead_is_named(masters: Masters
 
 
 def test_connecting_to_a_dead_master_fails_at_once() -> None:
-    dead = nobody()
+    dead = dead_address()
     with Store(dead) as store, pytest.raises(Unavailable, match=rf"{dead} can't be reached: .*is it running"):
         store.connect(60.0)
 

@@ -1,4 +1,4 @@
-"""What a master may say, in which order, and which state is its own: without sockets, files or clocks."""
+"""Which replies a master may send, in which order, and which state is its own: without I/O and clocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.store.conftest import SETTINGS
 
 
 class Paper:
-    """A log in memory, that can be full."""
+    """A log in memory, which can be full."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -49,7 +49,7 @@ def alone(records: list[Record] | None = None) -> tuple[MasterRole, Paper]:
 
 
 def ask(role: MasterRole, message: Any, now: float) -> list[Any]:
-    """What is answered."""
+    """The answer to a message."""
     sent: list[Any] = []
     for effect in role.master.handle(Received("one", "connection", message), now):
         if isinstance(effect, AppendRecords | Reply):
@@ -68,7 +68,7 @@ def test_a_master_alone_writes_down_then_answers() -> None:
 
 
 def test_nothing_is_said_after_a_record_could_not_be_written_down() -> None:
-    """Not even what would be written down well: behind half a record it would be lost."""
+    """Not even for records that could be written: behind half a record they would be lost."""
     role, paper = alone()
     paper.is_full = True
     with pytest.raises(Unavailable):

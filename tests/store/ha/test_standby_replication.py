@@ -1,4 +1,4 @@
-"""What a leader says, to whom, and after whose word; and that a follower ends up with what the leader has."""
+"""Which replies a leader sends, and after whose acknowledgement; a standby's state equals the leader's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ B, C = Standby("b", "b:1"), Standby("c", "c:1")
 
 
 class Scene:
-    """A leader of which only the following is real, and what it has said."""
+    """A leader of which only the replication is real, and the replies it sent."""
 
     def __init__(self, *inherited: Standby) -> None:
         self.master = Master(SETTINGS)
@@ -41,7 +41,7 @@ class Scene:
                 self.said.append(reply.origin)
 
     def do(self, what: str) -> None:
-        """Something is written down and answered."""
+        """Write a record and answer it."""
         self._send(self.followers.keep([ObjectGone(what, 1)], self.now))
         self._send(self.followers.say(Reply(what, m.Outcomes([True])), self.now))
         self.followers.check()
@@ -57,7 +57,7 @@ class Scene:
         return self.answers.get(who.id)
 
     def join(self, who: Standby = B) -> int:
-        """Follow until it is listed, with nothing going on; the session."""
+        """Follow until it is listed, without other events; returns the session."""
         first = self.follow(who)
         assert first is not None and first.is_complete
         assert self.follow(who, first.session, first.number) is None, "it waits"
@@ -66,7 +66,7 @@ class Scene:
         return first.session
 
     def unlist(self) -> None:
-        """The mandate names no standby any more."""
+        """The leader record lists no standby."""
         self.eligible.clear()
         self._send(self.followers.let_go())
 
@@ -149,8 +149,8 @@ def test_a_standby_inherited_from_the_last_term_counts_until_it_is_struck() -> N
 
 
 def test_nothing_is_said_upon_what_an_inherited_standby_may_lack() -> None:
-    """The last leader may have died with a record on its way to this master only. Were that read or confirmed
-    here at once, and did this master die too, the other standby would lead without it."""
+    """The last leader may have died with a record sent only to this master. If that were read or confirmed
+    here at once, and this master died too, the other standby would lead without it."""
     scene = Scene(B)
     scene._send(scene.followers.say(Reply("read", m.Keys([])), 0.0))
     assert scene.said == [], "it rests on what this master had when the term began"
@@ -210,7 +210,7 @@ def test_what_is_taken_back_is_never_said() -> None:
 
 
 def held_by(master: Master) -> set[tuple[str, int]]:
-    """Where nothing new may be put."""
+    """Ranges where no new object may be put."""
     return {(one.name, offset) for one in master.segments.mounted.values() for offset in one.holders}
 
 
@@ -223,7 +223,7 @@ def state_of(master: Master) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_copy_made_while_the_master_works_is_what_the_master_knows(seed: int) -> None:
-    """Puts, removals and nodes that go, with the pieces of a copy in between."""
+    """Puts, removals and lost nodes, interleaved with the pieces of a snapshot."""
     random = Random(seed)
     master, follower = Master(SETTINGS), Master(SETTINGS)
     now, put_ids, copy = 0.0, 0, None

@@ -86,7 +86,7 @@ def test_an_object_that_goes_before_is_refused(scene: Scene) -> None:
 
 
 def test_the_same_put_end_again_waits_too(scene: Scene) -> None:
-    """Its connection broke; both are answered, and the second says that it was done already."""
+    """Its connection broke; both are answered, and the second answer says that it was done already."""
     ids = scene.begin("k")
     scene.end(["k"], ids)
     scene.end(["k"], ids, "again")

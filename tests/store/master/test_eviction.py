@@ -67,7 +67,7 @@ class Table:
     def evict(
         self, now: float, count: int = 1000, *places: Segment, spare: StoredObject | None = None
     ) -> str:
-        """The keys that leave, in order; a replica that leaves the object behind is written small."""
+        """Keys of the victims, in order; in lower case where the object stays readable."""
         evicted = ""
         for victim, extent in self.eviction.victims(places or (self.a, self.b), now, spare):
             self.drop(victim, extent, now)
@@ -100,7 +100,7 @@ def test_a_lease_protects_until_its_end() -> None:
     assert table.evict(20.0) == "B"
 
 
-def test_the_order_goes_over_all_segments_that_are_asked_and_no_other() -> None:
+def test_the_order_covers_all_given_segments_and_no_other() -> None:
     table = Table()
     for number, key in enumerate("abcdef"):
         table.put(key, float(number), (table.a, table.b, table.disk)[number % 3])
@@ -187,7 +187,7 @@ def test_the_least_often_used_leaves_first() -> None:
 
 
 def test_old_popularity_ages() -> None:
-    """What was used thrice before the newcomers goes before what is used now."""
+    """Objects used three times before the newer ones are evicted before those in use now."""
     table = Table("lfu")
     table.put("a", 0.0).num_uses = 3
     for round_number in range(4):
@@ -199,7 +199,7 @@ def test_old_popularity_ages() -> None:
                 table.remove(table.objects.readable[key])
         if "a" not in table.objects.readable:
             return
-    raise AssertionError("a stays for ever")
+    raise AssertionError("a stays forever")
 
 
 def test_an_ancestor_never_leaves_before_its_descendants() -> None:

@@ -1,4 +1,4 @@
-"""Room for puts: found, made by evicting no more than a budget, and never beyond a tenant's quota."""
+"""Space for puts: found, freed by evicting no more than a budget, and never beyond a tenant's quota."""
 
 from __future__ import annotations
 

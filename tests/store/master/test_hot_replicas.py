@@ -38,7 +38,7 @@ def test_a_hot_object_gets_replicas_and_loses_them_when_it_is_cool() -> None:
     assert any("cool again" in line for line in nodes.master.story("k"))
 
 
-def test_replicas_that_somebody_asked_for_stay() -> None:
+def test_requested_replicas_stay() -> None:
     nodes = Nodes(HOT)
     places = [Place(nodes, name) for name in "abc"]
     nodes.put("k", host="a")

@@ -1,4 +1,4 @@
-"""What people and dashboards are told: nothing of it changes anything."""
+"""Introspection for operators and dashboards: no request changes anything."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_keys_are_listed_by_prefix_and_tenant_and_grant_no_lease(voice: Voice) -
     assert voice.say(m.ListKeys("", 0)).keys == voice.say(m.ListKeys("", -5)).keys == []
     assert voice.say(m.ListKeys("", 10, "red")).keys == ["kv/9"]
     assert voice.say(m.ListKeys("", 10, "re")).keys == [], "a tenant's name is whole"
-    assert voice.remove("kv/1") is True, "nobody leased it"
+    assert voice.remove("kv/1") is True, "it is not leased"
     voice.lose("node a")
     assert voice.say(m.ListKeys("", 10)).keys == [], "what can't be read is not there"
 

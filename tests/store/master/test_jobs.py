@@ -35,7 +35,7 @@ def refusal(nodes: Nodes, message: m.CopyObject | m.DrainSegments | m.AskJob) ->
 
 
 def live(nodes: Nodes, seconds: float, *places: Place) -> None:
-    """Time passes; these nodes beat and do their tasks."""
+    """Time passes; these nodes send heartbeats and do their tasks."""
     for _ in range(round(seconds / 0.5)):
         nodes.wait(0.5)
         for place in places:
@@ -155,7 +155,7 @@ def test_a_drain_goes_to_its_targets_and_nowhere_else(nodes: Nodes) -> None:
     assert where(nodes, "k") == where(nodes, "n") == ["c"] and drained(nodes, job) == ("done", 2, 0)
 
 
-def test_a_drain_without_room_fails_but_nobody_is_evicted_for_it(nodes: Nodes) -> None:
+def test_a_drain_without_room_fails_but_nothing_is_evicted_for_it(nodes: Nodes) -> None:
     a, b = Place(nodes, "a"), Place(nodes, "b", 4096)
     nodes.put("other", size_bytes=2000, host="b")
     nodes.put("k", size_bytes=4000, host="a")
@@ -234,7 +234,7 @@ def test_a_graceful_unmount_takes_the_segment_away_when_it_is_empty(nodes: Nodes
     assert a
 
 
-def test_a_graceful_unmount_does_not_wait_for_ever(nodes: Nodes) -> None:
+def test_a_graceful_unmount_does_not_wait_forever(nodes: Nodes) -> None:
     a = Place(nodes, "a")
     nodes.put("k", host="a")
     job = ask(nodes, m.DrainSegments(["a"], [], unmount_after_s=5.0))
@@ -271,7 +271,7 @@ def test_a_target_that_goes_away_is_replaced_by_another(nodes: Nodes) -> None:
 
 @pytest.mark.processes
 def test_a_node_is_drained_under_reads_and_unmounted() -> None:
-    """With real processes: nobody misses anything, and the drained process may go."""
+    """With real processes: no reader misses anything, and the drained process may stop."""
     keys = [f"k{number}" for number in range(16)]
     with contextlib.closing(Processes()) as processes:
         processes.start_master()
@@ -343,7 +343,7 @@ def test_a_move_to_where_everything_leaves_takes_no_replica_away(nodes: Nodes) -
 
 
 def test_a_large_segment_is_looked_at_in_slices(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be moved, which takes several looks to find out; the outcome is the same."""
+    """Nothing can be moved, which takes several steps to find out; the outcome is the same."""
     monkeypatch.setattr(jobs, "SURVEY_OBJECTS", 3)
     a, b = Place(nodes, "a"), Place(nodes, "b", 2048)
     nodes.put(*"klmnopqr", host="a", size_bytes=1000)

@@ -73,7 +73,7 @@ def test_the_size_of_what_is_compiled_is_bounded() -> None:
     assert 1 < found.cost("a" * 1024) <= 1 + 1024 * MAX_PROGRAM // 64
 
 
-def test_an_expression_that_would_backtrack_for_ever_does_not() -> None:
+def test_an_expression_that_would_backtrack_endlessly_does_not() -> None:
     found = compiled("^(a+)+$")
     assert isinstance(found, RegexPattern)
     assert not found.is_found_in("a" * 1000 + "b") and found.is_found_in("a" * 1000)

@@ -1,4 +1,4 @@
-"""How long promises of a line of masters last, when they are set to different lengths."""
+"""Upper bounds of promises in a line of masters with different settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_longer_promises_of_a_predecessor_count_until_they_are_over() -> None:
     lease_bounds.applied(LineBegan(7, 6.0, 6.0))
     assert (lease_bounds.lease_s, lease_bounds.rest_s) == (6.0, 6.0)
     lease_bounds.begin(7, 10.0)
-    assert kept == [], "the next master has heard it, too"
+    assert kept == [], "the next master has the record, too"
     assert lease_bounds.record(7) == LineBegan(7, 6.0, 6.0)
     lease_bounds.expire(15.9)
     assert kept == [] and lease_bounds.deadline() == 16.0

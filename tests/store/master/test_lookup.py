@@ -8,7 +8,7 @@ from tests.store.nodes import Nodes, Place, with_ssd
 
 
 class Watched(Nodes):
-    """Hears of cold hits."""
+    """Receives cold hits."""
 
     def __init__(self) -> None:
         super().__init__(SETTINGS)
@@ -77,7 +77,7 @@ def test_one_lookup_leases_the_whole_group(voice: Voice) -> None:
     assert status is not None and status.leased_s == 10.0
 
 
-def test_a_place_that_is_not_there_yet_is_named_to_nobody() -> None:
+def test_a_place_that_is_not_complete_is_given_to_no_reader() -> None:
     nodes = Nodes(SETTINGS)
     Place(nodes, "a")
     Place(nodes, "b")
@@ -94,7 +94,7 @@ def renewed(voice: Voice, place: m.Reserved, *replicas: m.Replica) -> bytes:
 
 
 def test_a_view_of_a_replica_that_the_master_gave_up_is_not_renewed() -> None:
-    """Its node comes back, and the space is given to others: the object's other replica is no help."""
+    """Its node comes back, and the space is allocated again: the object's other replica is no help."""
     voice = Voice(SETTINGS)
     voice.mount("a", host="left")
     voice.mount("b", host="right")
@@ -106,7 +106,7 @@ def test_a_view_of_a_replica_that_the_master_gave_up_is_not_renewed() -> None:
     assert renewed(voice, place, by_name["a"]) == b"\0" and renewed(voice, place, by_name["b"]) == b"\1"
     voice.mount("a", host="left", rest_s=10.0)
     assert renewed(voice, place, by_name["a"]) == b"\0" and renewed(voice, place, by_name["b"]) == b"\1"
-    assert renewed(voice, place) == b"\1"  # somebody who holds no bytes
+    assert renewed(voice, place) == b"\1"  # a client without a view
 
 
 def test_a_view_of_a_replica_that_left_is_renewed_by_the_master_that_keeps_its_space() -> None:

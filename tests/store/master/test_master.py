@@ -1,4 +1,4 @@
-"""What the master promises, one sentence a test. Times: lease 10 s, put 30 s, grace 5 s, ttl 5 s."""
+"""The master's promises, one per test. Times: lease 10 s, put 30 s, grace 5 s, ttl 5 s."""
 
 from __future__ import annotations
 
@@ -380,7 +380,7 @@ def test_nothing_is_mounted(voice: Voice) -> None:
     assert refusal_of(voice.start("k")).reason.endswith("is a node running?")
 
 
-# Corruption, and telling
+# Corruption, and stories
 
 
 def test_a_corrupt_object_is_dropped_once(voice: Voice) -> None:

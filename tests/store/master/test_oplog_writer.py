@@ -1,4 +1,4 @@
-"""The log on disk while a master works: written anew between requests, whole when that goes wrong."""
+"""The log on disk of a working master: compacted between requests, intact after failures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Kept:
         return OplogWriter(str(self.path))
 
     def restored(self) -> dict[str, int]:
-        """What a successor would know."""
+        """The state of a successor."""
         copy = self.path.with_suffix(".copy")
         copy.write_bytes(self.path.read_bytes())
         return self._known_by(Oplog(copy))
@@ -75,7 +75,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
 
 
 async def work(kept: Kept, rounds: int) -> None:
-    """The same keys are put and removed; the loop may do what it has to do in between."""
+    """Put and remove the same keys; the loop may run its tasks in between."""
     for number in range(rounds):
         for key in range(20):
             kept.voice.remove(f"k{key}", force=True)
@@ -123,7 +123,7 @@ async def test_a_disk_that_is_full_while_it_is_written_anew_costs_nothing(
 
 
 class Simulated(Kept):
-    """On a disk that may refuse."""
+    """On a disk that may fail."""
 
     def __init__(self, path: Path, **more: Any) -> None:
         self.disk = SimDirectory(Random(1))
@@ -186,22 +186,22 @@ async def test_with_too_much_to_write_the_log_is_written_anew(
 
 
 async def flushed(kept: Kept) -> str:
-    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    kept.keeping.flushed(told.set_result)
-    return await asyncio.wait_for(told, 10)
+    result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    kept.keeping.flushed(result.set_result)
+    return await asyncio.wait_for(result, 10)
 
 
 async def test_one_flush_is_for_all_who_wait(simulated: Simulated) -> None:
     before = simulated.disk.num_syncs
     simulated.voice.put("k", size_bytes=100)
-    told: list[str] = []
+    results: list[str] = []
     for _ in range(10):
-        simulated.keeping.flushed(told.append)
-    assert not told, "a flush blocks, so it is another thread's"
-    assert await flushed(simulated) == "" and told == [""] * 10
+        simulated.keeping.flushed(results.append)
+    assert not results, "a flush blocks, so it is another thread's"
+    assert await flushed(simulated) == "" and results == [""] * 10
     assert simulated.disk.num_syncs == before + 1
-    simulated.keeping.flushed(told.append)
-    assert len(told) == 11, "nothing was kept since"
+    simulated.keeping.flushed(results.append)
+    assert len(results) == 11, "nothing was kept since"
     simulated.disk.lose_power()
     assert list(simulated.restored()) == ["k"]
 
@@ -218,7 +218,7 @@ async def test_who_wants_no_flush_waits_for_none(tmp_path: Path) -> None:
 async def test_after_a_flush_that_failed_nothing_is_believed_of_the_log_but_written_anew(
     simulated: Simulated,
 ) -> None:
-    """The system takes what it could not write for written: a second flush would say that all is well."""
+    """The system marks failed writes as clean: a second flush would report success."""
     simulated.disk.sync_error = errno.EIO
     simulated.voice.put("k", size_bytes=100)
     assert "check the disk" in await flushed(simulated)
@@ -234,7 +234,7 @@ async def test_after_a_flush_that_failed_nothing_is_believed_of_the_log_but_writ
 async def test_a_compaction_does_not_lose_what_was_flushed_while_it_ran(
     simulated: Simulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came to the new file after it was synced is flushed in the old one only."""
+    """Records in the new file after its sync are flushed only in the old one."""
     monkeypatch.setattr(oplog, "MIN_COMPACTION_BYTES", 1000)
     for seed in range(20):
         simulated.disk.random.seed(seed)
@@ -291,7 +291,7 @@ async def test_a_flush_that_fails_while_the_disk_recovers_is_not_made_good_by_th
 
 
 async def test_a_copy_of_the_leaders_log_leaves_nothing_in_doubt(tmp_path: Path) -> None:
-    """What this master's own log lacked does not matter any more: it may lead with the copy."""
+    """The gaps of this master's own log no longer matter: it may lead with the snapshot."""
     disk, leader = SimDirectory(Random(1)), Voice(SETTINGS)
     leader.mount(size_bytes=1 << 20)
     kept = Oplog(tmp_path / "log", directory=disk, boot="before")

@@ -1,4 +1,4 @@
-"""Small puts in one step: what PutStart and PutEnd would say of them, said at once."""
+"""Small puts in one step, with the checks of PutStart and PutEnd."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mooncake.store import messages as m
 from mooncake.store.master.log_records import ObjectReadable
 from mooncake.store.master.master import Master
 from tests.store.conftest import GRACE_S, LEASE_S, PUT_S, SETTINGS, Voice
-from tests.store.master.test_preallocation import advance, places
+from tests.store.master.test_preallocation import places, preallocated
 
 POOL = 65536
 SIZE = 100
 
 
 class Writer:
-    """A client that has pieces and says what it has written into them."""
+    """A client that has pieces and reports what it has written into them."""
 
     def __init__(self, voice: Voice, num_pieces: int = 4) -> None:
         self.voice = voice
         voice.mount("a", POOL)
-        given = advance(voice, num_pieces)
+        given = preallocated(voice, num_pieces)
         assert given is not None
         self.given = given
         voice.keep_alive(0.0)

@@ -1,4 +1,4 @@
-"""Policies of a put: replicas, places, pins, durability, replacing. Times as in ``test_master.py``."""
+"""Policies of a put: replicas, places, pins, durability, replacement. Times as in ``test_master.py``."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_an_object_outlives_all_its_nodes_but_one(voice: Voice) -> None:
 
 
 def test_an_object_put_twice_leaves_memory_altogether(voice: Voice) -> None:
-    """One replica left would look like two to who asked for two."""
+    """One replica left would look like two to a client that requested two."""
     voice.mount("a", 2048)
     voice.mount("b", 2048, host="other")
     voice.put("k", policy=TWO)
@@ -294,7 +294,7 @@ def test_a_durable_put_is_answered_when_it_is_on_ssd() -> None:
     (answer,) = nodes.late.pop("end")
     assert answer.outcomes[0] is True and answer.outcomes[1].code == "expired"
     assert nodes.late.pop("again") == [m.Outcomes([False])]
-    assert nodes.end("k", place.object_id) is False, "it is there, so nobody waits"
+    assert nodes.end("k", place.object_id) is False, "it is there, so no request waits"
 
 
 def test_without_an_ssd_a_durable_put_is_refused() -> None:
@@ -351,8 +351,8 @@ def replaced(nodes: Nodes, ssd: Place) -> tuple[int, int]:
     return place.object_id, again.object_id
 
 
-def told(nodes: Nodes, ssd: Place) -> None:
-    """The node has heard of what went."""
+def notified(nodes: Nodes, ssd: Place) -> None:
+    """The node has received the removals."""
     ssd.poll()
     nodes.wait(0.1)
     ssd.answered()
@@ -382,7 +382,7 @@ def test_the_old_one_goes_when_the_new_one_is_on_ssd() -> None:
     _, new = replaced(nodes, ssd)
     ssd.work()
     assert nodes.late.pop("end") == [m.Outcomes([True])]
-    told(nodes, ssd)
+    notified(nodes, ssd)
     assert ssd.held.keys() == {new}
     for records in (nodes.records, nodes.master.snapshot()):
         assert successor_of(nodes, records).objects.readable["k"].object_id == new
@@ -408,7 +408,7 @@ def test_both_go_when_the_key_is_removed() -> None:
     _, ssd = with_ssd(nodes)
     replaced(nodes, ssd)
     assert nodes.remove("k", force=True) is True
-    told(nodes, ssd)
+    notified(nodes, ssd)
     assert nodes.find("k") is None and not ssd.held
     for records in (nodes.records, nodes.master.snapshot()):
         assert "k" not in successor_of(nodes, records).objects.readable
@@ -436,7 +436,7 @@ def test_a_plain_put_replaces_both() -> None:
     place = nodes.start("k", host="a", replace=True).reserved[0]
     assert place is not None
     assert nodes.end("k", place.object_id) is True
-    told(nodes, ssd)
+    notified(nodes, ssd)
     assert not ssd.held
     assert successor_of(nodes, nodes.records).objects.readable["k"].object_id == place.object_id
     nodes.lose(memory.connection)
@@ -461,7 +461,7 @@ def test_what_was_set_aside_may_be_lost_as_well() -> None:
 @pytest.mark.parametrize("name", ["bank\0g", "\0", "x" * 1025])
 @pytest.mark.parametrize("what", ["group", "parent"])
 def test_a_group_or_parent_with_a_nul_is_refused(voice: Voice, what: str, name: str) -> None:
-    """It would be another tenant's: its leases and its evictions are no stranger's business."""
+    """It would be another tenant's, whose leases and evictions it must not affect."""
     voice.mount(size_bytes=65536)
     voice.put("k", tenant="bank", group="g")
     more: dict[str, Any] = {"group": name} if what == "group" else {"parents": [name]}
@@ -484,7 +484,7 @@ def test_a_small_put_in_one_step_is_refused_the_same(voice: Voice) -> None:
     assert not voice.master.objects.groups
 
 
-def test_a_copy_of_anothers_object_cannot_be_asked_for(voice: Voice) -> None:
+def test_a_copy_of_another_tenants_object_cannot_be_requested(voice: Voice) -> None:
     voice.mount()
     voice.mount("b", host="other")
     voice.put("k", tenant="bank")

@@ -1,4 +1,4 @@
-"""What a durable put owes its caller while memory is full of what is on its way to SSD."""
+"""Durable puts while memory is full of objects that are being copied to SSD."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Scene:
         return replies[0] if replies else None
 
     def copy_one(self) -> None:
-        """One object more comes to the SSD."""
+        """Copy one more object to the SSD."""
         (task, *_) = self.tasks
         self.tasks.remove(task)
         self.ssd.held[task.entry.object_id] = task.entry
@@ -108,7 +108,7 @@ def test_no_longer_than_leaves_time_for_writing() -> None:
     assert scene.answer("k") is not None
 
 
-def test_it_is_refused_when_nothing_is_on_its_way_any_more() -> None:
+def test_it_is_refused_when_nothing_is_on_its_way() -> None:
     scene = Scene()
     scene.nodes.find("a")
     for key in "bcd":
@@ -123,7 +123,7 @@ def test_it_is_refused_when_nothing_is_on_its_way_any_more() -> None:
 
 
 @pytest.mark.parametrize("wait_s", [0.0, -1.0, float("nan")])
-def test_who_does_not_want_to_wait_is_told_at_once(wait_s: float) -> None:
+def test_a_put_without_waiting_time_is_refused_at_once(wait_s: float) -> None:
     scene = Scene()
     scene.poll()
     scene.start("k", wait_s=wait_s)
@@ -132,7 +132,7 @@ def test_who_does_not_want_to_wait_is_told_at_once(wait_s: float) -> None:
     assert "try again" in started.refusals[0].reason
 
 
-def test_where_waiting_would_not_help_nobody_waits() -> None:
+def test_where_waiting_would_not_help_no_put_waits() -> None:
     scene = Scene()
     scene.poll()
     while scene.tasks:

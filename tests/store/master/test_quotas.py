@@ -41,7 +41,7 @@ def test_memory_is_counted_for_each_replica(voice: Voice) -> None:
     assert quotas(voice) == {}
 
 
-def test_a_tenant_over_its_quota_evicts_its_own_and_nobody_elses(voice: Voice) -> None:
+def test_a_tenant_over_its_quota_evicts_only_its_own(voice: Voice) -> None:
     voice.mount(size_bytes=65536)
     voice.say(m.SetQuota("red", 2500))
     voice.put("x")

@@ -1,4 +1,4 @@
-"""Accounts of tenants: what counts, who is a victim, who is forgotten."""
+"""Accounts of tenants: what is counted, which objects are victims, which accounts are removed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_victims_are_its_own_the_least_recently_used_first(book: Book) -> None:
     later = book.put("later")
     later.lease_until = 45.0
     assert book.victims() == ["new", "later", "old"]
-    assert book.victims() == ["new", "later", "old"], "to be asked is not to be taken"
+    assert book.victims() == ["new", "later", "old"], "an unused victim stays"
     assert book.victims(now=44.0) == ["new"], "the others are leased"
     book.remove(new)
     assert book.victims() == ["later", "old"] and other.is_readable
@@ -162,7 +162,7 @@ def test_names(tenant: str, is_one: bool) -> None:
 
 
 def test_an_object_that_was_lost_and_comes_back_is_entered_beside_its_former_self() -> None:
-    """It has the id that it had, and nothing else by which two of them could be put in order."""
+    """It has its former id, and nothing else by which the two entries could be ordered."""
     tenants = Tenants()
     tenants.set_quota("red", 1000, [])
     account = tenants.account_of(scoped("red", "k"))

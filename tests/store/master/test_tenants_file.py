@@ -1,4 +1,4 @@
-"""The file of quotas: what it says, what is wrong with it, and that it follows what is set."""
+"""The file of quotas: its content, its errors, and that it follows changes."""
 
 from __future__ import annotations
 
