@@ -95,7 +95,6 @@ CORES = {
     "store.master.objects",
     "store.client.operations",
     "store.master.key_patterns",
-    "store.master.pins",
     "store.master.put_queue",
     "store.master.verification",
     "store.master.key_scans",

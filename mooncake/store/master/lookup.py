@@ -1,9 +1,10 @@
-"""The master's handlers for readers: locations of objects, and leases on them."""
+"""The master's handlers for readers: locations of objects, and the leases and pins that keep them."""
 
 from __future__ import annotations
 
 import msgspec
 
+from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
@@ -13,7 +14,7 @@ from mooncake.types import Tier
 
 
 class LookupRequests:
-    """Answers LookupObjects, Exists and Renew."""
+    """Answers LookupObjects, Exists, Renew and Pin."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -90,6 +91,19 @@ class LookupRequests:
                 self._catalog.renew(stored, lease_until)
                 flags[index] = 1
         return m.Flags(self._catalog.settings.lease_s, bytes(flags))
+
+    def pin(self, message: m.Pin, _: Received, now: float) -> m.Outcomes | Failure:
+        ttl_s = message.ttl_s
+        if ttl_s is not None and not ttl_s >= 0:
+            return Failure("invalid_argument", f"pin: ttl_s {ttl_s}; at least 0")
+        soft_until = now + min(ttl_s, self._catalog.settings.max_pin_s) if ttl_s else 0.0
+        outcomes: list[bool | Refusal] = []
+        for key in scoped_all(message.tenant, message.keys):
+            stored = self._catalog.objects.readable.get(key)
+            if stored is not None:
+                self._catalog.pin(stored, is_hard=ttl_s is None, soft_until=soft_until, now=now)
+            outcomes.append(stored is not None)
+        return m.Outcomes(outcomes)
 
 
 def _keeps(stored: StoredObject, replica: m.Replica) -> bool:

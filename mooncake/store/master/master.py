@@ -44,7 +44,6 @@ from mooncake.store.master.log_records import Doubt, Record
 from mooncake.store.master.lookup import LookupRequests
 from mooncake.store.master.nodes import NodeRequests
 from mooncake.store.master.objects import Objects
-from mooncake.store.master.pins import PinRequests
 from mooncake.store.master.preallocated_put import PreallocatedPuts
 from mooncake.store.master.preallocation import Preallocations
 from mooncake.store.master.put import PutRequests
@@ -105,7 +104,7 @@ class Master:
         self.introspection = introspection = Introspection(
             self.catalog, self._key_scans, self.verification.reporters
         )
-        pins, quotas = PinRequests(self.catalog), QuotaRequests(self.catalog)
+        quotas = QuotaRequests(self.catalog)
         self._replay = LogReplay(self.catalog)
         self._soonest = -math.inf
         """The deadline after the last event; -inf before the first one and after records were replayed."""
@@ -113,6 +112,7 @@ class Master:
             m.LookupObjects: lookup.lookup,
             m.Exists: lookup.exists,
             m.Renew: lookup.renew,
+            m.Pin: lookup.pin,
             m.PutStart: put.put_start,
             m.PutWritten: preallocated_put.put_written,
             m.PutEnd: put.put_end,
@@ -121,7 +121,6 @@ class Master:
             m.RemoveMatching: remove.remove_matching,
             m.DropReplicas: remove.drop_replicas,
             m.Corrupt: self.verification.corrupt,
-            m.Pin: pins.pin,
             m.DescribeSegments: nodes.describe,
             m.Mount: nodes.mount,
             m.ReportContents: nodes.report,
