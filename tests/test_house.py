@@ -99,7 +99,6 @@ CORES = {
     "store.master.verification",
     "store.master.key_scans",
     "store.master.placement",
-    "store.master.quotas",
     "store.master.lookup",
     "store.master.log_records",
     "store.master.remove",

@@ -1,4 +1,4 @@
-"""The master's handlers for operators and dashboards: contents and their histories."""
+"""The master's handlers for operators and dashboards: contents, their histories, and tenants' quotas."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import cast
 
+from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import Received
 from mooncake.store.master.key_scans import KeyScans
+from mooncake.store.master.log_records import QuotaSet
 from mooncake.store.master.objects import StoredObject, scoped, scoped_all, split_scoped
+from mooncake.store.master.tenants import check_tenant
 from mooncake.types import ObjectKey
 
 
@@ -85,6 +88,33 @@ class Introspection:
             for key in scoped_all(message.tenant, message.keys)
         )
         return m.Inspected([None if stored is None else _status(stored, now) for stored in found])
+
+
+class QuotaRequests:
+    """Answers SetQuota and AskQuotas."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def set_quota(self, message: m.SetQuota, _: Received, now: float) -> m.Quotas | m.RefusedReply:
+        tenant = "" if message.tenant == "default" else message.tenant
+        refusal = check_tenant(tenant)
+        if refusal is not None:
+            return m.RefusedReply(refusal)
+        if message.size_bytes is not None and message.size_bytes < 0:
+            return m.RefusedReply(
+                Refusal("invalid_size", f"a quota of {message.size_bytes} bytes; at least 0")
+            )
+        readable = self._catalog.objects.readable.values()
+        self._catalog.tenants.set_quota(tenant, message.size_bytes, readable)
+        self._catalog.records.append(QuotaSet(tenant, message.size_bytes))
+        return self._quotas()
+
+    def ask(self, _: m.AskQuotas, __: Received, now: float) -> m.Quotas:
+        return self._quotas()
+
+    def _quotas(self) -> m.Quotas:
+        return m.Quotas([account.status() for account in self._catalog.tenants.accounts.values()])
 
 
 def _status(stored: StoredObject, now: float) -> m.ObjectStatus:

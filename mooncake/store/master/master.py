@@ -37,7 +37,7 @@ from mooncake.store.master.effects import (
 from mooncake.store.master.eviction import Eviction
 from mooncake.store.master.free_space import FreeSpace
 from mooncake.store.master.hot_replicas import HotReplicas
-from mooncake.store.master.introspection import Introspection
+from mooncake.store.master.introspection import Introspection, QuotaRequests
 from mooncake.store.master.jobs import Jobs
 from mooncake.store.master.key_scans import KeyScans
 from mooncake.store.master.log_records import Doubt, Record
@@ -48,7 +48,6 @@ from mooncake.store.master.preallocated_put import PreallocatedPuts
 from mooncake.store.master.preallocation import Preallocations
 from mooncake.store.master.put import PutRequests
 from mooncake.store.master.put_queue import PutQueue
-from mooncake.store.master.quotas import QuotaRequests
 from mooncake.store.master.remove import RemoveRequests
 from mooncake.store.master.replay import LogReplay
 from mooncake.store.master.request_counters import RequestCounters
