@@ -115,7 +115,6 @@ CORES = {
     "store.master.request_counters",
     "store.master.tenants",
     "store.master.put",
-    "store.master.preallocated_put",
     "conductor.admission.controller",
     "conductor.index.inferred_blocks",
     "conductor.index.hot_prefixes",

@@ -44,9 +44,8 @@ from mooncake.store.master.log_records import Doubt, Record
 from mooncake.store.master.lookup import LookupRequests
 from mooncake.store.master.nodes import NodeRequests
 from mooncake.store.master.objects import Objects
-from mooncake.store.master.preallocated_put import PreallocatedPuts
 from mooncake.store.master.preallocation import Preallocations
-from mooncake.store.master.put import PutRequests
+from mooncake.store.master.put import PreallocatedPuts, PutRequests
 from mooncake.store.master.put_queue import PutQueue
 from mooncake.store.master.remove import RemoveRequests
 from mooncake.store.master.replay import LogReplay
