@@ -81,6 +81,7 @@ CORES = {
     "store.ha.election",
     "store.node.task_agent",
     "store.master.eviction",
+    "store.ha.messages",
     "store.ha.standby_replication",
     "files.frames",
     "store.client.grants",

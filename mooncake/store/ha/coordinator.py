@@ -38,7 +38,8 @@ from mooncake.store.ha.election import (
     Standby,
     StepDown,
 )
-from mooncake.store.ha.standby_replication import ANSWER_S, RETRY_S, Followed, StandbyCursor
+from mooncake.store.ha.messages import Followed
+from mooncake.store.ha.standby_replication import ANSWER_S, RETRY_S, StandbyCursor
 
 if TYPE_CHECKING:
     from mooncake.store.ha.lease_store import LeaseStore  # which brings transfer, and takes long to load

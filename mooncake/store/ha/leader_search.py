@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from mooncake.errors import DeadlineExceeded, MooncakeError
-from mooncake.store.ha.standby_replication import Leads
+from mooncake.store.ha.messages import Leads
 
 PROBE_S = 1.0
 """How long one of several masters may take to name the leader."""

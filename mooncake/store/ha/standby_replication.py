@@ -14,10 +14,8 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import msgspec
-
-from mooncake.security.principal import EVERYBODY, NODES, Level
 from mooncake.store.ha.election import Standby
+from mooncake.store.ha.messages import Follow, Followed
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import Reply
 from mooncake.store.master.log_records import Record
@@ -33,44 +31,6 @@ ANSWER_S = 4 * IDLE_S
 """How long a leader may take to answer a Follow, which it does every ``IDLE_S``."""
 RETRY_S = 0.1
 """How long a standby that has lost its leader waits before it tries again."""
-
-
-class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
-    """A standby has everything up to ``have`` of ``session`` (0: nothing) and wants what comes next."""
-
-    standby: str
-    address: str
-    term: int
-    session: int
-    have: int
-
-
-class Followed(msgspec.Struct, frozen=True, array_like=True, tag="followed"):
-    """With these records, the standby has everything up to ``number``, if ``is_complete``.
-
-    A ``session`` other than the requested one means that a new snapshot begins.
-    """
-
-    session: int
-    number: int
-    records: list[Record]
-    is_complete: bool
-
-
-class WhoLeads(msgspec.Struct, frozen=True, array_like=True, tag="who_leads"):
-    """Any client may send this to any master."""
-
-
-class Leads(msgspec.Struct, frozen=True, array_like=True, tag="leads"):
-    address: str
-    """Address of the leader; "" when it is not known."""
-    term: int
-    is_here: bool
-    """The master that answers is the leader."""
-
-
-ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {Follow: NODES, WhoLeads: EVERYBODY}
-"""Like ``messages.ACCESS``: a standby gets a copy of the whole state, and replies wait for it."""
 
 
 class StandbyCursor:

@@ -14,7 +14,7 @@ from mooncake.errors import NotLeader, Unavailable
 from mooncake.metrics import page, registry
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
-from mooncake.store.ha.standby_replication import Leads, WhoLeads
+from mooncake.store.ha.messages import Leads, WhoLeads
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 

@@ -9,7 +9,8 @@ import pytest
 
 from mooncake.store import messages as m
 from mooncake.store.ha.election import Standby
-from mooncake.store.ha.standby_replication import IDLE_S, Follow, Followed, StandbyReplicator
+from mooncake.store.ha.messages import Follow, Followed
+from mooncake.store.ha.standby_replication import IDLE_S, StandbyReplicator
 from mooncake.store.master.effects import AppendRecords, Received, Reply
 from mooncake.store.master.log_records import ObjectGone, ObjectReadable, Record
 from mooncake.store.master.master import Master
