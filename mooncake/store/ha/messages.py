@@ -48,5 +48,5 @@ class Leads(msgspec.Struct, frozen=True, array_like=True, tag="leads"):
 
 
 ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {Follow: NODES, WhoLeads: EVERYBODY}
-"""Clients that may send each message, as in ``store.messages.ACCESS``. ``Follow`` is for nodes only: a standby
-gets a copy of the whole state, and replies wait for it."""
+"""Permitted senders of each request, as in ``store.messages.ACCESS``. Only nodes may follow: a standby gets
+a copy of the whole state, and replies wait for it."""

@@ -29,5 +29,5 @@ def test_a_message_is_decoded_as_it_was_encoded(message: msgspec.Struct) -> None
 
 
 def test_only_nodes_may_copy_the_state_and_every_client_may_ask_for_the_leader() -> None:
-    assert ha_messages.ACCESS == {Follow: NODES, WhoLeads: EVERYBODY}
+    assert ha_messages.ACCESS[Follow] == NODES and ha_messages.ACCESS[WhoLeads] == EVERYBODY
     assert not ha_messages.ACCESS.keys() & m.ACCESS.keys()
