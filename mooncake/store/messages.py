@@ -77,7 +77,7 @@ class PreallocatedSpace(msgspec.Struct, frozen=True, array_like=True):
 
     advance_id: int
     put_s: float
-    """Writing must stop so many seconds after the request."""
+    """Seconds after the request at which writing must stop."""
     size_bytes: int
     """Size of each piece."""
     replicas: list[Replica]
@@ -106,14 +106,14 @@ class PutStart(msgspec.Struct, frozen=True, array_like=True, tag="put_start"):
     """Replace an object that exists; readers see the old one until put-end."""
     tenant: str = ""
     num_pieces: int = 0
-    """Also preallocate so many pieces, for ``PutWritten``."""
+    """Number of pieces to preallocate as well, for ``PutWritten``."""
     piece_bytes: int = 0
     wait_s: float = 0.0
-    """Without room, wait so long for space that demotions to SSD are about to free."""
+    """Seconds to wait, without room, for space that demotions to SSD are about to free."""
 
 
 class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"):
-    """``put_s``: writing must stop so many seconds after the request."""
+    """``put_s``: seconds after the request at which writing must stop."""
 
     put_s: float
     reserved: list[Reserved | None]
@@ -143,7 +143,7 @@ class PutWritten(msgspec.Struct, frozen=True, array_like=True, tag="put_written"
     parents: list[str] = []
     tenant: str = ""
     num_pieces: int = 0
-    """Preallocate so many more pieces."""
+    """Number of further pieces to preallocate."""
     piece_bytes: int = 0
 
 
@@ -192,7 +192,7 @@ class LookupObjects(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
 
 
 class LookupReply(msgspec.Struct, frozen=True, array_like=True, tag="found"):
-    """``lease_s``: the bytes must not be accessed later than so many seconds after the request."""
+    """``lease_s``: seconds after the request from which on the bytes must not be accessed."""
 
     lease_s: float
     objects: list[Stored | None]
@@ -258,7 +258,7 @@ class Pin(msgspec.Struct, frozen=True, array_like=True, tag="pin"):
 
     keys: list[str]
     ttl_s: float | None
-    """None: hard, until unpinned or removed; 0: unpin; otherwise soft for so many seconds from now."""
+    """None: hard, until unpinned or removed; 0: unpin; otherwise soft for this number of seconds."""
     tenant: str = ""
 
 

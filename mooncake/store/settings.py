@@ -54,7 +54,7 @@ class MasterSettings:
     "`host:port` at which clients, nodes and standbys reach this master; empty takes `host` and the port."
 
     election_lease_s: Annotated[float, msgspec.Meta(ge=0.2, le=60)] = 2.0
-    "Seconds that a leader leads without renewal; a standby takes over when so much time has passed."
+    "Seconds that a leader leads without renewal; after them a standby takes over."
 
     standby_ack_s: Seconds = 1.0
     "Seconds that an answer waits for a standby; a slower one is removed from the list before it is sent."

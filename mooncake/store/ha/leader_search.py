@@ -16,7 +16,7 @@ PROBE_S = 1.0
 PAUSE_S = 0.05
 """Pause between two rounds over all addresses."""
 DOUBT_S = 3.0
-"""After so long without an answer, the others are asked whether the leader has changed."""
+"""Time without an answer until the other masters are queried for a new leader."""
 
 
 class LeaderHint(Protocol):

@@ -216,7 +216,7 @@ class BlockingMasterClient:
 class AsyncMasterClient:
     """Calls the leading master, from a loop: an ``AsyncClient`` with a ``MasterResolver`` for its address.
 
-    ``doubt_s``: after so long without an answer it checks whether the leader has changed; infinite where
+    ``doubt_s``: time without an answer until it checks whether the leader has changed; infinite where
     answers may take long, and the caller detects a lost leader in another way.
     """
 

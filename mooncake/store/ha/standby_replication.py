@@ -22,11 +22,11 @@ from mooncake.store.master.log_records import Record
 from mooncake.store.master.snapshot import Snapshot
 
 MAX_RECORDS = 4000
-"""At most so many records in one answer."""
+"""Maximum number of records in one answer."""
 MAX_CHECKSUM_BYTES = 8 << 20
-"""At most so many bytes in an answer with several records: checksums are the only part that may be large."""
+"""Maximum size of the checksums in an answer with several records: no other part may be large."""
 IDLE_S = 0.5
-"""A standby is answered after so long even without records, so that both sides notice a lost peer."""
+"""Time after which a standby gets an answer without records, so that both sides notice a lost peer."""
 ANSWER_S = 4 * IDLE_S
 """How long a leader may take to answer a Follow, which it does every ``IDLE_S``."""
 RETRY_S = 0.1

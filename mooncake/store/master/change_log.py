@@ -67,7 +67,7 @@ class ChangeLog:
         return self.first == seen + 1
 
     def miss(self, seen: int) -> None:
-        """Skip so many numbers that a node that has noted ``seen`` must notice."""
+        """Skip enough numbers for a node that has noted ``seen`` to notice a gap."""
         self.first = seen + 2
 
     def take(self, limit: int) -> list[SegmentEntry | int]:

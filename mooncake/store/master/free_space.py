@@ -24,7 +24,7 @@ class FreeSpace:
         self._unwatched_bytes = 0
         self._watch_bytes = 0.0
         """Adding up a thousand nodes for every put would cost more than the put, so the watermark is
-        checked once so many bytes were allocated."""
+        checked when that many bytes have been allocated."""
 
     def make_room(
         self, size_bytes: int, num_replicas: int, placement: SegmentPlacement, account: Account, now: float

@@ -26,7 +26,7 @@ MAX_KEYS = 8192
 COOL_SHARE = 0.5
 """Share of ``hot_uses_per_s`` per replica below which an object is cool."""
 COOL_LOOKS = 10
-"""So many in a row, and the replicas are removed."""
+"""Consecutive checks that find an object cool before its extra replicas are removed."""
 
 
 @dataclasses.dataclass(slots=True)

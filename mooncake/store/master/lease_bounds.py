@@ -37,7 +37,7 @@ class LeaseBounds:
 
     @property
     def rest_s(self) -> float:
-        """After so long every promise of any of them has expired."""
+        """Duration after which every promise of any of them has expired."""
         return max(self._own[1], self._known[1])
 
     def applied(self, record: LineBegan) -> None:

@@ -37,7 +37,7 @@ GONE_DELAY_S = 0.002
 """The same if an object was removed: its space is reused, and until the node has noted that, a master that
 has only the journals would take the old object to be there."""
 MAX_CHANGES = 4096
-"""At most so many changes in one answer."""
+"""Maximum number of changes in one answer."""
 MAX_ATTEMPTS = 3
 MAX_GIVEN_UP = 4096
 LOOK_S = 1.0

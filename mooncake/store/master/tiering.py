@@ -44,7 +44,7 @@ WORTH_WHILE = 16
 MAX_WAITING = 4096
 """Demotions queued for one SSD; later ones wait for the next search."""
 MAX_VICTIMS = 64
-"""At most so many replicas leave memory for one promotion."""
+"""Maximum number of replicas that leave memory for one promotion."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -51,7 +51,7 @@ BYTES_PER_S = 64 << 20
 BURST_S = 4.0
 """How far that rate may be exceeded in advance."""
 WAIT_S = 60.0
-"""After so long a check that was not sent is given up."""
+"""Age at which a check that was not sent is given up."""
 CHECK_S = 30.0
 """How long the node may take to answer."""
 VERIFIED_S = 60.0

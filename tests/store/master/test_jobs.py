@@ -115,7 +115,7 @@ def test_a_drained_segment_takes_nothing_and_is_empty_in_the_end(nodes: Nodes) -
     assert (job.kind, job.about, job.num_left) == ("drain", "a", 6)
     nodes.put("q", host="a")
     assert where(nodes, "q") != ["a"]
-    assert len(b.poll()) + len(c.poll()) == 2, "so many at a time"
+    assert len(b.poll()) + len(c.poll()) == 2, "the limit at a time"
     live(nodes, 8.0, a, b, c)
     done = ask(nodes, m.AskJob(job.job_id))
     assert (done.state, done.num_done, done.num_left) == ("running", 0, 6), "those two were forgotten"
