@@ -201,7 +201,7 @@ class Election:
         self._seen_at = 0.0
         """When exactly these bytes were first seen."""
         self._has_looked = False
-        self._must_look = True
+        self._must_read = True
         self._acts_until = -math.inf
         self._is_leading = False
         self._resigns_until: float | None = None
@@ -236,16 +236,16 @@ class Election:
         if self._is_leading and now >= self._acts_until:
             effects += self._step_down("the lease could not be renewed in time", now)
         if isinstance(event, LeaseRead):
-            self._pending, self._must_look = None, False
+            self._pending, self._must_read = None, False
             effects += self._seen(event.content, now)
         elif isinstance(event, CompareAndSetDone):
             effects += self._swapped(event.is_done, now)
         elif isinstance(event, NoAnswer):
-            self._pending, self._must_look = None, True
+            self._pending, self._must_read = None, True
             self._next_at = now + self._lease_s / 20
             self._log(now, f"no answer: {event.reason}")
         elif isinstance(event, LeaderLost):
-            self._must_look, self._next_at = not self._is_leading, now
+            self._must_read, self._next_at = not self._is_leading, now
         elif isinstance(event, InSync):
             self._wanted = list(event.standbys)
             self._wait(now)
@@ -279,7 +279,7 @@ class Election:
     # What to do while no request is pending
 
     def _act(self, now: float) -> list[Effect]:
-        if self._must_look:
+        if self._must_read:
             return self._request(ReadLease(), now)
         if self._resigns_until is not None:
             return self._hand_over(now)
@@ -362,7 +362,7 @@ class Election:
             record = None if content is None else decode_lease(content)
         except msgspec.MsgspecError as error:
             self._log(now, f"a record that can't be read: {error}")
-            self._must_look, self._next_at = True, now + self._lease_s
+            self._must_read, self._next_at = True, now + self._lease_s
             return effects
         was, known_before = self.record, self._content
         if content != known_before or not self._has_looked:
@@ -387,10 +387,10 @@ class Election:
         if not is_done:
             # Another master was quicker; or the service applied the first of two tries, and this is the
             # second.
-            self._must_look, self._next_at = True, now
+            self._must_read, self._next_at = True, now
             return []
         self._content, self.record, self._seen_at = swap.new, decode_lease(swap.new), now
-        self._must_look = False
+        self._must_read = False
         self._open_lists = []  # the others were about a record that no longer exists
         if self.record.leader != self.me.id:
             named = Standby(self.record.leader, self.record.address) if self.record.leader else None
@@ -415,7 +415,7 @@ class Election:
     def _step_down(self, reason: str, now: float) -> list[Effect]:
         self._is_leading = False
         self._acts_until = -math.inf
-        self._must_look, self._next_at = True, now
+        self._must_read, self._next_at = True, now
         self._log(now, f"steps down: {reason}")
         return [StepDown(reason)]
 

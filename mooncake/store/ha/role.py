@@ -112,7 +112,7 @@ class MasterRole:
         """Stop answering; returns the held replies, whose content is not certain."""
         self.is_leading = False
         followers, self.followers = self.followers, None
-        return followers.take_back() if followers is not None else []
+        return followers.withdraw() if followers is not None else []
 
     def carry_out(self, effect: Reply | AppendRecords, now: float) -> list[Reply]:
         """Carry out one of the master's effects, in their order; returns what may be sent now.

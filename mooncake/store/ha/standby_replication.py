@@ -152,7 +152,7 @@ class StandbyReplicator:
             replies.append(self._held.popleft()[2])
         return replies
 
-    def take_back(self) -> list[Reply]:
+    def withdraw(self) -> list[Reply]:
         """Return the held replies, which will not be sent."""
         held, self._held = self._held, deque()
         return [reply for _, _, reply in held]

@@ -20,12 +20,12 @@ from mooncake.store.master.segments import Segment
 from mooncake.store.master.tasks import PlannedCopy, Tasks
 from mooncake.types import Tier
 
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 MAX_KEYS = 8192
 """Keys examined each time."""
 COOL_SHARE = 0.5
 """Share of ``hot_uses_per_s`` per replica below which an object is cool."""
-COOL_LOOKS = 10
+COOL_CHECKS = 10
 """Consecutive checks that find an object cool before its extra replicas are removed."""
 
 
@@ -47,15 +47,17 @@ class HotReplicas:
         self._uses: dict[int, int] = {}
         """Number of lookups of each object on the lists of the last examination, by object id."""
         self._hot: dict[int, _HotObject] = {}
-        self._looked_at = 0.0
+        self._checked_at = 0.0
 
     def deadline(self) -> float | None:
         is_idle = not (self._hot or self._catalog.recent)
-        return None if is_idle or not self._catalog.settings.hot_uses_per_s else self._looked_at + LOOK_S
+        if is_idle or not self._catalog.settings.hot_uses_per_s:
+            return None
+        return self._checked_at + CHECK_INTERVAL_S
 
     def expire(self, now: float) -> None:
-        elapsed_s = now - self._looked_at
-        self._looked_at = now
+        elapsed_s = now - self._checked_at
+        self._checked_at = now
         threshold = self._catalog.settings.hot_uses_per_s
         keys = dict.fromkeys(itertools.islice(itertools.chain(*self._catalog.recent), MAX_KEYS))
         self._catalog.recent.clear()
@@ -117,7 +119,7 @@ class HotReplicas:
         hot.num_uses = stored.num_uses
         is_cool = rate < COOL_SHARE * self._catalog.settings.hot_uses_per_s * (1 + len(hot.added))
         hot.num_cool = hot.num_cool + 1 if is_cool else 0
-        if hot.num_cool < COOL_LOOKS or self._tasks.of(stored):
+        if hot.num_cool < COOL_CHECKS or self._tasks.of(stored):
             return
         del self._hot[stored.object_id]
         for segment in hot.added:

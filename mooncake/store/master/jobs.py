@@ -36,7 +36,7 @@ SURVEY_OBJECTS = 4000
 """Objects examined per step; takes a few milliseconds."""
 SURVEY_S = 0.01
 """Pause between two such steps that found nothing to move."""
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 """Interval at which a drain checks for objects added or released meanwhile."""
 
 
@@ -132,7 +132,7 @@ class Jobs:
         """Running and ended jobs, oldest first."""
         self._drains: dict[int, DrainJob] = {}
         """Running drains."""
-        self._look_at = 0.0
+        self._check_at = 0.0
 
     # Requests
 
@@ -197,7 +197,7 @@ class Jobs:
             self._catalog.note("segment_draining", segment, job_id=job.job_id)
         self._add(job)
         self._drains[job.job_id] = job
-        self._look(job, now)
+        self._check_drain(job, now)
         return m.JobReply(job.status(now))
 
     def ask(self, message: m.AskJob, _: Received, now: float) -> m.JobReply | m.RefusedReply:
@@ -258,7 +258,7 @@ class Jobs:
             job.reason = str(refusal)
         if isinstance(job, DrainJob):
             # Continue at once after success; a failure may have come from the step that is running.
-            self._look_at = min(self._look_at, now if refusal is None else now + SURVEY_S)
+            self._check_at = min(self._check_at, now if refusal is None else now + SURVEY_S)
         else:
             self._end_if_over(job, now)
 
@@ -305,7 +305,7 @@ class Jobs:
 
     # Drains
 
-    def _look(self, job: DrainJob, now: float) -> None:
+    def _check_drain(self, job: DrainJob, now: float) -> None:
         """Continue: find the content, start as many moves as allowed, and check whether the job is over."""
         if job.unmounts_at is not None and job.unmounts_at <= now:
             self._unmount(job, "its grace is over", now)
@@ -320,7 +320,7 @@ class Jobs:
         if not job.waiting and not job.tasks:
             self._survey(job)
             if job.to_survey:
-                self._look_at = min(self._look_at, now + SURVEY_S)
+                self._check_at = min(self._check_at, now + SURVEY_S)
             elif not job.has_found and self._is_over(job, now):
                 return
         while job.waiting and len(job.tasks) < job.max_concurrency:
@@ -422,14 +422,14 @@ class Jobs:
     # A clock of the catalog
 
     def deadline(self) -> float | None:
-        return self._look_at if self._drains else None
+        return self._check_at if self._drains else None
 
     def expire(self, now: float) -> None:
-        self._look_at = now + LOOK_S
+        self._check_at = now + CHECK_INTERVAL_S
         for job in list(self._drains.values()):
-            self._look(job, now)
+            self._check_drain(job, now)
             if job.unmounts_at is not None:
-                self._look_at = min(self._look_at, job.unmounts_at)
+                self._check_at = min(self._check_at, job.unmounts_at)
 
     def check(self) -> None:
         for job_id, job in self._jobs.items():

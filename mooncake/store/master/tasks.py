@@ -40,7 +40,7 @@ MAX_CHANGES = 4096
 """Maximum number of changes in one answer."""
 MAX_ATTEMPTS = 3
 MAX_GIVEN_UP = 4096
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 """Interval of the check whether a segment can run its tasks now, or never will."""
 
 OnTaskEnd: TypeAlias = Callable[["PlannedCopy", Refusal | None, float], None]
@@ -120,7 +120,7 @@ class Tasks:
         """The same, for urgent changes."""
         self._ripe: dict[Segment, float] = {}
         """Segments whose Poll may be answerable, and since when."""
-        self._look_at: float | None = None
+        self._check_at: float | None = None
         self.checking: ReplicaVerifier | None = None
         """Its checks are sent along with tasks."""
 
@@ -186,7 +186,7 @@ class Tasks:
             return m.Polled(segment.changes.first, segment.changes.take(MAX_CHANGES), [])
         self._parked[segment] = _PendingPoll(event.origin, event.connection, max(0, message.max_tasks), now)
         self._ripe.setdefault(segment, now)
-        self._look_by(now)
+        self._check_by(now)
         return None
 
     def hurry(self, segment: Segment, now: float) -> None:
@@ -262,7 +262,7 @@ class Tasks:
         line = self._lines.setdefault(task.target, _SegmentQueue())
         (line.urgent if is_urgent else line.others)[task.task_id] = task
         self._ripe.setdefault(task.target, now)
-        self._look_by(now + LOOK_S)
+        self._check_by(now + CHECK_INTERVAL_S)
 
     def _start(self, task: PlannedCopy, parked: _PendingPoll, now: float) -> m.CopyTask | None:
         """Start the task; None if it is over."""
@@ -417,7 +417,7 @@ class Tasks:
 
     def deadline(self) -> float | None:
         # Called after every event of the master, so it allocates nothing.
-        soonest = math.inf if self._look_at is None else self._look_at
+        soonest = math.inf if self._check_at is None else self._check_at
         for instant in self._ripe.values():
             soonest = min(soonest, instant)
             break
@@ -434,8 +434,8 @@ class Tasks:
 
     def expire(self, now: float) -> None:
         poll_s = self._catalog.settings.poll_s
-        if self._look_at is not None and self._look_at <= now:
-            self._look(now)
+        if self._check_at is not None and self._check_at <= now:
+            self._check_queues(now)
         for queue in (self._soon, self._due):
             while queue and (first := next(iter(queue.items())))[1] <= now:
                 self._ripe.setdefault(first[0], now)
@@ -485,7 +485,7 @@ class Tasks:
                 tasks.append(started)
         return tasks
 
-    def _look(self, now: float) -> None:
+    def _check_queues(self, now: float) -> None:
         """Give up tasks that can't be started, so that none waits forever."""
         for segment in [*self._lines, *self._parked]:
             if not segment.is_mounted:
@@ -498,11 +498,11 @@ class Tasks:
                     self._give_up(task, Refusal("draining", f"{segment.name} takes nothing new"), now)
             if not (line.urgent or line.others or line.num_under_way):
                 del self._lines[segment]
-        self._look_at = now + LOOK_S if self._lines or self._parked else None
+        self._check_at = now + CHECK_INTERVAL_S if self._lines or self._parked else None
 
-    def _look_by(self, instant: float) -> None:
-        if self._look_at is None:
-            self._look_at = instant
+    def _check_by(self, instant: float) -> None:
+        if self._check_at is None:
+            self._check_at = instant
 
     def _unpark(self, segment: Segment) -> _PendingPoll | None:
         self._due.pop(segment, None)
@@ -527,7 +527,7 @@ class Tasks:
         for queue in (self._due, self._soon):
             assert queue.keys() <= self._parked.keys()
             assert list(queue.values()) == sorted(queue.values())
-        assert not (self._lines or self._parked) or self._look_at is not None
+        assert not (self._lines or self._parked) or self._check_at is not None
 
     def __repr__(self) -> str:
         return f"<Tasks {len(self._by_object)} objects, {len(self._under_way)} under way>"

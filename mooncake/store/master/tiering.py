@@ -34,7 +34,7 @@ from mooncake.store.master.segments import Segment
 from mooncake.store.master.tasks import PlannedCopy, Tasks
 from mooncake.types import Tier
 
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 """Interval of the check for new SSDs and for demotions to be retried."""
 SCAN_S = 0.02
 SCAN_OBJECTS = 10_000
@@ -98,7 +98,7 @@ class Tiering:
         self._owed: dict[int, StoredObject] = {}
         """Durable objects without a copy, by object id."""
         self._scans: deque[list[StoredObject]] = deque()
-        self._look_at = 0.0
+        self._check_at = 0.0
         self._frequency = Frequency()
         self.on_demoted: Callable[[], None] = lambda: None
         """Called when a demotion has ended, with or without success."""
@@ -153,7 +153,7 @@ class Tiering:
             home = self._homes.get(extent.segment)
             if home is not None:
                 if refusal is not None:
-                    home.blocked_until = now + LOOK_S
+                    home.blocked_until = now + CHECK_INTERVAL_S
                 self._relieve(home, now)
 
     def _count_planned(self, stored: StoredObject, sign: int) -> None:
@@ -186,7 +186,7 @@ class Tiering:
                 self._demote(stored, ssd, now)
                 excess_bytes -= stored.size_bytes
         if len(self._planned) == num_before:
-            home.blocked_until = now + LOOK_S
+            home.blocked_until = now + CHECK_INTERVAL_S
 
     def _ssd_of(self, memory: Segment) -> Segment | None:
         """The emptiest SSD of its node."""
@@ -306,7 +306,7 @@ class Tiering:
     # A clock of the catalog
 
     def deadline(self) -> float | None:
-        return self._look_at if self._catalog.segments.mounted else None
+        return self._check_at if self._catalog.segments.mounted else None
 
     def expire(self, now: float) -> None:
         if self._scans:
@@ -327,7 +327,7 @@ class Tiering:
                 self._relieve(home, now)
             elif not home.dirty_bytes:
                 del self._homes[home.segment]
-        self._look_at = now + (SCAN_S if self._scans else LOOK_S)
+        self._check_at = now + (SCAN_S if self._scans else CHECK_INTERVAL_S)
 
     def _scan(self, now: float) -> None:
         """Scan objects that were in memory before their node had an SSD, or before this master led."""

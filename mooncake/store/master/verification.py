@@ -57,7 +57,7 @@ CHECK_S = 30.0
 VERIFIED_S = 60.0
 """How long a replica that its node found right is not read again."""
 MAX_VERIFIED = 4096
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -125,7 +125,7 @@ class Verification:
         """Replicas found right by their nodes, and until when that result is valid."""
         self._reporters: dict[str, Reporter] = {}
         """Reporters, the latest last."""
-        self._look_at: float | None = None
+        self._check_at: float | None = None
         tasks.checking = self
 
     def reporters(self, now: float) -> list[m.ReporterStatus]:
@@ -179,8 +179,8 @@ class Verification:
         self._waiting.setdefault(extent.segment, {})[doubt.check_id] = doubt
         self._catalog.add_story(now, stored.key, "#{} on {} reported corrupt by {}", *place, reporter.name)
         self._tasks.hurry(extent.segment, now)
-        if self._look_at is None:
-            self._look_at = now + LOOK_S
+        if self._check_at is None:
+            self._check_at = now + CHECK_INTERVAL_S
         return True
 
     def _reporter(self, name: str, now: float) -> Reporter:
@@ -287,7 +287,7 @@ class Verification:
     # A clock of the catalog
 
     def deadline(self) -> float | None:
-        return self._look_at
+        return self._check_at
 
     def expire(self, now: float) -> None:
         for doubt in [one for one in self._doubts.values() if one.until <= now or not _is_there(one)]:
@@ -304,12 +304,12 @@ class Verification:
             del self._paid_until[segment]
         for segment in self._waiting:
             self._tasks.hurry(segment, now)
-        self._look_at = now + LOOK_S if self._doubts or self._paid_until else None
+        self._check_at = now + CHECK_INTERVAL_S if self._doubts or self._paid_until else None
 
     def check(self) -> None:
         assert len(self._reporters) <= MAX_REPORTERS and len(self._doubts) <= MAX_SUSPECTED_REPLICAS
         assert len(self._right) <= MAX_VERIFIED
-        assert self._look_at is not None or not self._doubts
+        assert self._check_at is not None or not self._doubts
         listed = 0
         for table, is_under_way in ((self._waiting, False), (self._under_way, True)):
             for segment, doubts in table.items():

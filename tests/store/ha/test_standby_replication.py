@@ -202,7 +202,7 @@ def test_what_is_taken_back_is_never_said() -> None:
     scene = Scene()
     scene.join()
     scene.do("a")
-    assert [reply.origin for reply in scene.followers.take_back()] == ["a"]
+    assert [reply.origin for reply in scene.followers.withdraw()] == ["a"]
     scene.wait(10 * ACK_S)
     assert scene.said == []
 

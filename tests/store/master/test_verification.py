@@ -133,7 +133,7 @@ def test_the_last_replica_goes_when_its_node_confirms_and_can_be_put_again() -> 
 def test_a_silent_node_confirms_nothing(segment: str) -> None:
     scene = Scene()
     assert scene.report(segment) is True
-    scene.live(v.WAIT_S + v.LOOK_S)
+    scene.live(v.WAIT_S + v.CHECK_INTERVAL_S)
     assert scene.nodes.where("k") == ["a", "a/ssd"]
     assert scene.reporters["bad"].num_unanswered == 1 and scene.nodes.master.counts.unverified_reports == 1
     assert [note.event for note in scene.nodes.notes].count("corruption_not_verified") == 1
@@ -144,7 +144,7 @@ def test_two_reporters_suffice_for_a_silent_node_where_another_replica_is_left()
     scene = Scene()
     for segment in ("a", "a/ssd"):
         assert scene.report(segment) is scene.report(segment, "another") is True
-    scene.live(v.WAIT_S + v.LOOK_S)
+    scene.live(v.WAIT_S + v.CHECK_INTERVAL_S)
     assert scene.nodes.where("k") == ["a/ssd"], "never what is on SSD"
 
 
@@ -152,7 +152,7 @@ def test_a_node_that_is_slow_to_answer_is_silent() -> None:
     scene = Scene()
     scene.report()
     (check,) = scene.poll(scene.ssd)
-    scene.live(v.CHECK_S + v.LOOK_S)
+    scene.live(v.CHECK_S + v.CHECK_INTERVAL_S)
     assert scene.nodes.master.counts.unverified_reports == 1
     scene.poll(scene.ssd, m.TaskDone(check.check_id, WRONG))
     assert scene.nodes.where("k") == ["a", "a/ssd"], "no check waits for that"
@@ -260,7 +260,7 @@ def test_a_segment_that_goes_takes_its_checks_along() -> None:
     scene.report("a")
     scene.nodes.say(m.Unmount("a", 7))
     scene.nodes.master.check()
-    scene.nodes.wait(2 * v.LOOK_S)
+    scene.nodes.wait(2 * v.CHECK_INTERVAL_S)
     scene.nodes.master.check()
     assert repr(scene.nodes.master.verification) == "<Verification 0 replicas to be read>"
 
