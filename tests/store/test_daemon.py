@@ -152,7 +152,7 @@ def test_the_environment_of_a_node_is_read() -> None:
         ("--capacity-dram 0.01 --host 0.0.0.0", "--insecure"),
     ],
 )
-def test_what_is_wrong_is_one_line(flags: str, why: str) -> None:
+def test_an_error_is_one_line(flags: str, why: str) -> None:
     words = [sys.executable, "-m", "mooncake", "daemon", *flags.split()]
     words += [] if "--port" in flags else ["--port", "0"]
     found = subprocess.run(words, capture_output=True, text=True, timeout=60)

@@ -235,7 +235,7 @@ def test_a_view_shows_the_bytes_and_keeps_its_lease(shared_store: Store) -> None
         assert data is None
 
 
-def test_a_view_whose_lease_is_lost_says_so(processes: Processes, store: Store) -> None:
+def test_leaving_a_view_whose_lease_was_lost_raises(processes: Processes, store: Store) -> None:
     store.put("viewed", b"x" * 1000)
     with pytest.raises(Unavailable, match="discard"), store.view("viewed") as data:
         assert data is not None

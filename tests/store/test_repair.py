@@ -65,7 +65,7 @@ def files(path: Path) -> dict[str, bytes]:
     return {str(one): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
 
 
-def test_a_plan_says_what_is_wrong_and_changes_nothing(oplog: Path, ssd: Path, tmp_path: Path) -> None:
+def test_a_plan_names_the_damage_and_changes_nothing(oplog: Path, ssd: Path, tmp_path: Path) -> None:
     before = files(tmp_path)
     for path in (oplog, ssd):
         what = plan(path)

@@ -83,7 +83,7 @@ async def test_a_closed_server_leaves_no_metrics(server: MasterServer, client: A
     assert page().decode().count("\nmooncake_store_objects ") == 1
 
 
-async def test_others_are_answered_while_a_master_walks(server: MasterServer) -> None:
+async def test_others_are_answered_during_a_key_scan(server: MasterServer) -> None:
     """Over the wire, with an expression that never ends in an engine that backtracks."""
     async with contextlib.AsyncExitStack() as stack:
         clients = [AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES) for _ in range(2)]

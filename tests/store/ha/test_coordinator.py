@@ -243,7 +243,7 @@ async def test_a_standby_writes_its_own_log(masters: Masters, tmp_path: Path) ->
     assert await num_found(client, 2) == 2
 
 
-async def test_one_that_never_caught_up_begins_with_nothing_in_the_end(masters: Masters) -> None:
+async def test_a_standby_that_never_caught_up_begins_empty_in_the_end(masters: Masters) -> None:
     first = await masters.start("one")
     await masters.leader()
     client = masters.client(first)

@@ -119,7 +119,7 @@ def test_a_listed_standby_takes_over_when_the_record_has_not_changed_for_a_lease
     assert one.election.eligible() == {"c": None}
 
 
-def test_one_that_is_not_listed_waits_longer_and_begins_with_nothing() -> None:
+def test_a_standby_that_is_not_listed_waits_longer_and_begins_empty() -> None:
     one = follower_of(A, C)
     assert one.wait(LEASE_S + ORPHAN_S - 0.3) == []
     assert one.wait(0.6) == [Lead(5, False)]
@@ -244,7 +244,7 @@ def test_a_listed_standby_whose_machine_went_down_has_not_everything() -> None:
     assert not [effect for effect in one.wait(LEASE_S + 1.0) if isinstance(effect, Lead)]
 
 
-def test_once_it_has_caught_up_it_has_everything() -> None:
+def test_a_standby_that_has_caught_up_has_everything() -> None:
     one = came_back_after_its_machine_went_down(led_by(B, A))
     one.post(CaughtUp())
     assert one.wait(LEASE_S + 0.3)[-1] == Lead(5, True)

@@ -14,7 +14,7 @@ class Known:
         self.master, self.hint = "a:1,b:1", hint
 
 
-def test_who_does_not_lead_names_who_does() -> None:
+def test_a_master_that_does_not_lead_names_the_leader() -> None:
     resolver = Known()
     search = LeaderSearch(resolver, "the master")
     search.begin_round(["a:1", "b:1"])
@@ -34,7 +34,7 @@ def test_no_address_is_queried_twice_in_a_round() -> None:
     assert search.next() is None
 
 
-def test_a_hint_that_does_not_answer_is_forgotten_and_the_failure_says_why() -> None:
+def test_a_hint_that_does_not_answer_is_dropped_and_the_failure_names_the_reason() -> None:
     resolver = Known("a:1")
     search = LeaderSearch(resolver, "the master")
     search.begin_round(["a:1"])

@@ -29,7 +29,7 @@ def store_at(url: str, cluster: str) -> LeaseStore:
     return make_lease_store(url, cluster)
 
 
-def test_only_who_knows_the_value_replaces_it(url: str) -> None:
+def test_a_swap_replaces_only_the_expected_value(url: str) -> None:
     one, other = store_at(url, "swap"), store_at(url, "swap")
     assert one.read() is None
     assert not one.swap(b"something", b"new")
@@ -42,7 +42,7 @@ def test_only_who_knows_the_value_replaces_it(url: str) -> None:
     assert store_at(url, "another").read() is None, "clusters don't share it"
 
 
-def test_of_many_at_once_one_wins(url: str) -> None:
+def test_one_of_many_concurrent_swaps_wins(url: str) -> None:
     won: list[int] = []
 
     def try_it(number: int) -> None:

@@ -77,7 +77,7 @@ async def test_every_form_leads_to_the_leader_and_to_its_successor(masters: Mast
     await asyncio.to_thread(blocking.close)
 
 
-async def test_a_leader_that_says_nothing_is_left_for_its_successor(masters: Masters) -> None:
+async def test_a_silent_leader_is_left_for_its_successor(masters: Masters) -> None:
     first, second = await masters.pair(standby_ack_s=60.0)
     rpc = AsyncMasterClient(f"{first.address},{second.address}", m.REPLIES, doubt_s=0.3)
     assert await keys(rpc) == m.Keys([])
@@ -128,7 +128,7 @@ def test_connecting_to_a_dead_master_fails_at_once() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["", "host", "a:1,b", "a:1,,b:2", "http://a:1", "etcd://a:b", "a:70000"])
-def test_what_names_no_master_is_refused_with_what_does(wrong: str) -> None:
+def test_an_invalid_address_is_refused_with_the_valid_forms(wrong: str) -> None:
     with pytest.raises(InvalidArgument):
         MasterResolver(wrong)
 

@@ -67,7 +67,7 @@ def test_a_master_alone_writes_down_then_answers() -> None:
     assert paper.records[1:] != []
 
 
-def test_nothing_is_said_after_a_record_could_not_be_written_down() -> None:
+def test_no_reply_is_sent_after_a_record_could_not_be_written_down() -> None:
     """Not even for records that could be written: behind half a record they would be lost."""
     role, paper = alone()
     paper.is_full = True
@@ -93,7 +93,7 @@ def test_a_copy_becomes_the_state_when_it_is_complete() -> None:
     assert list(follower.master.segments.mounted) == ["a"]
 
 
-def test_who_takes_over_without_having_everything_begins_with_nothing() -> None:
+def test_a_master_that_takes_over_without_everything_begins_empty() -> None:
     leader, paper = alone()
     ask(leader, MOUNT, 1.0)
     other = MasterRole(SETTINGS, (own := Paper()), lambda: 1 << 20)

@@ -81,7 +81,7 @@ class Scene:
         self.now = until
 
 
-def test_without_standbys_everything_is_said_at_once() -> None:
+def test_without_standbys_every_reply_is_sent_at_once() -> None:
     scene = Scene()
     scene.do("a")
     assert scene.said == ["a"] and scene.followers.deadline() is None
@@ -99,7 +99,7 @@ def test_what_follows_records_waits_for_the_standby() -> None:
     assert scene.said == ["a", "b"] and scene.followers.lag == 0
 
 
-def test_one_that_comes_while_much_is_said_is_listed_only_with_all_of_it() -> None:
+def test_a_standby_that_joins_under_load_is_listed_only_with_all_records() -> None:
     scene = Scene()
     scene.do("a")
     first = scene.follow()
@@ -117,7 +117,7 @@ def test_one_that_comes_while_much_is_said_is_listed_only_with_all_of_it() -> No
     assert scene.said == ["a", "b", "c"]
 
 
-def test_one_that_takes_too_long_is_struck_and_still_waited_for_until_that_is_known() -> None:
+def test_a_slow_standby_is_removed_and_counts_until_the_leader_record_shows_it() -> None:
     scene = Scene()
     scene.join()
     scene.do("a")
@@ -149,7 +149,7 @@ def test_a_standby_inherited_from_the_last_term_counts_until_it_is_struck() -> N
     assert scene.said == ["a"]
 
 
-def test_nothing_is_said_upon_what_an_inherited_standby_may_lack() -> None:
+def test_no_reply_rests_on_records_that_an_inherited_standby_may_lack() -> None:
     """The last leader may have died with a record sent only to this master. If that were read or confirmed
     here at once, and this master died too, the other standby would lead without it."""
     scene = Scene(B)
@@ -161,14 +161,14 @@ def test_nothing_is_said_upon_what_an_inherited_standby_may_lack() -> None:
     assert scene.said == ["read"]
 
 
-def test_who_comes_again_begins_anew_and_is_not_listed_meanwhile() -> None:
+def test_a_returning_standby_begins_anew_and_is_not_listed_meanwhile() -> None:
     scene = Scene()
     session = scene.join()
     again = scene.follow(B, session, 0, connection="another")
     assert again is not None and again.session != session and not scene.followers.listed
 
 
-def test_who_waits_is_answered_after_a_while() -> None:
+def test_a_waiting_standby_is_answered_after_a_while() -> None:
     scene = Scene()
     session = scene.join()
     scene.answers.clear()
@@ -198,7 +198,7 @@ def test_answers_are_small_enough_to_be_sent() -> None:
     assert got == large and numbers == [first, first, first + 1], "no part of it counts before all of it"
 
 
-def test_what_is_taken_back_is_never_said() -> None:
+def test_a_withdrawn_reply_is_never_sent() -> None:
     scene = Scene()
     scene.join()
     scene.do("a")

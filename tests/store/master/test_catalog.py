@@ -87,7 +87,7 @@ def test_a_replica_is_readable_from_its_completion_on() -> None:
     assert room.catalog.add_extent(room.stored, room.b, 0.0, 1.0) is None, "there is one"
 
 
-def test_one_that_is_not_completed_in_time_is_dropped_and_rests() -> None:
+def test_a_replica_that_is_not_completed_in_time_is_dropped_and_rests() -> None:
     room = Room()
     room.add(until=4.0)
     room.voice.keep_alive(4, "a", "b")
@@ -141,7 +141,7 @@ def test_room_is_made_on_exactly_that_segment() -> None:
     assert room.voice.there("kpqrs") == "krs"
 
 
-def test_one_that_finds_no_hole_does_not_flush_the_segment() -> None:
+def test_a_replica_that_finds_no_hole_does_not_flush_the_segment() -> None:
     """Pinned objects between all others: however many are evicted, no hole opens."""
     voice = Voice(SETTINGS)
     voice.mount("a", 64 << 10)

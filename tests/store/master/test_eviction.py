@@ -109,7 +109,7 @@ def test_the_order_covers_all_given_segments_and_no_other() -> None:
     assert table.evict(10.0) == "E"
 
 
-def test_what_is_spared_or_held_stays_a_candidate() -> None:
+def test_a_spared_or_held_object_stays_a_candidate() -> None:
     table = Table()
     a, b, _ = (table.put(key, 0.0) for key in "abc")
     b.extents[0].held_until = 5.0
@@ -139,7 +139,7 @@ def test_only_what_stays_readable_leaves_when_that_is_wanted() -> None:
     assert [stored.key for stored, _ in victims] == ["b"]
 
 
-def test_softly_pinned_ones_leave_last_the_first_pin_to_end_first() -> None:
+def test_softly_pinned_objects_leave_last_in_the_order_of_their_pins_ends() -> None:
     table = Table()
     table.put("a", 0.0, pinned_until=50.0)
     table.put("b", 1.0, pinned_until=40.0)

@@ -51,7 +51,7 @@ def test_requested_replicas_stay() -> None:
     assert where(nodes, "k") == ["a", "b"]
 
 
-def test_nothing_is_evicted_for_it_and_the_host_is_another() -> None:
+def test_a_hot_replica_evicts_nothing_and_is_on_another_host() -> None:
     nodes = Nodes(dataclasses.replace(HOT, high_watermark=0.5))
     a, b = Place(nodes, "a", host="one"), Place(nodes, "b", host="one")
     c, d = Place(nodes, "c", 4096, host="two"), Place(nodes, "d", 4096, host="two")
@@ -64,7 +64,7 @@ def test_nothing_is_evicted_for_it_and_the_host_is_another() -> None:
     assert where(nodes, "k") == [first, other]
 
 
-def test_it_can_be_turned_off_and_ends_with_the_object() -> None:
+def test_hot_replicas_can_be_turned_off_and_end_with_the_object() -> None:
     nodes = Nodes(dataclasses.replace(HOT, hot_uses_per_s=0.0))
     places = [Place(nodes, name) for name in "ab"]
     nodes.put("k", host="a")

@@ -46,7 +46,7 @@ def test_keys_are_listed_by_prefix_and_tenant_and_grant_no_lease(voice: Voice) -
     assert voice.say(m.ListKeys("", 10)).keys == [], "what can't be read is not there"
 
 
-def test_an_inspection_says_all_and_counts_as_no_use(voice: Voice) -> None:
+def test_an_inspection_is_complete_and_counts_as_no_use(voice: Voice) -> None:
     voice.mount(size_bytes=65536)
     voice.put("p", tenant="red")
     voice.put("k", tenant="red", group="g", parents=["p"], policy=m.PutPolicy(is_hard_pinned=True))
@@ -175,7 +175,7 @@ def test_only_known_tenants_where_that_is_wanted() -> None:
 
 
 @pytest.mark.parametrize("tenant", ["a\0b", "x" * 1025])
-def test_what_is_no_tenant(voice: Voice, tenant: str) -> None:
+def test_invalid_tenants_are_refused(voice: Voice, tenant: str) -> None:
     voice.mount()
     assert voice.start("k", tenant=tenant).refusals[0].code == "unknown_tenant"
     assert voice.say(m.SetQuota(tenant, 1)).refusal.code == "unknown_tenant"

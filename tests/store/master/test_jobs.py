@@ -59,7 +59,7 @@ def test_a_copy_goes_to_each_target(nodes: Nodes) -> None:
     assert where(nodes, "k") == ["a", "b", "c"]
 
 
-def test_a_copy_to_where_it_is_already_is_done_at_once(nodes: Nodes) -> None:
+def test_a_copy_to_a_segment_that_has_the_object_is_done_at_once(nodes: Nodes) -> None:
     Place(nodes, "a")
     nodes.put("k", host="a")
     assert ask(nodes, m.CopyObject("k", ["a"])).state == "done"
@@ -89,7 +89,7 @@ def test_what_can_not_be_copied_is_refused(nodes: Nodes) -> None:
     assert refusal(nodes, m.AskJob(17)) == "not_found"
 
 
-def test_a_copy_that_has_no_room_fails_and_says_why(nodes: Nodes) -> None:
+def test_a_copy_that_has_no_room_fails_with_a_reason(nodes: Nodes) -> None:
     Place(nodes, "a")
     b = Place(nodes, "b", 4096)
     nodes.put("k", size_bytes=8000, host="a")
@@ -171,7 +171,7 @@ def test_a_drain_without_room_fails_but_nothing_is_evicted_for_it(nodes: Nodes) 
     assert not status_of(nodes, "a").is_draining
 
 
-def test_what_is_being_written_is_waited_for(nodes: Nodes) -> None:
+def test_a_drain_waits_for_objects_being_written(nodes: Nodes) -> None:
     a, b = Place(nodes, "a"), Place(nodes, "b")
     (place,) = nodes.start("k", host="a").reserved
     assert place is not None

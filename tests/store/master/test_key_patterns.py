@@ -79,7 +79,7 @@ def test_an_expression_that_would_backtrack_endlessly_does_not() -> None:
     assert not found.is_found_in("a" * 1000 + "b") and found.is_found_in("a" * 1000)
 
 
-def test_without_the_engine_text_works_and_the_rest_says_what_is_missing(
+def test_without_the_engine_text_works_and_the_rest_names_the_missing_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = builtins.__import__

@@ -92,7 +92,7 @@ def test_a_hostile_expression_costs_slices_and_other_clients_nothing(many: Scene
     assert counts["remove_by_regex_requests"] == 1, "what is answered later is counted, too"
 
 
-def test_what_is_put_meanwhile_stays_and_what_was_there_goes(scene: Scene) -> None:
+def test_an_object_put_during_a_removal_stays_and_older_ones_go(scene: Scene) -> None:
     scene.ask(m.RemoveMatching("", True))
     assert "scan" not in scene.nodes.late
     last = f"k{NUM_KEYS - 1:05}"
@@ -107,14 +107,14 @@ def test_what_is_put_meanwhile_stays_and_what_was_there_goes(scene: Scene) -> No
     assert all(stored.object_id >= cleared.before for stored in readable), "they may come back"
 
 
-def test_a_slice_writes_down_no_more_than_it_did(scene: Scene) -> None:
+def test_a_slice_writes_down_only_its_own_removals(scene: Scene) -> None:
     """So that a standby, too, gets it in pieces."""
     before = len(scene.nodes.records)
     scene.ask(m.RemoveMatching("", True))
     assert 0 < len(scene.nodes.records) - before < NUM_KEYS / 10
 
 
-def test_few_at_a_time_and_fewer_of_one_connection(many: Scene) -> None:
+def test_concurrent_scans_are_limited_in_all_and_per_connection(many: Scene) -> None:
     for number in range(MAX_SCANS_PER_CONNECTION):
         many.ask(m.ListKeys("", 1 << 30), f"one {number}", "one")
     many.ask(m.ListKeys("", 1 << 30), "too many", "one")
@@ -133,7 +133,7 @@ def test_few_at_a_time_and_fewer_of_one_connection(many: Scene) -> None:
     assert many.answer().keys == []
 
 
-def test_one_slice_a_pause_however_many_requests(many: Scene) -> None:
+def test_requests_do_not_make_slices_follow_each_other(many: Scene) -> None:
     """A client that sends requests all the time must not make slices follow each other."""
     many.ask(m.ListKeys("", 1 << 30))
     for _ in range(50):

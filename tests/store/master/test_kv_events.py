@@ -168,7 +168,7 @@ def test_batches_are_bounded_and_numbered() -> None:
     assert scene.num_woken == 2
 
 
-def test_what_is_dropped_leaves_a_gap() -> None:
+def test_dropped_events_leave_a_gap() -> None:
     scene = Published(capacity=10)
     scene.put("first")
     assert scene.batches()[0][0] == 0

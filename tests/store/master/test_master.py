@@ -393,7 +393,7 @@ def test_a_corrupt_object_is_dropped_once(voice: Voice) -> None:
     assert voice.find("k") is not None
 
 
-def test_a_story_says_what_happened_and_why(voice: Voice) -> None:
+def test_a_story_has_events_and_reasons(voice: Voice) -> None:
     voice.mount()
     voice.put("k")
     voice.wait(1)
@@ -552,7 +552,7 @@ def test_what_was_lost_with_its_node_stays_lost(voice: Voice) -> None:
     assert other.mount("b").num_objects == 1
 
 
-def test_a_snapshot_says_the_same_in_fewer_words(voice: Voice) -> None:
+def test_a_snapshot_gives_the_same_state_in_fewer_records(voice: Voice) -> None:
     voice.mount()
     for _ in range(5):
         voice.put("k")

@@ -170,7 +170,7 @@ def test_of_two_contents_of_a_key_the_newer_wins(nodes: Nodes) -> None:
         entry("k", 1, offset=8192),
     ],
 )
-def test_entries_that_can_not_be_are_not_believed(nodes: Nodes, bad: m.SegmentEntry) -> None:
+def test_impossible_entries_are_rejected(nodes: Nodes, bad: m.SegmentEntry) -> None:
     ssd = reported(nodes, entry("good", 9, 8192), bad)
     assert nodes.master.objects.readable.keys() == {"good"} and ssd.held.keys() == {9}
 
@@ -368,7 +368,7 @@ def on_ssd(nodes: Nodes, *keys: str) -> tuple[Place, list[int]]:
 
 
 @pytest.mark.parametrize("doubt", [Doubt.END, Doubt.PROMISES])
-def test_what_came_after_the_records_is_taken_in_and_what_they_say_is_gone_is_not(
+def test_objects_newer_than_the_records_are_entered_and_removed_ones_are_not(
     nodes: Nodes, doubt: Doubt
 ) -> None:
     ssd, ends = on_ssd(nodes, "k", "gone", "l")
@@ -429,7 +429,7 @@ def test_where_the_records_have_something_else_the_node_is_right(nodes: Nodes) -
     successor.master.check()
 
 
-def test_a_standby_that_takes_over_before_the_reports_trusts_them_as_much(nodes: Nodes) -> None:
+def test_a_standby_that_takes_over_before_the_reports_enters_them_as_the_leader_would(nodes: Nodes) -> None:
     """The leader's doubts are in its snapshot: the segments that had not reported."""
     ssd, ends = on_ssd(nodes, "old")
     (old,) = ssd.held.values()
@@ -481,14 +481,14 @@ def test_no_name_has_a_nul(nodes: Nodes, field: str) -> None:
 
 
 @pytest.mark.parametrize("object_id", [0, MAX_ID + 1, (1 << 64) - 1])
-def test_an_object_with_an_id_that_no_master_gives_is_not_believed(nodes: Nodes, object_id: int) -> None:
+def test_an_object_with_an_impossible_id_is_rejected(nodes: Nodes, object_id: int) -> None:
     """The next id would be larger still, and could not be written down."""
     ssd = reported(nodes, entry("k", object_id), entry("good", 9, 8192))
     assert ssd.held.keys() == {9}
     assert nodes.master.objects.last_id < MAX_ID
 
 
-def test_one_node_that_speaks_of_the_largest_id_keeps_no_other_out(nodes: Nodes) -> None:
+def test_a_node_that_reports_the_largest_id_excludes_no_other(nodes: Nodes) -> None:
     mount = m.Mount("a", 7, "a", 1 << 30, 65536, b"", 0.0, largest_id=MAX_ID)
     last_id = nodes.say(mount, "node a 7").last_id
     assert last_id > MAX_ID

@@ -40,7 +40,7 @@ def rewrite(log: Oplog, records: list[Record]) -> None:
     anew.commit()
 
 
-def test_what_is_appended_is_there_for_the_next_one(tmp_path: Path) -> None:
+def test_appended_records_are_there_for_the_next_master(tmp_path: Path) -> None:
     log, found = opened(tmp_path / "log")
     assert found == []
     log.append(records(0, 3))
@@ -76,7 +76,7 @@ def test_two_masters_cannot_share_a_file(tmp_path: Path) -> None:
     Oplog(tmp_path / "log").read()
 
 
-def test_it_asks_for_compaction_when_most_of_it_is_old(
+def test_a_log_wants_compaction_when_most_of_it_is_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(oplog, "MIN_COMPACTION_BYTES", 1000)
@@ -140,7 +140,7 @@ def test_a_rewriting_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
 # Damaged files
 
 
-def test_damage_ends_the_start_and_says_where(tmp_path: Path) -> None:
+def test_damage_ends_the_start_and_its_offset_is_named(tmp_path: Path) -> None:
     """A wrong bit is no torn tail: the records behind it were acknowledged."""
     path = tmp_path / "log"
     log, _ = opened(path)
@@ -157,7 +157,7 @@ def test_damage_ends_the_start_and_says_where(tmp_path: Path) -> None:
     assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["log"]
 
 
-def test_a_repair_keeps_the_file_and_takes_every_record_that_is_whole(
+def test_a_repair_keeps_the_file_and_uses_every_intact_record(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "log"
@@ -269,7 +269,7 @@ def test_a_file_of_the_version_before_is_read_and_written_anew(tmp_path: Path) -
     assert opened(path)[1] == [*records(0, 5), IdsGiven(4), *records(5, 1)]
 
 
-def test_a_copy_without_its_end_says_nothing_of_what_is_gone(tmp_path: Path) -> None:
+def test_a_snapshot_without_its_end_implies_no_removal(tmp_path: Path) -> None:
     """A log begins with a snapshot of its master's state: without its end, a missing object is not
     removed."""
     doubts: list[Doubt] = []
@@ -366,7 +366,7 @@ def test_what_is_flushed_after_a_rename_does_not_go_with_it(seed: int) -> None:
     assert lose_power(seed, live)[1] == [*records(100, 5), *records(200, 1)], f"seed {seed}"
 
 
-def test_a_record_that_the_disk_did_not_take_whole_is_cut_off_again() -> None:
+def test_a_record_written_in_part_is_cut_off_again() -> None:
     disk = SimDirectory(Random(1))
     log = Oplog(Path("/simulated/log"), directory=disk)
     log.read()
@@ -428,7 +428,7 @@ def test_a_folder_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("has_reports", [False, True])
 @pytest.mark.parametrize("doubt", [Doubt.PROMISES, Doubt.ANY])
-def test_a_log_that_is_written_anew_says_what_is_in_doubt_still(
+def test_a_rewritten_log_keeps_what_is_still_in_doubt(
     tmp_path: Path, doubt: Doubt, has_reports: bool
 ) -> None:
     path = tmp_path / "log"

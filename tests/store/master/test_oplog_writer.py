@@ -191,7 +191,7 @@ async def flushed(kept: Kept) -> str:
     return await asyncio.wait_for(result, 10)
 
 
-async def test_one_flush_is_for_all_who_wait(simulated: Simulated) -> None:
+async def test_one_flush_serves_all_waiting_replies(simulated: Simulated) -> None:
     before = simulated.disk.num_syncs
     simulated.voice.put("k", size_bytes=100)
     results: list[str] = []
@@ -206,7 +206,7 @@ async def test_one_flush_is_for_all_who_wait(simulated: Simulated) -> None:
     assert list(simulated.restored()) == ["k"]
 
 
-async def test_who_wants_no_flush_waits_for_none(tmp_path: Path) -> None:
+async def test_without_flushes_no_reply_waits_for_one(tmp_path: Path) -> None:
     kept = Simulated(tmp_path / "log", flushes=False)
     kept.voice.mount(size_bytes=1 << 20)
     before = kept.disk.num_syncs
@@ -215,7 +215,7 @@ async def test_who_wants_no_flush_waits_for_none(tmp_path: Path) -> None:
     kept.keeping.close()
 
 
-async def test_after_a_flush_that_failed_nothing_is_believed_of_the_log_but_written_anew(
+async def test_after_a_failed_flush_the_log_is_not_trusted_but_rewritten(
     simulated: Simulated,
 ) -> None:
     """The system marks failed writes as clean: a second flush would report success."""
@@ -246,7 +246,7 @@ async def test_a_compaction_does_not_lose_what_was_flushed_while_it_ran(
     assert simulated.restored() == simulated.known()
 
 
-async def test_without_a_file_nothing_is_kept() -> None:
+async def test_without_a_file_no_record_is_kept() -> None:
     keeping = OplogWriter("")
     assert keeping.read() == [] and keeping.id == ""
     records: list[Record] = []

@@ -44,7 +44,7 @@ def test_pieces_are_reserved_until_their_time_and_the_grace_are_over(voice: Voic
     assert voice.allocated_bytes == 0
 
 
-def test_they_lie_on_the_own_host_first(voice: Voice) -> None:
+def test_pieces_are_on_the_own_host_first(voice: Voice) -> None:
     voice.mount("a", POOL, host="left")
     voice.mount("b", 2 * POOL, host="right")
     assert {name for name, _ in places(preallocated(voice, host="left"))} == {"a"}
@@ -60,7 +60,7 @@ def test_only_a_share_of_a_segment_is_preallocated(voice: Voice) -> None:
     assert len(places(preallocated(voice, 1, 64, key="third"))) == 1, "unused space no longer counts"
 
 
-def test_none_is_given_where_little_is_free_and_nothing_is_evicted_for_it(voice: Voice) -> None:
+def test_no_piece_is_allocated_where_little_is_free_and_nothing_is_evicted_for_one(voice: Voice) -> None:
     voice.mount("a", POOL)
     voice.put("old", size_bytes=POOL - POOL // 32)
     voice.wait(0.5)

@@ -87,7 +87,7 @@ def test_memory_objects_never_go_to_an_ssd() -> None:
     assert refusal_of(nodes.start("k", host="a")).code == "no_space"
 
 
-def test_one_that_could_not_be_written_is_left_out_and_its_space_waits(voice: Voice) -> None:
+def test_a_replica_that_could_not_be_written_is_left_out_and_its_space_waits(voice: Voice) -> None:
     voice.mount("a")
     voice.mount("b", host="other")
     place = voice.start("k", policy=TWO).reserved[0]
@@ -172,14 +172,14 @@ def test_a_soft_pin_runs_from_put_end(voice: Voice) -> None:
     assert voice.there("kmn") == "mn"
 
 
-def test_when_nothing_else_can_leave_softly_pinned_ones_do(voice: Voice) -> None:
+def test_softly_pinned_objects_leave_when_no_other_can(voice: Voice) -> None:
     voice.mount(size_bytes=2048)
     voice.put("k", "l", policy=m.PutPolicy(soft_pin_ttl_s=20.0))
     voice.put("m")
     assert voice.there("klm") == "lm"
 
 
-def test_hard_pinned_ones_stay_and_can_be_removed(voice: Voice) -> None:
+def test_hard_pinned_objects_stay_and_can_be_removed(voice: Voice) -> None:
     voice.mount(size_bytes=2048)
     voice.put("k", "l", policy=m.PutPolicy(is_hard_pinned=True))
     assert refusal_of(voice.start("m")).code == "no_space"
@@ -225,7 +225,7 @@ def test_a_late_copy_of_a_request_that_was_ended_reserves_nothing(voice: Voice) 
     assert not voice.master.objects.writing
 
 
-def test_what_is_not_there_yet_can_be_replaced(voice: Voice) -> None:
+def test_an_object_that_is_not_there_yet_can_be_replaced(voice: Voice) -> None:
     voice.mount()
     voice.put("k", replace=True)
     assert voice.there("k") == "k"
@@ -380,7 +380,7 @@ def test_readers_see_the_new_one_and_a_successor_the_old_one() -> None:
         assert kept.object_id == old and [e.segment.name for e in kept.complete()] == ["a/ssd"]
 
 
-def test_the_old_one_goes_when_the_new_one_is_on_ssd() -> None:
+def test_the_old_object_goes_when_the_new_one_is_on_ssd() -> None:
     nodes = Nodes(SETTINGS)
     _, ssd = with_ssd(nodes)
     _, new = replaced(nodes, ssd)
@@ -393,7 +393,7 @@ def test_the_old_one_goes_when_the_new_one_is_on_ssd() -> None:
     assert len(nodes.master.segments.mounted["a/ssd"].holders) == 1, "its space is free again"
 
 
-def test_the_old_one_is_back_when_the_new_one_is_lost() -> None:
+def test_the_old_object_is_back_when_the_new_one_is_lost() -> None:
     nodes = Nodes(SETTINGS)
     memory, ssd = with_ssd(nodes)
     old, _ = replaced(nodes, ssd)
@@ -407,7 +407,7 @@ def test_the_old_one_is_back_when_the_new_one_is_lost() -> None:
     assert old in ssd.held and "its successor was lost" in nodes.master.story("k")[-1]
 
 
-def test_both_go_when_the_key_is_removed() -> None:
+def test_the_old_and_the_new_object_go_when_the_key_is_removed() -> None:
     nodes = Nodes(SETTINGS)
     _, ssd = with_ssd(nodes)
     replaced(nodes, ssd)
@@ -418,7 +418,7 @@ def test_both_go_when_the_key_is_removed() -> None:
         assert "k" not in successor_of(nodes, records).objects.readable
 
 
-def test_a_third_one_is_kept_apart_from_the_first_too() -> None:
+def test_a_third_object_is_kept_apart_from_the_first_too() -> None:
     nodes = Nodes(SETTINGS)
     memory, ssd = with_ssd(nodes)
     old, new = replaced(nodes, ssd)

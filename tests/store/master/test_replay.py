@@ -96,7 +96,7 @@ def test_space_of_what_went_is_taken_by_what_came(voice: Voice) -> None:
     assert contents(follower(voice.records)) == contents(voice.master)
 
 
-def test_once_it_answers_all_promises_count_from_then_on(voice: Voice) -> None:
+def test_all_promises_count_from_the_first_answer_on(voice: Voice) -> None:
     lived(voice)
     master = follower(voice.records)
     master.settle(500.0)

@@ -51,7 +51,7 @@ def test_puts_count_their_sizes_and_why_they_failed() -> None:
     assert counters.counts["batch_put_end_failed_items"] == 1
 
 
-def test_what_removes_and_what_nodes_say() -> None:
+def test_removals_and_messages_of_nodes_are_counted() -> None:
     counters = new_counters()
     counters.add(m.Remove(["a", "b"], False), m.Outcomes([True, False]))
     counters.add(m.RemoveMatching("", False), m.Removed(3, 0))

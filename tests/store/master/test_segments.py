@@ -60,7 +60,7 @@ def test_space_is_given_out_after_the_first_heartbeat_and_the_rest() -> None:
     assert segment.takes_objects(4.0), "this master remembers its promises"
 
 
-def test_another_life_of_the_process_replaces_a_suspected_one() -> None:
+def test_a_restarted_process_replaces_its_suspected_segment() -> None:
     segments = Segments(5.0, 1.0)
     first = mount(segments, 0.0, epoch=1)
     refusal = segments.mount(Mount("a", 2, "h", 0, 4096, b"", 0.0), "d", 1.0)

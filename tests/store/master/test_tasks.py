@@ -78,7 +78,7 @@ def test_a_poll_is_answered_after_a_while_and_when_another_comes(nodes: Nodes) -
     assert nodes.late == {"first": [m.Polled(0, [], [])]}
 
 
-def test_a_poll_of_a_segment_that_is_not_mounted_says_so(nodes: Nodes) -> None:
+def test_a_poll_of_an_unmounted_segment_is_answered_as_unknown(nodes: Nodes) -> None:
     nodes.post(m.Poll("a", 7, [], 0, 1), "c", "p")
     assert nodes.late["p"] == [m.Polled(0, [], [], is_known=False)]
 
@@ -236,7 +236,7 @@ def test_a_task_that_keeps_failing_is_given_up_with_the_reason(nodes: Nodes) -> 
     assert "given up: disk_failed: the disk is on fire" in nodes.master.story("k")[-1]
 
 
-def test_a_segment_has_so_many_tasks_at_a_time() -> None:
+def test_the_tasks_of_a_segment_are_limited() -> None:
     nodes = Nodes(dataclasses.replace(SETTINGS, tasks_per_segment=16))
     Place(nodes, "a")
     b = Place(nodes, "b")

@@ -68,7 +68,7 @@ def test_only_memory_counts(book: Book) -> None:
     assert account.status().tenant == "red" and account.has_room(1 << 40)
 
 
-def test_who_has_nothing_and_no_quota_is_forgotten(book: Book) -> None:
+def test_a_tenant_without_objects_and_quota_has_no_account(book: Book) -> None:
     stored = book.put("a")
     book.remove(stored)
     assert book.tenants.accounts == {}
@@ -99,7 +99,7 @@ def test_victims_are_its_own_the_least_recently_used_first(book: Book) -> None:
     assert book.victims() == ["later", "old"] and other.is_readable
 
 
-def test_who_is_no_victim(book: Book) -> None:
+def test_pinned_and_held_objects_and_those_on_ssd_are_no_victims(book: Book) -> None:
     book.limit(15)
     for name in ("pinned", "soft", "held", "cold", "plain"):
         book.put(name, where="s" if name == "cold" else "m")
@@ -156,7 +156,7 @@ def test_any_sequence_keeps_the_accounts(seed: int) -> None:
 @pytest.mark.parametrize(
     ("tenant", "is_one"), [("", True), ("red", True), ("a\0b", False), ("x" * 1025, False)]
 )
-def test_names(tenant: str, is_one: bool) -> None:
+def test_names_of_tenants(tenant: str, is_one: bool) -> None:
     assert (check_tenant(tenant) is None) is is_one
     assert Account("").name == "default"
 

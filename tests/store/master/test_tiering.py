@@ -208,7 +208,7 @@ def demoted(nodes: Nodes, memory: Place, ssd: Place, key: str) -> None:
     assert memory
 
 
-def test_what_is_found_cold_again_comes_back_to_memory() -> None:
+def test_an_object_found_cold_repeatedly_returns_to_memory() -> None:
     nodes = Nodes(settings(demote_watermark=0.0))
     memory, ssd = with_ssd(nodes)
     demoted(nodes, memory, ssd, "k")
@@ -265,7 +265,7 @@ def test_promotion_waits_where_everything_in_memory_is_in_use() -> None:
 
 
 @pytest.mark.parametrize("after_hits", [0, 5])
-def test_how_often_is_a_setting(after_hits: int) -> None:
+def test_the_hits_before_a_promotion_are_a_setting(after_hits: int) -> None:
     nodes = Nodes(settings(demote_watermark=0.0, promote_after_hits=after_hits))
     memory, ssd = with_ssd(nodes)
     demoted(nodes, memory, ssd, "k")
@@ -276,7 +276,7 @@ def test_how_often_is_a_setting(after_hits: int) -> None:
     assert len(memory.poll()) == (1 if after_hits else 0)
 
 
-def test_counts_say_how_often_lately() -> None:
+def test_counts_are_of_recent_hits() -> None:
     frequency = Frequency(sample_size=10)
     assert [frequency.add(1) for _ in range(4)] == [1, 2, 3, 4]
     for other in range(100, 106):
