@@ -192,11 +192,11 @@ class Voice:
                     break
                 count += len(doubts)
                 wrong = Refusal("corrupt", "says the node")
-                said: list[m.TaskDone] = []
+                results: list[m.TaskDone] = []
                 for doubt in doubts:
                     good = is_right(entry_of(doubt.stored, doubt.extent.offset), segment.name)
-                    said.append(m.TaskDone(doubt.check_id, None if good else wrong))
-                verification.answered(said, segment, self.now)
+                    results.append(m.TaskDone(doubt.check_id, None if good else wrong))
+                verification.answered(results, segment, self.now)
         self._take(self.master.handle(Wake(), self.now))
         self.master.check()
         return count

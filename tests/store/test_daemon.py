@@ -27,8 +27,8 @@ pytestmark = pytest.mark.processes
 @contextmanager
 def daemon(*flags: str) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
     """Its address, and its master's address."""
-    words = [sys.executable, "-m", "mooncake", "daemon", "--port", "0", "--no-huge-pages", *flags]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "mooncake", "daemon", "--port", "0", "--no-huge-pages", *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         seen = ""
@@ -115,7 +115,7 @@ def test_a_daemon_joins_the_store_of_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "role"),
+    ("flags", "role"),
     [
         ("", "daemon"),
         ("--port 50051 --capacity-hbm 0 --capacity-dram 256", "daemon"),
@@ -127,8 +127,8 @@ def test_a_daemon_joins_the_store_of_another() -> None:
         ("--config f.toml", "node"),
     ],
 )
-def test_old_flags_mean_what_they_meant(words: str, role: str) -> None:
-    assert daemon_role(words.split(), {}) == role
+def test_old_flags_mean_what_they_meant(flags: str, role: str) -> None:
+    assert daemon_role(flags.split(), {}) == role
 
 
 def test_the_environment_of_a_node_is_read() -> None:
@@ -153,9 +153,9 @@ def test_the_environment_of_a_node_is_read() -> None:
     ],
 )
 def test_an_error_is_one_line(flags: str, why: str) -> None:
-    words = [sys.executable, "-m", "mooncake", "daemon", *flags.split()]
-    words += [] if "--port" in flags else ["--port", "0"]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "mooncake", "daemon", *flags.split()]
+    command += [] if "--port" in flags else ["--port", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.returncode == 2, found.stderr
     assert why in found.stderr and "Traceback" not in found.stderr
 

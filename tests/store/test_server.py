@@ -96,12 +96,12 @@ async def test_others_are_answered_during_a_key_scan(server: MasterServer) -> No
             for number, key in enumerate(keys)
         ]
         server.master.apply(records, clock.monotonic())
-        walk = asyncio.create_task(clients[0].call(m.RemoveMatching("^(a+)+$", False), 60.0))
+        scan = asyncio.create_task(clients[0].call(m.RemoveMatching("^(a+)+$", False), 60.0))
         num_answers = 0
-        while not walk.done():
+        while not scan.done():
             await clients[1].call(m.Exists(["k"]), 60.0)
             num_answers += 1
-        assert await walk == m.Removed(0, 0)
+        assert await scan == m.Removed(0, 0)
         assert num_answers > 1
         assert await clients[0].call(m.RemoveMatching("^a{60}![0-9]+$", True), 60.0) == m.Removed(2000, 0)
 
@@ -114,9 +114,9 @@ async def test_a_standby_remembers_no_lost_connections_of_clients(
     await mount(node)
     server._role.is_leading = False
     for _ in range(3):
-        stranger = AsyncClient(f"127.0.0.1:{server.port}", (*m.REPLIES, Leads))
-        await stranger.call(WhoLeads(), 5)
-        await stranger.close()
+        client = AsyncClient(f"127.0.0.1:{server.port}", (*m.REPLIES, Leads))
+        await client.call(WhoLeads(), 5)
+        await client.close()
     await node.close()
     async with asyncio.timeout(5):
         while server.num_clients:  # noqa: ASYNC110

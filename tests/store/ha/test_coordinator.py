@@ -64,10 +64,10 @@ class Masters:
     async def kill(self, server: MasterServer) -> None:
         """As if its process had died: it sends nothing more."""
         self.running.remove(server)
-        succession, driver = server._coordinator, server._driver
+        coordinator, driver = server._coordinator, server._driver
         server._is_serving = server._role.is_leading = False
-        if succession is not None:
-            await succession.close()
+        if coordinator is not None:
+            await coordinator.close()
         if driver is not None:
             driver.close()
         server._role.followers = None
@@ -250,9 +250,9 @@ async def test_a_standby_that_never_caught_up_begins_empty_in_the_end(masters: M
     await mount(client)
     await put(client, 0)
     await masters.kill(first)
-    stranger = await masters.start("other", orphan_s=0.5)
-    await until(lambda: stranger.leadership.is_leader)
-    assert not stranger.master.objects.readable
+    other = await masters.start("other", orphan_s=0.5)
+    await until(lambda: other.leadership.is_leader)
+    assert not other.master.objects.readable
 
 
 async def test_a_leader_cut_off_from_the_lease_store_stops_until_it_is_back(

@@ -82,13 +82,13 @@ async def test_a_silent_leader_is_left_for_its_successor(masters: Masters) -> No
     rpc = AsyncMasterClient(f"{first.address},{second.address}", m.REPLIES, doubt_s=0.3)
     assert await keys(rpc) == m.Keys([])
     first._role.carry_out = lambda effect, now: []  # type: ignore[method-assign]
-    asking = asyncio.create_task(keys(rpc))
+    call = asyncio.create_task(keys(rpc))
     await asyncio.sleep(0)
     assert first._coordinator is not None
     await first._coordinator.close()
     first._role.is_leading = False
     await until(lambda: second.leadership.is_leader)
-    assert await asking == m.Keys([])
+    assert await call == m.Keys([])
     await rpc.close()
 
 

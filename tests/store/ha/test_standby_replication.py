@@ -30,7 +30,7 @@ class Scene:
         self.followers = StandbyReplicator(
             self.master.catalog, list(inherited), lambda: self.eligible, ACK_S, first_session=70
         )
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
         self.answers: dict[str, Followed] = {}
         self.now = 0.0
 
@@ -39,7 +39,7 @@ class Scene:
             if isinstance(reply.message, Followed):
                 self.answers[reply.origin] = reply.message
             else:
-                self.said.append(reply.origin)
+                self.sent.append(reply.origin)
 
     def do(self, what: str) -> None:
         """Write a record and answer it."""
@@ -84,19 +84,19 @@ class Scene:
 def test_without_standbys_every_reply_is_sent_at_once() -> None:
     scene = Scene()
     scene.do("a")
-    assert scene.said == ["a"] and scene.followers.deadline() is None
+    assert scene.sent == ["a"] and scene.followers.deadline() is None
 
 
 def test_what_follows_records_waits_for_the_standby() -> None:
     scene = Scene()
     session = scene.join()
     scene.do("a")
-    assert scene.said == [] and scene.answers["b"].records == [ObjectGone("a", 1)]
+    assert scene.sent == [] and scene.answers["b"].records == [ObjectGone("a", 1)]
     scene.do("b")
     assert scene.follow(B, session, scene.answers["b"].number) is not None
-    assert scene.said == ["a"], "of the second it knows nothing yet"
+    assert scene.sent == ["a"], "of the second it knows nothing yet"
     scene.follow(B, session, scene.answers["b"].number)
-    assert scene.said == ["a", "b"] and scene.followers.lag == 0
+    assert scene.sent == ["a", "b"] and scene.followers.lag == 0
 
 
 def test_a_standby_that_joins_under_load_is_listed_only_with_all_records() -> None:
@@ -105,16 +105,16 @@ def test_a_standby_that_joins_under_load_is_listed_only_with_all_records() -> No
     first = scene.follow()
     assert first is not None and first.number == 1
     scene.do("b")
-    assert scene.said == ["a", "b"] and not scene.followers.listed
+    assert scene.sent == ["a", "b"] and not scene.followers.listed
     second = scene.follow(B, first.session, first.number)
     assert second is not None and second.records == [ObjectGone("b", 1)]
     scene.do("c")
-    assert scene.said == ["a", "b"], "from now on it is waited for"
+    assert scene.sent == ["a", "b"], "from now on it is waited for"
     assert not scene.followers.listed
     third = scene.follow(B, first.session, second.number)
     assert third is not None and scene.followers.listed == {"b": B}
     scene.follow(B, first.session, third.number)
-    assert scene.said == ["a", "b", "c"]
+    assert scene.sent == ["a", "b", "c"]
 
 
 def test_a_slow_standby_is_removed_and_counts_until_the_leader_record_shows_it() -> None:
@@ -124,11 +124,11 @@ def test_a_slow_standby_is_removed_and_counts_until_the_leader_record_shows_it()
     scene.wait(ACK_S - 0.01)
     assert "b" in scene.followers.listed
     scene.wait(0.02)
-    assert "b" not in scene.followers.listed and scene.said == []
+    assert "b" not in scene.followers.listed and scene.sent == []
     scene.wait(10.0)
-    assert scene.said == []
+    assert scene.sent == []
     scene.unlist()
-    assert scene.said == ["a"]
+    assert scene.sent == ["a"]
 
 
 def test_a_lost_connection_strikes_at_once() -> None:
@@ -142,11 +142,11 @@ def test_a_lost_connection_strikes_at_once() -> None:
 def test_a_standby_inherited_from_the_last_term_counts_until_it_is_struck() -> None:
     scene = Scene(B)
     scene.do("a")
-    assert scene.said == []
+    assert scene.sent == []
     scene.wait(ACK_S + 0.01)
     assert not scene.followers.listed
     scene.unlist()
-    assert scene.said == ["a"]
+    assert scene.sent == ["a"]
 
 
 def test_no_reply_rests_on_records_that_an_inherited_standby_may_lack() -> None:
@@ -154,11 +154,11 @@ def test_no_reply_rests_on_records_that_an_inherited_standby_may_lack() -> None:
     here at once, and this master died too, the other standby would lead without it."""
     scene = Scene(B)
     scene._send(scene.followers.say(Reply("read", m.Keys([])), 0.0))
-    assert scene.said == [], "it rests on what this master had when the term began"
+    assert scene.sent == [], "it rests on what this master had when the term began"
     first = scene.follow(B)
-    assert first is not None and first.is_complete and scene.said == []
+    assert first is not None and first.is_complete and scene.sent == []
     scene.follow(B, first.session, first.number)
-    assert scene.said == ["read"]
+    assert scene.sent == ["read"]
 
 
 def test_a_returning_standby_begins_anew_and_is_not_listed_meanwhile() -> None:
@@ -204,7 +204,7 @@ def test_a_withdrawn_reply_is_never_sent() -> None:
     scene.do("a")
     assert [reply.origin for reply in scene.followers.withdraw()] == ["a"]
     scene.wait(10 * ACK_S)
-    assert scene.said == []
+    assert scene.sent == []
 
 
 # Copies

@@ -29,7 +29,7 @@ def damaged(path: Path, at: int, flip: int = 1) -> None:
     path.write_bytes(bytes(content))
 
 
-def said(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, object]]:
+def logged(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, object]]:
     return [getattr(one, "fields", {}) for one in caplog.records if one.message == event]
 
 
@@ -173,7 +173,7 @@ def test_a_repair_keeps_the_file_and_uses_every_intact_record(
     assert log.read() == [*records(0, 1), *records(2, 98)]
     assert (log.doubt, log.id != "") == (Doubt.ANY, True)
     assert (tmp_path / "log.damaged").read_bytes() == before
-    (event,) = said(caplog, "oplog_damaged")
+    (event,) = logged(caplog, "oplog_damaged")
     assert event["offset"] == at and event["num_bytes"] == 30
     log.append(records(200, 1))
     log.close()
