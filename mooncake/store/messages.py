@@ -1,10 +1,10 @@
-"""What clients, nodes and the master say to each other. Only shapes; who decides what is elsewhere.
+"""Messages between clients, nodes and the master. Only their structure; other modules decide their content.
 
 Every request takes many keys and its reply answers them in the same order. A miss is None, a
-refusal is a ``Refusal`` with a code. Instants never travel, only durations: each side counts from
-its own clock, the receiver of a promise from *before* it asked, so its deadline is never later than
-the promiser's. Requests may arrive twice (a client that lost its connection asks again):
-``PutStart`` and ``PutWritten`` are told apart by ``put_id``, everything after it by the object's id.
+refusal is a ``Refusal`` with a code. Instants are never sent, only durations: each side counts by
+its own clock, the receiver of a promise from *before* its request, so its deadline is never later
+than the sender's. Requests may arrive twice (a client that lost its connection repeats them):
+``PutStart`` and ``PutWritten`` are identified by ``put_id``, later requests by the object's id.
 
 ``tenant`` is the name space of the keys in a message; "" and "default" are the same one.
 """
@@ -21,14 +21,14 @@ from mooncake.security.principal import ADMINS, EVERYBODY, NODES, NODES_AND_ADMI
 from mooncake.types import Tier
 
 MAX_KEYS = 4096
-"""Keys in one message. Clients cut larger batches."""
+"""Maximum number of keys in one message. Clients split larger batches."""
 MAX_KEY_BYTES = 1024
 MAX_CHUNKS = 1 << 20
-"""Checksummed chunks of one object."""
+"""Maximum number of checksummed chunks of one object."""
 
 
 class Replica(msgspec.Struct, frozen=True, array_like=True):
-    """Where one copy of an object lies: ``address`` is absolute, in the node that serves ``segment``."""
+    """One copy of an object: ``address`` is absolute, in the node that serves ``segment``."""
 
     segment: str
     epoch: int
@@ -37,14 +37,14 @@ class Replica(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PutPolicy(msgspec.Struct, frozen=True, array_like=True):
-    """What a writer wants for its objects; wishes are kept as far as the segments allow."""
+    """A writer's wishes for its objects; met as far as the segments allow."""
 
     num_replicas: int = 1
-    """Copies in memory, each on another segment, on other hosts first. One must fit, the others may."""
+    """Copies in memory, each on another segment, other hosts first. One must fit, the others may."""
     preferred_segments: list[str] = []
-    """Tried first, in this order; unknown ones are passed over."""
+    """Tried first, in this order; unknown ones are skipped."""
     soft_pin_ttl_s: float | None = None
-    """Seconds from put-end on in which the object is evicted only when nothing else can be; None: not."""
+    """Seconds from put-end in which the object is evicted only when no other can be; None: not pinned."""
     is_hard_pinned: bool = False
     """Never evicted; only removed."""
     is_durable: bool = False
@@ -52,7 +52,7 @@ class PutPolicy(msgspec.Struct, frozen=True, array_like=True):
     is_same_host: bool = False
     """Only on the writer's own host."""
     data_type: int = 0
-    """What kind of data it is, for statistics; a number of the existing package's ``ObjectDataType``."""
+    """Kind of data, for statistics; a number of the existing package's ``ObjectDataType``."""
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):
@@ -73,22 +73,22 @@ class Reserved(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PreallocatedSpace(msgspec.Struct, frozen=True, array_like=True):
-    """Space given to a writer in advance, before it knows for which objects: pieces of one size."""
+    """Space preallocated for a writer, before it knows for which objects: pieces of one size."""
 
     advance_id: int
     put_s: float
-    """Stop writing so many seconds after asking."""
+    """Seconds after the request at which writing must stop."""
     size_bytes: int
-    """Of each piece."""
+    """Size of each piece."""
     replicas: list[Replica]
-    """Where the pieces are. Piece ``i`` is named ``(advance_id, i)``."""
+    """Places of the pieces. Piece ``i`` is named ``(advance_id, i)``."""
 
 
-# Clients ask the master.
+# Requests of clients.
 
 
 class PutStart(msgspec.Struct, frozen=True, array_like=True, tag="put_start"):
-    """Reserve space. Key i carries the identity ``put_id + i``; ``host`` is where the writer runs."""
+    """Reserve space. Key i has the identity ``put_id + i``; ``host`` is the writer's host."""
 
     put_id: int
     host: str
@@ -101,31 +101,31 @@ class PutStart(msgspec.Struct, frozen=True, array_like=True, tag="put_start"):
     groups: list[str] = []
     """Empty, or one name per key ("": none): members are evicted together and share their leases."""
     parents: list[str] = []
-    """Empty, or one key per key ("": none): the block before it in its prefix."""
+    """Empty, or one parent per key ("": none): the previous block of its prefix."""
     replace: bool = False
-    """Put a new object in the place of one that is there; readers see the old one until put-end."""
+    """Replace an object that exists; readers see the old one until put-end."""
     tenant: str = ""
     num_pieces: int = 0
-    """So many pieces in advance, too, for ``PutWritten``."""
+    """Number of pieces to preallocate as well, for ``PutWritten``."""
     piece_bytes: int = 0
     wait_s: float = 0.0
-    """Where there is no room: wait so long for space that objects on their way to SSD are about to free."""
+    """Seconds to wait, without room, for space that demotions to SSD are about to free."""
 
 
 class PutStarted(msgspec.Struct, frozen=True, array_like=True, tag="put_started"):
-    """``put_s``: stop writing so many seconds after asking."""
+    """``put_s``: seconds after the request at which writing must stop."""
 
     put_s: float
     reserved: list[Reserved | None]
     """None: stored already, being written by another, or refused."""
     refusals: dict[int, Refusal]
-    """By the key's place in the request."""
+    """By the key's index in the request."""
     advance: PreallocatedSpace | None = None
-    """None also when nothing is given out in advance now; ask again some puts later."""
+    """None also when nothing can be preallocated now; request again some puts later."""
 
 
 class PutWritten(msgspec.Struct, frozen=True, array_like=True, tag="put_written"):
-    """Objects of one chunk, written already into pieces given in advance: show them.
+    """Make objects of one chunk readable that are written already, into preallocated pieces.
 
     For puts with one replica that are not durable and replace nothing. Key i has the identity ``put_id + i``.
     """
@@ -136,22 +136,22 @@ class PutWritten(msgspec.Struct, frozen=True, array_like=True, tag="put_written"
     sizes: list[int]
     checksums: list[bytes]
     pieces: list[tuple[int, int]]
-    """(advance, number in it) for each key."""
+    """(advance_id, index of the piece) for each key."""
     policy: PutPolicy | None = None
-    """None: the default one; to say it would take longer than to keep to it."""
+    """None: the default one, which is thus not sent."""
     groups: list[str] = []
     parents: list[str] = []
     tenant: str = ""
     num_pieces: int = 0
-    """So many more pieces in advance."""
+    """Number of further pieces to preallocate."""
     piece_bytes: int = 0
 
 
 class PutsWritten(msgspec.Struct, frozen=True, array_like=True, tag="puts_written"):
     """True: readable; False: the key is taken; a Refusal: not put.
 
-    Only if it is True the piece is used up. ``expired``: it may not be written (any more), so start the put
-    anew; the others are what ``PutStart`` would have refused.
+    The piece is used up only if it is True. ``expired``: it may not be written, or no longer, so start the
+    put again; the others are what ``PutStart`` would have refused.
     """
 
     outcomes: list[bool | Refusal]
@@ -160,18 +160,18 @@ class PutsWritten(msgspec.Struct, frozen=True, array_like=True, tag="puts_writte
 
 
 class PutEnd(msgspec.Struct, frozen=True, array_like=True, tag="put_end"):
-    """Every byte is in place: make the objects visible."""
+    """Make the objects readable: every byte is written."""
 
     keys: list[str]
     object_ids: list[int]
     checksums: list[bytes]
     failed: list[list[str]] = []
-    """Empty, or per key the segments whose replica could not be written; one at least must have been."""
+    """Empty, or per key the segments whose replica could not be written; at least one must have been."""
     tenant: str = ""
 
 
 class PutAbort(msgspec.Struct, frozen=True, array_like=True, tag="put_abort"):
-    """Give reservations up. Their space waits for the deadline: writes may still be on their way."""
+    """Give up reservations. Their space waits for the deadline: writes may still be under way."""
 
     keys: list[str]
     object_ids: list[int]
@@ -179,27 +179,27 @@ class PutAbort(msgspec.Struct, frozen=True, array_like=True, tag="put_abort"):
 
 
 class Outcomes(msgspec.Struct, frozen=True, array_like=True, tag="outcomes"):
-    """True: done; False: there was nothing to do; a Refusal: not done."""
+    """True: done; False: nothing to do; a Refusal: not done."""
 
     outcomes: list[bool | Refusal]
 
 
 class LookupObjects(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
-    """Where are these objects? Grants a lease on each."""
+    """Look up these objects. Grants a lease on each."""
 
     keys: list[str]
     tenant: str = ""
 
 
 class LookupReply(msgspec.Struct, frozen=True, array_like=True, tag="found"):
-    """``lease_s``: don't touch the bytes later than so many seconds after asking."""
+    """``lease_s``: seconds after the request from which on the bytes must not be accessed."""
 
     lease_s: float
     objects: list[Stored | None]
 
 
 class Exists(msgspec.Struct, frozen=True, array_like=True, tag="exists"):
-    """Which of these can be read? Grants a lease, so that the get which follows finds them."""
+    """Test which of these are readable. Grants a lease, so that a following get finds them."""
 
     keys: list[str]
     tenant: str = ""
@@ -208,20 +208,20 @@ class Exists(msgspec.Struct, frozen=True, array_like=True, tag="exists"):
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
     """Extend leases on exactly these objects.
 
-    Of an object whose bytes a reader looks at where they lie, exactly that replica must still be kept for it:
-    another one of the object is no help. The master may have dropped it, and a master that has come since
-    does not know for whom its space rests.
+    For an object that a reader accesses in place, exactly that replica must still be kept for it: another
+    one of the object is no help. The master may have dropped it, and a later master does not know for
+    whom its space rests.
     """
 
     keys: list[str]
     object_ids: list[int]
     tenant: str = ""
     replicas: list[Replica] = []
-    """Empty, or which one is looked at, per key."""
+    """Empty, or the replica accessed in place, per key."""
 
 
 class Flags(msgspec.Struct, frozen=True, array_like=True, tag="flags"):
-    """One byte per key, 1 or 0. ``lease_s`` as in ``Found``."""
+    """One byte per key, 1 or 0. ``lease_s`` as in ``LookupReply``."""
 
     lease_s: float
     flags: bytes
@@ -236,10 +236,10 @@ class Remove(msgspec.Struct, frozen=True, array_like=True, tag="remove"):
 
 
 class RemoveMatching(msgspec.Struct, frozen=True, array_like=True, tag="remove_matching"):
-    """Remove every object of the tenant whose key the regular expression is found in; "" is all of them.
+    """Remove every object of the tenant whose key contains a match of the regular expression; "" matches all.
 
-    Answered by Removed. Leased ones are left unless ``force``, and what is put after the question always. The
-    expressions are RE2's (``key_patterns.py``).
+    Answered by Removed. Leased ones are left unless ``force``, and later puts always. The expressions are
+    RE2's (``key_patterns.py``).
     """
 
     pattern: str
@@ -250,22 +250,22 @@ class RemoveMatching(msgspec.Struct, frozen=True, array_like=True, tag="remove_m
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
     num_removed: int
     num_leased: int
-    """Left because a reader may hold them."""
+    """Left because a reader may hold a lease on them."""
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True, tag="pin"):
-    """Keep objects from eviction; answered by Outcomes (False: there is none)."""
+    """Protect objects from eviction; answered by Outcomes (False: no such object)."""
 
     keys: list[str]
     ttl_s: float | None
-    """None: hard, until unpinned or removed; 0: unpin; else soft for so many seconds from now."""
+    """None: hard, until unpinned or removed; 0: unpin; otherwise soft for this number of seconds."""
     tenant: str = ""
 
 
 class DropReplicas(msgspec.Struct, frozen=True, array_like=True, tag="drop_replicas"):
     """Drop the replicas on ``segment`` ("": all in memory); answered by Outcomes.
 
-    An object loses its last replica too. A leased one is refused.
+    An object is removed with its last replica. A leased one is refused.
     """
 
     keys: list[str]
@@ -274,40 +274,40 @@ class DropReplicas(msgspec.Struct, frozen=True, array_like=True, tag="drop_repli
 
 
 class Corrupt(msgspec.Struct, frozen=True, array_like=True, tag="corrupt"):
-    """A reader found bytes twice that don't match the checksums: have the nodes of these replicas look.
+    """Report bytes that did not match the checksums in two reads: the replicas' nodes are to check them.
 
-    Only what its own node confirms is dropped. Answered by Outcomes: True: the node is asked; False: there is
-    no such replica, or its node has just found it right; a Refusal (``limit``): too many reports.
+    Only what its own node confirms is dropped. Answered by Outcomes: True: the node is to check; False: there
+    is no such replica, or its node has just found it right; a Refusal (``limit``): too many reports.
     """
 
     keys: list[str]
     object_ids: list[int]
     segments: list[str] = []
-    """Whose replica is wrong, per key; empty: every one."""
+    """The segment of the corrupt replica, per key; empty: every replica."""
     tenant: str = ""
     reporter: str = ""
-    """The machine that read it, so that the one at fault is found; its own word, and no more."""
+    """The machine that read it, by which a faulty one is found; a name of its own choice."""
 
 
 class DescribeSegments(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
-    """How are these segments (name, epoch) reached?"""
+    """Request the descriptors of these segments (name, epoch)."""
 
     segments: list[tuple[str, int]]
 
 
 class SegmentDescriptors(msgspec.Struct, frozen=True, array_like=True, tag="described"):
-    """Transfer's descriptors, opaque to the master; None: not mounted (any more)."""
+    """Transfer's descriptors, opaque to the master; None: not mounted, or no longer."""
 
     descriptors: list[bytes | None]
     hosts: list[str] = []
-    """Where each segment is, so that a reader takes the nearest replica."""
+    """Host of each segment, so that a reader takes the nearest replica."""
 
 
-# Nodes tell the master.
+# Requests of nodes.
 
 
 class Mount(msgspec.Struct, frozen=True, array_like=True, tag="mount"):
-    """Serve this memory. ``epoch`` is new for each life of the process that owns it."""
+    """Mount this memory. ``epoch`` is new for each run of the process that owns it."""
 
     segment: str
     epoch: int
@@ -316,23 +316,23 @@ class Mount(msgspec.Struct, frozen=True, array_like=True, tag="mount"):
     size_bytes: int
     descriptor: bytes
     rest_s: float
-    """0 when no master has used this memory yet; else how long promises of the last one may live."""
+    """0 when no master has used this memory yet; otherwise how long promises of the last one may last."""
     tier: Tier = Tier.MEMORY
     content_id: int = 0
-    """Names the bytes: they outlive the process on SSD. 0: the epoch, because memory's don't."""
+    """Identifies the content, which on SSD outlives the process. 0: the epoch, for memory."""
     node: str = ""
     """The name under which one process serves several segments; "": that of the segment."""
     line: int = 0
     """``Mounted.line`` of the last master that used this memory; 0: there was none."""
     largest_id: int = 0
-    """The largest object id that this node has heard of from any master: new objects get larger ones."""
+    """The largest object id that this node has from any master: new objects get larger ones."""
 
 
 class SegmentEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What a segment holds at ``offset``: everything that is needed to read it again."""
+    """An object that a segment holds at ``offset``, with all that is needed to read it again."""
 
     key: str
-    """As the master knows it, with its tenant."""
+    """The master's key, with the tenant."""
     object_id: int
     size_bytes: int
     chunk_bytes: int
@@ -346,7 +346,7 @@ class SegmentEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReportContents(msgspec.Struct, frozen=True, array_like=True, tag="report"):
-    """A node tells a master that asked for it (``Mounted.wants_report``) what a segment holds.
+    """Report what a segment holds to a master that requested it (``Mounted.wants_report``).
 
     In as many messages as it takes, before the first heartbeat; answered by Reported.
     """
@@ -359,27 +359,27 @@ class ReportContents(msgspec.Struct, frozen=True, array_like=True, tag="report")
 
 class Reported(msgspec.Struct, frozen=True, array_like=True, tag="reported"):
     unwanted: list[int]
-    """Object ids that the master will not have (it knows better): the node drops them from its index."""
+    """Object ids that are out of date for the master: the node drops them from its index."""
 
 
 class CopyTask(msgspec.Struct, frozen=True, array_like=True):
-    """Copy one replica into space reserved on the segment that asked."""
+    """Copy one replica into space reserved on the polling segment."""
 
     task_id: int
     entry: SegmentEntry
-    """Its ``offset`` is the target's."""
+    """The entry; its ``offset`` is the target's."""
     source: Replica
     deadline_s: float
-    """Seconds after the Poll was sent, beyond which nothing may be written."""
+    """Seconds after the Poll was sent beyond which nothing may be written."""
 
 
 class Check(msgspec.Struct, frozen=True, array_like=True):
-    """Read a replica of the segment that asked, and say whether its bytes are right."""
+    """Read a replica of the polling segment, and report whether its bytes are right."""
 
     check_id: int
     entry: SegmentEntry
     deadline_s: float
-    """Seconds after the Poll was sent, beyond which nobody wants to know."""
+    """Seconds after the Poll was sent beyond which the result is ignored."""
 
 
 class TaskDone(msgspec.Struct, frozen=True, array_like=True):
@@ -390,7 +390,7 @@ class TaskDone(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Poll(msgspec.Struct, frozen=True, array_like=True, tag="poll"):
-    """A node asks for work on one of its segments; answered when there is some, or after a while."""
+    """Request work for one of a node's segments; answered when there is some, or after a timeout."""
 
     segment: str
     epoch: int
@@ -399,14 +399,14 @@ class Poll(msgspec.Struct, frozen=True, array_like=True, tag="poll"):
     """The number of the last change that the node has noted; 0 at first."""
     max_tasks: int
     checked: list[TaskDone] = []
-    """What came of checks, by their ids: None: the bytes are right; ``corrupt``: they are wrong."""
+    """Results of checks, by their ids: None: the bytes are right; ``corrupt``: they are wrong."""
 
 
 class Polled(msgspec.Struct, frozen=True, array_like=True, tag="polled"):
     first: int
     """The number of the first of ``changes``; more than ``seen + 1``: some were lost, report again."""
     changes: list[SegmentEntry | int]
-    """What came to the segment (Entry), and the ids of the objects whose replica there went."""
+    """New objects of the segment (SegmentEntry), and ids of objects whose replica there was removed."""
     tasks: list[CopyTask]
     is_known: bool = True
     """False: mount again."""
@@ -416,16 +416,16 @@ class Polled(msgspec.Struct, frozen=True, array_like=True, tag="polled"):
 class Mounted(msgspec.Struct, frozen=True, array_like=True, tag="mounted"):
     refusal: Refusal | None
     num_objects: int
-    """How many objects came back with the segment."""
+    """How many objects were restored with the segment."""
     heartbeat_s: float
     rest_s: float
-    """What to say in the next Mount, whichever master it goes to."""
+    """To be sent in the next Mount, to any master."""
     wants_report: bool = False
-    """The master does not know this content: say what it holds."""
+    """The master does not know this content: report it."""
     line: int = 0
-    """Names the line of masters that know each other's promises: say it in the next Mount."""
+    """Identifies the line of masters that know each other's promises; to be sent in the next Mount."""
     last_id: int = 0
-    """The largest object id so far: say it in the next Mount."""
+    """The largest object id so far; to be sent in the next Mount."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
@@ -437,17 +437,17 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     is_known: bool
     """False: mount again."""
     last_id: int = 0
-    """The largest object id so far: say it in the next Mount."""
+    """The largest object id so far; to be sent in the next Mount."""
 
 
 class Unmount(msgspec.Struct, frozen=True, array_like=True, tag="unmount"):
-    """The memory goes away now; answered by Beat."""
+    """Unmount a segment whose memory is released now; answered by Beat."""
 
     segment: str
     epoch: int
 
 
-# People and dashboards ask.
+# Requests of operators and dashboards.
 
 
 class GetMasterStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
@@ -464,29 +464,29 @@ class SegmentStatus(msgspec.Struct, frozen=True):
     largest_free_bytes: int
     num_objects: int
     rests_s: float
-    """How long until space is given out here; 0 in normal operation."""
+    """How long until space is allocated here; 0 in normal operation."""
     tier: Tier = Tier.MEMORY
     node: str = ""
     address: int = 0
     is_draining: bool = False
     num_tasks: int = 0
-    """Under way or waiting, with this segment as the target."""
+    """Tasks under way or waiting, with this segment as the target."""
     is_writable: bool = False
-    """Space is given out here now."""
+    """Space is allocated here now."""
 
 
 class ReporterStatus(msgspec.Struct, frozen=True):
-    """A machine that reported wrong bytes. One whose reports are refuted is at fault itself."""
+    """A machine that reported wrong bytes. One whose reports are refuted is faulty itself."""
 
     reporter: str
     num_reports: int
     num_confirmed: int
-    """By the node whose replica it was: the bytes were wrong."""
+    """Reports confirmed by the replica's node: the bytes were wrong."""
     num_refuted: int
-    """By the same: they were right."""
+    """Reports refuted by it: they were right."""
     num_unanswered: int
     idle_s: float
-    """Since its last report."""
+    """Time since its last report."""
 
 
 class MasterStatus(msgspec.Struct, frozen=True, array_like=True, tag="master_status"):
@@ -513,7 +513,7 @@ class Keys(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
 
 
 class ObjectStory(msgspec.Struct, frozen=True, array_like=True, tag="story"):
-    """What happened to a key, and why?"""
+    """Request the history of a key, with reasons."""
 
     key: str
     tenant: str = ""
@@ -524,7 +524,7 @@ class StoryLines(msgspec.Struct, frozen=True, array_like=True, tag="told"):
 
 
 class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
-    """All about these objects; grants no lease and counts as no use."""
+    """Request all details of these objects; grants no lease and counts as no use."""
 
     keys: list[str]
     tenant: str = ""
@@ -545,9 +545,9 @@ class ObjectStatus(msgspec.Struct, frozen=True):
     chunk_bytes: int
     num_uses: int
     leased_s: float
-    """How long a reader may still hold it; 0: nobody does."""
+    """How long a reader may still hold a lease; 0: no lease."""
     pinned_s: float | None
-    """How long it is pinned softly; 0: not, None: hard."""
+    """Remaining time of a soft pin; 0: not pinned, None: hard."""
     group: str
     parent: str
     data_type: int
@@ -559,13 +559,13 @@ class Inspected(msgspec.Struct, frozen=True, array_like=True, tag="inspected"):
     objects: list[ObjectStatus | None]
 
 
-# Jobs: what takes a while and can be asked about.
+# Jobs: long-running requests with a status.
 
 
 class CopyObject(msgspec.Struct, frozen=True, array_like=True, tag="copy_object"):
-    """A further replica on each of ``targets``; with ``source``, that one goes when the first has come.
+    """Make a replica on each of ``targets``; with ``source``, that one is removed after the first copy.
 
-    Answered by Job or Refused.
+    Answered by JobReply or RefusedReply.
     """
 
     key: str
@@ -575,20 +575,22 @@ class CopyObject(msgspec.Struct, frozen=True, array_like=True, tag="copy_object"
 
 
 class DrainSegments(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
-    """Give nothing out on ``segments`` any more and move all that is there, to ``targets`` or anywhere.
+    """Place nothing new on ``segments`` and move their whole content, to ``targets`` or anywhere.
 
-    Answered by Job or Refused.
+    Answered by JobReply or RefusedReply.
     """
 
     segments: list[str]
     targets: list[str]
     max_concurrency: int = 4
     unmount_after_s: float | None = None
-    """Unmount the segments when they are empty, and no later than this; None: they stay mounted."""
+    """Unmount the segments when they are empty, and at the latest after this time; None: keep them
+    mounted."""
 
 
 class AskJob(msgspec.Struct, frozen=True, array_like=True, tag="ask_job"):
-    """How far is it? ``cancel``: and stop it. Answered by Job or Refused (``not_found``)."""
+    """Request a job's status; ``cancel`` also stops it. Answered by JobReply or RefusedReply
+    (``not_found``)."""
 
     job_id: int
     cancel: bool = False
@@ -610,7 +612,7 @@ class JobStatus(msgspec.Struct, frozen=True):
     """Why it failed; "" when it did not."""
     age_s: float
     idle_s: float
-    """Since something last happened."""
+    """Time since its last progress."""
 
 
 class JobReply(msgspec.Struct, frozen=True, array_like=True, tag="job"):
@@ -625,7 +627,7 @@ class RefusedReply(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class SetQuota(msgspec.Struct, frozen=True, array_like=True, tag="set_quota"):
-    """How many bytes a tenant may keep in memory; None: it is forgotten. Answered by Quotas or Refused."""
+    """Set how many bytes of memory a tenant may use; None: no quota. Answered by Quotas or RefusedReply."""
 
     tenant: str
     size_bytes: int | None
@@ -638,7 +640,7 @@ class AskQuotas(msgspec.Struct, frozen=True, array_like=True, tag="ask_quotas"):
 class QuotaStatus(msgspec.Struct, frozen=True):
     tenant: str
     quota_bytes: int | None
-    """None: as much as there is."""
+    """None: no limit."""
     used_bytes: int
     num_objects: int
 
@@ -676,17 +678,17 @@ ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
     SetQuota: ADMINS,
     AskQuotas: TRUSTED,
 }
-"""Who may ask what, where peers have to prove who they are. What names a tenant may be sent for that tenant
-only by whoever is bound to one. A node may unmount and drain what it has mounted itself (``server.py``)."""
+"""Permitted senders of each request, where peers must authenticate. A client bound to one tenant may name
+only that one. A node may unmount and drain what it has mounted itself (``server.py``)."""
 
 
 def remove_matching_access(message: RemoveMatching) -> frozenset[Level]:
-    """By force also what readers hold, and many at once: for administrators."""
+    """By force it removes many objects at once that readers may hold: for administrators."""
     return ADMINS if message.force else EVERYBODY
 
 
 def ask_job_access(message: AskJob) -> frozenset[Level]:
-    """Jobs are of everybody's; to stop one is another matter than to look."""
+    """Any job may be queried; stopping one takes more."""
     return NODES_AND_ADMINS if message.cancel else TRUSTED
 
 

@@ -1,9 +1,9 @@
-"""The master's process: connections, the driver of the core, what is kept, who leads. Decides nothing.
+"""The master's process: connections, the core's driver, the operation log, leadership. Decides nothing.
 
 All requests are handled on one loop, in the order in which they arrive, by plain function calls;
 that is what makes the core's answers consistent without a lock, and fast. Where masters are elected,
-nothing is said before the election is asked whether this one still leads, and before every standby
-that may lead next has what it was said upon (``standby_replication.py``).
+a reply is sent only while the election confirms that this master leads, and once every standby
+that may lead next has the records it rests on (``standby_replication.py``).
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from mooncake.rpc.client import split_address
 from mooncake.rpc.wire import Failure
 from mooncake.security import TRUSTED, Access, HttpAuth, Identity, Role, check_address, process_identity
 from mooncake.store import messages as m
-from mooncake.store.ha import standby_replication
+from mooncake.store.ha import messages as ha_messages
 from mooncake.store.ha.coordinator import Coordinator
 from mooncake.store.ha.election import Election, Standby
+from mooncake.store.ha.messages import Follow, Followed, Leads, WhoLeads
 from mooncake.store.ha.role import MasterRole, not_leader
-from mooncake.store.ha.standby_replication import Follow, Followed, Leads, StandbyReplicator, WhoLeads
+from mooncake.store.ha.standby_replication import StandbyReplicator
 from mooncake.store.master import tenants_file
 from mooncake.store.master.context import EventPublisher, Leadership
 from mooncake.store.master.effects import (
@@ -64,7 +65,7 @@ class MasterServer:
         """
         Args:
             other: Unix socket of the server for clients that open with another protocol.
-            identity: who this master is to others, instead of who this process is.
+            identity: this master's identity towards others, instead of the process's.
         """
         self.identity = identity or process_identity()
         self.settings = settings
@@ -72,12 +73,12 @@ class MasterServer:
         self._oplog = OplogWriter(settings.oplog, settings.oplog_flush, settings.oplog_repair)
         self._role = MasterRole(settings, self._oplog, _first_id)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises when this master must not go on."""
+        """Raises when this master must stop."""
         handlers: dict[type[msgspec.Struct], Any] = dict.fromkeys(m.REQUESTS, self._received)
         self._rpc = RpcServer(
             {**handlers, Follow: self._follow, WhoLeads: self._who_leads},
             self._connection_lost,
-            access=Access({**m.ACCESS, **standby_replication.ACCESS}, m.SPECIAL),
+            access=Access({**m.ACCESS, **ha_messages.ACCESS}, m.SPECIAL),
             identity=self.identity,
             other=other,
             name="master",
@@ -89,17 +90,17 @@ class MasterServer:
         """No reply is held back."""
         self._replies_sent.set()
         self._gone: list[Connection] = []
-        """Lost while this master did not lead; it will be told when it does."""
+        """Connections lost while this master did not lead; handled when it does."""
         self.web_address = ""
-        """Of its HTTP side, once that serves."""
+        """Address of the HTTP server, once it serves."""
         self.first_messages: list[msgspec.Struct] = []
-        """What this master is told by its own settings once it leads."""
+        """Messages from this master's own settings, handled once it leads."""
         self._metrics = MasterMetrics(self)
         self._is_serving = False
 
     @property
     def master(self) -> Master:
-        """What this process knows."""
+        """The master's state in this process."""
         return self._role.master
 
     @property
@@ -108,7 +109,7 @@ class MasterServer:
 
     @property
     def address(self) -> str:
-        """At which others reach this master."""
+        """Address at which others reach this master."""
         host = self.settings.host
         if self.settings.advertise or host not in ("0.0.0.0", "::"):
             return self.settings.advertise or (
@@ -126,9 +127,9 @@ class MasterServer:
         return list(self._rpc.connections)
 
     async def start(self) -> int:
-        """Take over what an earlier master wrote down, and listen. Returns the port.
+        """Take over an earlier master's records, and listen. Returns the port.
 
-        Where masters are elected this one may answer that it does not lead, for as long as that is so.
+        Where masters are elected, this one answers that it does not lead for as long as that is so.
 
         Raises:
             AddressInUse: the port is taken.
@@ -171,7 +172,7 @@ class MasterServer:
         return port
 
     async def close(self) -> None:
-        """Stop serving; a standby that has everything leads from now on. Harmless when repeated."""
+        """Stop serving; a complete standby leads from now on. Repeated calls are harmless."""
         if not self._is_serving:
             return
         if self._coordinator is not None and self._coordinator.election.is_leading:
@@ -187,11 +188,11 @@ class MasterServer:
         registry.unregister(self._metrics)
         self._oplog.close()
 
-    # What its HTTP side and its metrics look at
+    # Queries of the HTTP server and of the metrics
 
     @property
     def leadership(self) -> Leadership:
-        """Who leads: a master that has no others always does."""
+        """The present leader: a single master always leads itself."""
         coordinator = self._coordinator
         if coordinator is None:
             return Leadership(True, "serving", self.address, 0)
@@ -205,7 +206,7 @@ class MasterServer:
 
     @property
     def num_standbys(self) -> int:
-        """That have everything."""
+        """Number of standbys that have everything."""
         return len(self._role.followers.listed) if self._role.followers is not None else 0
 
     @property
@@ -222,7 +223,7 @@ class MasterServer:
         }
 
     async def ask(self, message: msgspec.Struct) -> msgspec.Struct:
-        """What a client that sent ``message`` would be answered; from this process, for its HTTP side."""
+        """Handle ``message`` as from a client and return the answer; for the HTTP server of this process."""
         own = _LocalCall()
         try:
             self._take(Received(own, own, message))
@@ -230,7 +231,7 @@ class MasterServer:
             return Failure(error.code, str(error))
         return await own.answer
 
-    # What clients and nodes say
+    # Requests of clients and nodes
 
     def _received(self, message: msgspec.Struct, call: Call) -> None:
         if isinstance(message, m.Unmount | m.DrainSegments) and call.connection.principal.role is Role.NODE:
@@ -248,10 +249,10 @@ class MasterServer:
         self._driver.post(event)
 
     def _check_owner(self, message: m.Unmount | m.DrainSegments, call: Call) -> None:
-        """A node ends what it mounted itself; what others mounted is an administrator's.
+        """Check that a node ends only what it mounted itself; the rest takes an administrator.
 
         Raises:
-            AccessDenied: it is another's.
+            AccessDenied: another node mounted it.
         """
         mounted = self.master.catalog.segments.mounted
         own = {one.node for one in mounted.values() if one.connection is call.connection}
@@ -275,7 +276,7 @@ class MasterServer:
         if isinstance(effect, OperatorEvent):
             log.info(effect.event, **effect.fields)
         elif isinstance(effect, RecoveryComplete):
-            self._oplog.heard(self.master.catalog)
+            self._oplog.recovery_complete(self.master.catalog)
         elif isinstance(effect, AppendRecords):
             self._guarded(lambda: self._keep(effect))
         elif self._oplog.trouble and isinstance(effect.message, _ACKNOWLEDGEMENTS):
@@ -293,30 +294,30 @@ class MasterServer:
                 self._arm()
 
     def _answer_lasting(self, reply: Reply, followers: StandbyReplicator | None, trouble: str) -> None:
-        """What it says survives a loss of power, or ``trouble`` says why nobody knows."""
+        """Send a reply that promises durability, or the error ``trouble`` if that is uncertain."""
         if trouble:
             reply.origin.reply(Failure(_CODE, trouble))
         elif followers is self._role.followers and self._role.is_leading:
             self._answer(reply)
         else:
-            _send([not_leader(reply)])  # it was asked in another term
+            _send([not_leader(reply)])  # the request came in another term
 
     def _keep(self, effect: AppendRecords) -> None:
-        """Where standbys have everything, one of them can do what this master can't; else it waits for space
-        and serves who reads. Raises Unavailable."""
+        """Write down records. If that fails, a complete standby takes over; without one, this master waits
+        for space and serves reads. Raises Unavailable."""
         _send(self._role.carry_out(effect, clock.monotonic()))
         if self._oplog.trouble and self.num_standbys:
             raise Unavailable(self._oplog.trouble)
 
     def _fail(self, error: MooncakeError) -> None:
-        """Nobody is answered any more, and no standby may copy what was not written down."""
+        """Stop answering, and let no standby copy what was not written down."""
         _send([not_leader(held) for held in self._role.step_down()])
         self._replies_sent.set()
         self._arm()
         if not self.failed.done():
             self.failed.set_exception(error)
 
-    # What standbys say
+    # Requests of standbys
 
     def _follow(self, message: Follow, call: Call) -> None:
         replies = self._role.follow(message, call, call.connection, clock.monotonic())
@@ -333,7 +334,7 @@ class MasterServer:
         return Leads(lead.leader, lead.term, lead.is_leader and self._role.is_leading)
 
     def _reconsider(self) -> None:
-        """Something has happened to standbys, or in the election: it may free replies, or change the list."""
+        """After an event of standbys or of the election: send freed replies, and update the list."""
         coordinator, followers = self._coordinator, self._role.followers
         if coordinator is None or followers is None:
             return
@@ -360,18 +361,18 @@ class MasterServer:
             _send(self._role.followers.expire(clock.monotonic()))
             self._reconsider()
 
-    # What the election says (``succession.Office``)
+    # Calls of the election (``coordinator.LeadershipListener``)
 
     def lead(self, term: int, is_complete: bool) -> None:
-        """Answer from now on, with what this master has, or with nothing."""
+        """Answer from now on, with this master's state or an empty one."""
         election = self._coordinator.election if self._coordinator is not None else None
         session = secrets.randbits(40)
         self._guarded(lambda: self._role.lead(is_complete, election, session, clock.monotonic()))
         if not self.master.catalog.is_doubted:
-            self._oplog.heard(self.master.catalog)
+            self._oplog.recovery_complete(self.master.catalog)
         if election is not None:
             num_objects = len(self.master.objects.readable)
-            log.info("leads", term=term, num_objects=num_objects, is_complete=is_complete)
+            log.info("leadership_acquired", term=term, num_objects=num_objects, is_complete=is_complete)
         self._driver = Driver(self.master, self._perform)
         gone, self._gone = self._gone, []
         self._driver.post(Wake())
@@ -388,7 +389,7 @@ class MasterServer:
             self._driver.close()
         _send([not_leader(held) for held in self._role.step_down()])
         self._arm()
-        # Whoever was answered nothing asks somebody else, or here again.
+        # A client without an answer tries another master, or this one again.
         for connection in self.connections:
             connection.close()
 
@@ -400,7 +401,7 @@ class MasterServer:
             if self._role.take(answer, clock.monotonic()):
                 self._gone = []
                 log.info("standby_in_sync", num_objects=len(self.master.objects.readable))
-            if self._oplog.trouble:  # the leader must not hear that it is here
+            if self._oplog.trouble:  # the leader must not count this standby as complete
                 raise Unavailable(self._oplog.trouble)
 
         self._guarded(enter)
@@ -413,7 +414,7 @@ class MasterServer:
             raise
 
     async def _hand_over(self, coordinator: Coordinator) -> None:
-        """Let what was said reach everybody, and name a successor."""
+        """Wait until held replies are sent, and name a successor."""
         self._role.is_leading = False  # nothing new is begun
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.standby_ack_s):
@@ -437,9 +438,9 @@ _CHANGES = (
     m.DrainSegments,
     m.SetQuota,
 )
-"""What is refused while nothing can be written down; reads, and what nodes say of themselves, are not."""
+"""Requests refused while nothing can be written down; reads and nodes' own reports are not."""
 _ACKNOWLEDGEMENTS = (m.PutStarted, m.PutsWritten, m.Outcomes, m.Removed, m.Polled)
-"""What may say that something was written down."""
+"""Replies that may confirm that something was written down."""
 
 
 def _refused(message: msgspec.Struct, why: str, put_s: float) -> msgspec.Struct:
@@ -454,8 +455,8 @@ def _refused(message: msgspec.Struct, why: str, put_s: float) -> msgspec.Struct:
 
 
 def _first_id() -> int:
-    """Larger than what masters before this one began with, if the clock was never set back. A node that has
-    heard larger ones says so when it mounts (``Mount.largest_id``), before anything can be put there."""
+    """A larger id than earlier masters began with, if the clock was never set back. A node that knows larger
+    ones reports them when it mounts (``Mount.largest_id``), before anything can be put there."""
     return (int(clock.wall() * 1000) << 20) + secrets.randbits(20)
 
 
@@ -465,7 +466,7 @@ def _send(replies: list[Reply]) -> None:
 
 
 class _LocalCall:
-    """Stands where the ``Call`` of a client would: the origin of a message of this process itself."""
+    """Origin of a message of this process itself, in place of a client's ``Call``."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[msgspec.Struct] = asyncio.get_running_loop().create_future()
@@ -479,7 +480,7 @@ async def serve(settings: MasterSettings) -> None:
     """Run a master until cancelled.
 
     Raises:
-        InvalidArgument: others can reach it, and nobody has to prove who he is.
+        InvalidArgument: other hosts can reach it, and clients need no credential.
         MooncakeError: as ``running`` does.
     """
     check_address(settings.host)
@@ -489,7 +490,7 @@ async def serve(settings: MasterSettings) -> None:
 
 @contextlib.asynccontextmanager
 async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[MasterServer]:
-    """A master that serves clients, nodes and HTTP; its ``failed`` raises when it must not go on.
+    """Serve clients, nodes and HTTP; the server's ``failed`` raises when the master must stop.
 
     Args:
         settings: see ``MasterSettings``.
@@ -498,7 +499,7 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
     Raises:
         AddressInUse: a port is taken.
         InvalidArgument: the oplog can't be used.
-        Unavailable: the oplog can't be written any more.
+        Unavailable: the oplog can no longer be written.
     """
     # Millions of long-lived objects and no cycles: full collections would only cost pauses.
     gc.set_threshold(100_000, 50, 1_000_000)
@@ -509,7 +510,7 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
         sock = _listen(settings)
         stack.callback(sock.close)
         stack.push_async_callback(server.close)
-        gc.disable()  # what an earlier master wrote down is read now, and none of it is garbage
+        gc.disable()  # the earlier master's records are read now, and none of them is garbage
         try:
             port = await server.start()
         finally:
@@ -517,7 +518,7 @@ async def running(settings: MasterSettings, other: str = "") -> AsyncIterator[Ma
         gc.freeze()
         server.web_address = metrics_address = await stack.enter_async_context(_web(server, sock))
         log.info("ready", role="master", address=f"{settings.host}:{port}", metrics=metrics_address)
-        log.info(f"Master service started on port {port}")  # the words that existing launchers wait for
+        log.info(f"Master service started on port {port}")  # the text that existing launchers wait for
         if settings.report_s:
             reporting = asyncio.create_task(_report(server, settings.report_s))
             stack.callback(reporting.cancel)
@@ -535,12 +536,12 @@ def _listen(settings: MasterSettings) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def _web(server: MasterServer, sock: socket.socket) -> AsyncIterator[str]:
-    """Its HTTP side; yields the address. Loaded when clients are served already: that takes half a second."""
+    """Serve HTTP; yields the address. Loaded after clients are served: importing takes half a second."""
     http = await asyncio.to_thread(importlib.import_module, "mooncake.compat.master.app")
 
     key, identity = server.settings.admin_api_key, server.identity
-    door = HttpAuth(http.make_app(server), identity, TRUSTED, open_paths=http.OPEN_PATHS, api_key=key)
-    web = HttpServer(door, sock, tls=identity.server_tls)
+    auth = HttpAuth(http.make_app(server), identity, TRUSTED, open_paths=http.OPEN_PATHS, api_key=key)
+    web = HttpServer(auth, sock, tls=identity.server_tls)
     try:
         await web.start()
         yield f"{server.settings.metrics_host or server.settings.host}:{web.port}"

@@ -1,4 +1,5 @@
-"""A master that is checked after every test, and a voice to speak to it with."""
+"""Fixtures: a master whose invariants are checked after every test, and a ``Voice`` that sends it
+messages."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ LEASE_S, PUT_S, GRACE_S, TTL_S = 10.0, 30.0, 5.0, 5.0
 
 
 class Voice:
-    """Says things to a master at instants that the test chooses; ``notes`` is what operators see."""
+    """Sends messages to a master at instants chosen by the test; ``notes`` has the operators' log events."""
 
     def __init__(self, settings: MasterSettings) -> None:
         self.master = Master(settings)
         self.now = 0.0
         self.notes: list[OperatorEvent] = []
         self.records: list[Record] = []
-        """Everything the master wanted kept."""
+        """All records the master wanted written down."""
         self._put_id = 1
 
     def say(self, message: msgspec.Struct, connection: str = "client") -> Any:
@@ -39,7 +40,7 @@ class Voice:
                 assert effect.origin == "origin"
                 replies.append(effect.message)
             elif isinstance(effect, AppendRecords):
-                assert not replies, "records come before what they are about is acknowledged"
+                assert not replies, "records come before the acknowledgement that rests on them"
                 self.records += effect.records
             elif isinstance(effect, OperatorEvent):
                 self.notes.append(effect)
@@ -60,7 +61,7 @@ class Voice:
                 self.notes.append(effect)
 
     def wait(self, seconds: float) -> None:
-        """Let time pass; the master is woken whenever it asked to be."""
+        """Let time pass; the master is woken at each of its deadlines."""
         until = self.now + seconds
         while True:
             deadline = self.master.deadline()
@@ -70,7 +71,7 @@ class Voice:
             self._take(self.master.handle(Wake(), self.now))
             self.master.check()
             after = self.master.deadline()
-            assert after is None or after > self.now, "the master asks to be woken for nothing"
+            assert after is None or after > self.now, "a deadline must lie in the future"
         self.now = until
 
     def mount(
@@ -162,17 +163,17 @@ class Voice:
         return found
 
     def inspect(self, key: str, tenant: str = "") -> m.ObjectStatus | None:
-        """All about it, without a lease."""
+        """All details of an object, without a lease."""
         found = self.say(m.Inspect([key], tenant)).objects[0]
         assert found is None or isinstance(found, m.ObjectStatus)
         return found
 
     def there(self, keys: str) -> str:
-        """Which of these one-letter keys can be read, without a lease."""
+        """The readable ones of these one-letter keys, without a lease."""
         return "".join(key for key in keys if self.inspect(key) is not None)
 
     def where(self, key: str) -> list[str]:
-        """The segments that have it complete."""
+        """The segments that have a complete replica."""
         found = self.inspect(key)
         return [] if found is None else [one.segment for one in found.replicas if one.is_complete]
 
@@ -180,22 +181,22 @@ class Voice:
         return self.say(m.Remove([key], force)).outcomes[0]
 
     def look(self, is_right: Callable[[m.SegmentEntry, str], bool] = lambda entry, segment: False) -> int:
-        """Nodes read what readers said is wrong, and say what they find; how much that was."""
+        """Nodes read the replicas that readers reported and send the results; returns their number."""
         verification, count = self.master.verification, 0
         for segment in list(self.master.segments.mounted.values()):
             while True:
                 verification.take(segment, self.now)
-                # Those too that went with the answer to an earlier Poll.
+                # Including those that came with the answer to an earlier Poll.
                 doubts = list(verification._under_way.get(segment, {}).values())
                 if not doubts:
                     break
                 count += len(doubts)
                 wrong = Refusal("corrupt", "says the node")
-                said: list[m.TaskDone] = []
+                results: list[m.TaskDone] = []
                 for doubt in doubts:
                     good = is_right(entry_of(doubt.stored, doubt.extent.offset), segment.name)
-                    said.append(m.TaskDone(doubt.check_id, None if good else wrong))
-                verification.answered(said, segment, self.now)
+                    results.append(m.TaskDone(doubt.check_id, None if good else wrong))
+                verification.answered(results, segment, self.now)
         self._take(self.master.handle(Wake(), self.now))
         self.master.check()
         return count

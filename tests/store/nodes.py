@@ -1,4 +1,4 @@
-"""Nodes that do what tasks say, for tests of the master's cores. They move no byte."""
+"""Nodes that run the master's tasks, for tests of its cores. They move no bytes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SSD_BYTES = 1 << 20
 
 
 class Nodes(Voice):
-    """A voice that also hears answers that come later."""
+    """A voice that also receives delayed answers."""
 
     def __init__(self, settings: MasterSettings) -> None:
         super().__init__(settings)
         self.late: dict[str, list[Any]] = {}
-        """Replies to what was posted, by origin."""
+        """Replies to posted messages, by origin."""
 
     def post(self, message: msgspec.Struct, connection: str, origin: str) -> None:
-        """Say something that need not be answered at once."""
+        """Send a message that need not be answered at once."""
         self._take(self.master.handle(Received(origin, connection, message), self.now))
         self.master.check()
 
@@ -91,7 +91,7 @@ class Place:
         return reported
 
     def poll(self, *done: m.TaskDone, max_tasks: int = 16) -> list[m.CopyTask]:
-        """Ask; the tasks that come at once. What the journal missed is reported."""
+        """Poll; returns the tasks that come at once. Changes that the journal missed are reported."""
         poll = m.Poll(self.name, self.epoch, list(done), self.seen, max_tasks)
         self.nodes.post(poll, self.connection, self.name)
         self.nodes.wait(0.0)
@@ -118,7 +118,7 @@ class Place:
         return tasks
 
     def work(self, *tasks: m.CopyTask) -> list[m.CopyTask]:
-        """Do these tasks, or those that a Poll brings, and say so; what comes next."""
+        """Do these tasks, or those of a Poll, and report them; returns the next ones."""
         todo = list(tasks) or self.poll()
         for task in todo:
             self.held[task.entry.object_id] = task.entry

@@ -1,4 +1,4 @@
-"""A master that mounts whoever comes and says what the test tells it: parks Polls, keeps reports."""
+"""A master that mounts every node and sends what the test orders: parks Polls, keeps reports."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ScriptedMaster:
         await self._rpc.close()
 
     async def until_polled(self, segment: str) -> m.Mount:
-        """The segment's node has asked for work."""
+        """Wait until the segment's node has polled."""
         await self._until(lambda: segment in self.parked)
         return self.mounts[segment]
 
@@ -58,13 +58,13 @@ class ScriptedMaster:
     async def run(
         self, segment: str, entry: m.SegmentEntry, source: m.Replica, deadline_s: float = 20.0
     ) -> m.TaskDone:
-        """Have the node copy, and hear what came of it."""
+        """Have the node copy; returns the result."""
         return (await self.run_all(segment, [(entry, source)], deadline_s))[0]
 
     async def run_all(
         self, segment: str, pairs: list[tuple[m.SegmentEntry, m.Replica]], deadline_s: float = 20.0
     ) -> list[m.TaskDone]:
-        """The same with many at once."""
+        """The same for many tasks at once."""
         first = self._task_id + 1
         self._task_id += len(pairs)
         tasks = [m.CopyTask(first + i, entry, source, deadline_s) for i, (entry, source) in enumerate(pairs)]
@@ -73,7 +73,7 @@ class ScriptedMaster:
         return [self.done[task.task_id] for task in tasks]
 
     async def check(self, segment: str, entry: m.SegmentEntry, deadline_s: float = 20.0) -> m.TaskDone:
-        """Have the node read what it holds, and hear what it found."""
+        """Have the node check a replica; returns the result."""
         self._task_id += 1
         number = self._task_id
         await self._answer(segment, [], [], [m.Check(number, entry, deadline_s)])
@@ -81,7 +81,7 @@ class ScriptedMaster:
         return self.checked[number]
 
     async def change(self, segment: str, changes: list[m.SegmentEntry | int], skip: int = 0) -> None:
-        """Tell the node what came and went (after losing ``skip`` others), and hear that it was noted."""
+        """Send changes to the node (after losing ``skip`` others), and wait until it has noted them."""
         self._last_change[segment] = self._last_change.get(segment, 0) + skip
         await self._answer(segment, changes, [])
         await self._until(lambda: self.seen[segment] == self._last_change[segment])
@@ -102,7 +102,7 @@ class ScriptedMaster:
         async with asyncio.timeout(20), self._changed:
             await self._changed.wait_for(condition)
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
@@ -117,7 +117,7 @@ class ScriptedMaster:
 
     async def _report(self, message: m.ReportContents, call: Call) -> m.Reported:
         self.reports.setdefault(message.segment, []).extend(message.entries)
-        await self._tell()
+        await self._notify()
         return m.Reported(self.unwanted if message.is_last else [])
 
     async def _poll(self, message: m.Poll, call: Call) -> None:
@@ -128,7 +128,7 @@ class ScriptedMaster:
         self.seen[message.segment] = message.seen
         self.done |= {done.task_id: done for done in message.done}
         self.checked |= {done.task_id: done for done in message.checked}
-        await self._tell()
+        await self._notify()
 
     def _describe(self, message: m.DescribeSegments, call: Call) -> m.SegmentDescriptors:
         found = [self.mounts.get(name) for name, _ in message.segments]
@@ -138,7 +138,7 @@ class ScriptedMaster:
 def entry_of(
     data: bytes, offset: int, object_id: int = 1, chunk_bytes: int = 1 << 20, key: str = "k"
 ) -> m.SegmentEntry:
-    """What a segment that has ``data`` at ``offset`` holds."""
+    """The entry of a segment that has ``data`` at ``offset``."""
     chunks = (data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES))
     sums = np.array([crc32c(chunk) for chunk in chunks], dtype="<u4").tobytes()
     return m.SegmentEntry("k", object_id, len(data), CHUNK_BYTES, sums, offset)

@@ -61,7 +61,7 @@ def test_the_parts_of_a_range_are_ranges() -> None:
 
 
 def test_a_hole_of_exactly_the_size_is_found() -> None:
-    """1472 KiB isn't a bin's border, so the holes hang below the bin that surely fits."""
+    """1472 KiB isn't a bin's border, so the holes are in the bin below the one that surely fits."""
     size = 1472 * KIB
     allocator = Allocator(40 * size)
     offsets = [allocator.allocate(size) for _ in range(40)]

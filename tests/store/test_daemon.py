@@ -1,4 +1,4 @@
-"""A whole store in one process: clients of the store and of gRPC on one port, old flags, bad ones."""
+"""A whole store in one process: clients of the store and of gRPC on one port, old flags, invalid flags."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.processes
 
 @contextmanager
 def daemon(*flags: str) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
-    """Its address, its master's address."""
-    words = [sys.executable, "-m", "mooncake", "daemon", "--port", "0", "--no-huge-pages", *flags]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    """Its address, and its master's address."""
+    command = [sys.executable, "-m", "mooncake", "daemon", "--port", "0", "--no-huge-pages", *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         seen = ""
@@ -85,9 +85,9 @@ def test_blocks_are_logged(tmp_path: Path) -> None:
         assert store.put("logged", b"value", PutPolicy(is_durable=True)) is None
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
-        told = process.stderr.read()
-        assert re.search(r"block_write .*tier=ssd", told), told
-        assert "logged" in told
+        output = process.stderr.read()
+        assert re.search(r"block_write .*tier=ssd", output), output
+        assert "logged" in output
 
 
 def test_reflection_finds_the_service(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_daemon_joins_the_store_of_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "role"),
+    ("flags", "role"),
     [
         ("", "daemon"),
         ("--port 50051 --capacity-hbm 0 --capacity-dram 256", "daemon"),
@@ -127,11 +127,11 @@ def test_a_daemon_joins_the_store_of_another() -> None:
         ("--config f.toml", "node"),
     ],
 )
-def test_old_flags_mean_what_they_meant(words: str, role: str) -> None:
-    assert daemon_role(words.split(), {}) == role
+def test_old_flags_mean_what_they_meant(flags: str, role: str) -> None:
+    assert daemon_role(flags.split(), {}) == role
 
 
-def test_the_environment_of_a_node_is_heard() -> None:
+def test_the_environment_of_a_node_is_read() -> None:
     assert daemon_role([], {"MOONCAKE_NODE_MASTER": "a:1"}) == "node"
     assert daemon_role(["--capacity-dram=1"], {"MOONCAKE_NODE_MASTER": "a:1"}) == "daemon"
 
@@ -152,10 +152,10 @@ def test_the_environment_of_a_node_is_heard() -> None:
         ("--capacity-dram 0.01 --host 0.0.0.0", "--insecure"),
     ],
 )
-def test_what_is_wrong_is_one_line(flags: str, why: str) -> None:
-    words = [sys.executable, "-m", "mooncake", "daemon", *flags.split()]
-    words += [] if "--port" in flags else ["--port", "0"]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=60)
+def test_an_error_is_one_line(flags: str, why: str) -> None:
+    command = [sys.executable, "-m", "mooncake", "daemon", *flags.split()]
+    command += [] if "--port" in flags else ["--port", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.returncode == 2, found.stderr
     assert why in found.stderr and "Traceback" not in found.stderr
 

@@ -1,4 +1,4 @@
-"""What was acknowledged as durable, in one process: master, node and SSD, and what happens to their files."""
+"""Durability in one process: master, node and SSD, with lost, damaged and full files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DURABLE = m.PutPolicy(is_durable=True)
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, **settings: Any) -> AsyncIterator[tuple[MasterServer, AsyncStore]]:
-    """All of it, over files that are there from one time to the next."""
+    """All of them, over files that persist from one run to the next."""
     short: dict[str, Any] = {"lease_s": 0.3, "put_s": 5.0, "grace_s": 0.1, "heartbeat_s": 0.2}
     server = MasterServer(MasterSettings(port=0, oplog=str(folder / "oplog"), **short, **settings))
     await server.start()
@@ -51,12 +51,12 @@ async def running(folder: Path, **settings: Any) -> AsyncIterator[tuple[MasterSe
 
 
 async def put(store: AsyncStore, *keys: str) -> None:
-    """Durable objects, whose values are their keys."""
+    """Put durable objects whose values are their keys."""
     assert await store.put_batch(list(keys), [key.encode() for key in keys], DURABLE) == [None] * len(keys)
 
 
 async def until_found(store: AsyncStore, *keys: str) -> None:
-    """As soon as the node has mounted; a key that does not come is named."""
+    """Wait until the node has mounted; a missing key is named."""
     left = list(keys)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(5):
@@ -116,7 +116,7 @@ async def test_what_was_removed_does_not_come_back_with_a_log_that_lost_its_end(
 async def test_a_durable_put_is_answered_when_the_log_would_survive_a_loss_of_power(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The flush of the log is held; everything else goes on, and the answer comes after it."""
+    """The flush of the log is held back; everything else continues, and the answer comes after it."""
     may_flush, sync = threading.Event(), os.fdatasync
     held: list[int] = []
     log = tmp_path / "oplog"

@@ -1,4 +1,4 @@
-"""Real processes on loopback: what users do, and what happens to them when something is killed."""
+"""Real processes on loopback: typical use, and behaviour when one is killed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def until(condition: Callable[[], object], timeout_s: float = STARTUP_S) -> None
 
 
 class Processes:
-    """A master and nodes, each a real process; killed at the end whatever the test did."""
+    """A master and nodes, each a real process; killed at the end of any test."""
 
     def __init__(self) -> None:
         self.port = free_ports("127.0.0.1", 1, Random())[0]
@@ -85,9 +85,9 @@ def started() -> Iterator[Processes]:
 
 
 shared_processes = pytest.fixture(scope="module")(started)
-"""For tests that leave the processes whole; each has its own keys."""
+"""For tests that leave the processes intact; each has its own keys."""
 processes = pytest.fixture(started)
-"""For tests that kill, or fill the memory."""
+"""For tests that kill processes, or fill the memory."""
 
 
 def connected(processes: Processes) -> Iterator[Store]:
@@ -113,7 +113,7 @@ def num_writable(store: Store) -> int:
 
 
 def num_kept_on(store: Store, segment: str) -> int:
-    """Objects that lie on a segment; 0 while more are on their way."""
+    """Number of objects on a segment; 0 while more are being copied."""
     (found,) = [one for one in store.ask(m.GetMasterStatus()).segments if one.segment == segment]
     return 0 if found.num_tasks else int(found.num_objects)
 
@@ -235,7 +235,7 @@ def test_a_view_shows_the_bytes_and_keeps_its_lease(shared_store: Store) -> None
         assert data is None
 
 
-def test_a_view_whose_lease_is_lost_says_so(processes: Processes, store: Store) -> None:
+def test_leaving_a_view_whose_lease_was_lost_raises(processes: Processes, store: Store) -> None:
     store.put("viewed", b"x" * 1000)
     with pytest.raises(Unavailable, match="discard"), store.view("viewed") as data:
         assert data is not None
@@ -376,7 +376,7 @@ def test_wrong_bytes_are_a_miss_and_are_reported(shared_store: Store) -> None:
         assert store.operations.counts.checksum_mismatches == 2, "the same replica is read again"
     else:
         pytest.fail("wrong bytes were believed")
-    # Its node has read it again and found it wrong, too: the object is dropped, so that it can be put again.
+    # Its node has read it again and found it wrong too: the object is dropped, so that it can be put again.
     until(lambda: store.exists(["k-bytes"]) == [False], 10)
     assert any("wrong checksums" in line for line in store.ask(m.ObjectStory("k-bytes")).lines)
     assert store.put("k-bytes", value) is None and store.get("k-bytes") == value
@@ -405,14 +405,14 @@ def test_two_engines_meet_over_tcp(shared_processes: Processes) -> None:
             assert data is not None and bytes(data) == value, "fetched, because it can't be mapped"
 
 
-def test_a_clean_stop_is_told_to_the_master(processes: Processes, store: Store) -> None:
+def test_a_clean_stop_is_reported_to_the_master(processes: Processes, store: Store) -> None:
     store.put("k", b"v")
     assert processes.stop("node") in (0, -signal.SIGTERM)
     until(lambda: not store.ask(m.GetMasterStatus()).segments, 5)
     assert processes.stop("master") in (0, -signal.SIGTERM)
 
 
-def test_troubles_at_the_start_are_named(shared_processes: Processes, shared_store: Store) -> None:
+def test_errors_at_the_start_are_named(shared_processes: Processes, shared_store: Store) -> None:
     taken = subprocess.run(
         [sys.executable, "-m", "mooncake", "master", "--port", str(shared_processes.port)],
         capture_output=True,
@@ -441,7 +441,7 @@ def test_troubles_at_the_start_are_named(shared_processes: Processes, shared_sto
 
 @pytest.mark.parametrize("dies", ["node", "both"])
 def test_what_is_on_ssd_survives_sigkill(dies: str, tmp_path: Path) -> None:
-    """Every object is there again when the daemon is, also for a master that knows nothing."""
+    """Every object is there again with the daemon, also for a master without any state."""
     ssd = ("--ssd-path", str(tmp_path / "ssd"), "--ssd-size", "64MiB")
     keys = [f"k{number}" for number in range(24)]
     with contextlib.closing(Processes()) as processes:

@@ -31,7 +31,7 @@ def opened(path: Path, repairs: bool = False) -> tuple[LockedDirectory, SsdIndex
 
 @pytest.fixture
 def oplog(tmp_path: Path) -> Path:
-    """With one damaged record out of ten."""
+    """A log with one damaged record out of ten."""
     path = tmp_path / "log"
     log = Oplog(path)
     log.read()
@@ -44,7 +44,7 @@ def oplog(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ssd(tmp_path: Path) -> Path:
-    """The same of an index."""
+    """The same for an index."""
     path = tmp_path / "ssd"
     folder, log = opened(path)
     for number in range(10):
@@ -65,7 +65,7 @@ def files(path: Path) -> dict[str, bytes]:
     return {str(one): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
 
 
-def test_a_plan_says_what_is_wrong_and_changes_nothing(oplog: Path, ssd: Path, tmp_path: Path) -> None:
+def test_a_plan_names_the_damage_and_changes_nothing(oplog: Path, ssd: Path, tmp_path: Path) -> None:
     before = files(tmp_path)
     for path in (oplog, ssd):
         what = plan(path)
@@ -101,7 +101,7 @@ def test_the_start_is_refused_until_it_was_repaired(oplog: Path, ssd: Path, tmp_
         assert not plan(path if path is oplog else ssd).is_damaged
 
 
-def test_a_node_may_be_told_to_repair_at_its_start(ssd: Path) -> None:
+def test_a_node_may_repair_at_its_start(ssd: Path) -> None:
     folder, index = opened(ssd, repairs=True)
     assert len(index.index.entries) == 9
     index.close()
@@ -130,7 +130,7 @@ def test_a_file_in_use_and_other_files_are_left_alone(oplog: Path, ssd: Path, tm
     assert other.read_bytes() == b"something else " * 100
 
 
-def test_the_command_shows_first_and_does_it_when_it_is_told_to(oplog: Path) -> None:
+def test_the_command_shows_a_plan_and_repairs_only_on_request(oplog: Path) -> None:
     run, before = CliRunner(), oplog.read_bytes()
     shown = run.invoke(make_application(), ["repair", str(oplog)])
     assert shown.exit_code == 1 and "nothing was changed" in shown.output and "at offset" in shown.output

@@ -1,4 +1,4 @@
-"""Scenarios of the master as text: commands, then what it decided. For operators as much as for tests.
+"""Scenarios of the master as text: commands and its decisions. For operators as much as for tests.
 
 ``tests/scenarios/master_*.txt`` hold blocks like ::
 
@@ -6,8 +6,8 @@
       k -> #1 at a+0
       l refused, no_space: ...
 
-An instant, who speaks (a connection), a command; below it, indented, the answer and what operators are
-told. ``pytest tests/store/test_scenarios.py --rewrite`` writes down what the master decides today.
+An instant, the sender (a connection), a command; below it, indented, the answer and the operators' log
+events. ``pytest tests/store/test_scenarios.py --rewrite`` writes down the master's present decisions.
 """
 
 from __future__ import annotations
@@ -39,56 +39,56 @@ class Stage:
         self.master = Master(MasterSettings(high_watermark=1.0, demote_watermark=0.0))
         self.now = 0.0
         self._ids: dict[str, int] = {}
-        """Key -> id of its last reservation, so that scenarios need not repeat numbers."""
+        """Id of the last reservation of each key, so that scenarios need not repeat numbers."""
         self._put_id = 1
         self._seen: dict[str, int] = {}
-        """Segment -> the number of the last change that its node was told."""
+        """Number of the last change sent to the node of each segment."""
 
     def perform(self, line: str) -> list[str]:
         when, who, *words = line.replace(":", " ", 1).split()
-        told = self._let_time_pass(float(when))
+        lines = self._let_time_pass(float(when))
         if words[0] == "lose":
-            told += self._handle(ConnectionLost(who))
+            lines += self._handle(ConnectionLost(who))
         elif words[0] == "wait":
             pass
         elif words[0] == "story":
-            told += self.master.story(words[1])
+            lines += self.master.story(words[1])
         else:
             message = self._message(words[0], words[1:])
-            told += self._handle(Received((who, message), who, message))
+            lines += self._handle(Received((who, message), who, message))
         self.master.check()
-        return told
+        return lines
 
     def _let_time_pass(self, until: float) -> list[str]:
         assert until >= self.now, "time goes forward"
-        told: list[str] = []
+        lines: list[str] = []
         while (deadline := self.master.deadline()) is not None and deadline <= until:
             self.now = max(self.now, deadline)
-            told += [f"at {self.now:g}: {line}" for line in self._handle(Wake())]
+            lines += [f"at {self.now:g}: {line}" for line in self._handle(Wake())]
         self.now = until
-        return told
+        return lines
 
     def _handle(self, event: Any) -> list[str]:
-        told: list[str] = []
+        lines: list[str] = []
         effects = self.master.handle(event, self.now)
         for effect in effects:
             if isinstance(effect, Reply):
                 who, message = effect.origin
                 is_late = not isinstance(event, Received) or effect.origin is not event.origin
-                told += [
-                    f"{who} hears: {line}" if is_late else line
+                lines += [
+                    f"{who} receives: {line}" if is_late else line
                     for line in self._shown(message, effect.message)
                 ]
             elif isinstance(effect, OperatorEvent):
                 fields = " ".join(
                     f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in effect.fields.items()
                 )
-                told.append(f"note {effect.event} {fields}")
+                lines.append(f"note {effect.event} {fields}")
         if isinstance(event, Received) and not any(
             isinstance(effect, Reply) and effect.origin is event.origin for effect in effects
         ):
-            told.append("waits for its answer")
-        return told
+            lines.append("waits for its answer")
+        return lines
 
     def _message(self, command: str, words: list[str]) -> msgspec.Struct:
         options = dict(word.split("=") for word in words if "=" in word)
@@ -218,7 +218,7 @@ class Stage:
             self._seen[poll.segment] = polled.first + len(polled.changes) - 1
         for change in polled.changes:
             lines.append(
-                f"#{change} went" if isinstance(change, int) else f"{change.key} #{change.object_id} came"
+                f"#{change} removed" if isinstance(change, int) else f"{change.key} #{change.object_id} added"
             )
         for task in polled.tasks:
             entry, source = task.entry, task.source

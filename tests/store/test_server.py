@@ -1,4 +1,4 @@
-"""The master's shell in this process: metrics, malformed requests, connections that go away."""
+"""The master's shell in this process: metrics, malformed requests, connections that are lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mooncake.errors import AddressInUse, InvalidArgument
 from mooncake.metrics import page
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
-from mooncake.store.ha.standby_replication import Leads, WhoLeads
+from mooncake.store.ha.messages import Leads, WhoLeads
 from mooncake.store.master.log_records import ObjectReadable
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
@@ -83,8 +83,8 @@ async def test_a_closed_server_leaves_no_metrics(server: MasterServer, client: A
     assert page().decode().count("\nmooncake_store_objects ") == 1
 
 
-async def test_others_are_answered_while_a_master_walks(server: MasterServer) -> None:
-    """Over the wire, with an expression that takes for ever where the engine backtracks."""
+async def test_others_are_answered_during_a_key_scan(server: MasterServer) -> None:
+    """Over the wire, with an expression that never ends in an engine that backtracks."""
     async with contextlib.AsyncExitStack() as stack:
         clients = [AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES) for _ in range(2)]
         for client in clients:
@@ -96,27 +96,27 @@ async def test_others_are_answered_while_a_master_walks(server: MasterServer) ->
             for number, key in enumerate(keys)
         ]
         server.master.apply(records, clock.monotonic())
-        walk = asyncio.create_task(clients[0].call(m.RemoveMatching("^(a+)+$", False), 60.0))
+        scan = asyncio.create_task(clients[0].call(m.RemoveMatching("^(a+)+$", False), 60.0))
         num_answers = 0
-        while not walk.done():
+        while not scan.done():
             await clients[1].call(m.Exists(["k"]), 60.0)
             num_answers += 1
-        assert await walk == m.Removed(0, 0)
+        assert await scan == m.Removed(0, 0)
         assert num_answers > 1
         assert await clients[0].call(m.RemoveMatching("^a{60}![0-9]+$", True), 60.0) == m.Removed(2000, 0)
 
 
-async def test_a_master_that_does_not_lead_remembers_no_lost_connections_of_strangers(
+async def test_a_standby_remembers_no_lost_connections_of_clients(
     server: MasterServer,
 ) -> None:
-    """They come and go for as long as it stands by."""
+    """They come and go for as long as it is a standby."""
     node = AsyncClient(f"127.0.0.1:{server.port}", m.REPLIES)
     await mount(node)
     server._role.is_leading = False
     for _ in range(3):
-        stranger = AsyncClient(f"127.0.0.1:{server.port}", (*m.REPLIES, Leads))
-        await stranger.call(WhoLeads(), 5)
-        await stranger.close()
+        client = AsyncClient(f"127.0.0.1:{server.port}", (*m.REPLIES, Leads))
+        await client.call(WhoLeads(), 5)
+        await client.close()
     await node.close()
     async with asyncio.timeout(5):
         while server.num_clients:  # noqa: ASYNC110

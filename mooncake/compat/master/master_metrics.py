@@ -62,7 +62,7 @@ ALWAYS_0 = (
 
 def page(context: MasterContext, status: m.MasterStatus, quotas: Iterable[m.QuotaStatus]) -> str:
     """Prometheus text 0.0.4."""
-    tally = context.master.tally
+    tally = context.master.request_counters
     counts = {**dataclasses.asdict(context.master.counts), **tally.counts}
     lines: list[str] = []
     for name, value in _gauges(context, status).items():
@@ -94,7 +94,7 @@ def _gauges(context: MasterContext, status: m.MasterStatus) -> dict[str, float]:
         if one.state == "alive":
             by_tier[one.tier].append(one)
     near, ssd = [*by_tier[Tier.MEMORY], *by_tier[Tier.DEVICE]], by_tier[Tier.SSD]
-    tally = context.master.tally
+    tally = context.master.request_counters
     gauges: dict[str, float] = {
         "master_allocated_bytes": sum(one.allocated_bytes for one in near),
         "master_total_capacity_bytes": sum(one.size_bytes for one in near),
@@ -141,7 +141,7 @@ def _counters(counts: Mapping[str, Any]) -> dict[str, int]:
 
 def summary(context: MasterContext, status: m.MasterStatus) -> str:
     """All that matters at a glance, in one line."""
-    gauges, counts = _gauges(context, status), context.master.tally.counts
+    gauges, counts = _gauges(context, status), context.master.request_counters.counts
     used, capacity = gauges["master_allocated_bytes"], gauges["master_total_capacity_bytes"]
     ssd, ssd_capacity = gauges["master_allocated_file_size_bytes"], gauges["master_total_file_capacity_bytes"]
 

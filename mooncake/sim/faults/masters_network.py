@@ -16,7 +16,7 @@ from mooncake.sim.faults.network import ConnectionEnd, Network, over_the_wire
 from mooncake.sim.kernel import Kernel, Process
 from mooncake.store import messages as m
 from mooncake.store.ha.leader_search import PROBE_S, LeaderSearch
-from mooncake.store.ha.standby_replication import Follow, Followed, Leads, WhoLeads
+from mooncake.store.ha.messages import Follow, Followed, Leads, WhoLeads
 
 MASTERS = "masters"
 LEASE_STORE = "ballot"
@@ -113,7 +113,7 @@ class _MasterSearch:
             is_over = True
             timer.cancel()
             leads = answer if isinstance(answer, Leads) else PeerLost(str(answer))
-            if self._search.heard(address, leads):
+            if self._search.take_answer(address, leads):
                 link[0].on_message = link[0].on_closed = None
                 self._opened(link[0])
                 return

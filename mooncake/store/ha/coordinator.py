@@ -1,7 +1,7 @@
-"""A master's part in who leads, as a shell: it asks the ballot, follows the leader, tells its server.
+"""Shell of the leader election: queries the lease store, follows the leader, informs its server.
 
 ``election.py`` decides when to lead and when to stop; ``standby_replication.py`` is the leader's side of
-following. The ballot is asked in a thread, one question at a time, because its clients block.
+replication. The lease store is queried in a thread, one request at a time, because its clients block.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from mooncake.store.ha.election import (
     Standby,
     StepDown,
 )
-from mooncake.store.ha.standby_replication import ANSWER_S, RETRY_S, Followed, StandbyCursor
+from mooncake.store.ha.messages import Followed
+from mooncake.store.ha.standby_replication import ANSWER_S, RETRY_S, StandbyCursor
 
 if TYPE_CHECKING:
     from mooncake.store.ha.lease_store import LeaseStore  # which brings transfer, and takes long to load
@@ -47,18 +48,18 @@ log = get_logger(__name__)
 
 
 class LeadershipListener(Protocol):
-    """What a server does with what it is told here. Nothing blocks."""
+    """How a server reacts to changes of leadership. No method blocks."""
 
     def lead(self, term: int, is_complete: bool) -> None: ...
 
     def step_down(self, reason: str) -> None: ...
 
     def begin_to_follow(self) -> None:
-        """What comes next is a copy of all that the leader knows."""
+        """Expect a complete copy of the leader's state next."""
         ...
 
     def take(self, answer: Followed) -> None:
-        """What the leader wrote down; to be kept before this returns."""
+        """Enter the leader's records; they must be written down before this returns."""
         ...
 
 
@@ -77,21 +78,21 @@ class Coordinator:
         self._lease_store = lease_store
         self._listener = listener
         self._driver: Driver[Event, Effect] = Driver(election, self._perform)
-        self._asking: asyncio.Task[None] | None = None
+        self._request_task: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._followed: LeaderLease | None = None
         self._resigned: asyncio.Future[Standby | None] = asyncio.get_running_loop().create_future()
         self._listed: tuple[Standby, ...] = ()
         self.on_change: Callable[[], None] = lambda: None
-        """Called after everything that happened here."""
+        """Called after every event."""
         self._is_silent = False
-        """The ballot does not answer, and that was said."""
+        """The lease store does not answer, and a warning was logged."""
         self.is_in_sync = False
-        """The leader says so, or this one leads."""
+        """The leader lists this standby as complete, or this master leads."""
 
     @property
     def leader(self) -> str:
-        """Address of who leads, as far as this master knows; "" when it does not."""
+        """Address of the leader as far as this master knows; "" when it does not."""
         record = self.election.record
         return "" if record is None else record.address
 
@@ -108,7 +109,7 @@ class Coordinator:
             self._post(InSync(standbys))
 
     async def resign(self, timeout_s: float) -> Standby | None:
-        """Lead no more; the standby that does now, if one could be named in time."""
+        """Stop leading; returns the standby that leads now, if one could be named in time."""
         self._stop_following()
         self._post(Resign())
         with contextlib.suppress(TimeoutError):
@@ -118,8 +119,8 @@ class Coordinator:
     async def close(self) -> None:
         self._driver.close()
         self._stop_following()
-        if self._asking is not None:
-            self._asking.cancel()
+        if self._request_task is not None:
+            self._request_task.cancel()
         await asyncio.to_thread(self._lease_store.close)
 
     def _post(self, event: Event | Wake) -> None:
@@ -128,7 +129,7 @@ class Coordinator:
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, ReadLease | CompareAndSet):
-            self._asking = asyncio.create_task(self._ask(effect))
+            self._request_task = asyncio.create_task(self._request(effect))
         elif isinstance(effect, Lead):
             self._stop_following()
             self._listed = tuple(self.election.record.standbys) if self.election.record else ()
@@ -147,7 +148,7 @@ class Coordinator:
             if not self._resigned.done():
                 self._resigned.set_result(effect.successor)
 
-    async def _ask(self, what: ReadLease | CompareAndSet) -> None:
+    async def _request(self, what: ReadLease | CompareAndSet) -> None:
         event: Event
         try:
             if isinstance(what, ReadLease):
@@ -171,7 +172,8 @@ class Coordinator:
             self._following = None
 
     async def _follow(self, record: LeaderLease) -> None:
-        """Until somebody else leads."""
+        """Follow until another master leads."""
+
         while True:
             link = AsyncClient(record.address, (Followed,), "the leader", identity=self._identity)
             try:

@@ -1,21 +1,22 @@
-"""Who leads, of several masters: one record that is only ever changed by compare-and-set.
+"""Leader election among several masters: one record that is only ever changed by compare-and-set.
 
 The record names the leader, its term and the standbys that have everything it acknowledged. It counts its
-renewals, and that is the whole lease: whoever sees the same record for ``lease_s`` by a clock of their own
-may replace it, and the leader, which counts from *before* each renewal, has stopped acting by then. So no
-clock is compared with another's, only their speed has to agree (within ``MARGIN``), and the service that
-keeps the record needs no notion of time::
+renewals, and that is the whole lease: a master that sees the same record for ``lease_s`` by its own clock may
+replace it, and the leader, which counts from *before* each renewal, has stopped acting by then. So no two
+clocks are compared, only their speeds have to agree (within ``MARGIN``), and the service that stores the
+record needs no notion of time::
 
-    leader    renews──────renews──────renews ✝          |◀── lease_s·(1-MARGIN), then it acts no more
+    leader    renews──────renews──────renews ✝          |◀── lease_s·(1-MARGIN), then it stops acting
     standby        sees it      sees it      sees it────────── lease_s ──────────▶ replaces it, leads
 
-Who may replace it: its own leader, at once (a process with the same log is the same leader, unless its
-machine went down and may have forgotten the log's end while a standby has it); a listed standby, after
-``lease_s``; anybody when there is no record; and, because a cache that is gone for ever helps nobody, anybody
-after a further ``orphan_s``, but without believing what it has: nodes tell it what there is.
+The record may be replaced by its own leader, at once (a process with the same log is the same leader, unless
+its machine went down and may have lost the log's end while a standby has it); by a listed standby, after
+``lease_s``; by any master when there is no record; and, because a cache without a leader is useless, by any
+master after a further ``orphan_s``, which then discards its own state and rebuilds it from the nodes'
+reports.
 
-A compare-and-set that was not answered may still happen later. It then happens to the very record it was
-meant for, so it needs no special care, but for one thing: a leader counts the standbys that it may name.
+A compare-and-set without an answer may still take effect later. It then applies to exactly the record it was
+meant for, so it needs no special care, with one exception: a leader keeps count of the standbys it may name.
 """
 
 from __future__ import annotations
@@ -28,30 +29,30 @@ import msgspec
 from mooncake.machine import Wake
 
 MARGIN = 0.1
-"""How much slower than another's a leader's clock may run, and be late in noticing."""
+"""The largest relative difference in clock speed, and the delay in noticing, that a leader allows for."""
 STORY_LINES = 100
 
 
 class Standby(msgspec.Struct, frozen=True):
-    """One who has all that was acknowledged. ``id`` names its log, or its process if it has none."""
+    """A master that has all that was acknowledged. ``id`` names its log, or its process if it has none."""
 
     id: str
     address: str
 
 
 class LeaderLease(msgspec.Struct, frozen=True):
-    """The record."""
+    """The record that names the leader."""
 
     leader: str
-    """Id as of ``Standby``; "": it resigned, and what it knew is nowhere."""
+    """Id as in ``Standby``; "" after a resignation that left no copy of the leader's state."""
     address: str
     term: int
     beat: int
-    """So that no two records of a term are equal."""
+    """Counts renewals, so that no two records of a term are equal."""
     lease_s: float
     standbys: list[Standby] = []
     begins_empty: bool = False
-    """It has taken over without having what the last leader had, and has not begun yet."""
+    """The leader took over without its predecessor's state, and has not begun to answer yet."""
 
     def lists(self, who: str) -> bool:
         return any(standby.id == who for standby in self.standbys)
@@ -61,54 +62,54 @@ class LeaderLease(msgspec.Struct, frozen=True):
 
 
 def decode_lease(content: bytes) -> LeaderLease:
-    """Raises msgspec.MsgspecError."""
+    """Decode the record. Raises msgspec.MsgspecError."""
     return msgspec.json.decode(content, type=LeaderLease)
 
 
-# Events. Every Look and Swap is followed by exactly one of the first three.
+# Events. Every ReadLease and CompareAndSet is followed by exactly one of the first three.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeaseRead:
-    """What the record is; None: there is none."""
+    """The record was read; ``content`` is None if there is none."""
 
     content: bytes | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompareAndSetDone:
-    """``is_done``: the record was the old one and is the new one now; else nothing was changed."""
+    """``is_done``: the record was the old one and is the new one now; otherwise nothing was changed."""
 
     is_done: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoAnswer:
-    """No answer; a Swap may have happened, or happen later."""
+    """The service did not answer; a CompareAndSet may have taken effect, or may do so later."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeaderLost:
-    """The connection to the leader broke, or it said that it does not lead: look at once."""
+    """The connection to the leader broke, or it answered that it does not lead: read the record at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InSync:
-    """These standbys should be listed, and no others. Whoever is new has all that was acknowledged so far."""
+    """These standbys should be listed, and no others. A new one has all that was acknowledged so far."""
 
     standbys: tuple[Standby, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """This master has a whole copy of what the leader knows, and has written it down."""
+    """This master has a complete copy of the leader's state, and has written it down."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resign:
-    """Lead no more, and name a listed standby as the leader. Resigned follows, after a while at most."""
+    """Stop leading, and name a listed standby as the leader. Resigned follows, within a bounded time."""
 
 
 # Effects
@@ -116,7 +117,7 @@ class Resign:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadLease:
-    """Read the record."""
+    """Read the record from the lease store."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,26 +134,26 @@ class Lead:
 
     term: int
     is_complete: bool
-    """What this master has is all there was; else it must begin with nothing."""
+    """This master's state is complete; otherwise it must begin with an empty one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepDown:
-    """Act no more."""
+    """Stop acting as the leader."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeaderChanged:
-    """Another leads (or led); follow it."""
+    """Another master leads (or led); follow it."""
 
     record: LeaderLease
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resigned:
-    """``successor``: None when there was nobody, or nobody could be named."""
+    """The resignation is over. ``successor`` is None when there was no standby, or none could be named."""
 
     successor: Standby | None
 
@@ -162,15 +163,15 @@ Effect = ReadLease | CompareAndSet | Lead | StepDown | LeaderChanged | Resigned
 
 
 class Election:
-    """One master's part in it. A machine; deliver a first ``Wake()`` to start it, then what comes of effects.
+    """One master's part in the election. A machine; deliver a first ``Wake()``, then the results of effects.
 
     Args:
         me: id and address of this master.
         has_log: it will be the same master when it comes back.
-        has_state: it has read a log with something in it; where there is no record, such a one goes first.
-        keeps_records: the service forgets nothing, so that no record means that there never was a leader.
+        has_state: it has read a log with content; where there is no record, such a master goes first.
+        keeps_records: the service never loses data, so that no record means that there never was a leader.
         is_whole: the log that was read has all that was written to it. False after the machine went down:
-            its end may be missing then, and a standby that is listed has what this master only had.
+            its end may be missing then, and a listed standby has what only this master had.
     """
 
     def __init__(
@@ -186,9 +187,9 @@ class Election:
     ) -> None:
         self.me = me
         self.record: LeaderLease | None = None
-        """As last seen."""
+        """The record as last seen."""
         self.term = 0
-        """The last in which this master led."""
+        """The last term in which this master led."""
         self._has_log = has_log
         self._has_state = has_state
         self._lease_s = lease_s
@@ -196,25 +197,25 @@ class Election:
         self._keeps_records = keeps_records
         self._is_whole = is_whole
         self._content: bytes | None = None
-        """The bytes of ``record``; None as well while the service has forgotten it."""
+        """The bytes of ``record``; None also while the service has lost it."""
         self._seen_at = 0.0
-        """When exactly that was first seen."""
+        """When exactly these bytes were first seen."""
         self._has_looked = False
-        self._must_look = True
+        self._must_read = True
         self._acts_until = -math.inf
         self._is_leading = False
         self._resigns_until: float | None = None
         self._is_over = False
         self._wanted: list[Standby] = []
-        self._asked: ReadLease | CompareAndSet | None = None
-        self._asked_at = -math.inf
+        self._pending: ReadLease | CompareAndSet | None = None
+        self._requested_at = -math.inf
         self._open_lists: list[list[Standby]] = []
-        """Of Swaps that may have happened, or happen yet."""
+        """The standbys named by each CompareAndSet that may have taken effect, or may yet."""
         self._next_at = -math.inf
         self._lines: list[str] = []
 
     def leads(self, now: float) -> bool:
-        """Whether this master may act at this instant; to be asked before everything it says."""
+        """Whether this master may act at this instant; to be called before everything it sends."""
         return self._is_leading and now < self._acts_until
 
     @property
@@ -222,7 +223,7 @@ class Election:
         return self._is_leading
 
     def eligible(self) -> dict[str, None]:
-        """Ids of all who may come to lead next: without their word nothing may be acknowledged."""
+        """Ids of all masters that may lead next: nothing may be acknowledged before they have it."""
         lists = [*self._open_lists, self._wanted, self.record.standbys if self.record is not None else []]
         return {standby.id: None for standbys in lists for standby in standbys}
 
@@ -235,16 +236,16 @@ class Election:
         if self._is_leading and now >= self._acts_until:
             effects += self._step_down("the lease could not be renewed in time", now)
         if isinstance(event, LeaseRead):
-            self._asked, self._must_look = None, False
+            self._pending, self._must_read = None, False
             effects += self._seen(event.content, now)
         elif isinstance(event, CompareAndSetDone):
             effects += self._swapped(event.is_done, now)
         elif isinstance(event, NoAnswer):
-            self._asked, self._must_look = None, True
+            self._pending, self._must_read = None, True
             self._next_at = now + self._lease_s / 20
-            self._tell(now, f"no answer: {event.reason}")
+            self._log(now, f"no answer: {event.reason}")
         elif isinstance(event, LeaderLost):
-            self._must_look, self._next_at = not self._is_leading, now
+            self._must_read, self._next_at = not self._is_leading, now
         elif isinstance(event, InSync):
             self._wanted = list(event.standbys)
             self._wait(now)
@@ -253,7 +254,7 @@ class Election:
             self._wait(now)
         elif isinstance(event, Resign):
             self._resign(now)
-        if self._asked is None and now >= self._next_at and not self._is_over:
+        if self._pending is None and now >= self._next_at and not self._is_over:
             effects += self._act(now)
         return effects
 
@@ -261,7 +262,7 @@ class Election:
         if self._is_over:
             return None
         wakes = [self._acts_until] if self._is_leading else []
-        if self._asked is None:
+        if self._pending is None:
             wakes.append(self._next_at)
         return min(wakes, default=None)
 
@@ -269,17 +270,17 @@ class Election:
         if self._is_leading:
             assert self.record is not None and self.record.leader == self.me.id, self.record
             assert self.record.term == self.term
-        assert self._asked is not None or self._is_over or self._next_at < math.inf
+        assert self._pending is not None or self._is_over or self._next_at < math.inf
 
     def story(self, key: str) -> list[str]:
-        """The last things that happened; ``key`` is this master's address."""
+        """The last events; ``key`` is this master's address."""
         return list(self._lines) if key == self.me.address else []
 
-    # What to do when nothing is under way
+    # What to do while no request is pending
 
     def _act(self, now: float) -> list[Effect]:
-        if self._must_look:
-            return self._ask(ReadLease(), now)
+        if self._must_read:
+            return self._request(ReadLease(), now)
         if self._resigns_until is not None:
             return self._hand_over(now)
         if self._is_leading:
@@ -292,9 +293,9 @@ class Election:
                 self._lease_s,
                 list(self._wanted),
             )
-            return self._ask_for(record, now)
+            return self._replace_by(record, now)
         if now < self._may_lead_at():
-            return self._ask(ReadLease(), now)
+            return self._request(ReadLease(), now)
         is_complete = self._is_complete
         inherited = self.record.standbys if self.record is not None and is_complete else []
         others = [standby for standby in inherited if standby.id != self.me.id]
@@ -302,17 +303,17 @@ class Election:
         record = LeaderLease(
             self.me.id, self.me.address, term, 0, self._lease_s, others, begins_empty=not is_complete
         )
-        return self._ask_for(record, now)
+        return self._replace_by(record, now)
 
     @property
     def _is_complete(self) -> bool:
-        """What this master has is everything that the last leader acknowledged."""
+        """This master has everything that the last leader acknowledged."""
         record = self.record
         if record is None:
             return True
         if record.lists(self.me.id):
             return self._is_whole
-        # Where nobody was listed, nobody has more than this log.
+        # Where no standby was listed, no master has more than this log.
         is_best = self._is_whole or not record.standbys
         return record.leader == self.me.id and not record.begins_empty and is_best
 
@@ -320,7 +321,7 @@ class Election:
         """When this master may replace the record, if it stays as it is."""
         record = self.record
         if self._content is None:
-            # Either there never was one, or it was lost, and somebody leads by it still.
+            # Either there never was one, or it was lost and its leader still acts by it.
             is_kept = record is None and self._keeps_records
             wait_s = 0.0 if is_kept else max(self._lease_s, record.lease_s if record else 0.0)
             is_first = self._has_state if record is None else self._is_complete
@@ -336,32 +337,32 @@ class Election:
         return ends_at + self._orphan_s if self._orphan_s else math.inf
 
     def _wait(self, now: float) -> None:
-        """Until the next renewal, or the next look."""
+        """Wait until the next renewal, or the next reading of the record."""
         if self._is_leading:
             record = self.record
             is_right = record is not None and record.standbys == self._wanted and not record.begins_empty
             is_due = not is_right or self._content is None
-            self._next_at = now if is_due else self._asked_at + self._lease_s / 4
+            self._next_at = now if is_due else self._requested_at + self._lease_s / 4
         else:
             self._next_at = min(now + self._lease_s / 8, max(now, self._may_lead_at()))
 
-    def _ask_for(self, record: LeaderLease, now: float) -> list[Effect]:
+    def _replace_by(self, record: LeaderLease, now: float) -> list[Effect]:
         self._open_lists.append(record.standbys)
-        return self._ask(CompareAndSet(self._content, record.encode()), now)
+        return self._request(CompareAndSet(self._content, record.encode()), now)
 
-    def _ask(self, what: ReadLease | CompareAndSet, now: float) -> list[Effect]:
-        self._asked, self._asked_at = what, now
+    def _request(self, what: ReadLease | CompareAndSet, now: float) -> list[Effect]:
+        self._pending, self._requested_at = what, now
         return [what]
 
-    # What came of it
+    # Answers of the lease store
 
     def _seen(self, content: bytes | None, now: float) -> list[Effect]:
         effects: list[Effect] = []
         try:
             record = None if content is None else decode_lease(content)
         except msgspec.MsgspecError as error:
-            self._tell(now, f"a record that can't be read: {error}")
-            self._must_look, self._next_at = True, now + self._lease_s
+            self._log(now, f"a record that can't be read: {error}")
+            self._must_read, self._next_at = True, now + self._lease_s
             return effects
         was, known_before = self.record, self._content
         if content != known_before or not self._has_looked:
@@ -372,31 +373,32 @@ class Election:
             if self._is_leading and (record.leader, record.term) != (self.me.id, self.term):
                 effects += self._step_down(f"{record.address} leads in term {record.term}", now)
             if was is None or (was.leader, was.term) != (record.leader, record.term):
-                self._tell(now, f"sees {record.address} lead in term {record.term}")
+                self._log(now, f"sees {record.address} lead in term {record.term}")
                 effects.append(LeaderChanged(record))
-        # A leader whose record was lost writes it again; nobody else does before its lease is over.
+        # A leader whose record was lost writes it again; no other master does before its lease is over.
         self._wait(now)
         if self._is_leading:
             self._next_at = now
         return effects
 
     def _swapped(self, is_done: bool, now: float) -> list[Effect]:
-        swap, self._asked = self._asked, None
+        swap, self._pending = self._pending, None
         assert isinstance(swap, CompareAndSet)
         if not is_done:
-            # Another was quicker; or it was done at the first of two tries below, and this is the second.
-            self._must_look, self._next_at = True, now
+            # Another master was quicker; or the service applied the first of two tries, and this is the
+            # second.
+            self._must_read, self._next_at = True, now
             return []
         self._content, self.record, self._seen_at = swap.new, decode_lease(swap.new), now
-        self._must_look = False
-        self._open_lists = []  # the others were about a record that is no more
+        self._must_read = False
+        self._open_lists = []  # the others were about a record that no longer exists
         if self.record.leader != self.me.id:
             named = Standby(self.record.leader, self.record.address) if self.record.leader else None
             return self._resigned(named, now)
         if self._resigns_until is not None:
             self._next_at = now
             return []
-        self._acts_until = self._asked_at + self._lease_s * (1 - MARGIN)
+        self._acts_until = self._requested_at + self._lease_s * (1 - MARGIN)
         if now >= self._acts_until:
             self._next_at = now
             return []
@@ -405,7 +407,7 @@ class Election:
             self._is_leading = self._is_whole = True
             self.term, self._wanted = self.record.term, self.record.standbys
             is_complete = not self.record.begins_empty
-            self._tell(now, f"leads in term {self.term}{'' if is_complete else ', with nothing'}")
+            self._log(now, f"leads in term {self.term}{'' if is_complete else ', with nothing'}")
             effects.append(Lead(self.term, is_complete))
         self._wait(now)
         return effects
@@ -413,8 +415,8 @@ class Election:
     def _step_down(self, reason: str, now: float) -> list[Effect]:
         self._is_leading = False
         self._acts_until = -math.inf
-        self._must_look, self._next_at = True, now
-        self._tell(now, f"steps down: {reason}")
+        self._must_read, self._next_at = True, now
+        self._log(now, f"steps down: {reason}")
         return [StepDown(reason)]
 
     def _resign(self, now: float) -> None:
@@ -422,7 +424,7 @@ class Election:
         self._is_leading = False
         self._acts_until = -math.inf
         self._next_at = now
-        self._tell(now, "resigns")
+        self._log(now, "resigns")
 
     def _hand_over(self, now: float) -> list[Effect]:
         record = self.record
@@ -433,18 +435,18 @@ class Election:
         if not record.standbys:
             if self._has_log:
                 return self._resigned(None, now)
-            return self._ask_for(LeaderLease("", "", record.term, record.beat + 1, record.lease_s), now)
+            return self._replace_by(LeaderLease("", "", record.term, record.beat + 1, record.lease_s), now)
         first, *others = record.standbys
-        return self._ask_for(
+        return self._replace_by(
             LeaderLease(first.id, first.address, record.term + 1, 0, record.lease_s, others), now
         )
 
     def _resigned(self, successor: Standby | None, now: float) -> list[Effect]:
         self._is_over = True
-        self._tell(now, f"resigned; {successor.address if successor else 'nobody'} follows")
+        self._log(now, f"resigned; successor: {successor.address if successor else 'none'}")
         return [Resigned(successor)]
 
-    def _tell(self, now: float, what: str) -> None:
+    def _log(self, now: float, what: str) -> None:
         self._lines.append(f"{now:.6f} {what}")
         del self._lines[:-STORY_LINES]
 

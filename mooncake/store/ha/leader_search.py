@@ -1,7 +1,7 @@
-"""One search for the master that leads: whom to ask next, and what was heard. It asks nobody itself.
+"""One search for the leading master: which address to query next, and what each one answered.
 
-Several masters are tried one after the other; one that does not lead says who does. Where the addresses come
-from, and how one is asked, ``master_client.py`` knows for live processes and the simulator for its own.
+Several masters are tried in turn; one that does not lead names the leader. It sends nothing itself: where
+addresses come from and how one is queried is up to ``master_client.py`` for processes, and to the simulator.
 """
 
 from __future__ import annotations
@@ -9,50 +9,50 @@ from __future__ import annotations
 from typing import Protocol
 
 from mooncake.errors import DeadlineExceeded, MooncakeError
-from mooncake.store.ha.standby_replication import Leads
+from mooncake.store.ha.messages import Leads
 
 PROBE_S = 1.0
-"""How long one of several masters may take to say who leads."""
+"""How long one of several masters may take to name the leader."""
 PAUSE_S = 0.05
-"""Between two rounds of asking all of them."""
+"""Pause between two rounds over all addresses."""
 DOUBT_S = 3.0
-"""After so long without an answer, the others are asked whether the leader is another by now."""
+"""Time without an answer until the other masters are queried for a new leader."""
 
 
 class LeaderHint(Protocol):
-    """Where a cluster's masters are looked for."""
+    """Where a cluster's masters are searched for."""
 
     master: str
-    """As people name it."""
+    """The name that a user gave."""
     hint: str
-    """Address of who was last said to lead."""
+    """Address of the master last reported as the leader."""
 
 
 class LeaderSearch:
-    """One search for the leader: whom to ask next, and what was heard."""
+    """State of one search: addresses still to query, and the answers so far."""
 
     def __init__(self, resolver: LeaderHint, name: str) -> None:
         self._resolver = resolver
         self._name = name
-        self._to_ask: list[str] = []
-        self._asked: dict[str, None] = {}
+        self._to_query: list[str] = []
+        self._queried: dict[str, None] = {}
         self.reasons: dict[str, str] = {}
 
     def begin_round(self, addresses: list[str]) -> None:
-        self._to_ask, self._asked = list(addresses), {}
+        self._to_query, self._queried = list(addresses), {}
         if not addresses:
-            self.reasons[self._resolver.master] = "nobody has led yet"
+            self.reasons[self._resolver.master] = "no master has led yet"
 
     def next(self) -> str | None:
-        while self._to_ask:
-            address = self._to_ask.pop(0)
-            if address not in self._asked:
-                self._asked[address] = None
+        while self._to_query:
+            address = self._to_query.pop(0)
+            if address not in self._queried:
+                self._queried[address] = None
                 return address
         return None
 
-    def heard(self, address: str, answer: Leads | MooncakeError) -> bool:
-        """Whether that is the leader."""
+    def take_answer(self, address: str, answer: Leads | MooncakeError) -> bool:
+        """Enter an answer; returns whether ``address`` is the leader."""
         if isinstance(answer, MooncakeError):
             self.reasons[address] = str(answer)
             if self._resolver.hint == address:
@@ -63,7 +63,7 @@ class LeaderSearch:
             return True
         self.reasons[address] = f"{address} does not lead"
         if answer.address:
-            self._to_ask.insert(0, answer.address)
+            self._to_query.insert(0, answer.address)
         return False
 
     def failure(self, timeout_s: float) -> DeadlineExceeded:

@@ -1,6 +1,6 @@
-"""Where the record lies that says which master leads: etcd, Redis, or a file for two masters on one host.
+"""Stores of the leader record: etcd, Redis, or a file for two masters on one host.
 
-All that an election needs of a service is to read one value and to replace it if it is still what it was.
+An election needs only two operations of a service: read one value, and replace it if it is unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ DEFAULT_CLUSTER = "mooncake_cluster"
 
 
 class LeaseStore(Protocol):
-    """Thread-safe. Every call may raise PeerLost or DeadlineExceeded."""
+    """The service that stores the leader record. Thread-safe. Calls may raise PeerLost or
+    DeadlineExceeded."""
 
     keeps_records: bool
     """What was written once stays, whatever happens to the service."""
@@ -26,9 +27,9 @@ class LeaseStore(Protocol):
     def read(self) -> bytes | None: ...
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
-        """Replace ``old`` (None: nothing) by ``new``; False: it was something else.
+        """Replace ``old`` (None: no value) by ``new``; False if the value was different.
 
-        When it raises, it may have happened all the same, or happen later.
+        When it raises, the replacement may have taken effect all the same, or may do so later.
         """
         ...
 
@@ -36,12 +37,12 @@ class LeaseStore(Protocol):
 
 
 def make_lease_store(url: str, cluster: str = DEFAULT_CLUSTER, timeout_s: float = 1.0) -> LeaseStore:
-    """The ballot at ``etcd://host:port[;host:port]``, ``redis://host:port`` or ``file:///path``.
+    """Return the lease store at ``etcd://host:port[;host:port]``, ``redis://host:port`` or ``file:///path``.
 
     ``/name`` at the end of the first two names the cluster, and wins over ``cluster``.
 
     Raises:
-        InvalidArgument: none of the forms.
+        InvalidArgument: the URL has none of these forms.
     """
     url, cluster = split_cluster(url, cluster)
     scheme = url.partition("://")[0]
@@ -56,7 +57,7 @@ def make_lease_store(url: str, cluster: str = DEFAULT_CLUSTER, timeout_s: float 
 
 
 def split_cluster(url: str, cluster: str = DEFAULT_CLUSTER) -> tuple[str, str]:
-    """The URL without the cluster's name, and the name. A number at the end of a Redis URL is a database."""
+    """Return the URL without the cluster's name, and the name. A number ending a Redis URL is a database."""
     scheme, _, rest = url.partition("://")
     place, slash, name = rest.rstrip("/").rpartition("/")
     if scheme == "file" or not slash or (scheme == "redis" and name.isdecimal()):
@@ -71,7 +72,7 @@ class _Served(Protocol):
 
 
 class ServiceLeaseStore:
-    """One key of a service that can compare and set."""
+    """One key of a service with compare-and-set."""
 
     def __init__(self, service: _Served, key: str, *, keeps_records: bool) -> None:
         self._service = service
@@ -92,10 +93,10 @@ class ServiceLeaseStore:
 
 
 class FileLeaseStore:
-    """A file that is only looked at and replaced under its lock, by processes of one host.
+    """A file that is only read and replaced under its lock, by processes of one host.
 
     Raises:
-        InvalidArgument: the folder is not there, or the file can't be written.
+        InvalidArgument: the folder does not exist, or the file can't be written.
     """
 
     keeps_records = True
@@ -122,7 +123,7 @@ class FileLeaseStore:
         try:
             if _content(file) != old:
                 return False
-            # In one write, so that no process can be killed in between.
+            # In one write, so that a killed process can't leave half of it.
             os.pwrite(file, new + b"\n" + b" " * max(0, os.fstat(file).st_size - len(new) - 1), 0)
             return True
         except OSError as error:

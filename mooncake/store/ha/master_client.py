@@ -1,8 +1,8 @@
-"""Finds the master that leads, and finds it again: for clients and nodes, blocking and on asyncio.
+"""Client side of failover: find the leading master, and find it again; blocking and on asyncio.
 
-A master is named by its address, by those of all that may lead, or by where they elect one
-(``MasterResolver``). One that does not lead says who does. A request that was answered so was not carried
-out, and is put to the leader; one that was lost with its connection is not repeated here: only its owner
+A master is named by its address, by those of all that may lead, or by the lease store of their election
+(``MasterResolver``). One that does not lead names the leader. A request with that answer was not carried
+out, and is sent to the leader; one that was lost with its connection is not repeated here: only the caller
 knows whether it may be.
 """
 
@@ -23,7 +23,7 @@ from mooncake.security import Identity, process_identity
 from mooncake.store.ha import election
 from mooncake.store.ha.leader_search import DOUBT_S, PAUSE_S, PROBE_S, LeaderSearch
 from mooncake.store.ha.lease_store import LeaseStore, make_lease_store
-from mooncake.store.ha.standby_replication import Leads, WhoLeads
+from mooncake.store.ha.messages import Leads, WhoLeads
 from mooncake.store.settings import ELECTIONS
 
 ADDRESS_FORMS = (
@@ -32,16 +32,16 @@ ADDRESS_FORMS = (
 
 
 class MasterResolver:
-    """Where a cluster's masters are looked for. Thread-safe.
+    """Addresses of a cluster's masters. Thread-safe.
 
     Raises:
-        InvalidArgument: none of ``ADDRESS_FORMS``.
+        InvalidArgument: the name has none of ``ADDRESS_FORMS``.
     """
 
     def __init__(self, master: str) -> None:
         self.master = master
         self.hint = ""
-        """Address of who was last said to lead."""
+        """Address of the master last reported as the leader."""
         self._lease_store: LeaseStore | None = None
         self._addresses: list[str] = []
         scheme, is_url, _ = master.partition("://")
@@ -63,7 +63,8 @@ class MasterResolver:
         return self._addresses[0] if len(self._addresses) == 1 and not self.hint else ""
 
     def addresses(self) -> list[str]:
-        """Whom to ask, the likeliest first. May block; raises MooncakeError when the ballot is silent."""
+        """Addresses to try, the likeliest first. May block; raises MooncakeError if the lease store is
+        silent."""
         found = [self.hint] if self.hint else []
         if self._lease_store is not None:
             content = self._lease_store.read()
@@ -72,7 +73,7 @@ class MasterResolver:
                     address = election.decode_lease(content).address
                     found = [address] if address else []
                 except msgspec.MsgspecError as error:
-                    raise Unavailable(f"{self.master} holds no record of a leader: {error}") from error
+                    raise Unavailable(f"{self.master} holds no leader record: {error}") from error
         found += [address for address in self._addresses if address not in found]
         return found
 
@@ -135,7 +136,7 @@ class BlockingMasterClient:
                 self._doubt(client, deadline, timeout_s)
 
     def connect(self, timeout_s: float) -> None:
-        """Find it now; raises Unavailable, at once when there is one master and nobody listens there."""
+        """Find the leader now; raises Unavailable, at once for a single master that refuses connections."""
         single_address = self.resolver.single_address
         if single_address:
             probe = BlockingClient(
@@ -170,7 +171,7 @@ class BlockingMasterClient:
                 client.close()
 
     def _doubt(self, client: BlockingClient, deadline: float, timeout_s: float) -> None:
-        """No answer for long: is it still the one?"""
+        """Check after a long silence whether the master still leads."""
         with self._lock:
             if client is self._client and self._search(deadline, timeout_s) != self._address:
                 self._client = None
@@ -192,7 +193,7 @@ class BlockingMasterClient:
             except Unavailable as error:
                 search.reasons[self.resolver.master] = str(error)
             while (address := search.next()) is not None:
-                if search.heard(address, self._probe(address, deadline)):
+                if search.take_answer(address, self._probe(address, deadline)):
                     return address
             if time.monotonic() + PAUSE_S >= deadline:
                 raise search.failure(timeout_s)
@@ -213,10 +214,10 @@ class BlockingMasterClient:
 
 
 class AsyncMasterClient:
-    """Calls whoever leads, from a loop; as ``AsyncClient``, with a ``MasterResolver`` for its address.
+    """Calls the leading master, from a loop: an ``AsyncClient`` with a ``MasterResolver`` for its address.
 
-    ``doubt_s``: after so long without an answer it asks whether the leader is another by now; infinite where
-    answers may take long, and the caller finds out in another way.
+    ``doubt_s``: time without an answer until it checks whether the leader has changed; infinite where
+    answers may take long, and the caller detects a lost leader in another way.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class AsyncMasterClient:
 
     @property
     def lost(self) -> asyncio.Event:
-        """As ``AsyncClient.lost``, of the connection that there is now."""
+        """Like ``AsyncClient.lost``, for the present connection."""
         if self._client is not None:
             return self._client.lost
         lost = asyncio.Event()
@@ -282,7 +283,7 @@ class AsyncMasterClient:
                         await client.close()
 
     async def connect(self, timeout_s: float) -> None:
-        """Find it and connect now; raises DeadlineExceeded."""
+        """Find the leader and connect now; raises DeadlineExceeded."""
         deadline = time.monotonic() + timeout_s
         client = self._client or await self._find(deadline, timeout_s)
         await client.connect(max(0.001, deadline - time.monotonic()))
@@ -321,7 +322,7 @@ class AsyncMasterClient:
             except Unavailable as error:
                 search.reasons[self.resolver.master] = str(error)
             while (address := search.next()) is not None:
-                if search.heard(address, await self._probe(address, deadline)):
+                if search.take_answer(address, await self._probe(address, deadline)):
                     return address
             if time.monotonic() + PAUSE_S >= deadline:
                 raise search.failure(timeout_s)

@@ -1,8 +1,8 @@
-"""What a master is among several: it leads and answers, or it follows and enters what the leader wrote down.
+"""A master's role among several: it leads and answers, or it follows and enters the leader's records.
 
 Owns the order that makes an answer safe: records are written down, then sent to the standbys, and a reply
-goes out when this master still leads and every standby that may lead next has what the reply rests on. It
-also owns which state becomes the master's: the copy of a leader once it is complete, nothing at all when this
+is sent when this master still leads and every standby that may lead next has the records the reply rests on.
+It also owns which state becomes the master's: a leader's snapshot once it is complete, an empty one when this
 master takes over without having everything. It knows no socket, no file and no clock: ``server.py`` runs it
 on asyncio, the simulator on virtual time. A master without others is one that always leads.
 """
@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from mooncake.errors import Unavailable
 from mooncake.rpc.wire import Failure
 from mooncake.store.ha.election import Election
-from mooncake.store.ha.standby_replication import Follow, Followed, StandbyReplicator
+from mooncake.store.ha.messages import Follow, Followed
+from mooncake.store.ha.standby_replication import StandbyReplicator
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import AppendRecords, Reply
 from mooncake.store.master.log_records import Doubt, Record
@@ -25,29 +26,29 @@ from mooncake.store.settings import MasterSettings
 FIRST_ID_OF_TERMS = 1 << 62
 """Larger than ids that come from a wall clock (milliseconds, shifted by 20 bits) in this century."""
 TERM_BITS = 36
-"""Of object ids: so many in a term. A wall clock may have been set back, a term is larger than all before."""
+"""Object ids per term, in bits. A wall clock may have been set back; a term is larger than all before."""
 
 
 class RecordLog(Protocol):
-    """Where records are written down. Raises Unavailable when the master must not go on."""
+    """Where records are written down. Raises Unavailable when the master must stop."""
 
     def keep(self, records: list[Record], catalog: Catalog) -> None:
-        """Write down what ``catalog`` wants kept."""
+        """Write down the records; ``catalog`` is the state they led to."""
         ...
 
     def begin_copy(self) -> None:
-        """What follows by ``copied`` takes the place of everything, once it is complete."""
+        """Begin a snapshot: what follows by ``copied`` replaces the whole log, once it is complete."""
         ...
 
     def copied(self, records: list[Record], is_complete: bool) -> None: ...
 
 
 class MasterRole:
-    """One master's state, and what it may say.
+    """One master's state, and which replies it may send.
 
     Args:
         log: has been read already.
-        first_id: larger object ids than masters before this one began with.
+        first_id: returns larger object ids than earlier masters began with.
     """
 
     def __init__(self, settings: MasterSettings, log: RecordLog, first_id: Callable[[], int]) -> None:
@@ -56,22 +57,22 @@ class MasterRole:
         self._first_id = first_id
         self.master = self._new_master()
         self.election: Election | None = None
-        """None: there is one master, which always leads."""
+        """None: there is a single master, which always leads."""
         self.followers: StandbyReplicator | None = None
-        """Of the term in which this master leads, if masters are elected."""
+        """The standbys of the term in which this master leads, if masters are elected."""
         self.is_leading = False
-        """It answers. Whether it still leads, its election says."""
+        """This master answers. Its election decides whether it still leads."""
         self.has_failed = False
-        """Something could not be written down: what this master knows is more than a successor would."""
+        """A record could not be written down: this master knows more than a successor would."""
         self._copied: Master | None = None
         """Becomes ``master`` once it knows all that the leader knows."""
         self._needs_settling = True
-        """``master`` comes from a log, or a leader: it does not know what was promised."""
+        """``master`` comes from a log or a leader: it does not know what was promised."""
         self._doubt = Doubt.NONE
-        """Of the log that it comes from."""
+        """What the log that ``master`` comes from may lack."""
 
     def begin(self, records: list[Record], now: float, doubt: Doubt = Doubt.NONE) -> None:
-        """Take over what an earlier master wrote down in the log, of which some may be missing."""
+        """Take over an earlier master's records from the log, some of which may be missing."""
         self._doubt = doubt
         self.master.apply(records, now)
         if not records:
@@ -80,7 +81,8 @@ class MasterRole:
     # Leading
 
     def lead(self, is_complete: bool, election: Election | None, first_session: int, now: float) -> None:
-        """Answer from now on, with what this master has, or with nothing. Have it handle an event next.
+        """Answer from now on, with this master's state or an empty one. The caller must deliver an event
+        next.
 
         Args:
             first_session: different for each term of each master.
@@ -107,16 +109,16 @@ class MasterRole:
         self.is_leading = True
 
     def step_down(self) -> list[Reply]:
-        """Answer no more; the replies that were held, of which nothing is true for certain."""
+        """Stop answering; returns the held replies, whose content is not certain."""
         self.is_leading = False
         followers, self.followers = self.followers, None
-        return followers.take_back() if followers is not None else []
+        return followers.withdraw() if followers is not None else []
 
     def carry_out(self, effect: Reply | AppendRecords, now: float) -> list[Reply]:
-        """The master's effects in their order; what may be sent now.
+        """Carry out one of the master's effects, in their order; returns what may be sent now.
 
         Raises:
-            Unavailable: the records could not be written down. Nothing that follows may be sent.
+            Unavailable: the records could not be written down. No later effect may be sent.
         """
         followers = self.followers
         if isinstance(effect, AppendRecords):
@@ -127,13 +129,13 @@ class MasterRole:
         return followers.say(effect, now, may_go=self.election.leads(now))
 
     def follow(self, message: Follow, origin: Any, connection: Hashable, now: float) -> list[Reply] | None:
-        """A standby asks; None: not this master, or not in that term."""
+        """Handle a standby's request; None if this master does not lead, or not in that term."""
         if self.followers is None or self.election is None or message.term != self.election.term:
             return None
         return self.followers.follow(message, origin, connection, now)
 
     def let_go(self, now: float) -> list[Reply]:
-        """Held replies that may go out; call after anything that happened to standbys or in the election."""
+        """Return held replies that may be sent; call after any event of standbys or of the election."""
         if self.followers is None or self.election is None or not self.election.leads(now):
             return []
         return self.followers.let_go()
@@ -141,12 +143,12 @@ class MasterRole:
     # Following
 
     def begin_to_follow(self) -> None:
-        """What comes next is a copy of all that the leader knows."""
+        """Expect a complete copy of the leader's state next."""
         self._copied = self._new_master()
         self._kept(self._log.begin_copy)
 
     def take(self, answer: Followed, now: float) -> bool:
-        """Enter what the leader wrote down, and write it down here; whether a copy is complete with it."""
+        """Enter the leader's records, and write them down here. True if a snapshot is complete with them."""
         master = self._copied or self.master
         master.apply(answer.records, now)
         master.catalog.end_rests(now)
@@ -161,8 +163,8 @@ class MasterRole:
         return True
 
     def _kept(self, write: Callable[[], None]) -> None:
-        """Once something could not be written down, nothing is said any more: a repeated request would be
-        answered from a state that no successor has, and a record behind half a record would be lost."""
+        """Write records. After a failure no reply is sent: a repeated request would be answered from a state
+        that no successor has, and a record behind a torn record would be lost."""
         if self.has_failed:
             raise Unavailable("an earlier record could not be written down; this master must not go on")
         try:
@@ -180,5 +182,5 @@ class MasterRole:
 
 
 def not_leader(reply: Reply) -> Reply:
-    """What is said instead of ``reply`` by a master that has stepped down."""
+    """The answer sent instead of ``reply`` by a master that has stepped down."""
     return Reply(reply.origin, Failure("not_leader", ""))

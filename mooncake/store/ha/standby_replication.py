@@ -1,10 +1,10 @@
-"""The leader's side of its standbys: who has what, and what may be said because they have it.
+"""The leader's side of replication to standbys: what each one has, and which replies may therefore be sent.
 
-Whatever the master writes down gets a number and goes to every follower: first a copy of all there is,
-then each record. A follower asks (``Follow``), saying what it has; the answer waits until there is
-something. What the master says waits as well, until everybody who may lead next has what it was said upon.
-One who takes too long, or is lost, is struck off the list in the mandate first; until it is off, nothing
-is said. Who comes goes the other way: what is said waits for it first, and then it is listed.
+Every record the master writes down gets a number and goes to every standby: first a snapshot of the whole
+state, then each record. A standby sends ``Follow`` with the number it has; the answer waits until there are
+records. The master's replies wait as well, until every master that may lead next has the records they rest
+on. A standby that is too slow, or lost, is first removed from the leader record's list; until that is done,
+no reply is sent. A new standby goes the other way: replies wait for it first, and then it is listed.
 """
 
 from __future__ import annotations
@@ -14,90 +14,50 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import msgspec
-
-from mooncake.security.principal import EVERYBODY, NODES, Level
 from mooncake.store.ha.election import Standby
+from mooncake.store.ha.messages import Follow, Followed
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import Reply
 from mooncake.store.master.log_records import Record
 from mooncake.store.master.snapshot import Snapshot
 
 MAX_RECORDS = 4000
-"""In one answer."""
+"""Maximum number of records in one answer."""
 MAX_CHECKSUM_BYTES = 8 << 20
-"""In one answer, if it has more than one record: the only part of a record that may be large."""
+"""Maximum size of the checksums in an answer with several records: no other part may be large."""
 IDLE_S = 0.5
-"""A follower is answered after so much time, that both may know of each other."""
+"""Time after which a standby gets an answer without records, so that both sides notice a lost peer."""
 ANSWER_S = 4 * IDLE_S
 """How long a leader may take to answer a Follow, which it does every ``IDLE_S``."""
 RETRY_S = 0.1
-"""A standby that has lost its leader waits so long before it tries again."""
-
-
-class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
-    """A standby has everything up to ``have`` of ``session`` (0: nothing) and wants what comes next."""
-
-    standby: str
-    address: str
-    term: int
-    session: int
-    have: int
-
-
-class Followed(msgspec.Struct, frozen=True, array_like=True, tag="followed"):
-    """With these records, the standby has everything up to ``number``, if ``is_complete``.
-
-    Another ``session`` than the one that was asked for: a copy begins anew.
-    """
-
-    session: int
-    number: int
-    records: list[Record]
-    is_complete: bool
-
-
-class WhoLeads(msgspec.Struct, frozen=True, array_like=True, tag="who_leads"):
-    """Anybody asks any master."""
-
-
-class Leads(msgspec.Struct, frozen=True, array_like=True, tag="leads"):
-    address: str
-    """"" when it is not known."""
-    term: int
-    is_here: bool
-    """The one that was asked leads."""
-
-
-ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {Follow: NODES, WhoLeads: EVERYBODY}
-"""As ``messages.ACCESS``: a follower gets a copy of all that there is, and replies wait for it."""
+"""How long a standby that has lost its leader waits before it tries again."""
 
 
 class StandbyCursor:
-    """A standby's side of one connection to the leader of a term: what it asks next."""
+    """A standby's side of one connection to the leader of a term: what it requests next."""
 
     def __init__(self, me: Standby, term: int) -> None:
         self._me = me
         self._term = term
         self._session = self._have = 0
         self.is_in_sync = False
-        """The leader has said so."""
+        """The leader has reported it complete."""
 
     def question(self) -> Follow:
         return Follow(self._me.id, self._me.address, self._term, self._session, self._have)
 
     def begins_anew(self, answer: Followed) -> bool:
-        """Whether a copy of everything begins with this answer. Ask before it is entered."""
+        """Whether a snapshot begins with this answer. Call before ``entered``."""
         return answer.session != self._session
 
     def entered(self, answer: Followed) -> None:
-        """It was entered and written down: the next question says so."""
+        """The answer was entered and written down: the next request acknowledges it."""
         is_same = answer.session == self._session
         self._session, self._have = answer.session, answer.number
         self.is_in_sync = answer.is_complete or (is_same and self.is_in_sync)
 
     def __repr__(self) -> str:
-        return f"<Following in term {self._term}: has {self._have} of session {self._session}>"
+        return f"<StandbyCursor in term {self._term}: has {self._have} of session {self._session}>"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -106,26 +66,26 @@ class _StandbyProgress:
     session: int
     connection: Hashable
     copy: Snapshot | None
-    heard_at: float
+    last_message_at: float
     out: list[Record] = dataclasses.field(default_factory=list)
-    """To be sent."""
+    """Records to be sent."""
     sent: int = 0
     acked: int = 0
     complete_at: int | None = None
-    """The number with which its copy was complete; it has everything once that is acknowledged."""
+    """The number with which its snapshot was complete; it has everything once that is acknowledged."""
     is_complete: bool = False
     joins_at: int | None = None
-    """Once it has this number, it can be listed: nothing beyond was said without it."""
+    """Once it has this number, it can be listed: no reply beyond it was sent without this standby."""
     origin: Any = None
-    """Of its question, while that waits."""
+    """The origin of its pending request, if any."""
 
 
 class StandbyReplicator:
     """All standbys of one term.
 
     Args:
-        inherited: who is listed as the term begins.
-        eligible: ids of all who may lead next, this master not among them.
+        inherited: the standbys listed as the term begins.
+        eligible: ids of all masters that may lead next, without this one.
         first_session: different for each term of each master.
     """
 
@@ -144,12 +104,12 @@ class StandbyReplicator:
         self._followers: dict[str, _StandbyProgress] = {}
         self._held: deque[tuple[int, float, Reply]] = deque()
         self.listed: dict[str, Standby] = {one.id: one for one in inherited}
-        """Who should be in the mandate."""
+        """The standbys that should be in the leader record."""
         self.number = 1 if inherited else 0
-        """Of the last records. Where standbys are inherited the first one is for what this master had when
-        the term began: they need not have all of it, and nothing is said upon it before they have."""
+        """Number of the last records. With inherited standbys, the first number stands for what this master
+        had when the term began: they need not have all of it, and no reply is sent before they do."""
         self.floor = 0
-        """Everybody who counts has this."""
+        """Every master that counts has the records up to this number."""
         self._reconsider()
 
     @property
@@ -162,13 +122,13 @@ class StandbyReplicator:
 
     @property
     def lag(self) -> int:
-        """How many numbers the last of the listed ones is behind."""
+        """How many numbers the slowest listed standby is behind."""
         return self.number - min((self._acked(who) for who in self.listed), default=self.number)
 
-    # What the master does
+    # Events of the master
 
     def keep(self, records: list[Record], now: float) -> list[Reply]:
-        """They were written down."""
+        """Send records that were written down to the standbys."""
         self.number += 1
         answers: list[Reply] = []
         for follower in self._followers.values():
@@ -178,26 +138,26 @@ class StandbyReplicator:
         return answers
 
     def say(self, reply: Reply, now: float, *, may_go: bool = True) -> list[Reply]:
-        """The reply, if it may go out now; else it is held."""
+        """Return the reply if it may be sent now; otherwise hold it."""
         if may_go and self.floor >= self.number and not self._held:
             return [reply]
         self._held.append((self.number, now, reply))
         return []
 
     def let_go(self) -> list[Reply]:
-        """Held replies that may go out; call after anything that has happened here or in the election."""
+        """Return held replies that may be sent; call after any event of standbys or of the election."""
         self._reconsider()
         replies: list[Reply] = []
         while self._held and self._held[0][0] <= self.floor:
             replies.append(self._held.popleft()[2])
         return replies
 
-    def take_back(self) -> list[Reply]:
-        """What was held, and will not be said."""
+    def withdraw(self) -> list[Reply]:
+        """Return the held replies, which will not be sent."""
         held, self._held = self._held, deque()
         return [reply for _, _, reply in held]
 
-    # What standbys do
+    # Events of standbys
 
     def follow(self, message: Follow, origin: Any, connection: Hashable, now: float) -> list[Reply]:
         follower = self._followers.get(message.standby)
@@ -215,11 +175,11 @@ class StandbyReplicator:
                     follower.joins_at = self.number
             if follower.joins_at is not None and follower.acked >= follower.joins_at:
                 self.listed[follower.who.id] = follower.who
-        follower.heard_at, follower.origin = now, origin
+        follower.last_message_at, follower.origin = now, origin
         return self._answer(follower, now)
 
     def lost(self, connection: Hashable) -> None:
-        """A connection broke."""
+        """Remove the standbys of a connection that broke."""
         for follower in [one for one in self._followers.values() if one.connection == connection]:
             self._strike(follower.who.id)
 
@@ -227,7 +187,7 @@ class StandbyReplicator:
 
     def deadline(self) -> float | None:
         wakes = [
-            one.heard_at + (IDLE_S if one.origin is not None else self._patience_s)
+            one.last_message_at + (IDLE_S if one.origin is not None else self._patience_s)
             for one in self._followers.values()
         ]
         if self._held and self._counting():
@@ -235,19 +195,20 @@ class StandbyReplicator:
         return min(wakes, default=None)
 
     def expire(self, now: float) -> list[Reply]:
-        """Answer who waits in vain, and strike off who is waited for."""
+        """Answer requests that waited for ``IDLE_S``, and remove standbys that did not acknowledge in
+        time."""
         answers: list[Reply] = []
         for follower in list(self._followers.values()):
-            if follower.origin is not None and follower.heard_at + IDLE_S <= now:
+            if follower.origin is not None and follower.last_message_at + IDLE_S <= now:
                 answers += self._answer(follower, now, is_patient=False)
-            elif follower.origin is None and follower.heard_at + self._patience_s <= now:
+            elif follower.origin is None and follower.last_message_at + self._patience_s <= now:
                 self._strike(follower.who.id)
         if self._held and self._held[0][1] + self._ack_s <= now:
             number = self._held[0][0]
             for who in self._counting():
                 if self._acked(who) < number:
                     self._strike(who)
-            # Who could not be struck yet counts until the mandate says so; look again then.
+            # One that could not be removed yet counts until the leader record is changed; check again then.
             self._held = deque((n, max(at, now - self._ack_s * 0.9), reply) for n, at, reply in self._held)
         return answers
 
@@ -260,7 +221,7 @@ class StandbyReplicator:
         return max(self._ack_s, 2 * IDLE_S)
 
     def _counting(self) -> dict[str, None]:
-        """Ids of all whose word is needed."""
+        """Ids of all masters whose acknowledgement is needed."""
         joining = {one.who.id: None for one in self._followers.values() if one.joins_at is not None}
         return {**self._eligible(), **joining}
 
@@ -291,16 +252,16 @@ class StandbyReplicator:
             follower.sent = self.number
             if follower.copy is None and follower.complete_at is None:
                 follower.complete_at = self.number
-        origin, follower.origin, follower.heard_at = follower.origin, None, now
+        origin, follower.origin, follower.last_message_at = follower.origin, None, now
         is_complete = follower.complete_at is not None and not follower.out
         return [Reply(origin, Followed(follower.session, follower.sent, records, is_complete))]
 
     def __repr__(self) -> str:
-        return f"<Followers [{len(self.listed)} listed] {self.number}, of which {self.floor} everywhere>"
+        return f"<StandbyReplicator [{len(self.listed)} listed] {self.number}, {self.floor} everywhere>"
 
 
 def _fitting(records: list[Record]) -> int:
-    """How many of the first go into one answer."""
+    """How many of the first records fit into one answer."""
     num_bytes = 0
     for number, record in enumerate(records[:MAX_RECORDS]):
         num_bytes += len(getattr(record, "checksums", b""))

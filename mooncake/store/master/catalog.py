@@ -1,11 +1,11 @@
-"""What a master knows, and the few ways in which it may change: shared by the parts of ``master.py``.
+"""A master's state and the few ways in which it may change, shared by the parts of ``master.py``.
 
 Segments, objects and the order of eviction belong together: an object or a replica that becomes
 unfindable must leave all three, and its space may be used again only when every promise about it
-has run out. That is written here once; which requests bring it about, the parts decide.
+has run out. These rules are written here once; the parts decide which requests apply them.
 
-The space of a replica that is gone *rests*: until the leases that existed then have ended (and, of
-views that are kept open, are not renewed any more), until nobody can still be writing it, and until
+The space of a removed replica *rests* (is quarantined): until the leases that existed then have ended
+(and views that are kept open are no longer renewed), until no writer can still be writing it, and until
 no task reads it.
 """
 
@@ -46,12 +46,12 @@ from mooncake.types import ObjectKey, Tier
 STORY_LINES = 100_000
 MAX_TOMBSTONES = 1 << 18
 NEVER = 1 << 63
-"""No object has such an id."""
+"""Larger than any object id."""
 
 
 @dataclasses.dataclass
 class MasterCounts:
-    """What has happened so far; the shell exports it."""
+    """Counters of a master's events; the shell exports them."""
 
     puts: int = 0
     lookups: int = 0
@@ -84,7 +84,7 @@ class MasterCounts:
 
 
 class TimedPart(Protocol):
-    """A part with deadlines of its own."""
+    """A part with its own deadlines."""
 
     def deadline(self) -> float | None: ...
 
@@ -92,23 +92,23 @@ class TimedPart(Protocol):
 
 
 class ObjectObserver(Protocol):
-    """A part that follows what happens to objects. None of these is called for what a master applies."""
+    """A part that follows what happens to objects. None of these is called for replayed records."""
 
     def readable(self, stored: StoredObject, now: float) -> None:
-        """Put-end: ``stored.policy`` says what its writer wanted."""
+        """Handle a put-end: ``stored.policy`` has the writer's wishes."""
 
     def cold_hit(self, stored: StoredObject, now: float) -> None:
-        """A lookup found it, but not in memory or faster."""
+        """Handle a lookup that found the object, but not in memory or faster."""
 
     def gone(self, stored: StoredObject, now: float) -> None:
-        """It was readable and is no more, with all its replicas."""
+        """Handle the removal of a readable object with all its replicas."""
 
     def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """That replica is none any more (or was given up before it was complete); the object has others."""
+        """Handle the removal of one replica (perhaps an incomplete one); the object has others."""
 
 
 class Catalog:
-    """The state of one master."""
+    """State of one master."""
 
     def __init__(self, settings: MasterSettings, first_object_id: int) -> None:
         self.settings = settings
@@ -123,51 +123,52 @@ class Catalog:
         self.on_complete: list[Callable[[StoredObject, Extent, float], None]] = []
         """Called when a further replica of a readable object has become complete."""
         self.on_left: list[Callable[[StoredObject, Extent, float], None]] = []
-        """Called when a replica of a readable object is none any more, however that came."""
+        """Called when a replica of a readable object was removed, for whatever reason."""
         self.removal_reason = ""
-        """To those who are called then: the reason."""
+        """The reason, for those callbacks."""
         self.recent: deque[list[ObjectKey]] = deque(maxlen=256)
-        """The keys of the last lookups, a list each; ``hot_replicas.py`` looks at them now and then."""
+        """The keys of the last lookups, a list each; ``hot_replicas.py`` samples them periodically."""
         self.is_evicting = False
-        """Watchers may ask whether what goes is evicted."""
+        """Lets observers distinguish evictions from other removals."""
         self.tombstones: dict[ObjectKey, tuple[int, int]] = {}
-        """Of each of the last keys that went and are not readable: the least object id that is news (what a
-        node that was away says of an older one is out of date), and what ``cleared`` said of its tenant."""
+        """For each of the last removed keys: the least object id that counts as new (a returning node's
+        report of an older one is out of date), and the value of ``cleared`` for its tenant at that time."""
         self.cleared: dict[str, int] = {}
-        """The same id for all keys of a tenant that was emptied, but for those that went since."""
+        """The same id for all keys of a tenant that was emptied, except those removed since."""
         self.notes: list[OperatorEvent] = []
-        """What operators should know of the event that is being handled."""
+        """Log events for operators about the event that is being handled."""
         self.replies: list[Reply] = []
-        """Answers that had to wait and are ready now. A part that parks a request answers None first."""
+        """Delayed replies that are ready now. A part that delays a request returns None first."""
         self.records: list[Record] = []
-        """What must be written down before that event is answered."""
+        """Records to be written down before that event is answered."""
         self.must_last = False
-        """Its answer says that something survives a loss of power, so what is written down must."""
+        """Its answer promises durability across a loss of power, so its records must be durable too."""
         self.known_until = NEVER
-        """Objects of earlier masters with ids up to this one are in the records of theirs that came in, or
-        are gone; what is beyond may have been lost with the end of those records."""
+        """Objects of earlier masters with ids up to this one are in their replayed records, or are removed;
+        later ones may have been lost with the end of those records."""
         self.is_doubted = False
-        """Records may be missing, and not every node that may know has been heard yet."""
+        """Records may be missing, and some node that may have the objects has not reported yet."""
         self.lost: dict[int, None] = {}
-        """Meanwhile: ids of objects that went with a node, and may be on another that has not been heard."""
+        """Meanwhile: ids of objects lost with a node that may be on another node, which has not reported
+        yet."""
         self._timers: list[tuple[float, int, StoredObject, Extent | None]] = []
         """(instant, tie-breaker, object, its extent): a deadline for writing, or the release of space."""
         self._order = itertools.count()
         self._stories: deque[ObjectKey] = deque()
-        """Of each line its key, oldest first."""
-        self._told: dict[ObjectKey, list[tuple[float, str, tuple[object, ...]]]] = {}
-        """Its lines: (instant, format, its arguments), put together only when somebody asks."""
+        """The key of each line, oldest first."""
+        self._lines: dict[ObjectKey, list[tuple[float, str, tuple[object, ...]]]] = {}
+        """Lines by key: (instant, format, its arguments), formatted only when they are read."""
 
     # Space
 
     @property
     def capacity_bytes(self) -> int:
-        """Of the memory that is alive."""
+        """Capacity of the memory segments that are alive."""
         return sum(segment.allocator.size_bytes for segment in self.alive(Tier.MEMORY))
 
     @property
     def allocated_bytes(self) -> int:
-        """Of the memory that is alive."""
+        """Allocated bytes of the memory segments that are alive."""
         return sum(segment.allocator.allocated_bytes for segment in self.alive(Tier.MEMORY))
 
     def alive(self, tier: Tier) -> list[Segment]:
@@ -176,13 +177,13 @@ class Catalog:
     def make_room(
         self, segment: Segment, size_bytes: int, now: float, spare: StoredObject | None = None
     ) -> bool:
-        """Evict on exactly this segment, but not ``spare``, until so many bytes fit in one piece."""
+        """Evict on exactly this segment, sparing ``spare``, until ``size_bytes`` fit in one piece."""
         if segment.allocator.has_hole(size_bytes):
             return True
         if size_bytes > segment.allocator.size_bytes:
             return False
-        # A hole need not open where the oldest objects are, but neither may one that finds none
-        # flush the whole segment.
+        # A hole need not open where the oldest objects are, but a search without success must not
+        # flush the whole segment either.
         budget_bytes = max(8 * size_bytes, segment.allocator.size_bytes // 16)
         with contextlib.closing(self.victims([segment], now, spare)) as victims:
             for victim, extent in victims:
@@ -196,13 +197,13 @@ class Catalog:
     def victims(
         self, segments: list[Segment], now: float, spare: StoredObject | None = None
     ) -> Generator[tuple[StoredObject, Extent], None, None]:
-        """What to evict from these segments of one tier, the first to go first."""
+        """Replicas to evict from these segments of one tier, in order."""
         is_ssd = bool(segments) and segments[0].tier is Tier.SSD
         return self.eviction.victims(segments, now, spare, whole=is_ssd or self.settings.evict_undemoted)
 
     def evict(self, stored: StoredObject, extent: Extent, reason: str, now: float) -> int:
-        """Take a victim, and with it its group, from the extent's tier, or altogether where there is no
-        other replica. Returns the bytes that were released at once: all, for nobody leases a victim."""
+        """Evict a victim, and with it its group, from the extent's tier, or altogether without another
+        replica. Returns the bytes that were released at once: all, because a victim has no lease."""
         members = [stored] if stored.joint is None else list(stored.joint.members.values())
         return sum(self._evict(member, extent, reason, now) for member in members)
 
@@ -236,7 +237,7 @@ class Catalog:
         extents: list[Extent],
         write_until: float,
     ) -> StoredObject:
-        """Put-start: ``extents`` have been allocated for it."""
+        """Put-start: ``extents`` have been allocated for the object."""
         stored = self.objects.begin(key, put_id, size_bytes, chunk_bytes, extents, write_until)
         for extent in extents:
             extent.held_until = write_until + self.settings.grace_s
@@ -246,7 +247,7 @@ class Catalog:
         return stored
 
     def show(self, stored: StoredObject, checksums: bytes, now: float) -> None:
-        """Put-end: readable from now on, in the place of what was readable under the key."""
+        """Put-end: readable from now on, in place of what was readable under the key."""
         old = self.objects.readable.get(stored.key)
         if old is not None:
             if stored.policy.is_durable:
@@ -254,11 +255,11 @@ class Catalog:
             elif old.before is not None:
                 before, old.before = old.before, None
                 self.let_go(before, now)
-            # The record of the new one says it too, so that no torn log has neither.
+            # The record of the new one implies it, so that a torn log can't lack both.
             self.unlink(old, "replaced by a newer put", now, is_recorded=False)
         self.objects.finish(stored, checksums, now)
         for extent in stored.extents:
-            extent.held_until = 0.0  # its writer has nothing under way any more
+            extent.held_until = 0.0  # its writer has finished
         self.tenants.shown(stored)
         self.eviction.add(stored, now)
         self.tombstones.pop(stored.key, None)
@@ -268,7 +269,7 @@ class Catalog:
             watcher.readable(stored, now)
 
     def adopt(self, record: ObjectReadable, extents: list[Extent], now: float) -> StoredObject:
-        """An object that another master knew; its extents have been taken."""
+        """Enter an object of another master; its extents have been taken."""
         stored = self.objects.adopt(record, extents, now)
         for extent in extents:
             self.tenants.charge(stored, extent)
@@ -294,7 +295,7 @@ class Catalog:
                 self.eviction.regrouped(joint, now)
             if is_recorded:
                 self.records.append(ObjectGone(stored.key, stored.object_id))
-        self.tell(now, stored.key, "#{} unlinked: {}", stored.object_id, reason)
+        self.add_story(now, stored.key, "#{} unlinked: {}", stored.object_id, reason)
         released_bytes = sum(self._rest(stored, extent, leased_until, now) for extent in extents)
         if was_readable:
             self._left(stored, extents, reason, now)
@@ -306,14 +307,15 @@ class Catalog:
                 self._bring_back(before, now)
         return released_bytes
 
-    # A durable object that is replaced by one that is not durable yet: put-end is answered only when that
+    # A durable object is replaced by one that is not durable yet: put-end is answered only when the new one
     # is on SSD too, so until then the old one is what was acknowledged. Readers see the new one, but its
-    # record is not written, and the old one's bytes on SSD stay taken: whoever loses the new one has the old.
+    # record is not written, and the old one's bytes on SSD stay taken: if the new one is lost, the old one is
+    # restored.
 
     def _set_aside(self, old: StoredObject, now: float) -> StoredObject | None:
-        """Cut from ``old``, which is about to be unlinked, what is kept of it. None: it is not durable."""
+        """Separate from ``old``, about to be unlinked, the part to keep. None if it is not durable."""
         if old.before is not None:
-            before, old.before = old.before, None  # that one is: ``old`` never was
+            before, old.before = old.before, None  # that one is durable: ``old`` never was
             return before
         kept = old.complete(Tier.SSD)
         if not kept:
@@ -334,70 +336,70 @@ class Catalog:
         return before
 
     def confirm(self, stored: StoredObject, now: float) -> None:
-        """``stored`` is durable: what it replaced goes for good."""
+        """``stored`` is durable: what it replaced is removed finally."""
         before, stored.before = stored.before, None
         if before is not None:
             self.records.append(record_of(stored))
             self.let_go(before, now)
 
     def let_go(self, before: StoredObject, now: float) -> None:
-        """Nobody wants back what was set aside."""
+        """Remove an object that was set aside, once it can't be restored any longer."""
         extents, before.extents = before.extents, []
         self._left(before, extents, "replaced by a newer put", now)
         for extent in extents:
             self._rest(before, extent, before.lease_until, now)
 
     def _bring_back(self, before: StoredObject, now: float) -> None:
-        """The new object is lost before it was acknowledged."""
+        """Restore the old object: the new one was lost before it was acknowledged."""
         extents, before.extents = before.extents, []
         assert before.kept is not None, before
         if not extents:
-            # It is away with its node, and may come back: what took its place was never acknowledged.
+            # Its node is away, and may return: the object that replaced it was never acknowledged.
             self.tombstones[before.key] = before.object_id, self.cleared_of(before.key)
             return
         self.adopt(before.kept, extents, now).lease_until = max(now, before.lease_until)
-        self.tell(now, before.key, "#{} is back: its successor was lost", before.object_id)
+        self.add_story(now, before.key, "#{} is back: its successor was lost", before.object_id)
 
     def forget_before(self, key: ObjectKey, object_id: int) -> None:
-        """What a node that comes back holds under ``key`` is taken only from this id on."""
+        """Accept what a returning node holds under ``key`` only from this id on."""
         if key in self.objects.readable:
-            return  # its own id says it
+            return  # the readable object's id is the limit
         cleared = self.cleared_of(key)
         before, since = self.tombstones.pop(key, (0, 0))
-        # An older entry says nothing of an object that was being written when its tenant was emptied.
+        # An older entry is no limit for an object that was being written when its tenant was emptied.
         self.tombstones[key] = max(object_id, before if since == cleared else 0), cleared
         if len(self.tombstones) > MAX_TOMBSTONES:
             del self.tombstones[next(iter(self.tombstones))]
 
     def remove_absent(self, key: ObjectKey) -> None:
-        """``key`` is not readable, but may be away with its node, and is to stay removed when that comes
-        back, whichever master it comes to."""
+        """Keep an unreadable ``key`` removed: it may be on a node that is away, and must not come back with
+        it, to this master or another."""
         before = self.objects.last_id + 1
         if self.news_of(key) < before:
             self.forget_before(key, before)
             self.records.append(ObjectGone(key, 0, before))
 
     def clear_before(self, tenant: str, object_id: int) -> None:
-        """The same as ``forget_before`` for everything of a tenant."""
+        """The same as ``forget_before`` for all keys of a tenant."""
         object_id = max(object_id, self.cleared.get(tenant, 0))  # of two removals the later may end first
         self.cleared[tenant] = object_id
         self.records.append(AllRemoved(tenant, object_id))
 
     def news_of(self, key: ObjectKey) -> int:
-        """The least object id that is news of ``key``, which is not readable."""
+        """The least object id that is new for ``key``, which is not readable."""
         before, since = self.tombstones.get(key, (0, 0))
         cleared = self.cleared_of(key)
         return before if since == cleared else max(before, cleared)
 
     def cleared_of(self, key: ObjectKey) -> int:
-        """The least object id that came after the key's tenant was emptied last; 0: it never was."""
+        """The least object id given out after the key's tenant was last emptied; 0 if it never was."""
         return self.cleared.get(split_scoped(key)[0], 0) if self.cleared else 0
 
     def is_news(self, key: ObjectKey, object_id: int) -> bool:
-        """Whether an object that an earlier master knew is newer than all that is known of ``key``.
+        """Whether an earlier master's object is newer than all that is known of ``key``.
 
-        What this master gave an id to is newer than that, whatever the numbers say: the clock of one
-        before may have been ahead.
+        An object with an id from this master is newer than that, whatever the numbers are: an earlier
+        master's clock may have been ahead.
         """
         stored, objects = self.objects.readable.get(key), self.objects
         least = self.news_of(key) if stored is None else stored.object_id + 1
@@ -405,19 +407,19 @@ class Catalog:
         return object_id >= least and (not is_ours or objects.is_own(object_id))
 
     def is_later(self, object_id: int) -> bool:
-        """Its record may have been lost with the end of an earlier master's."""
+        """Whether its record may have been lost with the end of an earlier master's records."""
         return object_id > self.known_until and not self.objects.is_own(object_id)
 
     def is_lost(self, object_id: int) -> bool:
-        """It was there, and nobody removed it."""
+        """Whether its node was lost and it was not removed."""
         return object_id in self.lost
 
     # Replicas
 
     def add_extent(self, stored: StoredObject, segment: Segment, now: float, until: float) -> Extent | None:
-        """Room on ``segment`` for one more replica, being written until ``until``; None: there is none.
+        """Allocate one more replica on ``segment``, to be written until ``until``; None if it does not fit.
 
-        When it is not complete by then, it is dropped.
+        A replica that is not complete by then is dropped.
         """
         assert stored.is_readable, stored
         if stored.on(segment) is not None or not segment.takes_objects(now):
@@ -425,7 +427,7 @@ class Catalog:
         if not self.make_room(segment, stored.size_bytes, now, spare=stored):
             return None
         if stored.state is ObjectState.UNLINKED:
-            return None  # with its group, for its own copy
+            return None  # evicted with its group, to make room for its own copy
         offset = segment.allocator.allocate(stored.size_bytes)
         assert offset is not None, segment
         extent = Extent(segment, offset)
@@ -440,19 +442,19 @@ class Catalog:
         return extent
 
     def complete_extent(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """It is written: readers may have it from now on."""
+        """The replica is written: readers may have it from now on."""
         assert stored.is_readable and extent in stored.extents and not extent.is_complete, (stored, extent)
         extent.is_complete = True
         extent.held_until = 0.0
         stored.refresh()
         self.eviction.changed(stored, now)
         self.records.append(ReplicaAdded(stored.key, stored.object_id, extent.segment.name, extent.offset))
-        self.tell(now, stored.key, "#{} readable on {} too", stored.object_id, extent.segment.name)
+        self.add_story(now, stored.key, "#{} readable on {} too", stored.object_id, extent.segment.name)
         for completed in self.on_complete:
             completed(stored, extent, now)
 
     def adopt_extent(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """A replica that another master knew; its space has been taken."""
+        """Enter a replica of another master; its space has been taken."""
         assert stored.on(extent.segment) is None and extent.is_complete, (stored, extent)
         stored.extents.append(extent)
         extent.segment.holders[extent.offset] = stored
@@ -463,7 +465,7 @@ class Catalog:
     def drop_extent(
         self, stored: StoredObject, extent: Extent, reason: str, now: float, *, is_recorded: bool = True
     ) -> int:
-        """That replica goes, and the object with its last complete one.
+        """Remove that replica, and the object with its last complete one.
 
         Returns the bytes that were released at once.
         """
@@ -476,7 +478,7 @@ class Catalog:
         if extent.is_complete and is_recorded:
             self.records.append(ReplicaGone(stored.key, stored.object_id, extent.segment.name))
         name = extent.segment.name
-        self.tell(now, stored.key, "#{} left {}: {}", stored.object_id, name, reason)
+        self.add_story(now, stored.key, "#{} left {}: {}", stored.object_id, name, reason)
         leased_until = stored.leased_until if extent.is_complete else 0.0
         released_bytes = self._rest(stored, extent, leased_until, now)
         if is_readable:
@@ -486,11 +488,12 @@ class Catalog:
         return released_bytes
 
     def hold(self, extent: Extent, until: float) -> None:
-        """A task reads this replica: its space is not used again before, and it is no victim."""
+        """Protect a replica that a task reads: its space is not reused before ``until``, nor is it
+        evicted."""
         extent.held_until = max(extent.held_until, until)
 
     def pin(self, stored: StoredObject, *, is_hard: bool, soft_until: float, now: float) -> None:
-        """Pin or unpin it; ``soft_until`` 0: not softly."""
+        """Pin or unpin the object; ``soft_until`` 0 means no soft pin."""
         if stored.is_hard_pinned is not is_hard:
             self.records.append(ObjectPinned(stored.key, stored.object_id, is_hard))
         stored.is_hard_pinned = is_hard
@@ -500,11 +503,11 @@ class Catalog:
         self.eviction.repinned(stored, now)
 
     def renew(self, stored: StoredObject, lease_until: float) -> None:
-        """A reader keeps what it has, which may be a replica that is gone."""
+        """Renew a reader's lease, which may be on a replica that was removed."""
         stored.lease(lease_until)
         for extent in stored.resting:
             extent.release_at = max(extent.release_at, lease_until)
-        # A successor does not know that this space is in use: all of it, if the object's record is withheld.
+        # A successor does not know this space is in use: all of it, while the object's record is withheld.
         if stored.before is not None:
             self.records.append(_held([*stored.resting, *stored.extents], stored.size_bytes))
         elif stored.resting:
@@ -518,7 +521,7 @@ class Catalog:
                 left(stored, extent, now)
 
     def _cut(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """Take ``extent`` out of an object that has others."""
+        """Remove ``extent`` from an object that has others."""
         stored.extents.remove(extent)
         self.eviction.left(stored, extent)
         if stored.is_readable:
@@ -533,7 +536,7 @@ class Catalog:
             self.eviction.changed(parent, now)
 
     def _rest(self, stored: StoredObject, extent: Extent, leased_until: float, now: float) -> int:
-        """Release the space of what was a replica, now or when the last promise about it is over."""
+        """Release the space of a removed replica, now or when the last promise about it has run out."""
         self.tenants.discharge(stored, extent)
         if not extent.segment.is_mounted:
             return 0
@@ -554,10 +557,11 @@ class Catalog:
         put_id: int = 0,
         of: StoredObject | None = None,
     ) -> None:
-        """Space, each of ``size_bytes``, that was promised and is no replica, or was one of ``of``.
+        """Quarantine extents of ``size_bytes`` each: promised space without a replica, or former replicas of
+        ``of``.
 
         Args:
-            put_id: of the put that it was promised to; 0: by an earlier master.
+            put_id: the put that it was promised to; 0: by an earlier master.
         """
         if of is None:
             of = StoredObject("", 0, put_id, size_bytes, size_bytes, [], 0.0)
@@ -568,15 +572,15 @@ class Catalog:
             extent.segment.holders[extent.offset] = of
             self._wake(until, of, extent)
 
-    def give_in_advance(self, extents: list[Extent], size_bytes: int, until: float) -> None:
-        """Allocated space that a writer may write until then, for objects yet to be named."""
+    def preallocate(self, extents: list[Extent], size_bytes: int, until: float) -> None:
+        """Enter allocated space that a writer may write until then, for objects to be named later."""
         self.records.append(_held(extents, size_bytes))
         self.rest(extents, size_bytes, until + self.settings.grace_s, put_id=1)
 
     def begin_written(
         self, key: ObjectKey, put_id: int, size_bytes: int, given: Extent, now: float
     ) -> StoredObject:
-        """Its bytes are in space given in advance. The caller shows it in the same step."""
+        """Begin an object whose bytes are in preallocated space. The caller shows it in the same step."""
         segment, offset = given.segment, given.offset
         segment.holders[offset].resting.remove(given)
         segment.allocator.trim(offset, size_bytes)
@@ -585,22 +589,23 @@ class Catalog:
         return stored
 
     def held(self, segment: Segment, offset: int) -> SpaceHeld | None:
-        """The space there, if it is promised without being a replica of which ``acknowledged`` tells."""
+        """The record of the space there, if it is promised without being a replica that ``acknowledged``
+        has."""
         stored = segment.holders.get(offset)
         if stored is None:
             return None
         extent = stored.on(segment)
-        is_told = extent is not None and extent.offset == offset and extent.is_complete
+        is_recorded = extent is not None and extent.offset == offset and extent.is_complete
         if stored.before is not None:
             return _held_at(segment, offset, stored.size_bytes)
-        if is_told:
+        if is_recorded:
             return None
         rests = any(one.segment is segment and one.offset == offset for one in stored.resting)
         whose = (stored.key, stored.object_id) if rests and stored.is_readable else ("", 0)
         return SpaceHeld([(segment.name, offset)], stored.size_bytes, *whose)
 
     def release(self, segment: Segment, offset: int) -> None:
-        """Space that rests is free at once: another master has given it out again."""
+        """Free resting space at once: another master has allocated it again."""
         stored = segment.holders[offset]
         extent = next(e for e in stored.resting if e.segment is segment and e.offset == offset)
         self._release(stored, extent)
@@ -611,14 +616,14 @@ class Catalog:
         return extent.segment.allocator.free(extent.offset)
 
     def follow(self, segment: Segment, mount: Mount) -> None:
-        """Another process serves the same content: replicas are reached otherwise."""
+        """Another process serves the same content: its replicas have new addresses."""
         self.segments.follow(segment, mount)
         for stored in segment.holders.values():
             if stored.is_readable:
                 stored.refresh()
 
     def empty(self, segment: Segment, reason: str, now: float) -> None:
-        """Forget what lay on a segment that is gone."""
+        """Remove the objects of a segment that is gone."""
         assert not segment.is_mounted, segment
         self.records.append(SegmentGone(segment.name, segment.epoch))
         num_lost = 0
@@ -628,10 +633,10 @@ class Catalog:
             if extent is None:
                 continue
             if stored.state is ObjectState.UNLINKED:
-                stored.extents.remove(extent)  # set aside
+                stored.extents.remove(extent)  # it was set aside
                 continue
             was_readable = stored.is_readable
-            # SegmentGone says it of each.
+            # SegmentGone implies the record of each.
             self.drop_extent(stored, extent, f"lost: {segment.name}, {reason}", now, is_recorded=False)
             num_lost += was_readable and not stored.is_readable
         segment.holders.clear()
@@ -641,7 +646,7 @@ class Catalog:
         self.look_for_doubt()
 
     def look_for_doubt(self) -> None:
-        """A node was heard, or is gone: perhaps it was the last of those that may know what is missing."""
+        """After a report or the loss of a node: recovery is complete if no other may know what is missing."""
         if self.is_doubted and not any(one.doubt for one in self.segments.mounted.values()):
             self.is_doubted = False
             self.lost = {}
@@ -663,7 +668,7 @@ class Catalog:
         return soonest
 
     def expire(self, now: float) -> None:
-        """Do what has become due: give up writers that are late, space that rests, nodes that are silent."""
+        """Handle what is due: late writers, resting space, silent nodes."""
         self.end_rests(now)
         deadline = self.segments.deadline()
         if deadline is not None and now >= deadline:
@@ -678,7 +683,7 @@ class Catalog:
                 clock.expire(now)
 
     def end_rests(self, now: float) -> None:
-        """What is due of objects and their space; all of it that a master which only follows may do."""
+        """Handle what is due of objects and their space, which is all that a standby may do."""
         while self._timers and self._timers[0][0] <= now:
             _, _, stored, extent = heapq.heappop(self._timers)
             self._timer(stored, extent, now)
@@ -698,28 +703,28 @@ class Catalog:
         elif not extent.is_complete and stored.is_readable:
             self.drop_extent(stored, extent, "not written in time", now)
 
-    # Telling
+    # Logs
 
     def note(self, event: str, segment: Segment, **fields: Any) -> None:
         self.notes.append(OperatorEvent(event, {"segment": segment.name, "host": segment.host, **fields}))
 
-    def tell(self, now: float, key: ObjectKey, what: str, *of: object) -> None:
+    def add_story(self, now: float, key: ObjectKey, what: str, *of: object) -> None:
         self._stories.append(key)
-        self._told.setdefault(key, []).append((now, what, of))
+        self._lines.setdefault(key, []).append((now, what, of))
         if len(self._stories) > STORY_LINES:
             oldest = self._stories.popleft()
-            lines = self._told[oldest]
+            lines = self._lines[oldest]
             del lines[0]
             if not lines:
-                del self._told[oldest]
+                del self._lines[oldest]
 
     def story(self, key: str) -> list[str]:
-        return [f"{at:.6f} {what.format(*of)}" for at, what, of in self._told.get(key, ())]
+        return [f"{at:.6f} {what.format(*of)}" for at, what, of in self._lines.get(key, ())]
 
     def check(self) -> None:
         self.segments.check()
         self.objects.check()
-        assert not self.tombstones.keys() & self.objects.readable.keys(), "what is there did not go"
+        assert not self.tombstones.keys() & self.objects.readable.keys(), "a readable key has no tombstone"
         self.eviction.check(self.objects.readable)
         self.tenants.check([*self.objects.readable.values(), *self.objects.writing.values()])
         timed = {(id(stored), id(extent)) for _, _, stored, extent in self._timers}
@@ -730,7 +735,7 @@ class Catalog:
                 assert len(here) == 1, stored
                 assert here[0].is_resting is (here[0] in stored.resting), stored
                 if stored.state is ObjectState.WRITING:
-                    assert (id(stored), id(None)) in timed, f"{stored} is written for ever"
+                    assert (id(stored), id(None)) in timed, f"{stored} never expires"
                 elif here[0].is_resting or not here[0].is_complete:
                     assert (id(stored), id(here[0])) in timed, f"{stored} leaks"
 
@@ -744,10 +749,10 @@ def _held_at(segment: Segment, offset: int, size_bytes: int) -> SpaceHeld:
 
 
 def acknowledged(stored: StoredObject) -> ObjectReadable | ObjectGone:
-    """What a successor is told of a readable object, alone: the version of its key that was acknowledged.
+    """The record of a readable object for a successor: the version of its key that was acknowledged.
 
-    That is the object itself, or the durable one that it is to replace (``Catalog.show``), which may be
-    away with its node.
+    That is the object itself, or the durable one that it is to replace (``Catalog.show``), whose node may be
+    away.
     """
     before = stored.before
     if before is None:

@@ -1,12 +1,12 @@
-"""What came to a segment and what went from it, numbered, until its node has noted it.
+"""Log of what was added to a segment and removed from it, numbered, until its node has noted it.
 
-A node keeps a journal of what its segments hold, so that a master that lost everything can ask for
-it. This is the master's end of that stream: changes wait here until a Poll says ``seen``. It is
-bounded: a node that lags too far finds that numbers are missing (``Polled.first``) and reports what
-it holds instead of catching up.
+A node keeps a journal of what its segments hold, so that a master that lost everything can request
+it. This is the master's end of that stream: changes wait here until a Poll acknowledges them
+(``seen``). It is bounded: a node that lags too far finds that numbers are missing (``Polled.first``)
+and reports what it holds instead of catching up.
 
-Numbers start at ``first``, which differs for each life of a master: a node that comes with a number
-of an earlier life must never seem to be up to date.
+Numbers start at ``first``, which differs for each run of a master: a node with a number from an
+earlier run must never appear to be up to date.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_WAITING = 1 << 16
 
 
 class ChangeLog:
-    """``first`` is the number of the oldest one that waits."""
+    """``first`` is the number of the oldest waiting change."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -33,11 +33,11 @@ class ChangeLog:
 
     @property
     def last(self) -> int:
-        """The number of the newest one there ever was."""
+        """The number of the newest change so far."""
         return self.first + len(self._waiting) - 1
 
     def add(self, change: SegmentEntry | int) -> None:
-        """``Entry``: it is held now; an object's id: its replica here went."""
+        """Add a ``SegmentEntry`` (it is held now) or an object's id (its replica here was removed)."""
         self._waiting.append(change)
         if isinstance(change, int):
             self._last_gone = self.last
@@ -47,18 +47,18 @@ class ChangeLog:
 
     @property
     def has_gone(self) -> bool:
-        """Something that went is among those that wait."""
+        """A removal is among the waiting changes."""
         return self._last_gone >= self.first
 
     def skip(self) -> None:
-        """Something changed, and nobody listens."""
+        """Skip a number: something changed while the node does not poll."""
         self.first = self.last + 2
         self._waiting.clear()
 
     def noted(self, seen: int) -> bool:
-        """The node has everything up to ``seen``. False: some that it lacks are not here any more."""
+        """The node has everything up to ``seen``. False: some that it lacks are no longer here."""
         if seen > self.last:
-            # A number of another life, larger by mishap.
+            # A number of another run, larger by accident.
             self.miss(seen)
             return False
         while self._waiting and self.first <= seen:
@@ -67,12 +67,12 @@ class ChangeLog:
         return self.first == seen + 1
 
     def miss(self, seen: int) -> None:
-        """Skip so far that a node that has noted ``seen`` must notice."""
+        """Skip enough numbers for a node that has noted ``seen`` to notice a gap."""
         self.first = seen + 2
 
     def take(self, limit: int) -> list[SegmentEntry | int]:
-        """The oldest ones; they stay until they are noted."""
+        """The oldest changes; they stay until they are noted."""
         return list(itertools.islice(self._waiting, limit))
 
     def __repr__(self) -> str:
-        return f"<Changes {self.first} to {self.last}>"
+        return f"<ChangeLog {self.first} to {self.last}>"

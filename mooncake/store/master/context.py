@@ -1,4 +1,4 @@
-"""What the HTTP side needs of the process that it is part of."""
+"""What the HTTP server needs of the master's process."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mooncake.store.settings import MasterSettings
 
 @dataclass(frozen=True)
 class Leadership:
-    """Who leads, as this master knows it."""
+    """The leader, as far as this master knows."""
 
     is_leader: bool
     state: str
-    """serving, standby, or what it is doing in between."""
+    """serving, standby, or catching_up."""
     leader: str
-    """``host:port`` for clients; "" when nobody leads."""
+    """``host:port`` for clients; "" when no master leads."""
     term: int
 
 
 class EventPublisher(Protocol):
-    """Who sends KV events."""
+    """Publisher of KV events."""
 
     def start(self) -> None: ...
 
@@ -47,14 +47,14 @@ class MasterContext(Protocol):
 
     @property
     def num_clients(self) -> int:
-        """Connections that are open."""
+        """Number of open connections."""
         ...
 
     @property
     def replication(self) -> dict[str, float]:
-        """Gauges of the log and its standbys, by the existing master's names. Others are 0."""
+        """Gauges of the log and its standbys, by the existing master's names. Missing ones are 0."""
         ...
 
     async def ask(self, message: msgspec.Struct) -> Any:
-        """The core's reply, or a ``Failure``."""
+        """Return the core's reply, or a ``Failure``."""
         ...

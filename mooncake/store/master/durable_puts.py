@@ -1,10 +1,10 @@
 """Put-ends that are answered when a copy is on SSD.
 
 The object is readable at once; only its writer waits, because an answer means that the bytes
-outlive the process. Who copies them, another part decides when it hears of the object
-(``catalog.Watcher.readable``). A writer that would wait too long is refused, and the object stays in
-memory; a durable one that it replaced is kept until it is on SSD, or comes back when it is lost
-(``catalog.confirm``). The next durable put of the key is told that it is not on SSD (``writing.py``).
+outlive the process. Another part plans the copy when the object becomes readable
+(``catalog.ObjectObserver.readable``). A writer that would wait too long is refused, and the object stays
+in memory; a durable one that it replaced is kept until it is on SSD, or restored when it is lost
+(``catalog.confirm``). The next durable put of the key is refused, as it is not on SSD (``put.py``).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class PendingPutEnd:
     event: Received
     outcomes: list[bool | Refusal]
     waiting: dict[int, list[int]]
-    """Object id -> its places in ``outcomes``."""
+    """Indices in ``outcomes`` by object id."""
     objects: dict[int, StoredObject]
-    """By the same ids, and those that have ended."""
+    """Objects by the same ids, including those that are done."""
     deadline: float
 
 
 class DurablePuts:
-    """Holds those answers. A watcher and a clock of the catalog."""
+    """Holds those answers. An observer and a clock of the catalog."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._parked: list[PendingPutEnd] = []
-        """In the order of their deadlines."""
+        """In order of their deadlines."""
         catalog.watchers.append(self)
         catalog.clocks.append(self)
         catalog.on_complete.append(self._completed)
@@ -64,7 +64,7 @@ class DurablePuts:
 
     def gone(self, stored: StoredObject, now: float) -> None:
         if stored.policy.is_durable:
-            self._end(stored, Refusal("no_ssd", "the object went before a copy of it was on SSD"))
+            self._end(stored, Refusal("no_ssd", "the object was removed before a copy of it was on SSD"))
 
     def _end(self, stored: StoredObject, refusal: Refusal | None) -> None:
         for parked in self._parked:
@@ -77,13 +77,13 @@ class DurablePuts:
         self._parked = [parked for parked in self._parked if parked.waiting]
 
     def readable(self, stored: StoredObject, now: float) -> None:
-        """Nothing yet: its put-end parks it."""
+        """No action: its put-end parks it."""
 
     def cold_hit(self, stored: StoredObject, now: float) -> None:
-        """It is on SSD, so nobody waits for it."""
+        """No action: it is on SSD, so no put-end waits for it."""
 
     def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """A copy that failed is tried again by who makes copies."""
+        """No action: failed copies are retried by their planner."""
 
     def deadline(self) -> float | None:
         return self._parked[0].deadline if self._parked else None

@@ -1,4 +1,4 @@
-"""What goes into a master and what comes out: the words between the core and its shells."""
+"""Events and effects of a master: the types between the core and its shells."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mooncake.store.master.log_records import Record
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Received:
-    """A message came in. ``origin`` goes back in the Reply; ``connection`` is lost as a whole."""
+    """A message arrived. ``origin`` goes back in the Reply; ``connection`` is lost as a whole."""
 
     origin: Any
     connection: Hashable
@@ -32,12 +32,12 @@ class Reply:
     origin: Any
     message: msgspec.Struct
     must_last: bool = False
-    """Not before what was kept so far survives a loss of power."""
+    """Send it only when the records so far survive a loss of power."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OperatorEvent:
-    """Effect: log this event; an operator wants to know."""
+    """Effect: log this event for operators."""
 
     event: str
     fields: dict[str, Any]
@@ -52,7 +52,7 @@ class AppendRecords:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecoveryComplete:
-    """Effect: the nodes have been heard; what the records of an earlier master lacked is known."""
+    """Effect: all nodes have reported; what the records of an earlier master lacked is known."""
 
 
 Event = Received | ConnectionLost

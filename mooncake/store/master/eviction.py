@@ -1,22 +1,22 @@
-"""Who leaves a segment, in which order. Never a leased object, never a hard-pinned one.
+"""Order in which replicas leave a segment. Never a leased object, never a hard-pinned one.
 
-Each segment has three orders, and gives first from the first: replicas whose object stays readable
-on a slower tier (*spare*), replicas with which the object goes (*sole*), and softly pinned ones
-(*pinned*, first whose pin ends first). Within an order the policy decides:
+Each segment has three orders, and evicts first from the first: replicas whose object stays readable
+on a slower tier (*spare*), replicas with which the object is lost (*sole*), and softly pinned ones
+(*pinned*, earliest pin end first). Within an order the policy decides:
 
 * ``lru``: the object whose last lease ended first. A lookup moves that instant without touching the
   heap: an entry that turns out older than its object goes back with the true value when it
   surfaces. Since lease ends only grow, the first entry that is up to date is the least recently
   used of all, and if its lease still runs, so does every other.
-* ``lfu``: the fewest lookups, plus the rank at which the last victim left, so that what was popular
-  long ago ages (LFU with dynamic aging: Arlitt, Cherkasova et al., "Evaluating content management
+* ``lfu``: the fewest lookups, plus the rank at which the last victim left, so that objects popular
+  long ago age (LFU with dynamic aging: Arlitt, Cherkasova et al., "Evaluating content management
   techniques for Web proxy caches", 2000).
-* ``chain``: lru, but an ancestor block never before its descendants, because a prefix is worth
-  nothing without its beginning (leaves first, as in RadixAttention: Zheng et al., "SGLang: Efficient
+* ``chain``: lru, but an ancestor block never before its descendants, because a prefix is useless
+  without its beginning (leaves first, as in RadixAttention: Zheng et al., "SGLang: Efficient
   Execution of Structured Language Model Programs", 2024).
 
-What can't leave for a reason that time does not heal (a hard pin, a descendant) has no entry at all
-until that reason ends, so that it costs no search anything.
+A replica that can't leave for a reason that time does not remove (a hard pin, a descendant) has no
+entry at all until that reason ends, so that it costs no search anything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mooncake.store.master.segments import Segment
 from mooncake.types import ObjectKey
 
 MAX_SPARED = 4096
-"""Entries set aside in one search, so that a large suspected node can't make every put slow."""
+"""Entries skipped in one search, so that a large suspected node can't make every put slow."""
 
 Policy: TypeAlias = Literal["lru", "lfu", "chain"]
 
@@ -55,7 +55,7 @@ class EvictionQueue:
         self.order = order
         self.entries: list[Entry] = []
         self.num_dead = 0
-        """About how many are out of date."""
+        """Approximate number of entries that are out of date."""
 
     def push(self, entry: Entry) -> None:
         heapq.heappush(self.entries, entry)
@@ -74,13 +74,13 @@ class EvictionQueue:
             self.num_dead = 0
 
     def drop_top(self) -> None:
-        """The first entry is out of date."""
+        """Remove the first entry, which is out of date."""
         heapq.heappop(self.entries)
         self.num_dead -= 1
 
 
 class Eviction:
-    """Every complete replica of a readable object that may leave some day has one current entry."""
+    """Every complete replica of a readable object that may ever be evicted has one current entry."""
 
     def __init__(self, policy: Policy = "lru") -> None:
         self._policy = policy
@@ -89,18 +89,18 @@ class Eviction:
         self._age = 0.0
         """lfu: the rank of the last victim."""
         self._news: list[EvictionQueue] | None = None
-        """Queues that got an entry while a search waits for its victim to leave: an ancestor may be free."""
+        """Queues with new entries while a search waits for its victim's removal: an ancestor may be free."""
         self._children: dict[ObjectKey, dict[int, StoredObject]] = {}
         """chain: parent -> its readable children."""
 
     def __len__(self) -> int:
-        """Entries, those that are out of date included."""
+        """Number of entries, including those that are out of date."""
         return sum(len(queue.entries) for queues in self._queues.values() for queue in queues)
 
-    # What the catalog tells
+    # Events from the catalog
 
     def add(self, stored: StoredObject, now: float) -> None:
-        """``stored`` has become readable."""
+        """Add ``stored``, which has become readable."""
         if self._policy == "chain" and stored.parent:
             self._children.setdefault(stored.parent, {})[stored.object_id] = stored
         if stored.joint is not None and stored.is_hard_pinned and stored.joint.num_hard_pinned == 1:
@@ -109,43 +109,43 @@ class Eviction:
             self.changed(stored, now)
 
     def changed(self, stored: StoredObject, now: float) -> None:
-        """Its replicas are others than before."""
+        """Update the entries after its replicas have changed."""
         for extent in stored.extents:
             if extent.is_complete:
                 self._enter(stored, extent, now)
 
     def repinned(self, stored: StoredObject, now: float) -> None:
-        """It, or with it its group, is pinned otherwise than before."""
+        """Update the entries after its pins, or its group's, have changed."""
         if stored.joint is None:
             self.changed(stored, now)
         else:
             self.regrouped(stored.joint, now)
 
     def regrouped(self, group: Group, now: float) -> None:
-        """The group is pinned hard, or not any more. (Soft pins are seen when a member surfaces.)"""
+        """Update a group that was pinned hard or unpinned. (Soft pins are checked when a member surfaces.)"""
         for member in group.members.values():
             self.changed(member, now)
 
     def left(self, stored: StoredObject, extent: Extent) -> None:
-        """That replica is none any more."""
+        """Remove the entry of a removed replica."""
         if extent.place is not None:
             extent.place[0].leave(extent)
 
     def unlinked(self, stored: StoredObject) -> None:
-        """``stored`` was readable and is no more; its replicas have left."""
+        """Remove a formerly readable object; its replicas have left."""
         siblings = self._children.get(stored.parent)
         if siblings is not None and siblings.pop(stored.object_id, None) is not None and not siblings:
             del self._children[stored.parent]
 
     def parent_of(self, stored: StoredObject) -> ObjectKey:
-        """The key of the object that may have become free to leave by what happened to ``stored``."""
+        """The key of the object that may have become evictable by a change of ``stored``."""
         return stored.parent if self._policy == "chain" else ""
 
     def forget(self, segment: Segment) -> None:
-        """The segment is gone, and every replica on it."""
+        """Remove a segment with every replica on it."""
         self._queues.pop(segment, None)
 
-    # What it answers
+    # Queries
 
     def victims(
         self,
@@ -155,8 +155,8 @@ class Eviction:
         *,
         whole: bool = True,
     ) -> Generator[tuple[StoredObject, Extent], None, None]:
-        """Replicas to evict from ``segments``, the first to go first. The caller takes each away, or
-        leaves it be, before the next. ``whole`` False: only where the object and its group stay readable."""
+        """Replicas to evict from ``segments``, in order. The caller removes each, or leaves it, before the
+        next. ``whole`` False: only where the object and its group stay readable."""
         places = [self._queues[segment] for segment in segments if segment in self._queues]
         for queues in places:
             self._end_pins(queues[EvictionOrder.PINNED], now)
@@ -164,9 +164,9 @@ class Eviction:
             yield from self._merge([queues[order] for queues in places], now, spare, whole)
 
     def coldest(self, segment: Segment, limit: int) -> list[StoredObject]:
-        """Objects that go with their replica on ``segment``, about in the order in which they would.
+        """Objects that are lost with their replica on ``segment``, roughly in order of eviction.
 
-        Leased ones are among them: this is for copying ahead of need.
+        Leased ones are included: this is for copying ahead of need.
         """
         found: list[StoredObject] = []
         set_aside: list[Entry] = []
@@ -190,7 +190,7 @@ class Eviction:
     def _merge(
         self, queues: list[EvictionQueue], now: float, spare: StoredObject | None, whole: bool
     ) -> Generator[tuple[StoredObject, Extent], None, None]:
-        """The first of all queues, again and again."""
+        """Merge the queues: repeatedly the first entry of all."""
         numbers = {queue: number for number, queue in enumerate(queues)}
         heads = [(*queue.entries[0][:2], number, queue) for queue, number in numbers.items() if queue.entries]
         heapq.heapify(heads)
@@ -257,12 +257,12 @@ class Eviction:
         return self._age + stored.num_uses if self._policy == "lfu" else stored.leased_until
 
     def _is_misplaced(self, entry: Entry, queue: EvictionQueue, now: float) -> bool:
-        """Its group's soft pin is not what it was when it entered."""
+        """Whether its group's soft pin has changed since it was entered."""
         pinned_until = entry[4].pinned_until
         return pinned_until != entry[0] if queue.order is EvictionOrder.PINNED else pinned_until > now
 
     def is_blocked(self, stored: StoredObject, extent: Extent) -> bool:
-        """Whether descendants keep it there."""
+        """Whether descendants prevent its eviction."""
         stays_readable = stored.has_slower(extent)
         for child in self._children.get(stored.key, {}).values():
             if child is stored or (child.joint is not None and child.joint is stored.joint):

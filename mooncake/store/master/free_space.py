@@ -1,4 +1,4 @@
-"""Room for what is put: found, or made by evicting; and no more of it than the tenant may have."""
+"""Space for puts: free, or freed by eviction; never more of it than the tenant's quota allows."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from mooncake.store.master.tenants import Account
 from mooncake.types import Tier
 
 WATCH_SHARE = 0.005
-"""Of the capacity; the watermark is overshot by no more than this."""
+"""Share of the capacity; the watermark is overshot by no more than this."""
 
 
 class FreeSpace:
-    """Gives out extents."""
+    """Allocates extents."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._unwatched_bytes = 0
         self._watch_bytes = 0.0
         """Adding up a thousand nodes for every put would cost more than the put, so the watermark is
-        looked at once so many bytes were given out."""
+        checked when that many bytes have been allocated."""
 
     def make_room(
         self, size_bytes: int, num_replicas: int, placement: SegmentPlacement, account: Account, now: float
     ) -> list[Extent] | Refusal:
-        """Space for as many of the replicas as can be had, at least one; evicts where none is free."""
+        """Space for as many of the replicas as possible, at least one; evicts where none is free."""
         refusal = self.fit(size_bytes, account, now)
         if refusal is not None:
             return refusal
@@ -39,7 +39,7 @@ class FreeSpace:
         if place is None:
             place = self._evict_for(size_bytes, placement, now)
         if place is None:
-            reason = "what is stored is leased, being written, not on SSD yet where it must be, or not enough"
+            reason = "the stored objects are leased, being written, not on SSD yet, or too few"
             return Refusal("no_space", f"no hole of {size_bytes} bytes, and {reason}; try again later")
         extents = [Extent(*place)]
         if num_replicas > 1:
@@ -68,7 +68,7 @@ class FreeSpace:
                 placement.freed(segment)
 
     def fit(self, size_bytes: int, account: Account, now: float) -> Refusal | None:
-        """Room within the tenant's quota, made by evicting what is its own."""
+        """Make room within the tenant's quota, by evicting its own objects."""
         quota_bytes = account.quota_bytes
         if quota_bytes is None or account.has_room(size_bytes):
             return None
@@ -78,7 +78,7 @@ class FreeSpace:
         return Refusal("quota_exceeded", f"{size_bytes} bytes for tenant {account.name!r}, and {used}")
 
     def _evict_from(self, account: Account, size_bytes: int, now: float) -> bool:
-        """Again while something leaves, because an ancestor may leave once its descendants have."""
+        """Repeat while something is evicted: an ancestor may be evictable once its descendants are gone."""
         whole, num_evicted = self._catalog.settings.evict_undemoted, -1
         while num_evicted:
             num_evicted = 0
@@ -95,8 +95,8 @@ class FreeSpace:
     def _evict_for(
         self, size_bytes: int, placement: SegmentPlacement, now: float
     ) -> tuple[Segment, int] | None:
-        # A hole need not open where the oldest objects are, but neither may one put that finds
-        # none flush the whole cache.
+        # A hole need not open where the oldest objects are, but a put without success must not
+        # flush the whole cache either.
         budget_bytes = max(
             8 * size_bytes, int(self._catalog.settings.eviction_ratio * self._catalog.capacity_bytes)
         )
@@ -121,12 +121,12 @@ class FreeSpace:
             return Refusal("too_large", f"{size_bytes} bytes; the largest segment has {largest_bytes}")
         rests_s = [segment.rests_until - now for segment in alive if segment.rests_until > now]
         if not rests_s:
-            return Refusal("no_space", "the segments that are left were just mounted, or can't be reached")
-        reason = "promises of an earlier master may still be in use; space is given out in"
+            return Refusal("no_space", "the remaining segments were just mounted, or can't be reached")
+        reason = "promises of an earlier master may still be in use; space is allocated again in"
         return Refusal("no_space", f"{reason} {min(rests_s):.3g} s")
 
     def given(self, size_bytes: int) -> None:
-        """So much was allocated elsewhere."""
+        """Count space that was allocated elsewhere."""
         self._unwatched_bytes += size_bytes
 
     def evict_to_watermark(self, now: float) -> None:

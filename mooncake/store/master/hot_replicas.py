@@ -1,11 +1,11 @@
-"""Objects that many want at once get more replicas in memory, and lose them when they are cool.
+"""Extra replicas in memory for objects read by many clients at once, removed when demand falls.
 
 Lookups pay nothing for it: they count uses anyway, and leave the list of keys of the last requests.
-Once a second the objects on those lists are looked at: one that is used often is on them almost
-surely. Two looks make a rate. Each multiple of ``hot_uses_per_s`` is worth one replica more, on
-another host where there is one, where memory is below the watermark; nothing is evicted for it.
+Once a second the objects on those lists are examined: one that is used often is almost surely on them.
+Two examinations give a rate. Each multiple of ``hot_uses_per_s`` is worth one more replica, on another
+host where there is one, where memory is below the watermark; nothing is evicted for it.
 
-Cooling is slower than heating, so that an object at the threshold is not copied in circles.
+Cooling is slower than heating, so that an object at the threshold is not copied repeatedly.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from mooncake.store.master.segments import Segment
 from mooncake.store.master.tasks import PlannedCopy, Tasks
 from mooncake.types import Tier
 
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 MAX_KEYS = 8192
-"""Looked at each time."""
+"""Keys examined each time."""
 COOL_SHARE = 0.5
-"""Of ``hot_uses_per_s`` for each replica: below that it is cool."""
-COOL_LOOKS = 10
-"""In a row, and then the replicas go."""
+"""Share of ``hot_uses_per_s`` per replica below which an object is cool."""
+COOL_CHECKS = 10
+"""Consecutive checks that find an object cool before its extra replicas are removed."""
 
 
 @dataclasses.dataclass(slots=True)
 class _HotObject:
     stored: StoredObject
     num_uses: int
-    """At the last look."""
+    """As of the last examination."""
     added: dict[Segment, None] = dataclasses.field(default_factory=dict)
     num_cool: int = 0
 
@@ -45,17 +45,19 @@ class HotReplicas:
         self._catalog = catalog
         self._tasks = tasks
         self._uses: dict[int, int] = {}
-        """Object id -> lookups until the last look, of what was on the lists then."""
+        """Number of lookups of each object on the lists of the last examination, by object id."""
         self._hot: dict[int, _HotObject] = {}
-        self._looked_at = 0.0
+        self._checked_at = 0.0
 
     def deadline(self) -> float | None:
         is_idle = not (self._hot or self._catalog.recent)
-        return None if is_idle or not self._catalog.settings.hot_uses_per_s else self._looked_at + LOOK_S
+        if is_idle or not self._catalog.settings.hot_uses_per_s:
+            return None
+        return self._checked_at + CHECK_INTERVAL_S
 
     def expire(self, now: float) -> None:
-        elapsed_s = now - self._looked_at
-        self._looked_at = now
+        elapsed_s = now - self._checked_at
+        self._checked_at = now
         threshold = self._catalog.settings.hot_uses_per_s
         keys = dict.fromkeys(itertools.islice(itertools.chain(*self._catalog.recent), MAX_KEYS))
         self._catalog.recent.clear()
@@ -66,7 +68,7 @@ class HotReplicas:
                 continue
             self._uses[stored.object_id] = stored.num_uses
             before = uses.get(stored.object_id)
-            # Without an earlier look all uses may be old ones.
+            # Without an earlier count all uses may be old ones.
             if before is not None and elapsed_s > 0:
                 rate = (stored.num_uses - before) / elapsed_s
                 if rate >= threshold:
@@ -117,7 +119,7 @@ class HotReplicas:
         hot.num_uses = stored.num_uses
         is_cool = rate < COOL_SHARE * self._catalog.settings.hot_uses_per_s * (1 + len(hot.added))
         hot.num_cool = hot.num_cool + 1 if is_cool else 0
-        if hot.num_cool < COOL_LOOKS or self._tasks.of(stored):
+        if hot.num_cool < COOL_CHECKS or self._tasks.of(stored):
             return
         del self._hot[stored.object_id]
         for segment in hot.added:

@@ -1,4 +1,4 @@
-"""The master's part for people and dashboards: what there is, and why."""
+"""The master's handlers for operators and dashboards: contents, their histories, and tenants' quotas."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import dataclasses
 from collections.abc import Callable
 from typing import cast
 
+from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import Received
 from mooncake.store.master.key_scans import KeyScans
+from mooncake.store.master.log_records import QuotaSet
 from mooncake.store.master.objects import StoredObject, scoped, scoped_all, split_scoped
+from mooncake.store.master.tenants import check_tenant
 from mooncake.types import ObjectKey
 
 
 class Introspection:
-    """Answers Status, ListKeys, Story and Inspect."""
+    """Answers GetMasterStatus, ListKeys, ObjectStory and Inspect."""
 
     def __init__(
-        self, catalog: Catalog, walks: KeyScans, reporters: Callable[[float], list[m.ReporterStatus]]
+        self, catalog: Catalog, scans: KeyScans, reporters: Callable[[float], list[m.ReporterStatus]]
     ) -> None:
-        """``reporters``: who reported wrong bytes (``verification.py``)."""
+        """``reporters``: the nodes that reported wrong bytes (``verification.py``)."""
         self._catalog = catalog
-        self._walks = walks
+        self._scans = scans
         self._reporters = reporters
 
     def status(self, _: m.GetMasterStatus, __: Received, now: float) -> m.MasterStatus:
@@ -59,11 +62,11 @@ class Introspection:
 
     def list_keys(self, message: m.ListKeys, event: Received, now: float) -> m.Keys | Failure | None:
         if "\0" in message.tenant or "\0" in message.prefix:
-            return m.Keys([])  # it would name another tenant's
+            return m.Keys([])  # such a prefix would name another tenant's keys
         start = scoped(message.tenant, message.prefix)
         found: list[str] = []
 
-        def look(key: ObjectKey, now: float) -> int | None:
+        def visit(key: ObjectKey, now: float) -> int | None:
             if len(found) >= message.limit:
                 return None
             if key.startswith(start) and ("\0" in key) is ("\0" in start):
@@ -72,9 +75,10 @@ class Introspection:
                     found.append(split_scoped(key)[1])
             return 1
 
-        return cast("m.Keys | Failure | None", self._walks.begin(event, look, lambda now: m.Keys(found), now))
+        answer = self._scans.begin(event, visit, lambda now: m.Keys(found), now)
+        return cast("m.Keys | Failure | None", answer)
 
-    def tell(self, message: m.ObjectStory, _: Received, now: float) -> m.StoryLines:
+    def story(self, message: m.ObjectStory, _: Received, now: float) -> m.StoryLines:
         return m.StoryLines(self._catalog.story(scoped_all(message.tenant, [message.key])[0]))
 
     def inspect(self, message: m.Inspect, _: Received, now: float) -> m.Inspected:
@@ -84,6 +88,33 @@ class Introspection:
             for key in scoped_all(message.tenant, message.keys)
         )
         return m.Inspected([None if stored is None else _status(stored, now) for stored in found])
+
+
+class QuotaRequests:
+    """Answers SetQuota and AskQuotas."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def set_quota(self, message: m.SetQuota, _: Received, now: float) -> m.Quotas | m.RefusedReply:
+        tenant = "" if message.tenant == "default" else message.tenant
+        refusal = check_tenant(tenant)
+        if refusal is not None:
+            return m.RefusedReply(refusal)
+        if message.size_bytes is not None and message.size_bytes < 0:
+            return m.RefusedReply(
+                Refusal("invalid_size", f"a quota of {message.size_bytes} bytes; at least 0")
+            )
+        readable = self._catalog.objects.readable.values()
+        self._catalog.tenants.set_quota(tenant, message.size_bytes, readable)
+        self._catalog.records.append(QuotaSet(tenant, message.size_bytes))
+        return self._quotas()
+
+    def ask(self, _: m.AskQuotas, __: Received, now: float) -> m.Quotas:
+        return self._quotas()
+
+    def _quotas(self) -> m.Quotas:
+        return m.Quotas([account.status() for account in self._catalog.tenants.accounts.values()])
 
 
 def _status(stored: StoredObject, now: float) -> m.ObjectStatus:

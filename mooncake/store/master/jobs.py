@@ -1,15 +1,15 @@
-"""Replicas that people and operators want: copies, moves, and segments that are emptied.
+"""Replicas that users and operators request: copies, moves, and segments that are emptied.
 
-A job is a list of *units* (one object to one segment) of which some are under way as tasks; it can be
-asked about while it runs and for a while after. Jobs are not written down: a new master has none,
-the replicas that were made are there, and whoever wanted the job asks again.
+A job is a list of *units* (one object to one segment), some of them under way as tasks; its status can be
+queried while it runs and for a time afterwards. Jobs are not written down: a new master has none, the
+replicas that were made exist, and the client requests the job again.
 
-**Drain** gives nothing out on its segments any more and moves what is there, leased objects too: the
-replica that was left rests until its leases end, and the job is done when nothing is left or rests.
-It never evicts others to make room. An object that is safe elsewhere, when no segment has room for
-one replica more, just leaves. A durable one is safe on another SSD only. With ``unmount_after_s`` this
-is the graceful way to go: the segments are unmounted when they are empty, and no later than after so many
-seconds.
+**Drain** places nothing new on its segments and moves their content, leased objects too: the replica left
+behind rests until its leases end, and the job is done when nothing is left and nothing rests. It never
+evicts others to make room. An object that is safe elsewhere, when no segment has room for one more
+replica, is just removed there. A durable one is safe on another SSD only. With ``unmount_after_s`` this is
+the graceful shutdown of a node: the segments are unmounted when they are empty, and at the latest after so
+many seconds.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from mooncake.types import Tier
 
 MAX_RUNNING = 10_000
 MAX_ENDED = 1000
-"""Jobs that can be asked about when they are over."""
+"""Ended jobs whose status can still be queried."""
 MAX_CONCURRENCY = 256
 MAX_FAILURES = 3
-"""Of one object that is to leave a segment."""
+"""Failed attempts for one object that is to leave a segment."""
 SURVEY_OBJECTS = 4000
-"""Looked at in one go; some milliseconds."""
+"""Objects examined per step; takes a few milliseconds."""
 SURVEY_S = 0.01
-"""Between two such slices that found nothing to move."""
-LOOK_S = 0.5
-"""How often a drain looks for what has come or been released meanwhile."""
+"""Pause between two such steps that found nothing to move."""
+CHECK_INTERVAL_S = 0.5
+"""Interval at which a drain checks for objects added or released meanwhile."""
 
 
 class ReplicationJob:
-    """What all jobs have in common."""
+    """Base of all jobs."""
 
     kind = ""
 
@@ -54,7 +54,7 @@ class ReplicationJob:
         self.num_failed = 0
         self.moved_bytes = 0
         self.tasks: dict[int, PlannedCopy] = {}
-        """Under way or waiting, by object id and so one per object and segment."""
+        """Tasks under way or waiting, by task id."""
         self.began_at = now
         self.touched_at = now
 
@@ -85,7 +85,7 @@ class ReplicationJob:
 
 
 class CopyJob(ReplicationJob):
-    """A replica on each of some segments; a move if one leaves another segment for the first of them."""
+    """Make a replica on each of some segments; a move if one leaves another segment for the first of them."""
 
     def __init__(self, job_id: int, stored: StoredObject, source: Segment | None, now: float) -> None:
         super().__init__(job_id, stored.key, now)
@@ -95,7 +95,7 @@ class CopyJob(ReplicationJob):
 
 
 class DrainJob(ReplicationJob):
-    """Segments that are emptied."""
+    """Empty some segments."""
 
     kind = "drain"
 
@@ -106,11 +106,11 @@ class DrainJob(ReplicationJob):
         self.max_concurrency = message.max_concurrency
         self.waiting: deque[tuple[StoredObject, Segment]] = deque()
         self.failures: dict[int, int] = {}
-        """Object id -> how often it could not be moved."""
+        """Number of failed moves of each object, by id."""
         self.num_resting = 0
-        """Ranges that are not empty, and hold nothing that could be moved."""
+        """Ranges that are allocated, and hold nothing that could be moved."""
         self.to_survey: list[tuple[Segment, list[int]]] = []
-        """Offsets that the survey under way has still to look at."""
+        """Offsets that the survey in progress has yet to examine."""
         self.has_found = False
         """That survey has found something that could be moved."""
         ends_s = message.unmount_after_s
@@ -122,19 +122,19 @@ class DrainJob(ReplicationJob):
 
 
 class Jobs:
-    """Answers CopyObject, Drain and AskJob. A clock of the catalog."""
+    """Answers CopyObject, DrainSegments and AskJob. A clock of the catalog."""
 
     def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
         self._catalog = catalog
         self._tasks = tasks
         self._last_id = 0
         self._jobs: dict[int, ReplicationJob] = {}
-        """Running and ended, oldest first."""
+        """Running and ended jobs, oldest first."""
         self._drains: dict[int, DrainJob] = {}
-        """Those that run."""
-        self._look_at = 0.0
+        """Running drains."""
+        self._check_at = 0.0
 
-    # Asking
+    # Requests
 
     def copy(self, message: m.CopyObject, _: Received, now: float) -> m.JobReply | m.RefusedReply:
         key = scoped(message.tenant, message.key)
@@ -197,13 +197,13 @@ class Jobs:
             self._catalog.note("segment_draining", segment, job_id=job.job_id)
         self._add(job)
         self._drains[job.job_id] = job
-        self._look(job, now)
+        self._check_drain(job, now)
         return m.JobReply(job.status(now))
 
     def ask(self, message: m.AskJob, _: Received, now: float) -> m.JobReply | m.RefusedReply:
         job = self._jobs.get(message.job_id)
         if job is None:
-            return _refused("not_found", f"there is no job {message.job_id} (any more)")
+            return _refused("not_found", f"there is no job {message.job_id}, or it ended too long ago")
         if message.cancel:
             self._cancel(job, now)
         return m.JobReply(job.status(now))
@@ -217,7 +217,7 @@ class Jobs:
             segments[segment] = None
         return list(segments)
 
-    # A job's life
+    # Life of a job
 
     @property
     def _num_running(self) -> int:
@@ -235,7 +235,7 @@ class Jobs:
         def ended(task: PlannedCopy, refusal: Refusal | None, now: float) -> None:
             self._ended(job, number, stored, refusal, now)
 
-        # Who names a target wants it there; a drain only goes where room is.
+        # A named target is to have the object; a drain only uses free space.
         makes_room = isinstance(job, CopyJob)
         task = self._tasks.plan(stored, target, why, now, ended, makes_room=makes_room)
         number = task.task_id
@@ -257,13 +257,13 @@ class Jobs:
             job.num_failed += 1
             job.reason = str(refusal)
         if isinstance(job, DrainJob):
-            # At once to go on; what failed may have failed in the very look that is going on.
-            self._look_at = min(self._look_at, now if refusal is None else now + SURVEY_S)
+            # Continue at once after success; a failure may have come from the step that is running.
+            self._check_at = min(self._check_at, now if refusal is None else now + SURVEY_S)
         else:
             self._end_if_over(job, now)
 
     def _arrived(self, job: ReplicationJob, stored: StoredObject, moved_bytes: int, now: float) -> None:
-        """There is one more replica where it was wanted: what it replaces may go."""
+        """Handle a new replica where it was wanted: the one that it replaces may be removed."""
         job.num_done += 1
         job.moved_bytes += moved_bytes
         if isinstance(job, DrainJob):
@@ -289,11 +289,11 @@ class Jobs:
         self._drains.pop(job.job_id, None)
         tasks, job.tasks = list(job.tasks.values()), {}
         for task in tasks:
-            if len(task.ended) == 1:  # nobody else wants it
+            if len(task.ended) == 1:  # no other planner wants it
                 self._tasks.cancel(task, f"{job.kind} was {state}", now)
 
     def _cancel(self, job: ReplicationJob, now: float) -> None:
-        """Stop it; segments that were drained take objects again, even when they are empty by now."""
+        """Stop the job; segments that were drained take objects again, even if they are empty by now."""
         if isinstance(job, DrainJob) and job.state != "cancelled":
             for segment in job.segments:
                 segment.is_draining = any(
@@ -303,10 +303,10 @@ class Jobs:
         elif job.is_running:
             self._end(job, "cancelled", now)
 
-    # Draining
+    # Drains
 
-    def _look(self, job: DrainJob, now: float) -> None:
-        """Go on: find what is there, begin as much as may be under way, see whether that was all."""
+    def _check_drain(self, job: DrainJob, now: float) -> None:
+        """Continue: find the content, start as many moves as allowed, and check whether the job is over."""
         if job.unmounts_at is not None and job.unmounts_at <= now:
             self._unmount(job, "its grace is over", now)
             return
@@ -320,7 +320,7 @@ class Jobs:
         if not job.waiting and not job.tasks:
             self._survey(job)
             if job.to_survey:
-                self._look_at = min(self._look_at, now + SURVEY_S)
+                self._check_at = min(self._check_at, now + SURVEY_S)
             elif not job.has_found and self._is_over(job, now):
                 return
         while job.waiting and len(job.tasks) < job.max_concurrency:
@@ -341,7 +341,7 @@ class Jobs:
         return not job.is_running
 
     def _survey(self, job: DrainJob) -> None:
-        """Find what is there, a slice at a time, so that others are answered in between; then begin anew."""
+        """Find the content, one slice per step so that other requests are served; then start over."""
         if not job.to_survey:
             job.num_resting = job.num_failed = 0
             job.has_found = False
@@ -364,7 +364,7 @@ class Jobs:
         extent = stored.on(segment)
         is_here = extent is not None and extent.offset == offset and extent.is_complete
         if not (stored.is_readable and is_here):
-            job.num_resting += 1  # being written, or left already
+            job.num_resting += 1  # being written, or removed already
         elif job.failures.get(stored.object_id, 0) >= MAX_FAILURES:
             job.num_resting += 1
             job.num_failed += 1
@@ -389,7 +389,7 @@ class Jobs:
         job.reason = f"{stored.key}: no other segment has room for {stored.size_bytes} bytes"
 
     def _target(self, job: DrainJob, stored: StoredObject, source: Segment, now: float) -> Segment | None:
-        """Where it goes: the same tier if possible, another host than its other replicas, most room."""
+        """Select the target: same tier if possible, another host than its other replicas, most room."""
         named = [self._catalog.segments.mounted.get(name) for name in job.targets]
         near = self._catalog.segments.mounted.values() if not job.targets else named
         hosts = [one.segment.host for one in stored.extents if one.segment is not source]
@@ -422,14 +422,14 @@ class Jobs:
     # A clock of the catalog
 
     def deadline(self) -> float | None:
-        return self._look_at if self._drains else None
+        return self._check_at if self._drains else None
 
     def expire(self, now: float) -> None:
-        self._look_at = now + LOOK_S
+        self._check_at = now + CHECK_INTERVAL_S
         for job in list(self._drains.values()):
-            self._look(job, now)
+            self._check_drain(job, now)
             if job.unmounts_at is not None:
-                self._look_at = min(self._look_at, job.unmounts_at)
+                self._check_at = min(self._check_at, job.unmounts_at)
 
     def check(self) -> None:
         for job_id, job in self._jobs.items():
@@ -442,7 +442,7 @@ class Jobs:
             assert all(segment.is_draining for segment in job.segments), job.job_id
 
     def __repr__(self) -> str:
-        return f"<Replication {self._num_running} of {len(self._jobs)} jobs running>"
+        return f"<Jobs {self._num_running} of {len(self._jobs)} jobs running>"
 
 
 def _refused(code: str, reason: str) -> m.RefusedReply:
@@ -450,7 +450,7 @@ def _refused(code: str, reason: str) -> m.RefusedReply:
 
 
 def _is_durable_without(stored: StoredObject, extent: Extent) -> bool:
-    """Whether what its writer was promised holds without that replica."""
+    """Whether the durability promised to its writer holds without that replica."""
     if not stored.policy.is_durable or extent.segment.tier is not Tier.SSD:
         return True
     others = [one for one in stored.complete(Tier.SSD) if one is not extent]

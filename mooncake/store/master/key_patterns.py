@@ -1,9 +1,9 @@
-"""What a client says of many keys at once: a regular expression that is found in bounded time.
+"""Patterns for keys: regular expressions that are matched in bounded time.
 
-The expression is the client's, the thread that looks for it is the master's only one. So it is RE2, which
+The expression is the client's, the thread that matches it is the master's only one. So it is RE2, which
 does not backtrack: the time is at most the length of the key times the size of the compiled expression, and
-that size is bounded here. Everything of Python's and ECMAScript's syntax is there but look-around and
-references to groups, which cannot be had without backtracking; whoever uses them is told so. An expression
+that size is bounded here. All of Python's and ECMAScript's syntax is supported except look-around and
+back-references, which are impossible without backtracking; an expression with these is refused. An expression
 that is only text, from the beginning (``^prefix``), whole (``^key$``) or anywhere, needs no engine at all.
 """
 
@@ -16,11 +16,11 @@ from typing import Protocol
 from mooncake.rpc.wire import Failure
 
 MAX_PATTERN = 1024
-"""Characters."""
+"""Maximum length in characters."""
 MAX_PROGRAM = 1000
-"""Instructions of a compiled expression."""
+"""Maximum number of instructions of a compiled expression."""
 MAX_MEMORY_BYTES = 1 << 18
-"""Of the engine for one expression; where it is not enough, it gets slower within its bound."""
+"""Memory of the engine for one expression; where it is not enough, matching is slower, within its bound."""
 STEPS_PER_UNIT = 64
 """Instructions times characters that take about a microsecond, as one comparison of a key does."""
 
@@ -28,7 +28,7 @@ _LITERAL = re.compile(r"(\^?)((?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])*)(\$?)", r
 
 
 class KeyPattern(Protocol):
-    """What is asked of one. ``cost``: of looking at a key, in microseconds at most, about."""
+    """A pattern. ``cost``: an upper bound of the time to match a key, in microseconds, roughly."""
 
     def is_found_in(self, name: str) -> bool: ...
 
@@ -36,7 +36,7 @@ class KeyPattern(Protocol):
 
 
 class LiteralPattern:
-    """An expression that is nothing but text."""
+    """An expression that is plain text."""
 
     def __init__(self, text: str, is_from_start: bool, is_to_end: bool) -> None:
         self._text = text
@@ -77,7 +77,7 @@ class RegexPattern:
 
 
 def compiled(pattern: str) -> KeyPattern | Failure:
-    """``pattern``, ready to be looked for; or why it can't be."""
+    """Compile ``pattern``; a Failure has the reason if it can't be."""
     if len(pattern) > MAX_PATTERN:
         return Failure("invalid_argument", f"a pattern of more than {MAX_PATTERN} characters")
     literal = _LITERAL.fullmatch(pattern)
@@ -85,7 +85,7 @@ def compiled(pattern: str) -> KeyPattern | Failure:
         start, text, end = literal.groups()
         return LiteralPattern(re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL), bool(start), bool(end))
     try:
-        import re2  # late: whoever sends no expression needs no engine
+        import re2  # late: without regular expressions no engine is needed
     except ImportError:
         reason = "a regular expression, but the package google-re2 is not installed where the master runs"
         return Failure("unavailable", f"{pattern!r} is {reason}; plain text and ^text work without it")
@@ -95,9 +95,7 @@ def compiled(pattern: str) -> KeyPattern | Failure:
         found = re2.compile(pattern, options)
     except re2.error as error:
         why = error.args[0].decode(errors="replace") if error.args else "it can't be compiled"
-        reason = (
-            f"is no regular expression of RE2: {why}; it has neither look-around nor references to groups"
-        )
+        reason = f"is no regular expression of RE2: {why}; look-around and back-references are not supported"
         return Failure("invalid_argument", f"{pattern!r} {reason}")
     except UnicodeEncodeError:
         return Failure("invalid_argument", f"{pattern!r} is not text")

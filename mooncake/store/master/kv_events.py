@@ -1,9 +1,9 @@
-"""What the store holds, told as events in the existing master's shape, which is vLLM's and more.
+"""KV events of the store in the existing master's format, an extension of vLLM's.
 
 One event for each medium (``cpu``, ``disk``, ``gpu``) on which an object becomes readable, and one when its
-last replica there goes. Follows the catalog as a watcher; ``kv_publisher.py`` sends what ``take`` gives. A
-queue that grows beyond its bound loses its oldest events, and the sequence a number, so that subscribers
-notice and ask again. A subscriber that comes late is told what there is now (``summary``).
+last replica there is removed. Observes the catalog; ``kv_publisher.py`` sends what ``take`` returns. A queue
+that grows beyond its bound loses its oldest events, and the sequence skips a number, so that subscribers
+notice and request a replay. A late subscriber gets the present content (``summary``).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _NUMBER = re.compile(r"0[xX][0-9a-fA-F]{1,16}|[0-9]{1,20}")
 _encoder = msgspec.msgpack.Encoder()
 
 Batch = tuple[int, bytes]
-"""Its sequence number and its bytes."""
+"""Sequence number and payload."""
 
 
 class KvEvents:
     """Queues events until they are taken.
 
     Args:
-        wall_s: what to add to ``now`` for the time of day.
-        wake: called when there is something to take, and was nothing before.
+        wall_s: added to ``now`` to get the time of day.
+        wake: called when the queue is no longer empty.
     """
 
     def __init__(
@@ -61,19 +61,19 @@ class KvEvents:
         catalog.on_complete.append(self._completed)
         catalog.on_left.append(self._left)
 
-    # What happens to objects
+    # Events of the catalog
 
     def readable(self, stored: StoredObject, now: float) -> None:
         for medium in _media(stored):
             self._add(stored, medium, True, now)
 
     def cold_hit(self, stored: StoredObject, now: float) -> None:
-        """None of these changes what is where."""
+        """No action: no replica is added or removed by it."""
 
     gone = cold_hit
 
     def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """``_until_disconnect`` hears of it, too."""
+        """No action: ``_left`` handles it."""
 
     def _completed(self, stored: StoredObject, extent: Extent, now: float) -> None:
         medium = MEDIA[extent.segment.tier]
@@ -86,7 +86,7 @@ class KvEvents:
         if not extent.is_complete or medium in _media(stored):
             return
         if stored.state is ObjectState.UNLINKED and self._last_gone == (stored.object_id, medium):
-            return  # two replicas there went at once
+            return  # two replicas there were removed at once
         self._last_gone = (stored.object_id, medium)
         self._add(stored, medium, False, now)
 
@@ -148,7 +148,7 @@ class KvEvents:
         return len(self._queue)
 
     def take(self, now: float) -> list[Batch]:
-        """All that is new, to be sent."""
+        """All new events as batches to be sent."""
         if self._is_gap:
             self.next_sequence += 1
             self._is_gap = False
@@ -160,9 +160,9 @@ class KvEvents:
         return batches
 
     def summary(self, before: int, now: float) -> Iterator[Batch]:
-        """What there is now, in at most ``before`` batches with numbers below it; the first clears.
+        """The present content, in at most ``before`` batches with numbers below it; the first one clears.
 
-        Objects may come and go between two of them: events tell of those.
+        Objects may be added and removed between two of them: later events report those.
         """
         if before <= 0:
             return
@@ -189,5 +189,5 @@ class KvEvents:
 
 
 def _media(stored: StoredObject) -> dict[str, None]:
-    """Where it can be read."""
+    """The media on which it is readable."""
     return {MEDIA[extent.segment.tier]: None for extent in stored.extents if extent.is_complete}

@@ -1,9 +1,9 @@
-"""What the master writes down so that its successor knows what it knew: records, and their bytes.
+"""Records that the master writes down for its successor, and their encoding.
 
-Few facts suffice: a segment was mounted or went, an object became readable or went, a replica was
-added to it or dropped, it was pinned, a tenant got a quota.
-Promises are not written down (that would cost a record per lookup): a successor assumes the longest
-ones that could exist. How records lie in a file is ``frames.py``'s; the file is ``oplog.py``'s.
+Few facts suffice: a segment was mounted or removed, an object became readable or was removed, a
+replica was added to it or dropped, it was pinned, a tenant got a quota. Promises are not written
+down (that would cost a record per lookup): a successor assumes the longest ones that could exist.
+``frames.py`` defines how records lie in a file, ``oplog.py`` the file itself.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class SegmentMounted(msgspec.Struct, frozen=True, array_like=True, tag="segment_
     content_id: int = 0
     node: str = ""
     wants_report: bool = False
-    """Not all of its content is known yet: what its node reports is believed."""
+    """Not all of its content is known yet: what its node reports is entered."""
 
 
 class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="segment_gone"):
-    """With everything on it."""
+    """The segment is gone with everything on it."""
 
     segment: str
     epoch: int
@@ -52,18 +52,18 @@ class ObjectReadable(msgspec.Struct, frozen=True, array_like=True, tag="object_r
     parent: str = ""
     data_type: int = 0
     num_replicas: int = 1
-    """How many its writer wanted in memory."""
+    """Number of replicas in memory that its writer wanted."""
     is_durable: bool = False
-    """Its writer is answered when it is on SSD, whichever master does it."""
+    """Its writer is answered when it is on SSD, by whichever master leads then."""
 
 
 class ObjectGone(msgspec.Struct, frozen=True, array_like=True, tag="object_gone"):
     key: str
     object_id: int
-    """0: there was none, it may be away with its node."""
+    """0: there was no object, or it may be on a node that is away."""
     before: int = 0
-    """What a node that was away brings back under the key is taken from this id on. 0: as it follows from
-    what is gone."""
+    """Least object id that is accepted under the key from a node that returns. 0: the one that follows
+    from the removed object."""
 
 
 class ReplicaAdded(msgspec.Struct, frozen=True, array_like=True, tag="replica_added"):
@@ -74,7 +74,7 @@ class ReplicaAdded(msgspec.Struct, frozen=True, array_like=True, tag="replica_ad
 
 
 class ReplicaGone(msgspec.Struct, frozen=True, array_like=True, tag="replica_gone"):
-    """The object has others."""
+    """One replica was removed; the object has others."""
 
     key: str
     object_id: int
@@ -82,7 +82,7 @@ class ReplicaGone(msgspec.Struct, frozen=True, array_like=True, tag="replica_gon
 
 
 class ObjectPinned(msgspec.Struct, frozen=True, array_like=True, tag="object_pinned"):
-    """Hard, or not any more. Soft pins are promises, and not written down."""
+    """A hard pin was set or removed. Soft pins are promises, and not written down."""
 
     key: str
     object_id: int
@@ -90,37 +90,37 @@ class ObjectPinned(msgspec.Struct, frozen=True, array_like=True, tag="object_pin
 
 
 class SpaceHeld(msgspec.Struct, frozen=True, array_like=True, tag="space_held"):
-    """Space was promised to a writer, or still is to a reader of what is gone: it must rest."""
+    """Space was promised to a writer, or still is to a reader of a removed replica: it must rest."""
 
     places: list[tuple[str, int]]
     """(segment, offset in it), each of ``size_bytes``."""
     size_bytes: int
     key: str = ""
-    """Of the object whose replicas were there, if it can be read elsewhere: who renews it keeps these too."""
+    """The object whose replicas were there, if it is readable elsewhere: renewing it keeps these too."""
     object_id: int = 0
 
 
 class LineBegan(msgspec.Struct, frozen=True, array_like=True, tag="line_began"):
-    """The first record, and one whenever the rest changes: which line of masters these are. All of them know
+    """The first record, and one whenever the bounds change: identifies this line of masters. All of them know
     each other's promises."""
 
     line: int
     lease_s: float = 0.0
-    """How long the longest lease lasts that any of them gave; 0 was written by a version that did not say."""
+    """Duration of the longest lease that any of them gave; 0 in records of a version without this field."""
     rest_s: float = 0.0
-    """The same of any promise."""
+    """The same for any promise."""
 
 
 class AllRemoved(msgspec.Struct, frozen=True, array_like=True, tag="all_removed"):
-    """Everything of a tenant, also what is away with its node: what it brings back is not taken."""
+    """All objects of a tenant were removed, including those on nodes that are away."""
 
     tenant: str
     before: int
-    """The least object id of what came afterwards."""
+    """The least object id given out afterwards."""
 
 
 class IdsGiven(msgspec.Struct, frozen=True, array_like=True, tag="ids_given"):
-    """Object ids up to this one were given out; whatever of them is not in the records is gone."""
+    """Object ids up to this one were given out; those without a record are removed."""
 
     last: int
 
@@ -153,7 +153,7 @@ class LogOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
 
 
 class LogClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
-    """It wrote its last word: nothing is missing."""
+    """The last record of a clean shutdown: nothing is missing."""
 
 
 class LogRepaired(msgspec.Struct, frozen=True, array_like=True, tag="repaired"):
@@ -161,23 +161,23 @@ class LogRepaired(msgspec.Struct, frozen=True, array_like=True, tag="repaired"):
 
 
 class LogComplete(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
-    """The nodes have said what they hold: what was missing is here again, or is gone."""
+    """All nodes have reported: what was missing is here again, or is removed."""
 
 
 Mark: TypeAlias = LogOpened | LogClosed | LogRepaired | LogComplete
-"""What a log says of itself. No master applies it."""
+"""A log's records about itself. No master applies them."""
 
 
 class Doubt(enum.IntEnum):
-    """What may be missing in the records of another master, which is why nodes are asked."""
+    """What may be missing in another master's records, which is why nodes are asked to report."""
 
     NONE = 0
     END = 1
-    """Some at the end, but none of a promise: the process ended without its last word."""
+    """Some at the end, but no promise: the process ended without a clean shutdown."""
     PROMISES = 2
-    """Some at the end, also of space that was promised: the system ended."""
+    """Some at the end, including space that was promised: the system went down."""
     ANY = 3
-    """Some anywhere: there was damage."""
+    """Some anywhere: the log was damaged."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -185,21 +185,21 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Record | Mark)
 
 
 def encode(records: Iterable[Record]) -> bytes:
-    """The records' bytes in ``PLAIN`` frames, to be appended."""
+    """Encode records in ``PLAIN`` frames, to be appended."""
     return framed(map(_encoder.encode, records))
 
 
 def bodies_of(records: Iterable[Record | Mark]) -> list[bytes]:
-    """Each record's bytes, without a frame."""
+    """Encode each record, without a frame."""
     return list(map(_encoder.encode, records))
 
 
 def records_of(bodies: Iterable[bytes | memoryview]) -> list[Record | Mark]:
-    """The other way; raises msgspec.MsgspecError for what this version does not know."""
+    """Decode records; raises msgspec.MsgspecError for unknown ones."""
     return list(map(_decoder.decode, bodies))
 
 
 def decode(content: bytes) -> tuple[list[Record], int]:
-    """The records at the start of ``content``, in ``PLAIN`` frames, and how many bytes are whole."""
+    """Decode the records at the start of ``content``, in ``PLAIN`` frames; also returns the intact size."""
     bodies, num_bytes = unframed(content)
     return [_decoder.decode(body) for body in bodies], num_bytes

@@ -1,9 +1,10 @@
-"""The master's part for readers: where objects are, and leases on them."""
+"""The master's handlers for readers: locations of objects, and the leases and pins that keep them."""
 
 from __future__ import annotations
 
 import msgspec
 
+from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
@@ -13,7 +14,7 @@ from mooncake.types import Tier
 
 
 class LookupRequests:
-    """Answers Lookup, Exists and Renew."""
+    """Answers LookupObjects, Exists, Renew and Pin."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -34,7 +35,7 @@ class LookupRequests:
                 found.append(self._found(stored, lease_until, now))
                 num_hits += found[-1] is not None
             elif stored.extents[0].segment.is_alive:
-                if stored.lease_until < lease_until:  # a predecessor may have promised more
+                if stored.lease_until < lease_until:  # a predecessor may have promised a longer one
                     stored.lease_until = lease_until
                 stored.num_uses += 1
                 num_hits += 1
@@ -46,7 +47,7 @@ class LookupRequests:
         return m.LookupReply(self._catalog.settings.lease_s, found)
 
     def _found(self, stored: StoredObject, lease_until: float, now: float) -> m.Stored | None:
-        """The replicas whose nodes are alive."""
+        """The object with its replicas on live nodes; None without one."""
         assert stored.stored is not None
         extents = stored.complete()
         alive = [extent.segment.is_alive for extent in extents]
@@ -91,8 +92,21 @@ class LookupRequests:
                 flags[index] = 1
         return m.Flags(self._catalog.settings.lease_s, bytes(flags))
 
+    def pin(self, message: m.Pin, _: Received, now: float) -> m.Outcomes | Failure:
+        ttl_s = message.ttl_s
+        if ttl_s is not None and not ttl_s >= 0:
+            return Failure("invalid_argument", f"pin: ttl_s {ttl_s}; at least 0")
+        soft_until = now + min(ttl_s, self._catalog.settings.max_pin_s) if ttl_s else 0.0
+        outcomes: list[bool | Refusal] = []
+        for key in scoped_all(message.tenant, message.keys):
+            stored = self._catalog.objects.readable.get(key)
+            if stored is not None:
+                self._catalog.pin(stored, is_hard=ttl_s is None, soft_until=soft_until, now=now)
+            outcomes.append(stored is not None)
+        return m.Outcomes(outcomes)
+
 
 def _keeps(stored: StoredObject, replica: m.Replica) -> bool:
-    """Whether that one is the object's still, or rests for the sake of its readers."""
+    """Whether that replica is still the object's, or rests for its readers."""
     held = (*stored.complete(), *stored.resting)
     return any(extent.segment.is_mounted and replica_of(extent) == replica for extent in held)

@@ -1,17 +1,16 @@
-"""The master: which objects there are, where their bytes lie, and when space may be used again.
+"""The master: which objects exist, where their bytes are, and when space may be used again.
 
 It composes the other cores of this room behind ``handle``: a client's or node's message and the
-present instant go in, replies come out. It never touches a byte of an object and never calls
-anyone; nodes and clients come to it. What it must never get wrong, whatever is lost or late:
+present instant go in, replies come out. It never touches a byte of an object and never calls another
+process; nodes and clients connect to it. Its invariants, whatever is lost or late:
 
-* A key is readable whole or not at all, and never shows another content than the one put-end
-  announced.
-* Space is given out again only when nobody may touch it under an old promise: not before a reader's
-  lease ends, not before a writer's deadline plus ``grace_s`` (a write posted in time may land late).
-  So an object that goes while promised is *unlinked* at once and its space *released* later.
-* What it acknowledged it can write down first (``AppendRecords``), and a successor that reads it
-  (``restore``) has every object again, and knows which space was promised. Leases are not written down: it
-  takes every object to be leased (``master/replay.py``).
+* A key is readable whole or not at all, and never has another content than the one put-end announced.
+* Space is allocated again only when no old promise about it is left: not before a reader's lease ends,
+  not before a writer's deadline plus ``grace_s`` (a write posted in time may land late). So an object
+  that is removed while promised is *unlinked* at once and its space *released* later.
+* What it acknowledged can be written down first (``AppendRecords``), and a successor that reads it
+  (``restore``) has every object again, and knows which space was promised. Leases are not written down:
+  the successor assumes that every object is leased (``master/replay.py``).
 """
 
 from __future__ import annotations
@@ -38,19 +37,16 @@ from mooncake.store.master.effects import (
 from mooncake.store.master.eviction import Eviction
 from mooncake.store.master.free_space import FreeSpace
 from mooncake.store.master.hot_replicas import HotReplicas
-from mooncake.store.master.introspection import Introspection
+from mooncake.store.master.introspection import Introspection, QuotaRequests
 from mooncake.store.master.jobs import Jobs
 from mooncake.store.master.key_scans import KeyScans
 from mooncake.store.master.log_records import Doubt, Record
 from mooncake.store.master.lookup import LookupRequests
 from mooncake.store.master.nodes import NodeRequests
 from mooncake.store.master.objects import Objects
-from mooncake.store.master.pins import PinRequests
-from mooncake.store.master.preallocated_put import PreallocatedPuts
 from mooncake.store.master.preallocation import Preallocations
-from mooncake.store.master.put import PutRequests
+from mooncake.store.master.put import PreallocatedPuts, PutRequests
 from mooncake.store.master.put_queue import PutQueue
-from mooncake.store.master.quotas import QuotaRequests
 from mooncake.store.master.remove import RemoveRequests
 from mooncake.store.master.replay import LogReplay
 from mooncake.store.master.request_counters import RequestCounters
@@ -74,7 +70,7 @@ class Master:
     def __init__(self, settings: MasterSettings = DEFAULTS, first_object_id: int = 1) -> None:
         self.settings = settings
         self.catalog = Catalog(settings, first_object_id)
-        self.tally = RequestCounters(self.catalog)
+        self.request_counters = RequestCounters(self.catalog)
         space = FreeSpace(self.catalog)
         self._preallocations = Preallocations(self.catalog, space)
         self.put_queue = PutQueue(self.catalog, lambda: self.tiers.is_freeing)
@@ -88,7 +84,7 @@ class Master:
         self._key_scans = KeyScans(self.catalog)
         self.verification = Verification(self.catalog, self.tasks)
         self.catalog.watchers += [self.tasks, self.tiers]
-        # Tasks last: what the others plan in a step leaves in the same one.
+        # Tasks last: tasks that the others plan in a step are sent in the same one.
         self.catalog.clocks += [
             self._preallocations,
             self.tiers,
@@ -98,23 +94,23 @@ class Master:
         ]
         self.catalog.clocks += [self._key_scans, self.tasks, self.put_queue]
         self.tiers.on_demoted = self.put_queue.demoted
-        self.put_queue.on_end = self.tally.add
+        self.put_queue.on_end = self.request_counters.add
         self.catalog.on_complete.append(self.tiers.completed)
         self.catalog.on_left.append(self.tasks.extent_left)
-        self._key_scans.on_end = self.tally.add
+        self._key_scans.on_end = self.request_counters.add
         remove, nodes = RemoveRequests(self.catalog, self._key_scans), NodeRequests(self.catalog, self.tasks)
         self.introspection = introspection = Introspection(
             self.catalog, self._key_scans, self.verification.reporters
         )
-        pins, quotas = PinRequests(self.catalog), QuotaRequests(self.catalog)
+        quotas = QuotaRequests(self.catalog)
         self._replay = LogReplay(self.catalog)
         self._soonest = -math.inf
-        """What ``deadline`` said after the last event; before the first, and once records came in, nobody
-        has looked."""
+        """The deadline after the last event; -inf before the first one and after records were replayed."""
         self._answers: dict[type, Callable[[Any, Received, float], msgspec.Struct | None]] = {
             m.LookupObjects: lookup.lookup,
             m.Exists: lookup.exists,
             m.Renew: lookup.renew,
+            m.Pin: lookup.pin,
             m.PutStart: put.put_start,
             m.PutWritten: preallocated_put.put_written,
             m.PutEnd: put.put_end,
@@ -123,7 +119,6 @@ class Master:
             m.RemoveMatching: remove.remove_matching,
             m.DropReplicas: remove.drop_replicas,
             m.Corrupt: self.verification.corrupt,
-            m.Pin: pins.pin,
             m.DescribeSegments: nodes.describe,
             m.Mount: nodes.mount,
             m.ReportContents: nodes.report,
@@ -132,7 +127,7 @@ class Master:
             m.Unmount: nodes.unmount,
             m.GetMasterStatus: introspection.status,
             m.ListKeys: introspection.list_keys,
-            m.ObjectStory: introspection.tell,
+            m.ObjectStory: introspection.story,
             m.CopyObject: self.replication.copy,
             m.DrainSegments: self.replication.drain,
             m.AskJob: self.replication.ask,
@@ -194,7 +189,7 @@ class Master:
     def story(self, key: str) -> list[str]:
         return self.catalog.story(key)
 
-    # What shells and tests look at
+    # Queries of shells and tests
 
     @property
     def objects(self) -> Objects:
@@ -230,38 +225,39 @@ class Master:
             return Failure("unsupported", f"this master does not answer {type(message).__name__}")
         reply = answer(message, event, now)
         if reply is not None:
-            self.tally.add(message, reply)
+            self.request_counters.add(message, reply)
         return reply
 
-    # What an earlier master knew
+    # State of an earlier master
 
     def apply(self, records: Sequence[Record], now: float) -> None:
-        """Enter what another master wrote down. Only before this one answers anything."""
+        """Enter another master's records. Only before this one answers any request."""
         self._soonest = -math.inf
         self._replay.apply(records, now)
 
     def settle(self, now: float, doubt: Doubt = Doubt.NONE) -> None:
-        """From now on this master answers: what it knows by ``apply`` is under promises it does not know.
+        """This master answers from now on: its state from ``apply`` is under promises it does not know.
 
-        Objects are hidden until their nodes mount here, then all there. Every object is taken to be
-        leased; space that was promised rests. ``doubt``: what may be missing, so that nodes are asked and
-        believed (``master/nodes.py``); Heard follows when they have all been heard, unless it is so at once.
+        Objects are hidden until their nodes mount here, then complete. Every object counts as leased;
+        promised space rests. ``doubt``: what may be missing, so that nodes are asked to report and their
+        reports are entered (``master/nodes.py``); RecoveryComplete follows when all have reported, unless
+        nothing is missing.
         """
         self._soonest = -math.inf
         self._replay.settle(now, doubt)
 
     def begin_term(self, now: float) -> None:
-        """From now on this master makes promises. Whoever calls has it handle an event next."""
+        """From now on this master makes promises. The caller must deliver an event next."""
         self._soonest = -math.inf
         self.catalog.lease_bounds.begin(self.catalog.segments.line, now)
 
     def restore(self, records: Sequence[Record], now: float, doubt: Doubt = Doubt.NONE) -> None:
-        """Begin with what ``records`` say; call before anything else."""
+        """Begin with ``records`` as the state; call before anything else."""
         self.apply(records, now)
         self.settle(now, doubt)
 
     def snapshot(self) -> list[Record]:
-        """The shortest records from which ``restore`` makes this state: a whole ``Snapshot`` at once."""
+        """The shortest records from which ``restore`` makes this state: a complete ``Snapshot`` at once."""
         copy, records = Snapshot(self.catalog), list[Record]()
         while not copy.is_over:
             records += copy.piece()

@@ -1,4 +1,4 @@
-"""What a master's process shows on its metrics page by our names; ``admin/exported.py`` has the others."""
+"""Metrics of a master's process by our names; ``compat/master/master_metrics.py`` has the existing ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mooncake.store.master.master import Master
 
 
 class MasterProcess(Protocol):
-    """What is looked at."""
+    """The part of the process that is read."""
 
     @property
     def master(self) -> Master: ...
@@ -34,10 +34,10 @@ _GAUGES = {
     "allocated_bytes": "Memory of the nodes that are alive, in use or reserved",
     "segments": "Nodes' segments that are alive",
     "ha_leads": "1 while this master leads",
-    "ha_term": "Of whoever leads; 0 where masters are not elected",
+    "ha_term": "Term of the leader; 0 where masters are not elected",
     "ha_standbys": "Standbys that have everything, when this master leads",
-    "ha_number": "Of the last records that went to standbys",
-    "ha_lag": "How many numbers the last of the standbys is behind",
+    "ha_number": "Number of the last records that were sent to standbys",
+    "ha_lag": "How many numbers the slowest standby is behind",
     "ha_held_replies": "Replies that wait for standbys",
 }
 _COUNTERS = {
@@ -52,9 +52,9 @@ _COUNTERS = {
     "removed_objects": "Objects removed by request",
     "corrupt_objects": "Objects dropped because a reader, and then their node, found wrong bytes",
     "corrupt_replicas": "Replicas dropped because a reader, and then their node, found wrong bytes",
-    "corrupt_reports": "Replicas of which somebody said that their bytes are wrong",
-    "refuted_reports": "Such reports that the replica's node found to be wrong: look at who reported",
-    "unverified_reports": "Replicas that their node did not read again in time",
+    "corrupt_reports": "Replicas that were reported to have wrong bytes",
+    "refuted_reports": "Such reports that the replica's node found to be wrong: check the reporter",
+    "unverified_reports": "Reported replicas that their node did not read again in time",
     "lost_objects": "Objects dropped because their node was lost",
     "done_tasks": "Copies that nodes made",
     "failed_tasks": "Copies that were given up",
@@ -66,22 +66,22 @@ _COUNTERS = {
     "promotions_failed": "Such copies that were given up",
     "promotions_too_rare": "Lookups that found an object only on SSD, and too rarely",
     "promotions_no_room": "Lookups that found an object only on SSD, and no memory for it",
-    "reported_objects": "Objects known because their node said so",
+    "reported_objects": "Objects known from their node's report",
 }
 
 
 MAX_REPORTERS = 32
-"""The last ones, each with a label."""
+"""The last ones are exported, each with a label."""
 
 
 class MasterMetrics(Collector):
-    """Exports what the core counts, at the moment of the scrape."""
+    """Exports the core's counts at the time of the scrape."""
 
     def __init__(self, process: MasterProcess) -> None:
         self._process = process
 
     def describe(self) -> list[Metric]:
-        return []  # so that a second master in one process (a test) is no duplicate
+        return []  # so that a second master in one process (a test) is not a duplicate
 
     def collect(self) -> Generator[Metric, None, None]:
         master, lead = self._process.master, self._process.leadership
@@ -107,7 +107,7 @@ class MasterMetrics(Collector):
 
 
 def _by_reporter(reporters: list[m.ReporterStatus]) -> Metric:
-    documentation = "Reports of wrong bytes by the last machines that made some; gone with the master"
+    documentation = "Reports of wrong bytes by the last machines that reported; lost with the master"
     family = GaugeMetricFamily("mooncake_store_reporters", documentation, labels=["reporter", "outcome"])
     for one in reporters:
         outcomes = {"confirmed": one.num_confirmed, "refuted": one.num_refuted, "all": one.num_reports}

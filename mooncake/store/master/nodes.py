@@ -1,14 +1,14 @@
-"""The master's part for nodes: segments come, stay and go, and what lies there is told.
+"""The master's handlers for nodes: segments are mounted, served and unmounted, and their content is reported.
 
-What a report says of content that this master does not know is believed: that is how an index comes
-back that was lost with its master. Of two contents of one key the newer has the larger object id, but what
-this master gave an id to is newer than anything of those before (``catalog.is_news``). Of content that it
-knows, the master is the authority, and the report brings the node up to date.
+A report on a segment whose content this master does not know is trusted: that is how an index is rebuilt
+that was lost with its master. Of two contents of one key the newer has the larger object id, but an id of
+this master is newer than all ids of earlier ones (``catalog.is_news``). On a segment whose content it knows,
+the master is the authority, and the report updates the node.
 
-A master that read the records of another knows what these say. They may lack their end, or, after damage,
-any part (``records.Doubt``). What a node holds is never given up for that: an object whose id is beyond the
-records is taken in, after damage every one that they do not say is gone, and where they have something else
-in its place, the node is right.
+A master that read another's records knows what these contain. They may lack their end, or, after damage,
+any part (``log_records.Doubt``). What a node holds is never discarded for that reason: an object whose id is
+beyond the records is entered, after damage every object that the records don't list as removed, and where
+they have something else in its place, the node is right.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mooncake.types import Tier
 
 MAX_REST_S = 3600.0
 BETWEEN_REPORTS_S = 5.0
-"""How long the next part of a report may take, until memory is given out without it."""
+"""How long the next part of a report may take before memory is allocated without it."""
 
 
 class NodeRequests:
-    """Answers Mount, Report, Heartbeat, Unmount and Describe."""
+    """Answers Mount, ReportContents, Heartbeat, Unmount and DescribeSegments."""
 
     def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
         self._catalog = catalog
@@ -70,16 +70,16 @@ class NodeRequests:
         return m.Mounted(None, num_objects, settings.heartbeat_s, settings.rest_s, *what_next)
 
     def _rebased(self, segment: Segment, now: float) -> None:
-        """Another process serves the content: what lies there is readable at other addresses."""
+        """Another process serves the content: its objects are readable at other addresses."""
         self._tasks.lost(segment, f"the process that served {segment.name} is gone", now)
         for stored in segment.holders.values():
             if stored.is_readable:
                 stored.refresh()
-                self._catalog.tell(now, stored.key, "#{} is back on {}", stored.object_id, segment.name)
+                self._catalog.add_story(now, stored.key, "#{} is back on {}", stored.object_id, segment.name)
 
     @property
     def _largest_id(self) -> int:
-        """That a node may speak of."""
+        """The largest object id that a node may report."""
         return max(MAX_ID, self._catalog.objects.last_id)
 
     def report(self, message: m.ReportContents, _: Received, now: float) -> m.Reported | Failure:
@@ -88,8 +88,8 @@ class NodeRequests:
             return Failure("not_found", f"segment {message.segment!r} is not mounted; mount it first")
         settings = self._catalog.settings
         if segment.wants_report and segment.doubt is not Doubt.END:
-            # Whatever was there may have been promised; and a report that goes on keeps its space. On an SSD
-            # only its node's process writes: where that is a new one, leases of readers are what is left.
+            # Any part of it may have been promised; and a report in progress keeps its space. On an SSD only its
+            # node's process writes: where that is a new one, leases of readers are what is left.
             is_first = message.entries and not segment.reported
             has_no_writers = segment.tier is Tier.SSD and segment.is_fresh
             promised_s = self._catalog.lease_bounds.lease_s if has_no_writers else settings.rest_s
@@ -97,7 +97,7 @@ class NodeRequests:
             segment.rests_until = max(segment.rests_until, now + rest_s)
         unwanted = []
         for entry in message.entries:
-            if self._takes(segment, entry, now):
+            if self._accepts(segment, entry, now):
                 segment.reported[entry.object_id] = None
             else:
                 unwanted.append(entry.object_id)
@@ -105,8 +105,8 @@ class NodeRequests:
             self._end_report(segment, now)
         return m.Reported(unwanted)
 
-    def _takes(self, segment: Segment, entry: m.SegmentEntry, now: float) -> bool:
-        """Whether that is held there from now on, as far as this master is concerned."""
+    def _accepts(self, segment: Segment, entry: m.SegmentEntry, now: float) -> bool:
+        """Whether the master's state has this entry from now on."""
         if self._knows(segment, entry):
             return True
         if not 0 < entry.object_id <= self._largest_id:
@@ -121,7 +121,8 @@ class NodeRequests:
         return self._makes_way(segment, entry, now) and self._adopt(segment, entry, now)
 
     def _makes_way(self, segment: Segment, entry: m.SegmentEntry, now: float) -> bool:
-        """What the records of an earlier master have in the place of ``entry`` is not there any more."""
+        """Remove what an earlier master's records have in place of ``entry``; False where that is not
+        allowed."""
         if not _is_sound(entry) or entry.offset + entry.size_bytes > segment.allocator.size_bytes:
             return False
         catalog = self._catalog
@@ -135,7 +136,7 @@ class NodeRequests:
         elif not catalog.is_news(entry.key, entry.object_id) and not is_elsewhere:
             return False
         at, end = entry.offset, entry.offset + entry.size_bytes
-        # Mostly space that was promised for this very object, and rests.
+        # Mostly resting space that was promised for this very object.
         if at in segment.holders and not self._vacates(segment, at, now):
             return False
         if segment.allocator.take(at, entry.size_bytes):
@@ -146,10 +147,10 @@ class NodeRequests:
         return all(self._vacates(segment, offset, now) for offset in there)
 
     def _vacates(self, segment: Segment, offset: int, now: float) -> bool:
-        """What an earlier master's records have there is given up; not what this one has promised."""
+        """Remove what an earlier master's records have there; False if it is a promise of this master."""
         holder = segment.holders.get(offset)
         if holder is None:
-            return True  # with its group
+            return True  # removed with its group
         if self._catalog.objects.is_own(holder.object_id) or holder.put_id:
             return False
         extent = holder.on(segment)
@@ -162,7 +163,7 @@ class NodeRequests:
         return True
 
     def _give_up(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """A replica that the node knows to be gone. The object itself may come with the next entry."""
+        """Remove a replica that its node does not have. The object itself may come with the next entry."""
         catalog, tombstones = self._catalog, self._catalog.tombstones.get(stored.key)
         catalog.drop_extent(stored, extent, "its node has something else there", now)
         if extent.is_resting and extent in stored.resting:
@@ -173,7 +174,7 @@ class NodeRequests:
             catalog.tombstones[stored.key] = tombstones
 
     def _knows(self, segment: Segment, entry: m.SegmentEntry) -> bool:
-        """Whether that is there indeed, or is just being written by a task."""
+        """Whether the master has this entry, or a task is writing it."""
         stored = self._catalog.objects.readable.get(entry.key)
         if stored is not None and stored.before is not None and stored.before.object_id == entry.object_id:
             stored = stored.before
@@ -182,14 +183,14 @@ class NodeRequests:
 
     def _left(self, stored: StoredObject, extent: Extent, now: float) -> None:
         if not stored.is_readable:
-            # A lost object may come back itself, a removed one not. An incomplete copy says neither.
+            # A lost object may come back itself, a removed one not. An incomplete copy implies neither.
             is_removed = extent.is_complete and extent.segment.is_mounted
             self._catalog.forget_before(stored.key, stored.object_id + is_removed)
             if self._catalog.is_doubted and not extent.segment.is_mounted:
                 self._catalog.lost[stored.object_id] = None
 
     def _adopt(self, segment: Segment, entry: m.SegmentEntry, now: float) -> bool:
-        """Believe the node that its segment holds this."""
+        """Enter an object that the node reports on its segment."""
         if not _is_sound(entry):
             return False
         stored = self._catalog.objects.readable.get(entry.key)
@@ -204,7 +205,7 @@ class NodeRequests:
                 completed(stored, extent, now)
             added = ReplicaAdded(stored.key, stored.object_id, segment.name, entry.offset)
             self._catalog.records.append(added)
-            self._catalog.tell(now, stored.key, "#{} is on {} too, says its node", *_what(entry, segment))
+            self._catalog.add_story(now, stored.key, "#{} reported on {} too", *_what(entry, segment))
             return True
         if not self._catalog.is_news(entry.key, entry.object_id):
             return False
@@ -227,14 +228,14 @@ class NodeRequests:
         )
         self._catalog.counts.reported_objects += 1
         adopted = self._catalog.adopt(record, [Extent(segment, entry.offset, is_complete=True)], now)
-        # A reader of the last master may have it.
+        # A reader of the last master may have a lease on it.
         adopted.lease_until = now + self._catalog.settings.lease_s
         self._catalog.records.append(record)
-        self._catalog.tell(now, entry.key, "#{} is on {}, says its node", *_what(entry, segment))
+        self._catalog.add_story(now, entry.key, "#{} reported on {}", *_what(entry, segment))
         return True
 
     def _end_report(self, segment: Segment, now: float) -> None:
-        """What the node does not know of comes to its journal."""
+        """Send what the report lacked to the node's journal."""
         for stored in segment.holders.values():
             extent = stored.on(segment) if stored.is_readable else None
             if extent is not None and extent.is_complete and stored.object_id not in segment.reported:
@@ -244,7 +245,7 @@ class NodeRequests:
             segment.wants_report = False
             self._catalog.records.append(record_of_segment(segment))
         segment.doubt = Doubt.NONE
-        segment.report_asked = None
+        segment.report_connection = None
         segment.reported = {}
         self._catalog.look_for_doubt()
 
@@ -272,7 +273,7 @@ def _what(entry: m.SegmentEntry, segment: Segment) -> tuple[int, str]:
 
 
 def _is_sound(entry: m.SegmentEntry) -> bool:
-    """Whether there can be such an object."""
+    """Whether such an object can exist."""
     _, name = split_scoped(entry.key)
     is_put = check_put(name, entry.size_bytes, entry.chunk_bytes) is None
     return is_put and len(entry.checksums) == 4 * -(-entry.size_bytes // entry.chunk_bytes)

@@ -1,4 +1,4 @@
-"""An object's life: put-start, put-end, lease, pin, remove. Knows no space and no time of its own.
+"""An object's life: put-start, put-end, lease, pin, remove. Allocates no space and reads no clock.
 
 ::
 
@@ -31,7 +31,7 @@ from mooncake.store.messages import MAX_CHUNKS, MAX_KEY_BYTES, PutPolicy, Replic
 from mooncake.types import ObjectKey, Tier
 
 TIER_SPEED = {Tier.DEVICE: 0, Tier.MEMORY: 1, Tier.SSD: 2}
-"""Of tiers, the fastest first."""
+"""Rank of each tier, the fastest first."""
 
 DEFAULT_POLICY = PutPolicy()
 
@@ -61,12 +61,12 @@ class Extent:
         self.offset = offset
         self.is_complete = is_complete
         self.write_until = 0.0
-        """When a replica that is being written is given up."""
+        """When a replica that is still being written is dropped."""
         self.held_until = 0.0
-        """The space is not used again before, whatever becomes of the object: someone may still write
-        it, or read it for a task."""
+        """The space is not reused before, whatever becomes of the object: a writer may still write it, or a
+        task read it."""
         self.is_resting = False
-        """No replica any more; the space waits for ``release_at``."""
+        """No longer a replica; the space waits for ``release_at``."""
         self.release_at = 0.0
         self.place: Any = None
         """Its entry in the order of eviction."""
@@ -85,7 +85,7 @@ class Group:
         self.name = name
         self.lease_until = 0.0
         self.soft_pin_until = 0.0
-        """The latest of its members'; one that leaves does not shorten it."""
+        """The latest of its members'; a member that leaves does not shorten it."""
         self.num_hard_pinned = 0
         self.members: dict[ObjectKey, StoredObject] = {}
 
@@ -101,13 +101,13 @@ class Group:
         stored.joint = None
 
     def repin(self) -> None:
-        """A member's pins have changed."""
+        """Update the group after a member's pins have changed."""
         self.num_hard_pinned = sum(member.is_hard_pinned for member in self.members.values())
         self.soft_pin_until = max(member.soft_pin_until for member in self.members.values())
 
 
 class StoredObject:
-    """One version of one key. Never changes hands: a new put of the key is a new object."""
+    """One version of one key: a new put of the key makes a new object."""
 
     __slots__ = (
         "account",
@@ -146,26 +146,26 @@ class StoredObject:
         write_until: float,
     ) -> None:
         self.key = key
-        """With its tenant (``scoped``)."""
+        """The key with its tenant (``scoped``)."""
         self.object_id = object_id
         self.put_id = put_id
         self.size_bytes = size_bytes
         self.chunk_bytes = chunk_bytes
         self.extents = extents
         self.resting: list[Extent] = []
-        """Of replicas that are gone, space that is not released yet."""
+        """Space of removed replicas that is not released yet."""
         self.write_until = write_until
         self.lease_until = 0.0
         self.num_uses = 0
         """Lookups that found it."""
         self.soft_pin_until = 0.0
-        """Until then evicted only when nothing else can be."""
+        """Until then evicted only when no other object can be."""
         self.is_hard_pinned = False
         """Never evicted."""
         self.policy = DEFAULT_POLICY
         self.data_type = 0
         self.parent: ObjectKey = ""
-        """The key of the block before it in its prefix, with the tenant; "": none."""
+        """The key of the previous block of its prefix, with the tenant; "": none."""
         self.group = ""
         """The name of its group, with the tenant; "": none."""
         self.joint: Group | None = None
@@ -173,14 +173,14 @@ class StoredObject:
         self.before: StoredObject | None = None
         """The durable object whose place it took, until it is durable itself (``catalog.set_aside``)."""
         self.kept: ObjectReadable | None = None
-        """Of an object that was set aside, how to bring it back."""
+        """The record that restores an object that was set aside."""
         self.account: Any = None
-        """Of the tenant whose it is (``tenants.py``)."""
+        """The account of its tenant (``tenants.py``)."""
         self.is_plain = False
-        """One complete replica in memory and no group: what a lookup finds nearly always."""
+        """One complete replica in memory and no group: the most common object."""
         self.state = ObjectState.WRITING
         self.stored: Stored | None = None
-        """What a lookup answers; kept up to date here, so that lookups build nothing."""
+        """The answer to a lookup; kept up to date here, so that lookups build nothing."""
 
     @property
     def is_readable(self) -> bool:
@@ -188,7 +188,7 @@ class StoredObject:
 
     @property
     def is_visible(self) -> bool:
-        """Some node that is alive has it."""
+        """Whether a live node has it."""
         is_written = self.state is ObjectState.READABLE
         return any(e.segment.is_alive and e.is_complete is is_written for e in self.extents)
 
@@ -198,14 +198,14 @@ class StoredObject:
 
     @property
     def leased_until(self) -> float:
-        """When the last reader's promise ends, those of its group included."""
+        """When the last reader's lease ends, those of its group included."""
         if self.joint is None:
             return self.lease_until
         return max(self.lease_until, self.joint.lease_until)
 
     def lease(self, until: float) -> None:
-        """A reader of it, and so of its group, may rely on it until then. A promise never becomes shorter: a
-        predecessor may have been set to longer leases."""
+        """Extend the leases of the object and its group to ``until``. A lease never becomes shorter: a
+        predecessor may have had a longer lease setting."""
         if self.lease_until < until:
             self.lease_until = until
         if self.joint is not None and self.joint.lease_until < until:
@@ -220,31 +220,31 @@ class StoredObject:
         return not (self.is_hard_pinned if self.joint is None else self.joint.num_hard_pinned)
 
     def complete(self, tier: Tier | None = None) -> list[Extent]:
-        """The replicas that can be read, or could if their node were alive."""
+        """Replicas that can be read, or could be if their node were alive."""
         return [e for e in self.extents if e.is_complete and (tier is None or e.segment.tier is tier)]
 
     def has_slower(self, extent: Extent) -> bool:
-        """Whether it can still be read when it leaves the tier of ``extent`` for a slower one."""
+        """Whether it stays readable, from a slower tier, when it leaves the tier of ``extent``."""
         speed = TIER_SPEED[extent.segment.tier]
         return any(e.is_complete and TIER_SPEED[e.segment.tier] > speed for e in self.extents)
 
     def all_have_slower(self, extent: Extent) -> bool:
-        """The same of it and its group, which leaves with it."""
+        """The same for the object and its group, which leaves with it."""
         members = (self,) if self.joint is None else self.joint.members.values()
         leaving = (member.complete(extent.segment.tier) for member in members)
         return all(member.has_slower(of[0]) for member, of in zip(members, leaving, strict=True) if of)
 
     def on(self, segment: Segment) -> Extent | None:
-        """Its replica there."""
+        """Its replica on ``segment``."""
         return next((extent for extent in self.extents if extent.segment is segment), None)
 
     def replicas(self) -> list[Replica]:
-        """Of an object that is being written all, of a readable one the complete ones."""
+        """All replicas of an object that is being written, the complete ones of a readable object."""
         extents = self.extents if self.state is ObjectState.WRITING else self.complete()
         return [replica_of(extent) for extent in extents]
 
     def refresh(self) -> None:
-        """Extents of a readable object have come, gone or moved: bring what is derived up to date."""
+        """Update what is derived from the extents after they were added, removed or moved."""
         self.extents.sort(key=_order)
         first = self.extents[0]
         assert self.stored is not None and first.is_complete, self
@@ -280,15 +280,15 @@ def replica_of(extent: Extent) -> Replica:
 
 
 def scoped(tenant: str, name: str) -> str:
-    """``name`` (a key, a group) as the master knows it. NUL can't be in a user's: such a name of the default
-    tenant would be another tenant's, so it becomes "", which nothing has."""
+    """``name`` (a key, a group) as the master stores it. A user's name can't contain NUL: in the default
+    tenant it would be another tenant's, so it becomes "", which matches nothing."""
     if tenant in ("", "default"):
         return "" if "\0" in name else name
     return f"{tenant}\0{name}"
 
 
 def scoped_all(tenant: str, keys: list[ObjectKey]) -> list[ObjectKey]:
-    """``scoped`` of many; the default tenant pays only for the look at what it must not say."""
+    """``scoped`` for many keys; the default tenant pays only for the search for NUL."""
     if tenant not in ("", "default"):
         return [f"{tenant}\0{key}" for key in keys]
     if "\0" in "".join(keys):
@@ -298,7 +298,7 @@ def scoped_all(tenant: str, keys: list[ObjectKey]) -> list[ObjectKey]:
 
 
 def split_scoped(name: str) -> tuple[str, str]:
-    """(tenant, the name that it uses) of a scoped name; the default tenant is ""."""
+    """(tenant, its own name) for a scoped name; the default tenant is ""."""
     tenant, nul, rest = name.partition("\0")
     return (tenant, rest) if nul else ("", name)
 
@@ -316,14 +316,14 @@ def check_put(key: ObjectKey, size_bytes: int, chunk_bytes: int) -> Refusal | No
 
 
 def check_relation(name: str) -> Refusal | None:
-    """Why an object can't be in such a group, or have such a parent, or None. "" means none."""
+    """Why an object can't have such a group or parent, or None. "" means none."""
     if "\0" in name or len(name.encode()) > MAX_KEY_BYTES:
         return Refusal("invalid_key", f"groups and parents have at most {MAX_KEY_BYTES} bytes and no NUL")
     return None
 
 
 def is_of(tenant: str, scoped_name: str) -> bool:
-    """Whether a node may say that an object of this tenant has such a group or parent."""
+    """Whether a node's report may give an object of this tenant such a group or parent."""
     if not scoped_name:
         return True
     owner, name = split_scoped(scoped_name)
@@ -331,24 +331,24 @@ def is_of(tenant: str, scoped_name: str) -> bool:
 
 
 LEAP = 1 << 30
-"""More ids than a master gives out for objects of which its successor does not know."""
+"""Larger than the number of ids that a master gives out without its successor knowing."""
 MAX_ID = (1 << 63) - (1 << 36)
-"""Beyond what clocks and terms give (``role.py``), and with room for LEAPs within 63 bits."""
+"""Larger than ids from clocks and terms (``role.py``), with room for LEAPs within 63 bits."""
 
 
 class Objects:
-    """The two tables. Every object in them has extents in segments that are mounted."""
+    """The two tables. Every object in them has extents in mounted segments."""
 
     def __init__(self, last_id: int) -> None:
         self.readable: dict[ObjectKey, StoredObject] = {}
         self.writing: dict[ObjectKey, StoredObject] = {}
         self.groups: dict[str, Group] = {}
-        """Of readable objects, by scoped name."""
+        """Groups of readable objects, by scoped name."""
         self._last_id = last_id
         self._own_from = last_id + 1
         """From here to the last id, all were given out by this master."""
         self._own_before: list[tuple[int, int]] = []
-        """The same of ranges before: (first, last)."""
+        """Earlier such ranges: (first, last)."""
 
     @property
     def last_id(self) -> int:
@@ -360,21 +360,21 @@ class Objects:
         return self._last_id
 
     def saw(self, object_id: int) -> None:
-        """Another master gave that one out."""
+        """Note an id that another master gave out."""
         if object_id > self._last_id:
             self._go_to(object_id)
 
     def ids_from(self, first: int) -> None:
-        """Give out none that another master may have given out, of which nothing is known here."""
+        """Start at ``first``, beyond all ids that another master may have given out unknown to this one."""
         self._go_to(max(first, self._last_id + LEAP))
 
-    def ids_above(self, heard: int) -> None:
-        """An earlier master has given out this one: whatever comes now is newer, and has larger ids."""
-        if heard > self._last_id:
-            self._go_to(heard + LEAP)
+    def ids_above(self, object_id: int) -> None:
+        """Continue above an id of an earlier master: newer objects must have larger ids."""
+        if object_id > self._last_id:
+            self._go_to(object_id + LEAP)
 
     def is_own(self, object_id: int) -> bool:
-        """This master gave it out, so that its object is newer than those of all before."""
+        """Whether this master gave the id out, so that its object is newer than earlier masters'."""
         if self._own_from <= object_id <= self._last_id:
             return True
         return any(first <= object_id <= last for first, last in self._own_before)
@@ -395,7 +395,7 @@ class Objects:
     ) -> StoredObject:
         """Put-start: ``extents`` are reserved for ``key`` until ``write_until``.
 
-        A readable object of that key stays until put-end takes its place.
+        A readable object of that key stays until put-end replaces it.
         """
         assert key not in self.writing, key
         stored = StoredObject(key, self.new_id(), put_id, size_bytes, chunk_bytes, extents, write_until)
@@ -408,8 +408,8 @@ class Objects:
     def find_writing(
         self, key: ObjectKey, object_id: int, checksums: bytes, now: float
     ) -> StoredObject | Refusal | None:
-        """The reservation that put-end may finish; None when that very object is readable already (the
-        request came twice)."""
+        """The reservation for put-end to finish; None when that very object is readable already (a repeated
+        request)."""
         stored = self.writing.get(key)
         if stored is None or stored.object_id != object_id:
             done = self.readable.get(key)
@@ -429,7 +429,7 @@ class Objects:
         self._show(stored, checksums, now)
 
     def adopt(self, record: ObjectReadable, extents: list[Extent], lease_until: float) -> StoredObject:
-        """A readable object that another master knew."""
+        """Enter a readable object of another master."""
         assert record.key not in self.readable, record.key
         stored = StoredObject(
             record.key, record.object_id, 0, record.size_bytes, record.chunk_bytes, extents, 0.0
@@ -452,7 +452,7 @@ class Objects:
             self.groups.setdefault(stored.group, Group(stored.group)).join(stored)
 
     def unlink(self, stored: StoredObject) -> None:
-        """Take the object out of its table; its space stays taken until it is released."""
+        """Remove the object from its table; its space stays taken until it is released."""
         table = self.writing if stored.state is ObjectState.WRITING else self.readable
         assert table.get(stored.key) is stored, stored
         del table[stored.key]

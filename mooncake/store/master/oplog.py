@@ -1,19 +1,18 @@
-"""The file of the master's records: appended before anything is acknowledged, written anew when it grew.
+"""The master's operation log: appended to before anything is acknowledged, compacted when it has grown.
 
-What was appended survives the death of the process. It survives a loss of power when it was flushed, which
-``oplog_writer.py`` sees to before it is said of an object that it is durable. The file begins with an id that
-stays its own when it is written anew: a master that comes with the log of a leader is that leader
-(``election.py``).
+Appended records survive the death of the process. They survive a loss of power once they were flushed, which
+``oplog_writer.py`` ensures before an object is reported as durable. The file begins with an id that
+compaction preserves: a master that starts with the log of a leader is that leader (``election.py``).
 
-What a crash leaves at the end (``frames.py``: a torn tail) is kept beside the file and cut off. Other damage
-ends the start, with the offset, unless a repair was asked for: then the whole file is kept beside it, every
-record that is whole comes into a new one, and a mark there says that nodes are to be believed until they
-have all been heard. ``doubt`` says how much the records are worth::
+What a crash leaves at the end (``frames.py``: a torn tail) is saved beside the file and cut off. Other damage
+makes the start fail, with the offset, unless a repair was requested: then a copy of the whole file is saved,
+every intact record is written to a new one, and a mark there makes the master trust the nodes' reports until
+all have reported. ``doubt`` says how complete the records are::
 
     header, twice:  "mooncake-oplog-3 <id> <salt> <check>\\n"
     records         in frames that are bound to the file and the place in it
 
-Files of version 2 are read, and written anew.
+Files of version 2 are read, and rewritten.
 """
 
 from __future__ import annotations
@@ -54,17 +53,17 @@ _OLD = _KIND + b"2 "
 _OLD_HEADER_BYTES = len(_OLD) + 17
 _HEADER_BYTES = num_bytes(MAGIC)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""A disk that refuses now, and may take it later."""
+"""Errors of a disk that may accept the write later."""
 
 
 class Oplog:
     """One file, locked by the one master that writes it.
 
     Args:
-        path: where it is.
-        repairs: take what is whole of a damaged file.
-        directory: the one of ``path``, if it is none of the operating system's.
-        boot: names the life of the machine.
+        path: path of the file.
+        repairs: read the intact records of a damaged file.
+        directory: the directory of ``path``, if it is not the operating system's.
+        boot: identifies this boot of the machine.
     """
 
     def __init__(
@@ -76,29 +75,29 @@ class Oplog:
     ) -> None:
         self.path = path
         self.id = ""
-        """Of the log; known once it has been read."""
+        """The log's id; "" before it has been read."""
         self.doubt = Doubt.NONE
-        """Of what was read."""
+        """How complete the records that were read are."""
         self._repairs = repairs
         self._directory = directory
         self._boot = boot_id() if boot is None else boot
         self._file: File | None = None
         self._framing: Framing = PLAIN
         self._size_bytes = 0
-        """Of what is whole; what is behind is to be cut off."""
+        """Size of the intact part; the rest is to be cut off."""
         self._compacted_bytes = 0
         self._torn: bytes | None = None
         self._is_open = False
-        """Whatever had to be done before the first record was appended is done."""
+        """All that must be done before the first record is appended is done."""
         self._anew: list[Record] | None = None
-        """What the file must be written anew with, before anything is appended."""
+        """Records with which the file must be rewritten before anything is appended."""
         self._num_renames = self._num_kept_renames = 0
 
     def read(self) -> list[Record]:
-        """What an earlier master wrote; nothing when there was none. Locks the file; append from there.
+        """An earlier master's records; none without a file. Locks the file; later records are appended to it.
 
         Raises:
-            InvalidArgument: the file can't be read or written, is damaged, is another's, or something else.
+            InvalidArgument: the file can't be read or written, is damaged or locked, or is no such log.
         """
         try:
             return self._read()
@@ -153,7 +152,8 @@ class Oplog:
         return records
 
     def look(self, content: bytes) -> Scan:
-        """What is in such a file; touches none. Raises InvalidArgument when it is something else."""
+        """Scan the content of such a file, without changes. Raises InvalidArgument when it is something
+        else."""
         self._repairs = True
         try:
             if is_unbegun(MAGIC, content):
@@ -165,15 +165,15 @@ class Oplog:
         return found
 
     def append(self, records: Iterable[Record | Mark]) -> None:
-        """Raises OSError when the disk does not take it; then nothing may be acknowledged any more, and
-        these are to be appended again."""
+        """Append records. Raises OSError when the disk does not take them; then nothing may be acknowledged,
+        and these must be appended again."""
         self._open()
         self._append(records)
 
     def flush(self) -> None:
-        """All that was appended survives a loss of power. It blocks, and may run beside everything else.
+        """Make all that was appended survive a loss of power. Blocks; safe beside all other calls.
 
-        Raises OSError: then nobody knows what of it does, and the log has to be written anew.
+        Raises OSError: then it is unknown what survives, and the log has to be rewritten.
         """
         while True:
             file, num_renames, directory = self._file, self._num_renames, self._directory
@@ -183,7 +183,7 @@ class Oplog:
             except OSError:
                 if file is self._file:
                     raise
-                continue  # another has taken its place
+                continue  # another file has replaced it
             if num_renames != self._num_kept_renames:
                 directory.sync()
                 self._num_kept_renames = num_renames
@@ -191,7 +191,7 @@ class Oplog:
 
     @property
     def wants_compaction(self) -> bool:
-        """Most of it is about objects that are gone."""
+        """Most records are about removed objects."""
         return self._size_bytes > max(MIN_COMPACTION_BYTES, 4 * self._compacted_bytes)
 
     @property
@@ -199,20 +199,20 @@ class Oplog:
         return self._size_bytes
 
     def put_off_compaction(self) -> None:
-        """There is no room for it now."""
+        """Postpone compaction: there is no room for it now."""
         self._compacted_bytes = self._size_bytes
 
     def begin_anew(self, has_all: bool = False) -> OplogRewrite:
-        """A file that will take this one's place; raises OSError.
+        """Begin a file that will replace this one; raises OSError.
 
         Args:
-            has_all: it will hold all that a leader knows, so that what this one lacks does not matter.
+            has_all: it will hold a leader's complete state, so that the gaps of this one do not matter.
         """
         assert self._directory is not None
         return OplogRewrite(self, self._directory, Doubt.NONE if has_all else self.doubt)
 
     def replaced(self, file: File, framing: Framing, size_bytes: int, doubt: Doubt) -> None:
-        """The Rewriting is complete, and has its name; the file says that so much is in doubt."""
+        """The OplogRewrite is complete, and has its name; ``doubt`` is what the new file lacks."""
         old, self._file = self._file, file
         if old is not None:
             old.close()
@@ -224,14 +224,14 @@ class Oplog:
         self._is_open = True
 
     def is_whole(self, last_id: int) -> None:
-        """The nodes have been heard: nothing is in doubt any more, and what is not here of the objects up to
-        that id is gone. Raises OSError."""
+        """All nodes have reported: nothing is in doubt, and objects up to that id that are not in the log are
+        removed. Raises OSError."""
         if self.doubt:
             self.append([IdsGiven(last_id), LogComplete()])
             self.doubt = Doubt.NONE
 
     def close(self) -> None:
-        """Says that nothing is missing, if that is so and the disk takes it."""
+        """Close the log with a mark that nothing is missing, if that is so and the disk takes it."""
         if self._file is not None and self._is_open and not self.doubt:
             with contextlib.suppress(OSError):
                 self._file.append(self._framing.frame(bodies_of([LogClosed()]), self._size_bytes))
@@ -239,7 +239,7 @@ class Oplog:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close it, and say nothing in it."""
+        """Close the log without such a mark."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -249,7 +249,7 @@ class Oplog:
     # Reading
 
     def _scan(self, content: bytes) -> Scan:
-        """Whatever is in the file; raises InvalidArgument for another's and for damage."""
+        """Scan the records of the file; raises InvalidArgument for another kind of file and for damage."""
         headers = headers_in(MAGIC, content)
         good = [one for one in headers if one.is_whole]
         if content.startswith(_OLD) and not good:
@@ -258,7 +258,7 @@ class Oplog:
         else:
             if not good:
                 self._check_magic(content)
-            # With neither line whole, a number under which there are records is the right one.
+            # With neither line intact, the number under which there are records is the right one.
             scans = {one: BoundFraming(one.salt).scan(content, _HEADER_BYTES) for one in good[:1] or headers}
             header = max(scans, key=lambda one: len(scans[one].bodies))
             self.id, self._framing, begin = header.id, BoundFraming(header.salt), _HEADER_BYTES
@@ -300,8 +300,8 @@ class Oplog:
         if is_closed:
             return Doubt.NONE
         boots: list[str] = []
-        """In which it was opened since nothing was in doubt: one that was opened again before it was whole
-        lacks what it lacked then."""
+        """Boots in which it was opened since nothing was in doubt: a log that was opened again before it was
+        complete still lacks what it lacked then."""
         for mark in marks:
             if isinstance(mark, LogOpened):
                 boots.append(mark.boot)
@@ -317,7 +317,7 @@ class Oplog:
     # Writing
 
     def _open(self) -> None:
-        """Do what must be done before a record is appended; what could not be done is tried again."""
+        """Do what must be done before a record is appended; failed steps are tried again."""
         if self._is_open:
             return
         directory, file = self._directory, self._file
@@ -349,8 +349,8 @@ class Oplog:
         self._is_open = True
 
     def marks(self, doubt: Doubt) -> list[Mark]:
-        """With which a file begins, or goes on, of which so much is in doubt."""
-        if doubt is Doubt.PROMISES:  # it was opened on a system that is gone
+        """Marks with which a file of this doubt begins, or continues."""
+        if doubt is Doubt.PROMISES:  # it was opened in an earlier boot
             return [LogOpened(""), LogOpened(self._boot)]
         return [LogOpened(self._boot), LogRepaired()] if doubt is Doubt.ANY else [LogOpened(self._boot)]
 
@@ -360,7 +360,7 @@ class Oplog:
         try:
             self._file.append(content)
         except OSError:
-            # What follows half a record would be lost with it.
+            # Records behind half a record would be lost with it.
             self._is_open = False
             self._file.truncate(self._size_bytes)
             self._is_open = True
@@ -369,7 +369,7 @@ class Oplog:
 
 
 class OplogRewrite:
-    """The log's next content; the log itself is not touched before ``commit``. All raise OSError."""
+    """The log's next content; the log itself is unchanged before ``commit``. All methods raise OSError."""
 
     def __init__(self, log: Oplog, directory: Directory, doubt: Doubt) -> None:
         self._log = log
@@ -391,18 +391,17 @@ class OplogRewrite:
         self._size_bytes += len(content)
 
     def sync(self) -> None:
-        """What was appended before is on the disk. May take long; from any thread."""
+        """Put what was appended before on the disk. May take long; thread-safe."""
         file, size_bytes = self._file, self._size_bytes
         assert file is not None
         file.sync()
         self._synced_bytes = size_bytes
 
     def commit(self) -> None:
-        """Take the log's place. What was not synced yet is, because a rename may outlast a loss of power
-        that its content does not; and before it is said of anything that follows that it is durable,
-        ``Oplog.flush`` syncs the directory."""
+        """Replace the log. The content is synced first, because a rename may survive a loss of power without
+        its content; ``Oplog.flush`` syncs the directory before any later record is reported as durable."""
         assert self._file is not None
-        if self._doubt and not self._log.doubt:  # the nodes have been heard meanwhile
+        if self._doubt and not self._log.doubt:  # all nodes have reported meanwhile
             self.append([LogComplete()])
             self._doubt = Doubt.NONE
         if self._synced_bytes < self._size_bytes:
@@ -412,7 +411,7 @@ class OplogRewrite:
         self._file = None
 
     def abandon(self) -> None:
-        """Does nothing after ``commit``."""
+        """Discard the file. No effect after ``commit``."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -421,7 +420,7 @@ class OplogRewrite:
 
 
 def _has_all_of_copy(records: list[Record]) -> bool:
-    """A log begins with what its master knew at once (``snapshot.py``); without the last record of that, it
-    is cut off there."""
+    """Whether the snapshot at the log's start (``snapshot.py``) is complete; without its last record it was
+    cut off."""
     is_copy = bool(records) and type(records[0]) is LineBegan
     return not is_copy or any(type(record) is IdsGiven for record in records)

@@ -1,15 +1,15 @@
-"""Keeps the master's records on disk, if they are to be kept: the log, its flushing, its being written anew.
+"""Writes the master's records to the operation log, if there is one: appends, flushes, compaction.
 
-A log that grew is copied into a new file a piece at a time, between requests; what is written down
-meanwhile goes to both. So is a leader's log when this master begins to follow it: the old one stays
-whole until the new one is.
+A log that has grown is compacted by writing a snapshot to a new file, a piece at a time between requests;
+records written meanwhile go to both. So does a leader's log when this master begins to follow it: the old
+one stays complete until the new one is.
 
-What says that something survives a loss of power waits until the log has been flushed (``flushed``): one
-flush, in a thread, for all that waits when it begins.
+A reply that promises durability waits until the log has been flushed (``flushed``): one flush, in a thread,
+for all replies that wait when it begins.
 
-A disk that does not take a record ends nothing: what was not written waits, in order, and ``trouble`` says
-why, until the disk takes it. The caller acknowledges nothing meanwhile. After a flush that failed nobody
-knows what is on the disk (``mooncake/files/__init__.py``), so the log is then written anew as a whole.
+A disk that does not take a record stops nothing: unwritten records wait, in order, and ``trouble`` has the
+reason, until the disk takes them. The caller acknowledges nothing meanwhile. After a failed flush the content
+of the disk is unknown (``mooncake.files``), so the log is then rewritten as a whole.
 """
 
 from __future__ import annotations
@@ -35,37 +35,35 @@ from mooncake.store.master.snapshot import Snapshot
 log = get_logger(__name__)
 
 PAUSE_S = 0.002
-"""Between two pieces."""
+"""Pause between two pieces."""
 RETRY_S = 1.0
-"""Until a disk that refused is tried again."""
+"""Pause before a failed write is tried again."""
 MAX_UNWRITTEN = 1 << 16
-"""Records that wait for the disk; with more, the log is written anew when it takes something again."""
+"""Records that wait for the disk; with more, the log is rewritten when the disk takes writes again."""
 
 FLUSH = Histogram(
     "mooncake_store_oplog_flush_seconds",
-    "Flushes of the oplog, for answers that promise to survive a loss of power",
+    "Flushes of the oplog, for replies that promise durability",
     registry=registry,
     buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
 )
-UNWRITABLE = Gauge(
-    "mooncake_store_oplog_unwritable", "1 while the disk of the oplog takes nothing", registry=registry
-)
+UNWRITABLE = Gauge("mooncake_store_oplog_unwritable", "1 while the oplog can't be written", registry=registry)
 FAILED = Counter(
     "mooncake_store_oplog_failures", "Writes and flushes of the oplog that failed", registry=registry
 )
 
 OnFlushed = Callable[[str], None]
-"""Called with "" when what was kept survives a loss of power, or with the reason why that can't be said."""
+"""Called with "" when the records survive a loss of power, or with the reason why that is unknown."""
 
 
 class OplogWriter:
-    """What may raise Unavailable: the master must not go on.
+    """Methods that raise Unavailable: the master must stop.
 
     Args:
-        path: "" keeps nothing.
-        flushes: answers may wait for a flush; else they don't, and a loss of power may take what they said.
-        repairs: see ``Oplog``.
-        directory: the same.
+        path: "" writes nothing.
+        flushes: replies may wait for a flush; otherwise they don't, and a loss of power may undo them.
+        repairs: as for ``Oplog``.
+        directory: as for ``Oplog``.
     """
 
     def __init__(
@@ -73,18 +71,18 @@ class OplogWriter:
     ) -> None:
         self.path = path
         self.trouble = ""
-        """Why nothing can be written now; "": it can."""
+        """Why nothing can be written now; "" if it can."""
         self._log = Oplog(Path(path), repairs, directory) if path else None
         self._flushes = flushes
         self._anew: OplogRewrite | None = None
         self._copy: Snapshot | None = None
-        """Of this master's own state, while its log is compacted."""
+        """A snapshot of this master's own state, while its log is compacted."""
         self._compacting: asyncio.Task[None] | None = None
         self._catalog: Catalog | None = None
-        """Whose records were kept last."""
+        """The catalog whose records were written last."""
         self._unwritten: list[Record] = []
         self._must_be_anew = False
-        """What is in the log is not known, or not enough."""
+        """The content of the log is unknown, or incomplete."""
         self._healing: asyncio.Task[None] | None = None
         self._num_kept = self._num_flushed = 0
         self._waiting: deque[tuple[int, OnFlushed]] = deque()
@@ -92,25 +90,25 @@ class OplogWriter:
 
     @property
     def id(self) -> str:
-        """Of the log, once it has been read; "" when there is none."""
+        """The log's id, once it has been read; "" when there is none."""
         return self._log.id if self._log is not None else ""
 
     @property
     def doubt(self) -> Doubt:
-        """Of what was read."""
+        """How complete the records that were read are."""
         return self._log.doubt if self._log is not None else Doubt.NONE
 
     @property
     def is_whole(self) -> bool:
-        """What was read is all that was written: the machine has not gone down with the end of it."""
+        """All records that were written were read: the machine has not gone down with the last ones."""
         return self._log is None or self._log.doubt <= Doubt.END
 
     def read(self) -> list[Record]:
-        """What was kept; raises InvalidArgument as ``Oplog.read``."""
+        """Read the log's records; raises InvalidArgument as ``Oplog.read``."""
         return [] if self._log is None else self._log.read()
 
-    def heard(self, catalog: Catalog) -> None:
-        """The nodes have said what the records lacked; it is written down."""
+    def recovery_complete(self, catalog: Catalog) -> None:
+        """Write down that all nodes have reported what the records lacked."""
         if self._log is not None and not self.trouble:
             try:
                 self._log.is_whole(catalog.objects.last_id)
@@ -118,7 +116,7 @@ class OplogWriter:
                 log.warning("oplog_not_written", path=self.path, reason=str(error))
 
     def keep(self, records: list[Record], catalog: Catalog) -> None:
-        """Write down what ``catalog`` wants kept; afterwards, look at ``trouble``."""
+        """Write down records of ``catalog``; the caller checks ``trouble`` afterwards."""
         if self._log is None:
             return
         self._catalog = catalog
@@ -140,10 +138,11 @@ class OplogWriter:
         elif self._log.wants_compaction and self._compacting is None:
             self._compacting = asyncio.get_running_loop().create_task(self._compact(catalog))
 
-    # What is to survive a loss of power
+    # Durability
 
     def flushed(self, then: OnFlushed) -> None:
-        """Call ``then`` once all that was kept so far has been flushed: at once, if it has, or nothing is."""
+        """Call ``then`` once all records so far have been flushed: at once, if they are, or if none is
+        written."""
         if self._log is None or not self._flushes or self.trouble or self._num_flushed == self._num_kept:
             then(self.trouble)
         else:
@@ -168,7 +167,7 @@ class OplogWriter:
         finally:
             self._flushing = None
 
-    # A disk that refuses
+    # Disk errors
 
     def _set_aside(self, records: list[Record]) -> None:
         if len(self._unwritten) + len(records) > MAX_UNWRITTEN:
@@ -182,7 +181,7 @@ class OplogWriter:
         self.trouble = f"the oplog {self.path} can't be written ({error.strerror or error}); free some space"
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             self.trouble = (
-                f"the oplog {self.path} can't be written ({error.strerror or error}); look at the disk"
+                f"the oplog {self.path} can't be written ({error.strerror or error}); check the disk"
             )
         log.error("oplog_unwritable", path=self.path, reason=str(error))
         self.stop_compacting()
@@ -193,7 +192,7 @@ class OplogWriter:
             self._healing = asyncio.get_running_loop().create_task(self._heal(self._log))
 
     async def _heal(self, oplog: Oplog) -> None:
-        """Until the disk has taken all that it refused."""
+        """Retry until the disk has taken all records."""
         while self.trouble:
             await asyncio.sleep(RETRY_S)
             try:
@@ -208,7 +207,7 @@ class OplogWriter:
             try:
                 await asyncio.to_thread(oplog.flush)
             except OSError as error:
-                self._must_be_anew = True  # nobody knows what of it is on the disk
+                self._must_be_anew = True  # it is unknown what of it is on the disk
                 log.debug("oplog_still_unwritable", path=self.path, reason=str(error))
                 continue
             if not self._unwritten and not self._must_be_anew:
@@ -222,7 +221,7 @@ class OplogWriter:
         UNWRITABLE.set(0)
 
     def _write_anew(self, oplog: Oplog) -> None:
-        """In one go, because nothing may be kept meanwhile; nobody is acknowledged anything anyway."""
+        """Rewrite the log in one step: no record may come meanwhile, and nothing is acknowledged anyway."""
         assert self._catalog is not None
         anew = oplog.begin_anew()
         try:
@@ -235,10 +234,10 @@ class OplogWriter:
             raise
         self._unwritten, self._must_be_anew = [], False
 
-    # The log of a leader
+    # Log of a leader
 
     def begin_copy(self) -> None:
-        """What follows by ``copied`` will take the place of everything."""
+        """Begin a snapshot: what follows by ``copied`` will replace the whole log."""
         self.stop_compacting()
         if self._anew is not None:
             self._anew.abandon()
@@ -304,7 +303,7 @@ class OplogWriter:
         self._compacting = None
 
     def _give_up(self, error: OSError) -> None:
-        """The log itself is whole; it goes on growing."""
+        """Abandon compaction. The log itself is intact and continues to grow."""
         assert self._log is not None
         log.warning("oplog_not_compacted", path=self.path, reason=str(error))
         if self._anew is not None:

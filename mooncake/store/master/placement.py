@@ -1,17 +1,16 @@
-"""Which segments receive a new object: the preferred ones, the writer's own host, then most room.
+"""Placement of a new object: the preferred segments, the writer's own host, then those with most room.
 
 Local first, because a block is most often read again where it was written, and a local read is a
 view instead of a transfer. Beyond that the emptiest segment, which spreads a batch over the nodes
 and so over their links. Further replicas go to other segments, on other hosts while there are any.
 
-A node that just joined is the emptiest of all: without care every put of the cluster would go to
-it, its link would be the bottleneck of all of them, and its content would be all of one age and
-leave at once. So the free bytes of a newcomer count only in part, a share that grows over its first
-minute. It is a weight and no limit: where nobody else has room, a newcomer takes everything. (Power
-of two choices would need chance, and would still send it half of the puts that see it.)
+A node that just joined is the emptiest of all: without precaution every put of the cluster would go
+to it, its link would be the bottleneck of all of them, and its content would be all of one age and
+be evicted at once. So the free bytes of a new segment count only in part, a share that grows over
+its first minute. It is a weight and no limit: where no other has room, a new segment takes everything.
+(Power of two choices would need randomness, and would still send it half of the puts that draw it.)
 
-A placement lives for one request: the weights it orders by are kept up to date by telling it what
-was taken.
+A placement lives for one request: its weights are updated by reports of what was allocated.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from mooncake.store.messages import PutPolicy
 from mooncake.types import Tier
 
 JOIN_S = 60.0
-"""How long a segment counts as a newcomer."""
+"""How long a segment counts as new."""
 FIRST_SHARE = 0.1
-"""Of a newcomer's free bytes, what counts at first."""
+"""Initial share of a new segment's free bytes that counts."""
 
 Order: TypeAlias = list[tuple[float, int, Segment]]
 """A heap of (minus the weight, tie-breaker, segment)."""
@@ -94,17 +93,17 @@ class SegmentPlacement:
 
     @property
     def segments(self) -> list[Segment]:
-        """Those that this put-start may use."""
+        """Segments that this put-start may use."""
         return [segment for _, _, segment in (*self._local, *self._remote)]
 
     @property
     def largest_bytes(self) -> int:
-        """No object larger than this can ever be placed on these segments."""
+        """The size of the largest object that can ever be placed on these segments."""
         every = (*self._local, *self._remote)
         return max((segment.allocator.size_bytes for _, _, segment in every), default=0)
 
     def allocate(self, size_bytes: int) -> tuple[Segment, int] | None:
-        """A segment and an offset in it, or None when no segment has a hole that large."""
+        """Return a segment and an offset in it, or None when no segment has a hole that large."""
         for segment in self._preferred:
             offset = segment.allocator.allocate(size_bytes)
             if offset is not None:
@@ -113,9 +112,9 @@ class SegmentPlacement:
         return self._allocate_in(self._local, size_bytes) or self._allocate_in(self._remote, size_bytes)
 
     def others(self, taken: list[Segment]) -> Generator[Segment, None, None]:
-        """Where a further replica may go, the best first: no segment twice, other hosts first.
+        """Segments for a further replica, the best first: no segment twice, other hosts first.
 
-        The caller adds to ``taken`` what it takes.
+        The caller adds the segments that it uses to ``taken``.
         """
         later: list[Segment] = []
         for segment in self._in_order():
@@ -136,7 +135,7 @@ class SegmentPlacement:
                 yield segment
 
     def freed(self, segment: Segment) -> None:
-        """The room in ``segment`` is another than before: order it anew."""
+        """Update the order after the free room of ``segment`` has changed."""
         near = self._local if segment.host == self._host else self._remote
         for index, (_, number, other) in enumerate(near):
             if other is segment:
@@ -152,7 +151,7 @@ class SegmentPlacement:
         if offset is not None:
             heapq.heapreplace(near, (-self._weight(segment), number, segment))
             return segment, offset
-        # The emptiest has no hole that large (it is full, or in pieces): any other may.
+        # The emptiest has no hole that large (it is full, or fragmented): another may.
         for index, (_, number, segment) in enumerate(near):
             offset = segment.allocator.allocate(size_bytes)
             if offset is not None:

@@ -1,4 +1,7 @@
-"""The master's part for writers: space is reserved, written by others, and becomes an object or nothing."""
+"""The master's handlers for writers: space is reserved, written by clients, and becomes an object or none.
+
+A small put takes one request: its bytes are already in preallocated space (``preallocation.py``).
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,20 @@ from mooncake.store.master.tenants import Account, check_tenant
 from mooncake.types import ObjectKey, Tier
 
 MAX_REPLICAS = 64
-MAX_CIRCLE = 64
-"""Of parents: a longer one is not noticed."""
+MAX_CYCLE = 64
+"""Longer cycles of parents are not detected."""
 
 
 class PutRequests:
     """Answers PutStart, PutEnd and PutAbort."""
 
-    def __init__(self, catalog: Catalog, space: FreeSpace, advances: Preallocations, queue: PutQueue) -> None:
+    def __init__(
+        self, catalog: Catalog, space: FreeSpace, preallocations: Preallocations, queue: PutQueue
+    ) -> None:
         self._catalog = catalog
         self._queue = queue
         self._space = space
-        self._preallocations = advances
+        self._preallocations = preallocations
         self._durable = DurablePuts(catalog)
 
     def put_start(self, message: m.PutStart, event: Received, now: float) -> m.PutStarted | Failure | None:
@@ -70,7 +75,7 @@ class PutRequests:
         refusals: dict[int, Refusal],
         now: float,
     ) -> SegmentPlacement | None:
-        """Fill in what becomes of these keys. None: nothing may be put at all."""
+        """Reserve space for these keys, or refuse. None: the whole request is refused."""
         account: Account | Refusal = check_policy(message.policy) or self.admitted(message.tenant)
         placement = SegmentPlacement(self._catalog.segments, message.host, message.avoid, now, message.policy)
         for index in indices:
@@ -97,16 +102,16 @@ class PutRequests:
         placement: SegmentPlacement | None,
         now: float,
     ) -> m.PutStarted:
-        """The answer; with space in advance if there is a ``placement``."""
+        """The answer; with preallocated space if there is a ``placement``."""
         for index, refusal in refusals.items():
             self._catalog.counts.refused_puts += 1
             key = scoped(message.tenant, message.keys[index])
-            self._catalog.tell(now, key, "put refused: {}", refusal)
-        advance = None
+            self._catalog.add_story(now, key, "put refused: {}", refusal)
+        preallocated = None
         if message.num_pieces and placement is not None:
-            advance = self._preallocations.give(message.num_pieces, message.piece_bytes, placement, now)
+            preallocated = self._preallocations.give(message.num_pieces, message.piece_bytes, placement, now)
         self._space.evict_to_watermark(now)
-        return m.PutStarted(self._catalog.settings.put_s, reserved, refusals, advance)
+        return m.PutStarted(self._catalog.settings.put_s, reserved, refusals, preallocated)
 
     def admitted(self, tenant: str) -> Account | Refusal:
         if not tenant:
@@ -152,7 +157,7 @@ class PutRequests:
         stored.policy, stored.data_type = policy, policy.data_type
         self.relate(stored, message, index)
         where = ", ".join(extent.segment.name for extent in room)
-        catalog.tell(now, key, "put started as #{} on {}", stored.object_id, where)
+        catalog.add_story(now, key, "put started as #{} on {}", stored.object_id, where)
         return m.Reserved(stored.object_id, stored.replicas())
 
     def _no_ssd(self, now: float) -> Refusal:
@@ -164,18 +169,18 @@ class PutRequests:
         return Refusal("no_ssd", f"{reason} {min(rests_s):.3g} s")
 
     def relate(self, stored: StoredObject, message: m.PutStart | m.PutWritten, index: int) -> None:
-        """To its group and its parent."""
+        """Set the object's group and parent."""
         if message.groups and message.groups[index]:
             stored.group = scoped(message.tenant, message.groups[index])
         if message.parents and message.parents[index]:
-            stored.parent = self._without_circle(stored.key, scoped(message.tenant, message.parents[index]))
+            stored.parent = self._without_cycle(stored.key, scoped(message.tenant, message.parents[index]))
 
-    def _without_circle(self, key: ObjectKey, parent: ObjectKey) -> ObjectKey:
-        """``parent``, or "" when it descends from ``key``: such objects would keep each other for ever."""
+    def _without_cycle(self, key: ObjectKey, parent: ObjectKey) -> ObjectKey:
+        """``parent``, or "" when it descends from ``key``: such objects would protect each other forever."""
         if self._catalog.settings.eviction_policy != "chain":
             return parent
         above = parent
-        for _ in range(MAX_CIRCLE):
+        for _ in range(MAX_CYCLE):
             if above == key:
                 return ""
             stored = self._catalog.objects.readable.get(above) or self._catalog.objects.writing.get(above)
@@ -185,14 +190,14 @@ class PutRequests:
         return parent
 
     def known(self, key: ObjectKey, put_id: int, replaces: bool, now: float) -> m.Reserved | bool | None:
-        """The answer to the same request again; True: the key is taken; None: it is free to be put."""
+        """Return the answer for a repeated request; True if the key is taken; None if it may be put."""
         stored = self._catalog.objects.readable.get(key)
         if stored is not None and stored.put_id == put_id:
             return True  # a late copy of the request that put it
         if stored is not None and not replaces:
             if stored.is_visible:
                 return True
-            # Its node may be dead. Who puts the key now has the bytes at hand, so they win.
+            # Its node may be dead. The writer that puts the key now has the bytes, so it wins.
             self._catalog.counts.lost_objects += 1
             self._catalog.unlink(stored, "replaced while its node is suspected", now)
         stored = self._catalog.objects.writing.get(key)
@@ -200,8 +205,8 @@ class PutRequests:
             return None
         is_reachable = stored.is_visible
         if stored.put_id == put_id and is_reachable:
-            # The same request again: its first answer was lost. Its deadline stays what it was,
-            # and the writer counts from its first question, so the promise is not stretched.
+            # A repeated request: its first answer was lost. Its deadline does not change, and the
+            # writer counts from its first request, so the promise is not extended.
             return m.Reserved(stored.object_id, stored.replicas())
         if is_reachable:
             return True
@@ -224,7 +229,7 @@ class PutRequests:
             outcome = self._end(key, object_id, checksums, failed, now)
             outcomes.append(outcome)
             if isinstance(outcome, Refusal):
-                self._catalog.tell(now, key, "put of #{} refused at its end: {}", object_id, outcome)
+                self._catalog.add_story(now, key, "put of #{} refused at its end: {}", object_id, outcome)
             elif self._durable.is_awaited(stored := self._catalog.objects.readable[key]):
                 waiting[index] = stored
             else:
@@ -246,11 +251,11 @@ class PutRequests:
         if stored.state is not ObjectState.WRITING:
             return Refusal("incomplete", "none of its replicas was written")
         self.finish(stored, checksums, now)
-        self._catalog.tell(now, key, "readable as #{}", object_id)
+        self._catalog.add_story(now, key, "readable as #{}", object_id)
         return True
 
     def finish(self, stored: StoredObject, checksums: bytes, now: float) -> None:
-        """All that was announced of it is written."""
+        """Make an object readable whose bytes are all written."""
         policy = stored.policy
         stored.is_hard_pinned = policy.is_hard_pinned
         if policy.soft_pin_ttl_s is not None:
@@ -270,13 +275,85 @@ class PutRequests:
         return m.Outcomes(outcomes)
 
 
+class PreallocatedPuts:
+    """Answers PutWritten: makes the checks of PutStart and PutEnd in one step, by the same rules."""
+
+    def __init__(
+        self, catalog: Catalog, space: FreeSpace, preallocations: Preallocations, put: PutRequests
+    ) -> None:
+        self._catalog = catalog
+        self._space = space
+        self._preallocations = preallocations
+        self._put_requests = put
+
+    def put_written(self, message: m.PutWritten, _: Received, now: float) -> m.PutsWritten | Failure:
+        count = len(message.keys)
+        if not count == len(message.sizes) == len(message.checksums) == len(message.pieces):
+            return Failure(
+                "invalid_argument", "put_written: keys, sizes, checksums and pieces differ in length"
+            )
+        if len(message.groups) not in (0, count) or len(message.parents) not in (0, count):
+            return Failure("invalid_argument", "put_written: groups or parents, but not one for each key")
+        policy = message.policy
+        refusal = None if policy is None else check_policy(policy) or _check_simple(policy)
+        account: Account | Refusal = refusal or self._put_requests.admitted(message.tenant)
+        outcomes: list[bool | Refusal] = []
+        for index in range(count):
+            outcome = account if isinstance(account, Refusal) else self._put(message, index, account, now)
+            outcomes.append(outcome)
+            if isinstance(outcome, Refusal):
+                self._catalog.counts.refused_puts += outcome.code != "expired"  # then it is put again
+                key = scoped(message.tenant, message.keys[index])
+                self._catalog.add_story(now, key, "put into preallocated space refused: {}", outcome)
+        if isinstance(account, Refusal):
+            return m.PutsWritten(outcomes)
+        self._catalog.tenants.tidy(account)
+        if not message.num_pieces:
+            return m.PutsWritten(outcomes)
+        placement = SegmentPlacement(self._catalog.segments, message.host, (), now)
+        preallocated = self._preallocations.give(message.num_pieces, message.piece_bytes, placement, now)
+        self._space.evict_to_watermark(now)
+        return m.PutsWritten(outcomes, preallocated)
+
+    def _put(self, message: m.PutWritten, index: int, account: Account, now: float) -> bool | Refusal:
+        """True: readable now, or since an earlier copy of this request; False: the key is taken."""
+        catalog, name, size_bytes = self._catalog, message.keys[index], message.sizes[index]
+        refusal = check_put(name, size_bytes, size_bytes) or check_relations(message, index)
+        if refusal is not None:
+            return refusal
+        key, put_id = scoped(message.tenant, name), message.put_id + index
+        if self._put_requests.known(key, put_id, False, now) is not None:
+            stored = catalog.objects.readable.get(key)
+            return stored is not None and stored.put_id == put_id
+        piece = self._preallocations.find(message.pieces[index], put_id, size_bytes, now)
+        if piece is None:
+            return True  # a late copy of the request that put it; the object was removed since
+        if isinstance(piece, Refusal):
+            return piece
+        checksums = message.checksums[index]
+        if len(checksums) != 4:
+            return Refusal("invalid_checksums", f"{len(checksums)} bytes for 1 chunk")
+        refusal = self._space.fit(size_bytes, account, now)
+        if refusal is not None:
+            return refusal
+        self._preallocations.use(message.pieces[index], put_id)
+        stored = catalog.begin_written(key, put_id, size_bytes, piece, now)
+        if message.policy is not None:
+            stored.policy, stored.data_type = message.policy, message.policy.data_type
+        self._put_requests.relate(stored, message, index)
+        self._put_requests.finish(stored, checksums, now)
+        where = piece.segment.name
+        catalog.add_story(now, key, "put as #{} in one step, readable on {}", stored.object_id, where)
+        return True
+
+
 def _missing(refusals: dict[int, Refusal]) -> list[int]:
-    """Of what was refused, that for which there is no room now."""
+    """The refused keys for which there is no room now."""
     return sorted(at for at, refusal in refusals.items() if refusal.code in ("no_space", "quota_exceeded"))
 
 
 def check_relations(message: m.PutStart | m.PutWritten, index: int) -> Refusal | None:
-    """Of one key of a request: what can't be its group or its parent would be another tenant's."""
+    """Check one key of a request: an invalid group or parent would be another tenant's."""
     group = message.groups[index] if message.groups else ""
     parent = message.parents[index] if message.parents else ""
     return check_relation(group) or check_relation(parent)
@@ -287,4 +364,10 @@ def check_policy(policy: m.PutPolicy) -> Refusal | None:
         return Refusal("invalid_policy", f"{policy.num_replicas} replicas; 1 to {MAX_REPLICAS}")
     if policy.soft_pin_ttl_s is not None and not policy.soft_pin_ttl_s >= 0:
         return Refusal("invalid_policy", f"a soft pin of {policy.soft_pin_ttl_s} s; at least 0")
+    return None
+
+
+def _check_simple(policy: m.PutPolicy) -> Refusal | None:
+    if policy.num_replicas > 1 or policy.is_durable or policy.preferred_segments or policy.is_same_host:
+        return Refusal("invalid_policy", "a put with such a policy takes PutStart and PutEnd")
     return None

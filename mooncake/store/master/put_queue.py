@@ -1,12 +1,12 @@
 """Puts that wait for space which demotion is about to free.
 
-Where nothing may be evicted that has no copy on SSD (``evict_undemoted`` off), memory that is full is not
-full for long: objects are on their way to SSD, and leave when they are there. A writer that says how long it
-would wait (``PutStart.wait_s``; clients do for durable puts) is not refused meanwhile. Its put is tried again
-whenever a demotion ends, those that came first before others, and refused when its time is over or when
-nothing is on its way any more, because then waiting helps nobody.
+Where objects without a copy on SSD may not be evicted (``evict_undemoted`` off), full memory is not full for
+long: objects are being copied to SSD, and leave when they are there. A writer with a waiting time
+(``PutStart.wait_s``; clients set it for durable puts) is not refused meanwhile. Its put is tried again
+whenever a demotion ends, in order of arrival, and refused when its time is over or when no demotion is under
+way, because then waiting is useless.
 
-A writer counts the time for writing from when it asked, so a put waits no longer than for half of ``put_s``.
+A writer counts the time for writing from its request, so a put waits no longer than for half of ``put_s``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class _WaitingPut:
     event: Received
     until: float
     retry: Callable[[float], bool]
-    """Try what is still missing; whether something still is."""
+    """Try the missing keys again; returns whether some are still missing."""
     answer: Callable[[float], m.PutStarted]
     must_last: bool
-    """As ``Catalog.must_last``: one of the objects is there already, and durable."""
+    """Like ``Catalog.must_last``: one of the objects exists already, and is durable."""
 
 
 class PutQueue:
@@ -42,10 +42,10 @@ class PutQueue:
         self._catalog = catalog
         self._is_freeing = is_freeing
         self._waiting: list[_WaitingPut] = []
-        """In the order in which they came."""
+        """In order of arrival."""
         self._has_news = False
         self.on_end: Callable[[msgspec.Struct, msgspec.Struct], None] = lambda message, reply: None
-        """Told of requests that were not answered at once, with their answers."""
+        """Called with requests that were not answered at once, and their answers."""
 
     @property
     def num_waiting(self) -> int:
@@ -66,7 +66,7 @@ class PutQueue:
         self._waiting.append(_WaitingPut(event, until, retry, answer, self._catalog.must_last))
 
     def demoted(self) -> None:
-        """One has ended, whatever came of it."""
+        """A demotion has ended, with or without success."""
         self._has_news = bool(self._waiting)
 
     def deadline(self) -> float | None:

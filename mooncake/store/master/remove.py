@@ -1,4 +1,4 @@
-"""The master's part for whoever takes objects away."""
+"""The master's handlers for the removal of objects and replicas."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mooncake.store.master.tenants import check_tenant
 from mooncake.types import ObjectKey, Tier
 
 REMOVAL_COST = 30
-"""Microseconds, about (``key_scans.py``)."""
+"""Cost of a removal in microseconds, roughly (``key_scans.py``)."""
 
 
 class RemoveRequests:
     """Answers Remove, RemoveMatching and DropReplicas."""
 
-    def __init__(self, catalog: Catalog, walks: KeyScans) -> None:
+    def __init__(self, catalog: Catalog, scans: KeyScans) -> None:
         self._catalog = catalog
-        self._walks = walks
+        self._scans = scans
 
     def remove(self, message: m.Remove, _: Received, now: float) -> m.Outcomes:
         readable = self._catalog.objects.readable
@@ -40,7 +40,7 @@ class RemoveRequests:
     def remove_matching(
         self, message: m.RemoveMatching, event: Received, now: float
     ) -> m.Removed | Failure | None:
-        """What is put from now on stays, also under a key that was there."""
+        """Remove all matching objects that exist now; later puts stay, under the same keys too."""
         refusal = check_tenant(message.tenant)
         if refusal is not None:
             return Failure("invalid_argument", refusal.reason)
@@ -51,7 +51,7 @@ class RemoveRequests:
         before = self._catalog.objects.last_id + 1
         removed = m.Removed(0, 0)
 
-        def look(key: ObjectKey, now: float) -> int:
+        def visit(key: ObjectKey, now: float) -> int:
             nonlocal removed
             owner, name = split_scoped(key)
             if owner != tenant:
@@ -68,9 +68,9 @@ class RemoveRequests:
             self._catalog.must_last |= not message.pattern
             return removed
 
-        answer = cast("m.Removed | Failure | None", self._walks.begin(event, look, end, now))
+        answer = cast("m.Removed | Failure | None", self._scans.begin(event, visit, end, now))
         if not message.pattern and not isinstance(answer, Failure):
-            # At once, because what a node brings back while the walk goes on is not among its keys.
+            # At once, because objects that a node brings back during the scan are not among its keys.
             self._catalog.clear_before(tenant, before)
         return answer
 
@@ -80,7 +80,7 @@ class RemoveRequests:
         if stored.lease_until > now and not force:
             return _leased(stored.lease_until - now)
         self._catalog.counts.removed_objects += 1
-        # What is on SSD would come back with it after a loss of power.
+        # A replica on SSD would come back after a loss of power.
         self._catalog.must_last |= stored.before is not None or bool(stored.complete(Tier.SSD))
         if stored.before is not None:
             gone = ObjectGone(stored.key, stored.before.object_id, stored.object_id + 1)

@@ -1,11 +1,11 @@
-"""What another master wrote down, entered into this one: after a restart, or while following a leader.
+"""Replay of another master's records into this one: after a restart, or while following a leader.
 
-A record changes tables, allocators and orders just as the event did that caused it, but makes no
-promise, asks nobody and is not written down again. Leases are not in the records. So every object
-is taken to be leased when it goes and when this master begins to answer (``settle``), and space that
-was promised to a writer (``SpaceHeld``) or given up by a reader rests as long as any promise lasts.
-Where the other master has given such space out again, it knew better, and the rest ends: records are
-entered in the order in which they were made.
+A record changes tables, allocators and orders just as the event that caused it, but makes no promise,
+sends nothing and is not written down again. Leases are not in the records. So every object counts as
+leased when it is removed and when this master begins to answer (``settle``), and space that was promised
+to a writer (``SpaceHeld``) or given up by a reader rests as long as any promise lasts. Where the other
+master has allocated such space again, it knew better, and the rest ends: records are applied in the
+order in which they were made.
 
 Records may come again (a snapshot that overlaps the log): the second time they change nothing.
 """
@@ -42,14 +42,14 @@ from mooncake.types import ObjectKey
 
 
 class LogReplay:
-    """Enters records."""
+    """Applies records."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._resting: dict[str, list[int]] = {}
-        """Segment -> offsets, in order, of space that rests or has rested."""
+        """Offsets, in order, of space that rests or has rested, by segment."""
         self._unseen: dict[ObjectKey, int] = {}
-        """Objects that went, of which no record says that they came."""
+        """Removed objects without a record of their put."""
         self._how: dict[type, Callable[[Any, float], None]] = {
             SegmentMounted: self._segment_mounted,
             SegmentGone: self._segment_gone,
@@ -76,12 +76,12 @@ class LogReplay:
     def settle(self, now: float, doubt: Doubt) -> None:
         self._catalog.known_until = 0 if doubt is Doubt.ANY else self._catalog.objects.last_id
         self._catalog.is_doubted = doubt is not Doubt.NONE
-        if doubt is Doubt.ANY:  # those records are missing, and they are not to come back
+        if doubt is Doubt.ANY:  # their records are missing, and they must not come back
             for key, object_id in self._unseen.items():
                 self._catalog.forget_before(key, object_id + 1)
         self._unseen = {}
         self._catalog.segments.settle(now, doubt)
-        # The leader whose copy this is may have been in doubt.
+        # The leader whose snapshot this is may have been in doubt.
         self._catalog.is_doubted |= any(one.doubt for one in self._catalog.segments.mounted.values())
         self._catalog.look_for_doubt()
         lease_until = now + self._catalog.lease_bounds.lease_s
@@ -121,7 +121,7 @@ class LogReplay:
                 taken.append(extent)
         if taken:
             self._catalog.adopt(record, taken, now)
-            self._catalog.tell(now, record.key, "restored as #{} of {}", record.object_id, record.places)
+            self._catalog.add_story(now, record.key, "restored as #{} of {}", record.object_id, record.places)
 
     def _object_gone(self, record: ObjectGone, now: float) -> None:
         stored = self._find(record.key, record.object_id)
@@ -151,7 +151,7 @@ class LogReplay:
             self._catalog.drop_extent(stored, extent, "gone", now)
             self._rests(extent)
             if not stored.is_readable:
-                # It has others, which the records lack: it is not removed.
+                # It has other replicas, which the records lack: it is not removed.
                 self._catalog.tombstones[stored.key] = stored.object_id, self._catalog.cleared_of(stored.key)
 
     def _object_pinned(self, record: ObjectPinned, now: float) -> None:
@@ -174,7 +174,7 @@ class LogReplay:
 
     def _line_began(self, record: LineBegan, _: float) -> None:
         self._catalog.segments.line = record.line
-        self._catalog.lease_bounds.heard(record)
+        self._catalog.lease_bounds.applied(record)
 
     def _unlink(self, stored: StoredObject, reason: str, now: float) -> None:
         extents = list(stored.extents)
@@ -202,7 +202,7 @@ class LogReplay:
         return stored if stored is not None and stored.object_id == object_id else None
 
     def _taken(self, name: str, offset: int, size_bytes: int) -> Extent | None:
-        """That space, or None where the segment is gone or another object has it."""
+        """Take that space; None where the segment is gone or another object has it."""
         segment = self._catalog.segments.mounted.get(name)
         if segment is None:
             return None
@@ -213,11 +213,11 @@ class LogReplay:
         return Extent(segment, offset, is_complete=True)
 
     def _end_rests(self, segment: Segment, start: int, end: int) -> None:
-        """Whatever rests in that range does so no more."""
+        """End the rest of all space in that range."""
         offsets = self._resting.get(segment.name, [])
         at = bisect.bisect_right(offsets, start)
         while at and not _rests_at(segment, offsets[at - 1]):
-            at -= 1  # what rests no more may lie in what does
+            at -= 1  # space that has ended its rest may lie within space that rests
             del offsets[at]
         at = max(0, at - 1)
         while at < len(offsets) and offsets[at] < end:
@@ -236,13 +236,13 @@ def _rests_at(segment: Segment, offset: int) -> bool:
 
 
 def _without_kept(records: Sequence[Record]) -> Iterable[Record]:
-    """Without promises of space that were kept: what was held is the object's by now.
+    """Skip promises of space that were fulfilled: the space is the object's by now.
 
-    Nobody else had that space in between. In a log this is every second record, and to let space rest
-    only to end that again is most of the work.
+    No other object had that space in between. In a log this is every second record, and applying the
+    promise only to end it again would be most of the work.
     """
     held: dict[tuple[str, int], tuple[int, SpaceHeld]] = {}
-    """The first place -> where it was promised last."""
+    """By first place: the number and the record of its last promise."""
     kept: dict[int, None] = {}
     for number, record in enumerate(records):
         if type(record) is SpaceHeld:

@@ -1,8 +1,8 @@
-"""Counts requests by the existing master's names for them, and what became of them.
+"""Counts requests and their outcomes by the existing master's names.
 
-A request with one key counts as the plain request of its name, one with more as the batch. A miss of a
-lookup is a failure there, as it is in the existing program; a key that exists is none of ``exist_key``.
-Which of that program's counters mean something else here, ``docs/metrics.md`` says.
+A request with one key counts as the plain request of its name, one with several as the batch. A lookup
+miss counts as a failure, as in the existing program; a missing key is no failure of ``exist_key``.
+``docs/metrics.md`` lists those of that program's counters that mean something else here.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.objects import Extent, StoredObject, scoped_all
 
 SIZE_BOUNDS = (4096, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30)
-"""Bytes, of the histogram of objects' sizes."""
+"""Bucket bounds, in bytes, of the histogram of object sizes."""
 
 
 MAX_REJECTED = 2000
 
 
 class RequestCounters:
-    """``counts`` by ``<name>_<what>``; ``num_by_size`` per bucket, the last for what is larger."""
+    """``counts`` by ``<name>_<what>``; ``num_by_size`` per bucket, the last one for larger objects."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._soft_pinned: dict[int, StoredObject] = {}
-        """By object id; may hold some that are not any more."""
+        """By object id; some may no longer be pinned."""
         catalog.watchers.append(self)
         self.counts: defaultdict[str, int] = defaultdict(int)
         self.num_by_size = [0] * (len(SIZE_BOUNDS) + 1)
         self.put_bytes = 0
         self.rejected: dict[tuple[str, str], int] = {}
-        """Puts by tenant and reason; of the first so many tenants, because any name may come."""
+        """Puts by tenant and reason; bounded, because any name may come."""
         self._names: dict[type, Callable[[Any, Any], None]] = {
             m.Exists: lambda request, _: self._batch("exist_key", len(request.keys), 0),
             m.LookupObjects: self._lookup,
@@ -74,14 +74,14 @@ class RequestCounters:
             self._soft_pinned[stored.object_id] = stored
 
     def cold_hit(self, stored: StoredObject, now: float) -> None:
-        """Reading counts it."""
+        """Counted by ``_lookup``."""
 
     def gone(self, stored: StoredObject, now: float) -> None:
         if self._soft_pinned:
             self._soft_pinned.pop(stored.object_id, None)
 
     def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """It has others."""
+        """Not counted: the object has other replicas."""
 
     def num_soft_pinned(self, now: float) -> int:
         still = [one for one in self._soft_pinned.values() if one.is_readable and one.soft_pin_until > now]
@@ -89,7 +89,7 @@ class RequestCounters:
         return len(still)
 
     def add(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
-        """``asked`` was answered by ``said``."""
+        """Count a request with its reply."""
         count = self._names.get(type(request))
         if count is not None and not isinstance(reply, Failure):
             count(request, reply)
@@ -141,7 +141,7 @@ class RequestCounters:
                 self.rejected[which] = self.rejected.get(which, 0) + 1
 
     def _put_written(self, request: m.PutWritten, reply: m.PutsWritten) -> None:
-        """A start and an end in one; what had expired is put anew, and counted then."""
+        """Count it as a start and an end; expired ones are put again, and counted then."""
         num_refused = num_expired = 0
         for size_bytes, outcome in zip(request.sizes, reply.outcomes, strict=True):
             if outcome is True:
@@ -183,5 +183,5 @@ class RequestCounters:
 
 
 def _undone(reply: m.Outcomes) -> tuple[int, int]:
-    """How many there were, and of how many nothing was done."""
+    """The number of outcomes, and of those for which nothing was done."""
     return len(reply.outcomes), len(reply.outcomes) - reply.outcomes.count(True)

@@ -7,21 +7,21 @@
                 └───────── mounted again with the same epoch ───────┘
 
 A suspected segment keeps its objects but hides them at once: better a miss now than a reader that
-waits for a dead node. The epoch names one life of the owning process, hence one content of the
+waits for a dead node. The epoch identifies one run of the owning process, hence one content of the
 memory: the same epoch brings everything back, another one means that the bytes are new.
 
 ``rests_until``: memory that served a master of another line (or this one, before it was given up) may
-still be read and written under promises that nobody here remembers. It is mounted at once, but nothing
-is allocated on it until every such promise has run out. Nor is anything before the first heartbeat,
-which tells that the node has read the answer to its Mount and knows how long it binds it: else a
-master that dies right after mounting could have made promises that nobody tells its successor.
+still be read and written under promises unknown here. It is mounted at once, but nothing is allocated
+on it until every such promise has run out. Nor is anything before the first heartbeat, which shows
+that the node has received the answer to its Mount and knows how long it is bound: otherwise a master
+that dies right after mounting could have made promises that its successor never learns of.
 
 A tier is a kind of segment: memory, an SSD, a device's memory. The content of an SSD outlives the
-process that serves it, so it has a name of its own, ``content_id``: a process that brings a known
-content under the same name *rebases* the segment, and what lies on it is back at another address.
-A master that does not know the content asks the node what it holds (``wants_report``), and gives
-nothing out there until it has been told: on SSD however long that takes, in memory while it rests,
-because what lies in memory nobody was promised for ever.
+process that serves it, so it has its own name, ``content_id``: a process that brings a known content
+under the same name *rebases* the segment, and its objects are back at another address. A master that
+does not know the content requests a report from the node (``wants_report``), and allocates nothing
+there before it has come: on SSD however long that takes, in memory while it rests, because objects in
+memory are not promised to last.
 """
 
 from __future__ import annotations
@@ -51,11 +51,10 @@ class SegmentState(enum.StrEnum):
 
 
 class Segment:
-    """Memory or an SSD of one node, as the master sees it."""
+    """Memory or an SSD of one node, as the master knows it."""
 
     __slots__ = (
         "address",
-        "advanced_bytes",
         "allocator",
         "changes",
         "connection",
@@ -64,7 +63,6 @@ class Segment:
         "doubt",
         "epoch",
         "gone_at",
-        "heard_at",
         "holders",
         "host",
         "is_alive",
@@ -72,11 +70,13 @@ class Segment:
         "is_draining",
         "is_fresh",
         "joined_at",
+        "last_heartbeat_at",
         "name",
         "node",
         "num_tasks",
         "polls",
-        "report_asked",
+        "preallocated_bytes",
+        "report_connection",
         "reported",
         "rests_until",
         "state",
@@ -97,9 +97,9 @@ class Segment:
         alignment_bytes = PAGE_BYTES if mount.tier is Tier.SSD else ALIGNMENT_BYTES
         self.allocator = Allocator(mount.size_bytes, alignment_bytes)
         self.connection: Hashable = connection
-        self.heard_at = now
+        self.last_heartbeat_at = now
         self.joined_at = now
-        """When it was mounted first; it is not flooded at once (``placement.py``)."""
+        """When it was first mounted; placement does not flood a new segment (``placement.py``)."""
         self.rests_until = now + mount.rest_s
         self.state = SegmentState.ALIVE
         self.is_alive = True
@@ -107,7 +107,7 @@ class Segment:
         self.was_restored = False
         """Known from an earlier master's records, and not mounted since."""
         self.doubt = Doubt.NONE
-        """How much of what is here those records may lack; until its node has reported."""
+        """How much of its content those records may lack, until its node has reported."""
         self.is_confirmed = False
         """A heartbeat has come since the mount."""
         self.is_fresh = False
@@ -115,30 +115,30 @@ class Segment:
         self.gone_at = 0.0
         """When a suspected segment is given up."""
         self.holders: dict[int, StoredObject] = {}
-        """Offset -> the object that has, or until its release had, that range."""
+        """The object that has each allocated offset, or had it until its release."""
         self.changes = ChangeLog(first_change)
-        """What the node has yet to note in its journal."""
+        """Changes that the node has yet to enter in its journal."""
         self.wants_report = False
-        """Its content is not known; the node has been asked."""
+        """Its content is not known; a report has been requested from the node."""
         self.reported: dict[int, None] = {}
-        """The ids of the objects in a report that has begun."""
-        self.report_asked: Hashable = None
-        """The connection over which its node was told that it lacks changes, until it has reported."""
+        """The object ids of a report that is in progress."""
+        self.report_connection: Hashable = None
+        """The connection on which a report was requested because changes are missing, until it has come."""
         self.is_draining = False
-        """Nothing new may come here."""
-        self.advanced_bytes = 0
-        """Given to writers in advance and not used yet (``preallocation.py``)."""
+        """No new objects may be placed here."""
+        self.preallocated_bytes = 0
+        """Preallocated for writers and not used yet (``preallocation.py``)."""
         self.polls = False
-        """Its node has asked for tasks once, so it can do some."""
+        """Its node has polled for tasks, so it can run some."""
         self.num_tasks = 0
-        """Waiting or under way, with this segment as the target."""
+        """Number of tasks that wait or run with this segment as the target."""
 
     @property
     def is_mounted(self) -> bool:
         return self.state is not SegmentState.GONE
 
     def takes_objects(self, now: float) -> bool:
-        """Whether space may be given out here."""
+        """Whether space may be allocated here."""
         return (
             self.is_alive
             and self.is_confirmed
@@ -154,7 +154,7 @@ class Segment:
         self.address = mount.address
         self.descriptor = mount.descriptor
         self.connection = connection
-        self.heard_at = now
+        self.last_heartbeat_at = now
         self.was_restored = self.is_confirmed = self.polls = False
         self.set_state(SegmentState.ALIVE)
 
@@ -167,31 +167,31 @@ class Segment:
 
 
 class Segments:
-    """Every segment that is alive or suspected, by name."""
+    """All segments that are alive or suspected, by name."""
 
     def __init__(self, ttl_s: float, heartbeat_s: float, first_change: int = 1) -> None:
         self._ttl_s = ttl_s
         self.line = first_change
-        """Which line of masters this is (``records.LineBegan``)."""
+        """Identifies this line of masters (``log_records.LineBegan``)."""
         self._first_change = first_change
         self._patience_s = MISSED_BEATS * heartbeat_s
         self.mounted: dict[str, Segment] = {}
         self.num_ssds = 0
-        """Of them."""
+        """Number of SSD segments."""
         self._by_host: dict[str, dict[str, Segment]] = {}
-        """The same segments, by host and name: a put looks at its own host first, and mostly no further."""
+        """The same segments, by host and name: a put tries its own host first, and rarely another."""
         self._by_node: dict[str, dict[str, Segment]] = {}
         """The same segments, by node and name."""
         self._retired: dict[str, int] = {}
-        """Name -> the epoch that may not come back: it was asked to leave."""
-        self._look_at: float | None = None
-        """No segment changes its state by the passing of time before this instant. Heartbeats only
-        put that off, so they leave it alone, and a request of a client pays nothing for a thousand nodes."""
+        """The epoch of each name that was unmounted and may not be mounted again."""
+        self._expire_at: float | None = None
+        """No segment changes its state by the passing of time before this instant. Heartbeats only put that
+        off, so they leave it alone, and a client's request costs nothing with a thousand nodes."""
 
     def mount(
         self, mount: Mount, connection: Hashable, now: float
     ) -> tuple[Segment, Segment | None] | Refusal:
-        """The segment, and the one it replaces (which the caller must empty), or why not.
+        """Return the segment and the one it replaces (which the caller must empty), or a refusal.
 
         A segment that is neither new nor of the same epoch as before was rebased.
         """
@@ -202,12 +202,12 @@ class Segments:
         if known is not None:
             if known.epoch == mount.epoch:
                 known.connection = connection
-                known.heard_at = now
+                known.last_heartbeat_at = now
                 if known.was_restored:
                     known.was_restored = False
                     known.rests_until = max(known.rests_until, now + self._rest_s(known, mount))
                 known.set_state(SegmentState.ALIVE)
-                self._look_by(now + self._patience_s)
+                self._expire_by(now + self._patience_s)
                 return known, None
             if known.is_alive:
                 return Refusal(
@@ -218,7 +218,7 @@ class Segments:
             if _is_same_content(known, mount):
                 known.rebase(mount, connection, now)
                 known.rests_until = max(known.rests_until, now + self._rest_s(known, mount))
-                self._look_by(now + self._patience_s)
+                self._expire_by(now + self._patience_s)
                 return known, None
         if known is None:
             known = self._elsewhere(mount)
@@ -228,11 +228,11 @@ class Segments:
         segment.wants_report = mount.rest_s > 0 or mount.tier is Tier.SSD
         segment.is_fresh = mount.line == 0
         self._add(segment)
-        self._look_by(now + self._patience_s)
+        self._expire_by(now + self._patience_s)
         return segment, known
 
     def restore(self, mount: Mount, now: float) -> Segment:
-        """A segment that an earlier master knew: suspected until its node mounts it here."""
+        """Add a segment of an earlier master: suspected until its node mounts it here."""
         segment = Segment(mount, None, now, self._first_change)
         segment.was_restored = True
         self._add(segment)
@@ -240,7 +240,7 @@ class Segments:
         return segment
 
     def _elsewhere(self, mount: Mount) -> Segment | None:
-        """The same content under a name that its node does not use any more."""
+        """The segment with the same content under its former name."""
         if mount.tier is not Tier.SSD:
             return None
         for segment in self.mounted.values():
@@ -249,20 +249,20 @@ class Segments:
         return None
 
     def follow(self, segment: Segment, mount: Mount) -> None:
-        """Elsewhere another process was seen to serve the same content, at another address."""
+        """Another process serves the same content at another address, as another master has recorded."""
         segment.epoch, segment.address, segment.descriptor = mount.epoch, mount.address, mount.descriptor
 
     def settle(self, now: float, doubt: Doubt = Doubt.NONE) -> None:
-        """This master takes over: nodes have from now on to come.
+        """This master takes over: nodes have to mount from now on.
 
-        Where the records that it has may lack some, they say what they hold before space is given out: of
-        an SSD always, because what lies there was to last; of memory, if promises may be missing as well.
+        Where its records may lack some, nodes report what they hold before space is allocated: SSDs always,
+        because their objects were promised to last; memory, if promises may be missing as well.
         """
-        self._look_at = None
+        self._expire_at = None
         for segment in self.mounted.values():
             segment.was_restored = True
             if segment.wants_report:
-                segment.doubt = Doubt.ANY  # it had not been heard by the master before, either
+                segment.doubt = Doubt.ANY  # the earlier master had no report of it either
             elif doubt >= (Doubt.END if segment.tier is Tier.SSD else Doubt.PROMISES):
                 segment.doubt, segment.wants_report = doubt, True
             self._suspect(segment, now)
@@ -271,7 +271,7 @@ class Segments:
         """How long a segment rests that this master knows from its predecessors.
 
         They wrote down what they promised. A master of another line, which may have used the memory
-        in between, did so elsewhere.
+        in between, wrote it elsewhere.
         """
         return 0.0 if mount.line == self.line and segment.doubt < Doubt.PROMISES else mount.rest_s
 
@@ -282,15 +282,15 @@ class Segments:
         self.num_ssds += segment.tier is Tier.SSD
 
     def beat(self, name: str, epoch: int, connection: Hashable, now: float) -> Segment | None:
-        """A heartbeat; None when the sender must mount again."""
+        """Enter a heartbeat; None when the sender must mount again."""
         segment = self.find(name, epoch)
         if segment is None or segment.connection != connection:
             return None
-        segment.heard_at = now
+        segment.last_heartbeat_at = now
         segment.is_confirmed = True
         if not segment.is_alive:
             segment.set_state(SegmentState.ALIVE)
-            self._look_by(now + self._patience_s)
+            self._expire_by(now + self._patience_s)
         return segment
 
     def find(self, name: str, epoch: int) -> Segment | None:
@@ -316,20 +316,20 @@ class Segments:
         """(newly suspected for silence, given up). The caller must empty the latter."""
         silent: list[Segment] = []
         gone: list[Segment] = []
-        if self._look_at is None or now < self._look_at:
+        if self._expire_at is None or now < self._expire_at:
             return silent, gone
         for segment in list(self.mounted.values()):
-            if segment.is_alive and segment.heard_at + self._patience_s <= now:
+            if segment.is_alive and segment.last_heartbeat_at + self._patience_s <= now:
                 self._suspect(segment, now)
                 silent.append(segment)
             elif not segment.is_alive and segment.gone_at <= now:
                 self.drop(segment)
                 gone.append(segment)
-        self._look_at = min(map(self._changes_at, self.mounted.values()), default=None)
+        self._expire_at = min(map(self._changes_at, self.mounted.values()), default=None)
         return silent, gone
 
     def drop(self, segment: Segment) -> None:
-        """The caller must empty it."""
+        """Remove the segment. The caller must empty it."""
         assert self.mounted.get(segment.name) is segment
         del self.mounted[segment.name]
         for index, name in ((self._by_host, segment.host), (self._by_node, segment.node)):
@@ -340,27 +340,27 @@ class Segments:
         segment.set_state(SegmentState.GONE)
 
     def retire(self, segment: Segment) -> None:
-        """Drop it, and don't let this life of its process mount it again. The caller must empty it."""
+        """Remove it, and refuse further mounts of its process in this epoch. The caller must empty it."""
         self.drop(segment)
         self._retired[segment.name] = segment.epoch
         if len(self._retired) > MAX_RETIRED:
             del self._retired[next(iter(self._retired))]
 
     def deadline(self) -> float | None:
-        """When to call ``expire``; it may find that nothing has happened yet."""
-        return self._look_at
+        """When to call ``expire``, which may find nothing to do yet."""
+        return self._expire_at
 
     def _changes_at(self, segment: Segment) -> float:
-        return segment.heard_at + self._patience_s if segment.is_alive else segment.gone_at
+        return segment.last_heartbeat_at + self._patience_s if segment.is_alive else segment.gone_at
 
-    def _look_by(self, instant: float) -> None:
-        if self._look_at is None or instant < self._look_at:
-            self._look_at = instant
+    def _expire_by(self, instant: float) -> None:
+        if self._expire_at is None or instant < self._expire_at:
+            self._expire_at = instant
 
     def _suspect(self, segment: Segment, now: float) -> None:
         segment.set_state(SegmentState.SUSPECTED)
         segment.gone_at = now + self._ttl_s
-        self._look_by(segment.gone_at)
+        self._expire_by(segment.gone_at)
 
     def check(self) -> None:
         for index in (self._by_host, self._by_node):
@@ -372,14 +372,14 @@ class Segments:
             assert segment.is_alive == (segment.state is SegmentState.ALIVE)
             assert segment.holders.keys() == segment.allocator.allocations.keys(), segment
             segment.allocator.check()
-            assert self._look_at is not None and self._look_at <= self._changes_at(segment), segment
+            assert self._expire_at is not None and self._expire_at <= self._changes_at(segment), segment
 
     def __repr__(self) -> str:
         return f"<Segments {list(self.mounted.values())!r}>"
 
 
 def _is_same_content(known: Segment, mount: Mount) -> bool:
-    """Memory never outlives its process; an SSD that changed its size is taken for another one."""
+    """Memory never outlives its process; an SSD with a changed size counts as another one."""
     kept = known.allocator
     return (
         mount.tier is Tier.SSD

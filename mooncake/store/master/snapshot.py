@@ -1,17 +1,18 @@
-"""What a master knows, as records: all at once, or piece by piece while it goes on.
+"""Snapshot of a master's state as records: all at once, or piece by piece while it runs.
 
-This is the only place that says what belongs to a master's state. The log that is compacted, the standby
-that begins to follow, the snapshot of a restart, the simulator and the tests all take it from here, so none
-of them can know less than another. It is: the line of masters, segments, quotas, tenants that were emptied,
-for each key the version that was acknowledged, which old versions of a key are out of date, and space that
-is promised without being a replica. Not part of it, because a successor assumes the longest ones that could
-exist, are leases and soft pins; and jobs end with the master that has them (``jobs.py``).
+This is the only module that defines what belongs to a master's state. Compaction of the log, a new standby,
+a restart, the simulator and the tests all take it from here, so none of them can know less than another. It
+consists of: the line of masters, segments, quotas, tenants that were emptied, for each key the version that
+was acknowledged, which old versions of a key are out of date, and space that is promised without being a
+replica. Leases and soft pins are not part of it, because a successor assumes the longest ones that could
+exist; and jobs end with the master that has them (``jobs.py``).
 
-A copy is made in pieces, because neither a standby nor a log may keep the master from answering for as long
-as it takes to write down a million objects. What happens in the meantime goes between the pieces, except
-what is about a key that is still to come, whose piece will tell. So at every instant the copy is what the
-master knows, less the keys that are still to come. Then comes the space that was promised, and last, how far
-ids were given out: a copy without that has lost its end, and what it lacks is not gone for that reason.
+A snapshot is taken in pieces, because neither a standby nor a log may block the master for as long as it
+takes to write down a million objects. Records made meanwhile go between the pieces, except those about a key
+that is still to come, whose piece will include them. So at every instant the snapshot is the master's state
+without the keys still to come. Then comes the space that was promised, and last, the largest id that was
+given out: a snapshot without that record was cut off, and objects that it lacks are not removed for that
+reason.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from mooncake.types import ObjectKey
 ItemT = TypeVar("ItemT")
 
 OBJECTS_PER_PIECE = 1000
-"""Objects copied at a time; some milliseconds."""
+"""Objects copied at a time; takes a few milliseconds."""
 NEVER = (0, -1)
 
 
 class Snapshot:
-    """A copy of ``catalog`` that begins now."""
+    """A snapshot of ``catalog`` that begins now."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -43,13 +44,13 @@ class Snapshot:
         self._keys = list(reversed(catalog.objects.readable))
         self._to_come: dict[ObjectKey, None] = dict.fromkeys(self._keys)
         self._tombstones = list(reversed(catalog.tombstones))
-        """Keys of which only is to be told what is out of date. It matters in no order: what happens to them
-        meanwhile is told, and says the same or more."""
+        """Keys of which only the limit of outdated versions is recorded. Their order does not matter: later
+        records of them say the same or more."""
         self._segments: list[Segment] | None = None
-        """Where promised space is still to be looked for; None: that has not begun. It begins after the last
-        key, and what is promised or given up later is written down."""
+        """Segments whose promised space is still to be recorded; None before that begins, after the last key.
+        What is promised or given up later has records of its own."""
         self._offsets: list[int] = []
-        """In the last of them."""
+        """Remaining offsets of the last of them."""
         self._is_ended = False
 
     @property
@@ -57,24 +58,24 @@ class Snapshot:
         return self._is_ended
 
     def piece(self, count: int = OBJECTS_PER_PIECE) -> list[Record]:
-        """The next records."""
+        """The next records of the snapshot."""
         records, self._head = self._head, []
         if self._keys:
             for key in _taken(self._keys, count):
                 del self._to_come[key]
-                self._tell(key, records)
+                self._record_key(key, records)
         elif self._tombstones:
             for key in _taken(self._tombstones, count):
                 if key not in self._catalog.objects.readable:
-                    self._tell(key, records)
+                    self._record_key(key, records)
         else:
-            self._tell_held(10 * count, records)
+            self._record_held(10 * count, records)
             if not self._segments:
                 self._is_ended = True
                 records.append(IdsGiven(self._catalog.objects.last_id))
         return records
 
-    def _tell(self, key: ObjectKey, records: list[Record]) -> None:
+    def _record_key(self, key: ObjectKey, records: list[Record]) -> None:
         catalog = self._catalog
         stored = catalog.objects.readable.get(key)
         if stored is not None:
@@ -82,7 +83,7 @@ class Snapshot:
         elif catalog.tombstones.get(key, NEVER)[1] == catalog.cleared_of(key):
             records.append(ObjectGone(key, 0, catalog.news_of(key)))
 
-    def _tell_held(self, count: int, records: list[Record]) -> None:
+    def _record_held(self, count: int, records: list[Record]) -> None:
         if self._segments is None:
             self._segments = list(reversed(self._catalog.segments.mounted.values()))
             self._offsets = self._offsets_of_next()
@@ -101,7 +102,7 @@ class Snapshot:
         return list(reversed(self._segments[-1].holders)) if self._segments else []
 
     def between(self, records: list[Record]) -> list[Record]:
-        """What of ``records``, which have just been written down, belongs after the pieces so far."""
+        """The part of ``records``, just written down, that belongs after the pieces so far."""
         if not self._to_come:
             return records
         return [record for record in records if getattr(record, "key", None) not in self._to_come]
@@ -111,7 +112,7 @@ class Snapshot:
 
 
 def _taken(items: list[ItemT], count: int) -> list[ItemT]:
-    """The last so many, which leave the list, the last one first."""
+    """Remove the last ``count`` items from the list; returns them, the last one first."""
     taken = items[-count:]
     del items[-count:]
     taken.reverse()

@@ -1,19 +1,19 @@
-"""Tasks: one replica more for one object, copied by the node that owns the space it goes to.
+"""Tasks: one more replica of one object each, copied by the node that owns the target space.
 
 ::
 
     plan ──▶ WAITING ──the target's node polls──▶ UNDER WAY ──TaskDone──▶ done
                 ▲                                     │
-                └── the source was at fault, or late ─┘ ... or given up, and whoever planned it is told
+                └── the source was at fault, or late ─┘ ... or given up, and its planner is notified
 
-Who plans them, and why, are ``tiering.py`` and ``jobs.py``; here is when they run. Space is
-reserved when a task is handed out, not when it is planned, so that a long queue holds none. A task
-has a deadline like a put has: the node writes nothing later, and the space of one that was given up
-rests for the grace beyond it.
+``tiering.py`` and ``jobs.py`` plan them and have the reasons; here is decided when they run. Space is
+reserved when a task is started, not when it is planned, so that a long queue holds none. A task
+has a deadline as a put has: the node writes nothing later, and the space of one that was given up
+rests for the grace period beyond it.
 
 A node polls once for each of its segments and is answered when there is work or something for its
-journal, or after a while. Answers are put together when the event at hand is over (``expire``), so
-that the puts of one message make one batch of tasks, and planning never disturbs who plans.
+journal, or after a timeout. Answers are composed after the current event (``expire``), so that the
+puts of one message make one batch of tasks, and planning never interferes with its caller.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from mooncake.store.master.segments import Segment
 from mooncake.types import Tier
 
 JOURNAL_DELAY_S = 0.05
-"""How long a change waits for others to travel with it."""
+"""How long a change waits to be batched with others."""
 GONE_DELAY_S = 0.002
-"""The same if something went: its space is used again, and until the node has noted that, a master that
-had nothing but the journals would believe that the old object is there."""
+"""The same if an object was removed: its space is reused, and until the node has noted that, a master that
+has only the journals would take the old object to be there."""
 MAX_CHANGES = 4096
-"""In one answer."""
+"""Maximum number of changes in one answer."""
 MAX_ATTEMPTS = 3
 MAX_GIVEN_UP = 4096
-LOOK_S = 1.0
-"""How often it is looked whether a segment that could not take its tasks can now, or never will."""
+CHECK_INTERVAL_S = 1.0
+"""Interval of the check whether a segment can run its tasks now, or never will."""
 
 OnTaskEnd: TypeAlias = Callable[["PlannedCopy", Refusal | None, float], None]
-"""Told when a task is over: None, or why it was given up."""
+"""Called when a task is over, with None, or with why it was given up."""
 
 
 class ReplicaVerifier(Protocol):
-    """Who has replicas read by their own nodes (``verification.py``)."""
+    """Has replicas read by their own nodes (``verification.py``)."""
 
     def suspect(self, stored: StoredObject, extent: Extent, name: str, now: float) -> bool | Refusal: ...
 
@@ -68,20 +68,20 @@ class PlannedCopy:
     target: Segment
     why: str
     makes_room: bool
-    """Others may be evicted from the target for it."""
+    """Others may be evicted from the target to make room for it."""
     ended: list[OnTaskEnd]
     source: Extent | None = None
     extent: Extent | None = None
     """Its space on the target, while it is under way."""
     until: float = 0.0
-    """When it is given up."""
+    """When the task is given up."""
     num_attempts: int = 0
     failed_sources: list[Segment] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(slots=True)
 class _SegmentQueue:
-    """What waits for one segment, by task id."""
+    """Tasks that wait for one segment, by id."""
 
     urgent: dict[int, PlannedCopy] = dataclasses.field(default_factory=dict)
     others: dict[int, PlannedCopy] = dataclasses.field(default_factory=dict)
@@ -90,18 +90,18 @@ class _SegmentQueue:
 
 @dataclasses.dataclass(slots=True)
 class _PendingPoll:
-    """A Poll that waits for its answer."""
+    """A Poll without an answer yet."""
 
     origin: Any
     connection: Hashable
     max_tasks: int
     arrived_at: float
     changes_due: float | None = None
-    """When it is answered for the sake of the journal alone."""
+    """When it is answered for the journal's changes alone."""
 
 
 class Tasks:
-    """Answers Poll. A clock and a watcher of the catalog, which also keeps the deadlines."""
+    """Answers Poll. A clock and an observer of the catalog, which also enforces the deadlines."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -109,20 +109,20 @@ class Tasks:
         self._lines: dict[Segment, _SegmentQueue] = {}
         self._under_way: dict[int, PlannedCopy] = {}
         self._given_up: dict[int, StoredObject] = {}
-        """The last ones that were under way when they were given up."""
+        """The last tasks that were given up while under way."""
         self._by_object: dict[int, list[PlannedCopy]] = {}
-        """Every task, by the id of its object."""
+        """All tasks, by the id of their object."""
         self._parked: dict[Segment, _PendingPoll] = {}
-        """The one that came first is first."""
+        """Polls without an answer, oldest first."""
         self._due: dict[Segment, float] = {}
-        """Parked Polls that are answered for their changes, in order."""
+        """Parked Polls that are answered for their changes, in order of deadline."""
         self._soon: dict[Segment, float] = {}
-        """The same, of those that are in a hurry."""
+        """The same, for urgent changes."""
         self._ripe: dict[Segment, float] = {}
-        """Segments whose Poll may be answerable, since when."""
-        self._look_at: float | None = None
+        """Segments whose Poll may be answerable, and since when."""
+        self._check_at: float | None = None
         self.checking: ReplicaVerifier | None = None
-        """Its checks travel with the tasks."""
+        """Its checks are sent along with tasks."""
 
     def plan(
         self,
@@ -135,7 +135,8 @@ class Tasks:
         makes_room: bool = False,
         is_urgent: bool = False,
     ) -> PlannedCopy:
-        """One more replica of ``stored`` on ``target``; the same task when that is planned already."""
+        """Plan one more replica of ``stored`` on ``target``; returns the task that is planned already, if
+        any."""
         task = self.find(stored, target)
         if task is None:
             self._last_id += 1
@@ -154,11 +155,11 @@ class Tasks:
         return next((t for t in self._by_object.get(stored.object_id, ()) if t.target is target), None)
 
     def of(self, stored: StoredObject) -> list[PlannedCopy]:
-        """Every task about this object."""
+        """All tasks for this object."""
         return list(self._by_object.get(stored.object_id, ()))
 
     def cancel(self, task: PlannedCopy, reason: str, now: float) -> None:
-        """Nobody wants it any more; nobody is told."""
+        """Give up a task without notifying its planner."""
         task.ended.clear()
         self._give_up(task, Refusal("cancelled", reason), now)
 
@@ -177,23 +178,23 @@ class Tasks:
         if earlier is not None and earlier.connection == event.connection:
             self._catalog.replies.append(Reply(earlier.origin, m.Polled(0, [], [])))
         has_all = segment.changes.noted(message.seen)
-        if has_all and segment.report_asked not in (None, event.connection):
-            segment.changes.miss(message.seen)  # it was asked, and its report was lost on the way
+        if has_all and segment.report_connection not in (None, event.connection):
+            segment.changes.miss(message.seen)  # a report was requested, and lost on the way
             has_all = False
         if not has_all:
-            segment.report_asked = event.connection
+            segment.report_connection = event.connection
             return m.Polled(segment.changes.first, segment.changes.take(MAX_CHANGES), [])
         self._parked[segment] = _PendingPoll(event.origin, event.connection, max(0, message.max_tasks), now)
         self._ripe.setdefault(segment, now)
-        self._look_by(now)
+        self._check_by(now)
         return None
 
     def hurry(self, segment: Segment, now: float) -> None:
-        """There may be something to do for its node."""
+        """Check for work for this segment's node, which may be waiting."""
         self._ripe.setdefault(segment, now)
 
     def lost(self, segment: Segment, reason: str, now: float) -> None:
-        """The process that did the tasks of this segment is gone; its content may be there still."""
+        """Handle the loss of the process that ran this segment's tasks; its content may still be there."""
         self._unpark(segment)
         for task in [one for one in self._under_way.values() if one.target is segment]:
             self._failed(task, Refusal("peer_lost", reason), now)
@@ -227,13 +228,13 @@ class Tasks:
         self._failed(task, done.refusal, now)
 
     def _let_go(self, task: PlannedCopy) -> None:
-        """It reads its source no more."""
+        """Release the source that the task read."""
         assert task.source is not None
         readers = [one.until for one in self.of(task.stored) if one.source is task.source and one is not task]
         task.source.held_until = max(readers, default=0.0)
 
     def _done_in_vain(self, done: m.TaskDone, segment: Segment, now: float) -> None:
-        """It was given up meanwhile: the node may hold now what it has been told to drop."""
+        """Handle the end of a task given up meanwhile: the node may have what it was ordered to drop."""
         stored = self._given_up.pop(done.task_id, None)
         if stored is None or done.refusal is not None:
             return
@@ -242,10 +243,10 @@ class Tasks:
             self.note(segment, stored.object_id, now)
         elif extent.is_complete:
             self.note(segment, entry_of(stored, extent.offset), now)
-        # Else another task is writing there: its entry will take the place of the first one's.
+        # Otherwise another task is writing there: its entry will replace the first one's.
 
     def _doubt_source(self, task: PlannedCopy, now: float) -> None:
-        """Who read it found wrong bytes, twice. Of another node's replica that is no more than a report."""
+        """Its reader found wrong bytes, twice. For another node's replica that is only a report."""
         assert task.source is not None and self.checking is not None
         if task.source not in task.stored.extents:
             return
@@ -255,16 +256,16 @@ class Tasks:
         else:
             self.checking.suspect(task.stored, task.source, reader, now)
 
-    # A task's life
+    # Life of a task
 
     def _enqueue(self, task: PlannedCopy, is_urgent: bool, now: float) -> None:
         line = self._lines.setdefault(task.target, _SegmentQueue())
         (line.urgent if is_urgent else line.others)[task.task_id] = task
         self._ripe.setdefault(task.target, now)
-        self._look_by(now + LOOK_S)
+        self._check_by(now + CHECK_INTERVAL_S)
 
     def _start(self, task: PlannedCopy, parked: _PendingPoll, now: float) -> m.CopyTask | None:
-        """Hand it out; None: it is over."""
+        """Start the task; None if it is over."""
         stored, target = task.stored, task.target
         if any(extent.segment is target and extent.is_complete for extent in stored.extents):
             self._end(task, None, now)
@@ -284,13 +285,14 @@ class Tasks:
         self._remove_from_line(task)
         self._under_way[task.task_id] = task
         self._lines[target].num_under_way += 1
-        self._catalog.tell(now, stored.key, "{}: #{} goes to {} from {}", *_about(task), source.segment.name)
+        about = _about(task)
+        self._catalog.add_story(now, stored.key, "{}: #{} goes to {} from {}", *about, source.segment.name)
         # The node counts from when it polled.
         deadline_s = now - parked.arrived_at + put_s
         return m.CopyTask(task.task_id, entry_of(stored, extent.offset), replica_of(source), deadline_s)
 
     def _source(self, task: PlannedCopy) -> Extent | None:
-        """The nearest replica, of those that have not failed if there are some."""
+        """The nearest replica, preferably one that has not failed."""
         target = task.target
 
         def merit(extent: Extent) -> tuple[bool, ...]:
@@ -304,10 +306,10 @@ class Tasks:
     def _failed(self, task: PlannedCopy, refusal: Refusal, now: float) -> None:
         self._drop_space(task, str(refusal), now)
         if task not in self.of(task.stored):
-            return  # its object is gone, and the task with it
+            return  # its object was removed, and the task with it
         task.num_attempts += 1
         if task.num_attempts < MAX_ATTEMPTS and refusal.code != "no_space" and task.target.is_mounted:
-            # Under another number: what the first attempt may still report is not about the second.
+            # Under a new number: late reports of the first attempt are not about the second.
             self._last_id += 1
             task.task_id = self._last_id
             self._enqueue(task, False, now)
@@ -324,7 +326,9 @@ class Tasks:
         self._forget(task)
         if refusal is not None:
             self._catalog.counts.failed_tasks += 1
-            self._catalog.tell(now, task.stored.key, "{}: #{} to {} given up: {}", *_about(task), refusal)
+            self._catalog.add_story(
+                now, task.stored.key, "{}: #{} to {} given up: {}", *_about(task), refusal
+            )
         for ended in task.ended:
             ended(task, refusal, now)
 
@@ -356,10 +360,10 @@ class Tasks:
             line.urgent.pop(task.task_id, None)
             line.others.pop(task.task_id, None)
 
-    # A watcher of the catalog
+    # An observer of the catalog
 
     def readable(self, stored: StoredObject, now: float) -> None:
-        """It came to its segments."""
+        """Note the object in the journals of its segments."""
         for extent in stored.extents:
             if not extent.segment.polls:
                 extent.segment.changes.skip()
@@ -383,11 +387,11 @@ class Tasks:
                 self._give_up(task, Refusal("peer_lost", f"{extent.segment.name} is gone"), now)
 
     def extent_left(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """It is nothing that its node holds any more."""
+        """Remove the replica from its node's journal."""
         self.note(extent.segment, stored.object_id, now)
 
     def note(self, segment: Segment, change: m.SegmentEntry | int, now: float) -> None:
-        """Something for the journal of the segment's node."""
+        """Queue a change for the journal of the segment's node."""
         if not segment.is_mounted:
             return
         if not segment.polls:
@@ -401,7 +405,7 @@ class Tasks:
             self._ripe.setdefault(segment, now)
 
     def _hurry(self, segment: Segment, parked: _PendingPoll, now: float) -> None:
-        """There are changes: say when its Poll is answered for them."""
+        """Set the time at which a Poll is answered because of changes."""
         if segment.changes.has_gone:
             if segment not in self._soon and (parked.changes_due is None or segment in self._due):
                 self._due.pop(segment, None)
@@ -412,8 +416,8 @@ class Tasks:
     # A clock of the catalog
 
     def deadline(self) -> float | None:
-        # Asked after every event of the master, so without building anything.
-        soonest = math.inf if self._look_at is None else self._look_at
+        # Called after every event of the master, so it allocates nothing.
+        soonest = math.inf if self._check_at is None else self._check_at
         for instant in self._ripe.values():
             soonest = min(soonest, instant)
             break
@@ -430,8 +434,8 @@ class Tasks:
 
     def expire(self, now: float) -> None:
         poll_s = self._catalog.settings.poll_s
-        if self._look_at is not None and self._look_at <= now:
-            self._look(now)
+        if self._check_at is not None and self._check_at <= now:
+            self._check_queues(now)
         for queue in (self._soon, self._due):
             while queue and (first := next(iter(queue.items())))[1] <= now:
                 self._ripe.setdefault(first[0], now)
@@ -440,21 +444,21 @@ class Tasks:
             if parked.arrived_at + poll_s > now:
                 break
             self._ripe.setdefault(segment, now)
-        # What is given up on the way may be planned again elsewhere.
+        # A task that is given up here may be planned again elsewhere.
         while self._ripe:
             ripe, self._ripe = self._ripe, {}
             for segment in ripe:
                 self._serve(segment, now)
 
     def _serve(self, segment: Segment, now: float) -> None:
-        """Answer its Poll, if there is something to say."""
+        """Answer its Poll, if there is something to send."""
         parked = self._parked.get(segment)
         if parked is None:
             return
         is_over = parked.arrived_at + self._catalog.settings.poll_s <= now
         if not segment.is_alive and not is_over:
             return
-        # What went must be known there before what comes: a change that is late would take it away again.
+        # Removals must be known there before new objects come: a late change would remove these again.
         is_behind = len(segment.changes) > MAX_CHANGES
         tasks = [] if is_behind else self._start_some(segment, parked, now)
         checks = [] if is_behind or self.checking is None else self.checking.take(segment, now)
@@ -481,8 +485,8 @@ class Tasks:
                 tasks.append(started)
         return tasks
 
-    def _look(self, now: float) -> None:
-        """Tasks that can't be handed out must not wait for ever."""
+    def _check_queues(self, now: float) -> None:
+        """Give up tasks that can't be started, so that none waits forever."""
         for segment in [*self._lines, *self._parked]:
             if not segment.is_mounted:
                 self.lost(segment, f"{segment.name} is gone", now)
@@ -494,11 +498,11 @@ class Tasks:
                     self._give_up(task, Refusal("draining", f"{segment.name} takes nothing new"), now)
             if not (line.urgent or line.others or line.num_under_way):
                 del self._lines[segment]
-        self._look_at = now + LOOK_S if self._lines or self._parked else None
+        self._check_at = now + CHECK_INTERVAL_S if self._lines or self._parked else None
 
-    def _look_by(self, instant: float) -> None:
-        if self._look_at is None:
-            self._look_at = instant
+    def _check_by(self, instant: float) -> None:
+        if self._check_at is None:
+            self._check_at = instant
 
     def _unpark(self, segment: Segment) -> _PendingPoll | None:
         self._due.pop(segment, None)
@@ -523,14 +527,14 @@ class Tasks:
         for queue in (self._due, self._soon):
             assert queue.keys() <= self._parked.keys()
             assert list(queue.values()) == sorted(queue.values())
-        assert not (self._lines or self._parked) or self._look_at is not None
+        assert not (self._lines or self._parked) or self._check_at is not None
 
     def __repr__(self) -> str:
         return f"<Tasks {len(self._by_object)} objects, {len(self._under_way)} under way>"
 
 
 def entry_of(stored: StoredObject, offset: int) -> m.SegmentEntry:
-    """What a journal keeps of a readable object."""
+    """The journal's entry for a readable object."""
     assert stored.stored is not None
     return m.SegmentEntry(
         stored.key,

@@ -1,8 +1,8 @@
-"""Who may keep how much: the accounts of tenants, in bytes of memory.
+"""Accounts of tenants: how many bytes of memory each uses, and its quota.
 
-An account counts what its tenant's objects take in memory, written or being written, once for each
-replica. SSD is not counted: what is demoted has left the quota. Whose an object is, its scoped key
-says (``objects.py``). What follows from a full account, ``free_space.py`` decides.
+An account counts the memory of its tenant's objects, written or being written, once for each
+replica. SSD is not counted: a demoted object has left the quota. An object's scoped key names its
+tenant (``objects.py``). ``free_space.py`` decides what follows from a full account.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def check_tenant(tenant: str) -> Refusal | None:
 
 
 class Account:
-    """One tenant's."""
+    """The account of one tenant."""
 
     __slots__ = ("_heap", "_order", "num_objects", "quota_bytes", "tenant", "used_bytes")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
-        """"" is the default one."""
+        """Name of the tenant; "" is the default one."""
         self.quota_bytes: int | None = None
-        """None: as much as there is."""
+        """None: no limit."""
         self.used_bytes = 0
         self.num_objects = 0
-        """That can be read."""
+        """Number of readable objects."""
         self._heap: list[tuple[float, int, int, StoredObject]] | None = None
         """(lease end, object id, tie-breaker, object): its objects by age, while there is a quota. An object
-        that was set aside and is back has the id of one that is still among them (``Catalog.show``)."""
+        that was set aside and restored has the id of one that is still in the heap (``Catalog.show``)."""
         self._order = itertools.count()
 
     @property
@@ -72,7 +72,7 @@ class Account:
         return rank, stored.object_id, next(self._order), stored
 
     def victims(self, now: float) -> Generator[tuple[StoredObject, Extent], None, None]:
-        """Its own objects with a replica in memory, the least recently used first; pinned ones never."""
+        """Its own objects with a replica in memory, the least recently used first; never pinned ones."""
         heap, spared = self._heap or [], list[tuple[float, int, int, StoredObject]]()
         try:
             while heap:
@@ -96,13 +96,13 @@ class Account:
 
 
 class Tenants:
-    """The accounts, by tenant."""
+    """Accounts by tenant."""
 
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}
 
     def account_of(self, key: str) -> Account:
-        """Of the tenant whose scoped key this is."""
+        """The account of a scoped key's tenant."""
         tenant = split_scoped(key)[0] if "\0" in key else ""
         account = self.accounts.get(tenant)
         if account is None:
@@ -127,7 +127,7 @@ class Tenants:
         stored.account.num_objects -= 1
 
     def tidy(self, account: Account) -> None:
-        """Who has nothing and no quota is forgotten."""
+        """Remove an account without objects and quota."""
         has_nothing = not account.used_bytes and not account.num_objects
         if has_nothing and account.quota_bytes is None and self.accounts.get(account.tenant) is account:
             del self.accounts[account.tenant]

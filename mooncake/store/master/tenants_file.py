@@ -1,4 +1,4 @@
-"""The YAML file with the tenants' quotas, as the existing master has it: read at start, rewritten on change.
+"""YAML file with the tenants' quotas, in the existing master's format: read at start, rewritten on change.
 
 ::
 
@@ -22,10 +22,10 @@ FIELD = "tenants_file"
 
 
 def read(path: str) -> dict[str, int]:
-    """Bytes by tenant; nothing when there is no file yet.
+    """Read bytes by tenant; empty when there is no file yet.
 
     Raises:
-        InvalidArgument: it can't be read; names the entry that is wrong.
+        InvalidArgument: the file can't be read; names the entry that is wrong.
     """
     import yaml  # late: an extra
 
@@ -57,10 +57,10 @@ def _entry(path: str, one: Any) -> tuple[str, int]:
 
 
 def write(path: str, quotas: Iterable[m.QuotaStatus]) -> None:
-    """Replace the file, all or nothing.
+    """Replace the file atomically.
 
     Raises:
-        StorageError: it can't be written.
+        StorageError: the file can't be written.
     """
     import yaml  # late: an extra
 

@@ -1,4 +1,4 @@
-"""When bytes move between memory and SSD: down ahead of need, up when they are wanted again.
+"""Movement between memory and SSD: down ahead of need, up when objects are wanted again.
 
 ::
 
@@ -7,17 +7,17 @@
        └───────────── promote: found cold often enough ───────────────┘
 
 **Demotion** copies; the replica in memory stays until space is needed, and eviction then finds
-victims that cost nothing (``eviction.py``). As with the dirty pages of an operating system, what has
-no copy on SSD may take ``demote_watermark`` of a node's memory; beyond it the coldest objects are
-copied. An SSD that is full gives its own coldest away. What was evicted from SSD while it is still in
-memory is not copied again: else a small SSD would be rewritten in circles.
+victims that cost nothing (``eviction.py``). As with the dirty pages of an operating system, objects
+without a copy on SSD may take ``demote_watermark`` of a node's memory; beyond it the coldest objects
+are copied. A full SSD evicts its own coldest objects. An object evicted from SSD while it is still in
+memory is not copied again: otherwise a small SSD would be rewritten continually.
 
-**Promotion** is for what is read again and again. An object is admitted when it was found cold
-``promote_after_hits`` times among the last lookups of that kind: counts are halved every so often, so
-that they say how often *lately* (TinyLFU: Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient
-Cache Admission Policy", ACM Transactions on Storage 13, 2017; a plain table does for its sketch here,
-because only objects that exist are counted). It never takes memory beyond the high watermark: colder
-objects that are on SSD make room, or it waits for another time.
+**Promotion** is for objects that are read repeatedly. An object is admitted when it was found cold
+``promote_after_hits`` times among the last lookups of that kind: counts are halved periodically, so
+that they measure *recent* frequency (TinyLFU: Einziger, Friedman and Manes, "TinyLFU: A Highly
+Efficient Cache Admission Policy", ACM Transactions on Storage 13, 2017; a plain table replaces its
+sketch here, because only objects that exist are counted). It never takes memory beyond the high
+watermark: colder objects that are on SSD make room, or the promotion is skipped.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from mooncake.store.master.segments import Segment
 from mooncake.store.master.tasks import PlannedCopy, Tasks
 from mooncake.types import Tier
 
-LOOK_S = 1.0
-"""How often it is looked whether SSDs have come and what failed may be tried again."""
+CHECK_INTERVAL_S = 1.0
+"""Interval of the check for new SSDs and for demotions to be retried."""
 SCAN_S = 0.02
 SCAN_OBJECTS = 10_000
-"""Objects looked at in one go when an SSD has come to memory that is full already."""
+"""Objects scanned per step when an SSD has come to memory that is full already."""
 WORTH_WHILE = 16
-"""Objects for which the coldest are looked for while others are being copied."""
+"""Least number of objects for a search for the coldest while others are being copied."""
 MAX_WAITING = 4096
-"""Demotions to one SSD; what comes beyond that waits until it is looked for."""
+"""Demotions queued for one SSD; later ones wait for the next search."""
 MAX_VICTIMS = 64
-"""Replicas that leave memory for one that is promoted."""
+"""Maximum number of replicas that leave memory for one promotion."""
 
 
 @dataclasses.dataclass(slots=True)
 class _NodeTiers:
-    """The memory of one node, seen as what may have to be copied."""
+    """Objects in the memory of one node that may have to be copied."""
 
     segment: Segment
     num_dirty: int = 0
     dirty_bytes: int = 0
-    """Of the objects that have no copy on SSD."""
+    """Bytes of the objects without a copy on SSD."""
     planned_bytes: int = 0
-    """Of those that are being copied."""
+    """Bytes of those that are being copied."""
     blocked_until: float = 0.0
-    """Copying failed, or there is nothing that may be copied."""
+    """Copying failed, or no object may be copied."""
 
 
 class Frequency:
-    """How often each of the objects in a stream occurred lately."""
+    """How often each object of a stream occurred recently."""
 
     def __init__(self, sample_size: int = 1 << 16) -> None:
         self._sample_size = sample_size
@@ -70,7 +70,7 @@ class Frequency:
         self._counts: dict[int, int] = {}
 
     def add(self, object_id: int) -> int:
-        """Count it; how often it has occurred."""
+        """Count an occurrence; returns the count."""
         self._num_seen += 1
         if self._num_seen >= self._sample_size:
             self._num_seen //= 2
@@ -83,14 +83,14 @@ class Frequency:
 
 
 class Tiering:
-    """A clock and a watcher of the catalog."""
+    """A clock and an observer of the catalog."""
 
     def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
         self._catalog = catalog
         self._tasks = tasks
         self._homes: dict[Segment, _NodeTiers] = {}
         self._dirty: dict[int, tuple[_NodeTiers, StoredObject]] = {}
-        """By object id."""
+        """Objects without a copy on SSD, by id."""
         self._planned: dict[int, PlannedCopy] = {}
         """Demotions, by object id."""
         self._pairs: dict[tuple[Segment, Segment], None] = {}
@@ -98,20 +98,20 @@ class Tiering:
         self._owed: dict[int, StoredObject] = {}
         """Durable objects without a copy, by object id."""
         self._scans: deque[list[StoredObject]] = deque()
-        self._look_at = 0.0
+        self._check_at = 0.0
         self._frequency = Frequency()
         self.on_demoted: Callable[[], None] = lambda: None
-        """Told when a demotion is over, whatever came of it."""
+        """Called when a demotion has ended, with or without success."""
 
     @property
     def is_freeing(self) -> bool:
-        """Whether objects are on their way to SSD that may leave memory only once they are there."""
+        """Whether objects are being copied to SSD that may leave memory only after that."""
         return bool(self._planned) and not self._catalog.settings.evict_undemoted
 
     # Down
 
     def _make_durable(self, stored: StoredObject, now: float) -> None:
-        """Its writer waits for a copy on SSD: on its own node if that has one, as soon as it can be."""
+        """Plan the copy on SSD that a writer waits for: on its own node if that has one, else elsewhere."""
         self._owed[stored.object_id] = stored
         alive = [one for one in self._catalog.alive(Tier.SSD) if not one.is_draining]
         if not alive or stored.object_id in self._planned:
@@ -130,7 +130,7 @@ class Tiering:
         self._demote(stored, max(alive, key=merit), now, is_urgent=True)
 
     def _demote_at_once(self, stored: StoredObject, now: float) -> None:
-        """No need to look for the coldest: all are wanted."""
+        """Demote without a search for the coldest objects: all are to be copied."""
         home, _ = self._dirty.get(stored.object_id, (None, None))
         ssd = None if home is None else self._ssd_of(home.segment)
         if ssd is not None and ssd.num_tasks < MAX_WAITING and stored.object_id not in self._planned:
@@ -153,7 +153,7 @@ class Tiering:
             home = self._homes.get(extent.segment)
             if home is not None:
                 if refusal is not None:
-                    home.blocked_until = now + LOOK_S
+                    home.blocked_until = now + CHECK_INTERVAL_S
                 self._relieve(home, now)
 
     def _count_planned(self, stored: StoredObject, sign: int) -> None:
@@ -161,7 +161,7 @@ class Tiering:
             self._dirty[stored.object_id][0].planned_bytes += sign * stored.size_bytes
 
     def _relieve(self, home: _NodeTiers, now: float) -> None:
-        """Copy the coldest, as long as there is more without a copy than may be."""
+        """Copy the coldest objects while more than allowed have no copy."""
         settings = self._catalog.settings
         limit_bytes = settings.demote_watermark * home.segment.allocator.size_bytes
         excess_bytes = home.dirty_bytes - home.planned_bytes - limit_bytes
@@ -170,8 +170,7 @@ class Tiering:
         ssd = self._ssd_of(home.segment)
         if ssd is None:
             return
-        # Those that are planned are looked at again, so it is worth while for several; and they ask when
-        # they end.
+        # A search goes over the planned ones again, so it should find several; each end starts another.
         room = 2 * settings.tasks_per_segment - ssd.num_tasks
         wanted = min(room, 1 + int(excess_bytes * home.num_dirty / home.dirty_bytes))
         if wanted <= 0 or (wanted < WORTH_WHILE and ssd.num_tasks):
@@ -187,7 +186,7 @@ class Tiering:
                 self._demote(stored, ssd, now)
                 excess_bytes -= stored.size_bytes
         if len(self._planned) == num_before:
-            home.blocked_until = now + LOOK_S
+            home.blocked_until = now + CHECK_INTERVAL_S
 
     def _ssd_of(self, memory: Segment) -> Segment | None:
         """The emptiest SSD of its node."""
@@ -195,7 +194,7 @@ class Tiering:
         return max(ssds, key=lambda ssd: ssd.allocator.free_bytes, default=None)
 
     def _note_dirty(self, stored: StoredObject, now: float) -> None:
-        """It is in memory; remember it if it should be copied some day."""
+        """Note an object in memory that may have to be copied later."""
         if stored.object_id in self._dirty or stored.complete(Tier.SSD):
             return
         for extent in stored.extents:
@@ -248,7 +247,7 @@ class Tiering:
             self._catalog.counts.promotions_failed += 1
 
     def _has_room(self, memory: Segment, stored: StoredObject, now: float) -> bool:
-        """Below the watermark, if need be after colder ones that are on SSD have left."""
+        """Whether it fits below the watermark, if necessary after colder ones that are on SSD have left."""
         if not memory.takes_objects(now):
             return False
         allocator = memory.allocator
@@ -267,7 +266,7 @@ class Tiering:
                     break
         return stored.is_readable and _fits(memory, stored, limit_bytes)
 
-    # A watcher of the catalog
+    # An observer of the catalog
 
     def readable(self, stored: StoredObject, now: float) -> None:
         if stored.policy.is_durable:
@@ -278,7 +277,7 @@ class Tiering:
                 self._demote_at_once(stored, now)
 
     def completed(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        """One more replica."""
+        """Handle a new complete replica."""
         if extent.segment.tier is Tier.SSD:
             self._owed.pop(stored.object_id, None)
             self._note_clean(stored)
@@ -299,7 +298,7 @@ class Tiering:
         if extent.segment.tier is not Tier.SSD:
             self._note_dirty(stored, now)
         elif not self._catalog.is_evicting and not stored.complete(Tier.SSD):
-            # Its bytes were wrong, or its node is gone.
+            # Its bytes were corrupt, or its node is gone.
             self._note_dirty(stored, now)
             if stored.policy.is_durable:
                 self._make_durable(stored, now)
@@ -307,7 +306,7 @@ class Tiering:
     # A clock of the catalog
 
     def deadline(self) -> float | None:
-        return self._look_at if self._catalog.segments.mounted else None
+        return self._check_at if self._catalog.segments.mounted else None
 
     def expire(self, now: float) -> None:
         if self._scans:
@@ -328,10 +327,10 @@ class Tiering:
                 self._relieve(home, now)
             elif not home.dirty_bytes:
                 del self._homes[home.segment]
-        self._look_at = now + (SCAN_S if self._scans else LOOK_S)
+        self._check_at = now + (SCAN_S if self._scans else CHECK_INTERVAL_S)
 
     def _scan(self, now: float) -> None:
-        """What lay in memory before its node had an SSD, or before this master led."""
+        """Scan objects that were in memory before their node had an SSD, or before this master led."""
         objects = self._scans[0]
         for stored in objects[-SCAN_OBJECTS:]:
             if stored.is_readable:

@@ -1,4 +1,4 @@
-"""What becomes of a replica whose bytes a reader found wrong: its own node reads it again, and decides.
+"""Verification of a replica whose bytes a reader found wrong: its own node reads it again, and decides.
 
 ::
 
@@ -6,17 +6,17 @@
                    │                             ├──right──▶ it stays, the report was wrong
                    └────── the node is silent ───┴──▶ it stays, but see below
 
-A reader may be wrong: its memory, its network card or its kernel may be what turns bits over. So nothing
-goes on a reader's word. Who reported what is counted by reporter, so that the machine at fault is found
-among those whose reports are refuted.
+A reader may be wrong: the bits may have been flipped by its memory, its network card or its kernel. So no
+replica is dropped on a reader's report alone. Reports are counted by reporter, so that a faulty machine is
+found among those whose reports are refuted.
 
 A node that does not answer (an older release, or an overloaded one) confirms nothing. Then a replica is
-dropped only if reports came from two machines at least, it lies in memory, and another replica can be read.
+dropped only if reports came from at least two machines, it is in memory, and another replica can be read.
 
 A reporter must not be able to keep a node's disk busy. Each report that starts a check costs its reporter
-one of ``REPORT_CREDIT``, which comes back when the report was right, else slowly; the same replica is not
-read again for a while once its node has found it right; and checks are handed out at a limited rate for each
-segment, a few at a time.
+one of ``REPORT_CREDIT``, which is restored when the report was right, otherwise slowly; a replica that its
+node found right is not read again for some time; and checks are sent at a limited rate for each segment,
+a few at a time.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from mooncake.store.master.tasks import Tasks, entry_of
 from mooncake.types import Tier
 
 STORY_LINES = 8
-"""Of a corrupt object's story, how many go to the log."""
+"""How many lines of a corrupt object's story are logged."""
 MAX_REPORTERS = 256
 MAX_NAME = 128
 """Characters of a reporter's name."""
 REPORT_CREDIT = 32.0
-"""Checks that one reporter may start before one of its reports is found right."""
+"""Checks that one reporter may start before one of its reports is confirmed."""
 REPORT_CREDIT_PER_S = 0.1
 MAX_SUSPECTED_REPLICAS = 4096
 MAX_REPORTERS_PER_REPLICA = 8
-"""Reporters that are remembered of one replica."""
+"""Reporters that are recorded for one replica."""
 MAX_UNDER_WAY = 4
-"""Checks that one segment's node has at a time."""
+"""Concurrent checks of one segment's node."""
 BYTES_PER_S = 64 << 20
-"""Read for checks on one segment, in the long run."""
+"""Average rate of reading for checks on one segment."""
 BURST_S = 4.0
-"""How far that may be run ahead of."""
+"""How far that rate may be exceeded in advance."""
 WAIT_S = 60.0
-"""In which a check is handed out or given up."""
+"""Age at which a check that was not sent is given up."""
 CHECK_S = 30.0
-"""In which the node answers."""
+"""How long the node may take to answer."""
 VERIFIED_S = 60.0
-"""So long a replica that its node found right is not read again."""
+"""How long a replica that its node found right is not read again."""
 MAX_VERIFIED = 4096
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 
 
 @dataclasses.dataclass(slots=True)
 class Reporter:
-    """A machine that reported wrong bytes. The name is what it says of itself."""
+    """A machine that reported wrong bytes. It chooses its own name."""
 
     name: str
     credit: float = REPORT_CREDIT
@@ -73,7 +73,7 @@ class Reporter:
     num_refuted: int = 0
     num_unanswered: int = 0
 
-    def may_ask(self, now: float) -> bool:
+    def may_report(self, now: float) -> bool:
         self.credit = min(REPORT_CREDIT, self.credit + REPORT_CREDIT_PER_S * (now - self.credit_at))
         self.credit_at = now
         if self.credit < 1.0:
@@ -94,7 +94,7 @@ class Reporter:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _SuspectedReplica:
-    """One replica that is to be read by its node."""
+    """One replica that its node is to read."""
 
     check_id: int
     stored: StoredObject
@@ -109,23 +109,23 @@ class _SuspectedReplica:
 
 
 class Verification:
-    """Answers Corrupt. A clock of the catalog; ``Tasks`` hands its checks out and brings the answers."""
+    """Answers Corrupt. A clock of the catalog; ``Tasks`` sends its checks and delivers the answers."""
 
     def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
         self._catalog = catalog
         self._tasks = tasks
         self._last_id = 0
         self._doubts: dict[tuple[int, str], _SuspectedReplica] = {}
-        """By object id and segment."""
+        """Suspected replicas by object id and segment."""
         self._waiting: dict[Segment, dict[int, _SuspectedReplica]] = {}
         self._under_way: dict[Segment, dict[int, _SuspectedReplica]] = {}
         self._paid_until: dict[Segment, float] = {}
-        """Up to which instant its checks have used up their rate."""
+        """Until when its checks have used up their rate."""
         self._right: dict[tuple[int, str], float] = {}
-        """What its node found right, and until when that is believed."""
+        """Replicas found right by their nodes, and until when that result is valid."""
         self._reporters: dict[str, Reporter] = {}
-        """Who reported last is last."""
-        self._look_at: float | None = None
+        """Reporters, the latest last."""
+        self._check_at: float | None = None
         tasks.checking = self
 
     def reporters(self, now: float) -> list[m.ReporterStatus]:
@@ -153,7 +153,7 @@ class Verification:
         return m.Outcomes(outcomes)
 
     def suspect(self, stored: StoredObject, extent: Extent, name: str, now: float) -> bool | Refusal:
-        """``name`` says that the bytes are wrong. True: the node is asked; False: it has just said no."""
+        """Handle a report by ``name``. True: the node is to check; False: it has just refuted another one."""
         reporter = self._reporter(name, now)
         reporter.num_reports += 1
         self._catalog.counts.corrupt_reports += 1
@@ -170,16 +170,17 @@ class Verification:
             return Refusal(
                 "limit", f"{MAX_SUSPECTED_REPLICAS} replicas are to be read again; report it later"
             )
-        if not reporter.may_ask(now):
-            return Refusal("limit", f"too many reports of {reporter.name!r} were not confirmed; look at it")
+        if not reporter.may_report(now):
+            reason = f"too many reports of {reporter.name!r} were not confirmed; check that machine"
+            return Refusal("limit", reason)
         self._last_id += 1
         doubt = _SuspectedReplica(self._last_id, stored, extent, now + WAIT_S, {reporter.name: None})
         self._doubts[place] = doubt
         self._waiting.setdefault(extent.segment, {})[doubt.check_id] = doubt
-        self._catalog.tell(now, stored.key, "#{} on {} is wrong, says {}", *place, reporter.name)
+        self._catalog.add_story(now, stored.key, "#{} on {} reported corrupt by {}", *place, reporter.name)
         self._tasks.hurry(extent.segment, now)
-        if self._look_at is None:
-            self._look_at = now + LOOK_S
+        if self._check_at is None:
+            self._check_at = now + CHECK_INTERVAL_S
         return True
 
     def _reporter(self, name: str, now: float) -> Reporter:
@@ -193,10 +194,10 @@ class Verification:
             del self._reporters[next(iter(self._reporters))]
         return reporter
 
-    # What ``Tasks`` asks for
+    # Called by ``Tasks``
 
     def take(self, segment: Segment, now: float) -> list[m.Check]:
-        """What its node is to read now."""
+        """Checks to send to its node now."""
         waiting = self._waiting.get(segment)
         checks: list[m.Check] = []
         if not waiting:
@@ -217,7 +218,7 @@ class Verification:
         return checks
 
     def answered(self, answers: list[m.TaskDone], segment: Segment, now: float) -> None:
-        """Its node has read some."""
+        """Handle the results of its node's checks."""
         for answer in answers:
             doubt = self._under_way.get(segment, {}).pop(answer.task_id, None)
             if doubt is None:
@@ -225,7 +226,7 @@ class Verification:
             del self._doubts[doubt.place]
             self._tasks.hurry(segment, now)
             if not _is_there(doubt):
-                continue  # it went meanwhile, and its node may have read what came there
+                continue  # it was removed meanwhile, and its node may have read its successor's bytes
             if answer.refusal is None:
                 self._is_right(doubt, now)
             elif answer.refusal.code == "corrupt":
@@ -238,7 +239,7 @@ class Verification:
                 self._not_verified(doubt, str(answer.refusal), now)
 
     def drop(self, stored: StoredObject, extent: Extent, now: float, reporters: list[str]) -> None:
-        """Its own node says that the bytes are wrong. The object goes with its last replica."""
+        """Drop a replica that its own node found corrupt. The object is lost with its last replica."""
         where = extent.segment.name
         fields = {"key": stored.key, "object_id": stored.object_id, "segment": where, "reporters": reporters}
         story = self._catalog.story(stored.key)[-STORY_LINES:]
@@ -253,7 +254,7 @@ class Verification:
         self._right[doubt.place] = now + VERIFIED_S
         if len(self._right) > MAX_VERIFIED:
             del self._right[next(iter(self._right))]
-        self._catalog.tell(now, doubt.stored.key, "#{} on {} is right, says its node", *doubt.place)
+        self._catalog.add_story(now, doubt.stored.key, "#{} on {} verified by its node", *doubt.place)
         for name in doubt.reporters:
             if (reporter := self._reporters.get(name)) is not None:
                 self._refuted(reporter)
@@ -267,7 +268,7 @@ class Verification:
         self._catalog.counts.refuted_reports += 1
 
     def _not_verified(self, doubt: _SuspectedReplica, reason: str, now: float) -> None:
-        """Its node does not say."""
+        """Handle a check without a result."""
         stored, extent = doubt.stored, doubt.extent
         self._catalog.counts.unverified_reports += 1
         for name in doubt.reporters:
@@ -277,7 +278,7 @@ class Verification:
         if len(doubt.reporters) > 1 and others and extent.segment.tier is not Tier.SSD:
             self.drop(stored, extent, now, list(doubt.reporters))
             return
-        self._catalog.tell(now, stored.key, "#{} on {} was not verified: {}", *doubt.place, reason)
+        self._catalog.add_story(now, stored.key, "#{} on {} was not verified: {}", *doubt.place, reason)
         fields = {"key": stored.key, "segment": extent.segment.name, "reason": reason}
         self._catalog.notes.append(
             OperatorEvent("corruption_not_verified", {**fields, "reporters": list(doubt.reporters)})
@@ -286,7 +287,7 @@ class Verification:
     # A clock of the catalog
 
     def deadline(self) -> float | None:
-        return self._look_at
+        return self._check_at
 
     def expire(self, now: float) -> None:
         for doubt in [one for one in self._doubts.values() if one.until <= now or not _is_there(one)]:
@@ -303,12 +304,12 @@ class Verification:
             del self._paid_until[segment]
         for segment in self._waiting:
             self._tasks.hurry(segment, now)
-        self._look_at = now + LOOK_S if self._doubts or self._paid_until else None
+        self._check_at = now + CHECK_INTERVAL_S if self._doubts or self._paid_until else None
 
     def check(self) -> None:
         assert len(self._reporters) <= MAX_REPORTERS and len(self._doubts) <= MAX_SUSPECTED_REPLICAS
         assert len(self._right) <= MAX_VERIFIED
-        assert self._look_at is not None or not self._doubts
+        assert self._check_at is not None or not self._doubts
         listed = 0
         for table, is_under_way in ((self._waiting, False), (self._under_way, True)):
             for segment, doubts in table.items():

@@ -101,7 +101,7 @@ def renews_without_telling_successors(patch: pytest.MonkeyPatch) -> None:
 
 
 def takes_its_own_settings_for_everybodys(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LeaseBounds, "heard", lambda self, record: None)
+    patch.setattr(LeaseBounds, "applied", lambda self, record: None)
 
 
 # No acknowledged loss

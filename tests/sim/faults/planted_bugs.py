@@ -165,22 +165,22 @@ def lets_pieces_be_written_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def releases_pieces_at_their_deadline(patch: pytest.MonkeyPatch) -> None:
-    give = catalog.Catalog.give_in_advance
+    give = catalog.Catalog.preallocate
 
     def broken(self: catalog.Catalog, extents: list[objects.Extent], size_bytes: int, until: float) -> None:
         give(self, extents, size_bytes, until - self.settings.grace_s)
 
-    patch.setattr(catalog.Catalog, "give_in_advance", broken)
+    patch.setattr(catalog.Catalog, "preallocate", broken)
 
 
 def tells_no_successor_of_pieces(patch: pytest.MonkeyPatch) -> None:
-    give = catalog.Catalog.give_in_advance
+    give = catalog.Catalog.preallocate
 
     def broken(self: catalog.Catalog, *given: object) -> None:
         give(self, *given)  # type: ignore[arg-type]
         self.records.pop()
 
-    patch.setattr(catalog.Catalog, "give_in_advance", broken)
+    patch.setattr(catalog.Catalog, "preallocate", broken)
 
 
 def takes_its_clock_for_everybodys(patch: pytest.MonkeyPatch) -> None:
@@ -237,13 +237,13 @@ def tells_no_successor_of_renewed_space(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_says_why(patch: pytest.MonkeyPatch) -> None:
-    tell = catalog.Catalog.tell
+    add_story = catalog.Catalog.add_story
 
     def broken(self: catalog.Catalog, now: float, key: str, what: str, *of: object) -> None:
         if "unlinked" not in what:
-            tell(self, now, key, what, *of)
+            add_story(self, now, key, what, *of)
 
-    patch.setattr(catalog.Catalog, "tell", broken)
+    patch.setattr(catalog.Catalog, "add_story", broken)
 
 
 def leaves_before_it_has_arrived(patch: pytest.MonkeyPatch) -> None:
@@ -314,12 +314,12 @@ def lets_writers_write_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 def keeps_pieces_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Space given in advance rests without end when nobody has said what is in it."""
-    give = catalog.Catalog.give_in_advance
+    give = catalog.Catalog.preallocate
 
     def broken(self: catalog.Catalog, extents: list[objects.Extent], size_bytes: int, until: float) -> None:
         give(self, extents, size_bytes, until + 1e4)
 
-    patch.setattr(catalog.Catalog, "give_in_advance", broken)
+    patch.setattr(catalog.Catalog, "preallocate", broken)
 
 
 @dataclasses.dataclass(frozen=True)

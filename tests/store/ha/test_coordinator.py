@@ -1,4 +1,4 @@
-"""Several masters in this process, a file as the ballot: who leads, what a successor knows, who answers."""
+"""Several masters in this process, a file as the lease store: elections, successors' state, answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mooncake.errors import NotLeader, Unavailable
 from mooncake.metrics import page, registry
 from mooncake.rpc import AsyncClient
 from mooncake.store import messages as m
-from mooncake.store.ha.standby_replication import Leads, WhoLeads
+from mooncake.store.ha.messages import Leads, WhoLeads
 from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 
@@ -62,12 +62,12 @@ class Masters:
         return first, second
 
     async def kill(self, server: MasterServer) -> None:
-        """As if its process had died: it says nothing more, to nobody."""
+        """As if its process had died: it sends nothing more."""
         self.running.remove(server)
-        succession, driver = server._coordinator, server._driver
+        coordinator, driver = server._coordinator, server._driver
         server._is_serving = server._role.is_leading = False
-        if succession is not None:
-            await succession.close()
+        if coordinator is not None:
+            await coordinator.close()
         if driver is not None:
             driver.close()
         server._role.followers = None
@@ -243,36 +243,38 @@ async def test_a_standby_writes_its_own_log(masters: Masters, tmp_path: Path) ->
     assert await num_found(client, 2) == 2
 
 
-async def test_one_that_never_caught_up_begins_with_nothing_in_the_end(masters: Masters) -> None:
+async def test_a_standby_that_never_caught_up_begins_empty_in_the_end(masters: Masters) -> None:
     first = await masters.start("one")
     await masters.leader()
     client = masters.client(first)
     await mount(client)
     await put(client, 0)
     await masters.kill(first)
-    stranger = await masters.start("other", orphan_s=0.5)
-    await until(lambda: stranger.leadership.is_leader)
-    assert not stranger.master.objects.readable
+    other = await masters.start("other", orphan_s=0.5)
+    await until(lambda: other.leadership.is_leader)
+    assert not other.master.objects.readable
 
 
-async def test_a_leader_cut_off_from_the_ballot_stops_and_goes_on_when_it_is_back(masters: Masters) -> None:
+async def test_a_leader_cut_off_from_the_lease_store_stops_until_it_is_back(
+    masters: Masters,
+) -> None:
     server = await masters.start()
     await masters.leader()
     client = masters.client(server)
     await mount(client)
     await put(client, 0)
     assert server._coordinator is not None
-    ballot = server._coordinator._lease_store
-    read, swap = ballot.read, ballot.swap
+    lease_store = server._coordinator._lease_store
+    read, swap = lease_store.read, lease_store.swap
 
     def refuse(*_: Any) -> Any:
         raise Unavailable("the wire is cut")
 
-    ballot.read, ballot.swap = refuse, refuse  # type: ignore[method-assign,assignment]
+    lease_store.read, lease_store.swap = refuse, refuse  # type: ignore[method-assign,assignment]
     await until(lambda: not server._role.is_leading)
     with pytest.raises(Unavailable):
         await masters.client(server).call(m.LookupObjects(["k0"]), 5)
-    ballot.read, ballot.swap = read, swap  # type: ignore[method-assign]
+    lease_store.read, lease_store.swap = read, swap  # type: ignore[method-assign]
     await until(lambda: server.leadership.is_leader)
     client = masters.client(server)
     assert (await mount(client)).num_objects == 1

@@ -1,5 +1,5 @@
-"""One master's part in who leads, one step after the other. Several of them, with clocks of different
-speeds and messages that are late, are in ``tests/sim``: ``test_election_run.py``, ``test_masters_run.py``."""
+"""One master's part in the election, step by step. Several of them, with clocks of different
+speeds and late messages, are in ``tests/sim``: ``test_election_run.py``, ``test_masters_run.py``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ A, B, C = Standby("a", "a:1"), Standby("b", "b:1"), Standby("c", "c:1")
 
 
 class Alone:
-    """An election whose record the test holds."""
+    """An election whose record is held by the test."""
 
     def __init__(
         self, me: Standby, *, has_state: bool = False, keeps_records: bool = True, is_whole: bool = True
@@ -54,7 +54,7 @@ class Alone:
         self.post(Wake())
 
     def post(self, event: ElectionEvent | Wake) -> list[Effect]:
-        """Effects but for Look and Swap, which happen at once."""
+        """Effects except ReadLease and CompareAndSet, which are done at once."""
         first = len(self.done)
         effects = self.election.handle(event, self.now)
         while effects:
@@ -95,7 +95,7 @@ def test_the_first_of_all_leads_sooner_with_a_log() -> None:
     assert without.wait(0.02) == [Lead(1, True)]
 
 
-def test_where_records_may_be_lost_nobody_is_first_before_a_lease_has_passed() -> None:
+def test_where_records_may_be_lost_no_master_leads_before_a_lease_has_passed() -> None:
     one = Alone(A, has_state=True, keeps_records=False)
     assert one.wait(LEASE_S - 0.01) == []
     assert one.wait(0.02) == [Lead(1, True)]
@@ -119,7 +119,7 @@ def test_a_listed_standby_takes_over_when_the_record_has_not_changed_for_a_lease
     assert one.election.eligible() == {"c": None}
 
 
-def test_one_that_is_not_listed_waits_longer_and_begins_with_nothing() -> None:
+def test_a_standby_that_is_not_listed_waits_longer_and_begins_empty() -> None:
     one = follower_of(A, C)
     assert one.wait(LEASE_S + ORPHAN_S - 0.3) == []
     assert one.wait(0.6) == [Lead(5, False)]
@@ -148,7 +148,7 @@ def test_a_leader_that_gets_no_answer_steps_down_before_its_lease_is_over() -> N
             effects += one.election.handle(NoAnswer("cut off"), one.now)
     assert [type(effect) for effect in effects if isinstance(effect, StepDown)] == [StepDown]
     assert one.now <= renewed_at + LEASE_S * (1 - MARGIN)
-    assert one.wait(1.0) == [Lead(2, True)], "nobody else has taken it"
+    assert one.wait(1.0) == [Lead(2, True)], "no other master has taken it"
 
 
 def test_a_leader_that_was_replaced_steps_down() -> None:
@@ -176,7 +176,7 @@ def test_a_leader_without_standbys_resigns_all_the_same() -> None:
     assert Alone(B).post(Resign()) == [Resigned(None)]
 
 
-def test_a_leader_without_standbys_and_log_leaves_its_place_to_anybody() -> None:
+def test_a_leader_without_standbys_and_log_leaves_its_place_to_any_master() -> None:
     one = Alone(A)
     assert one.wait(LEASE_S) == [Lead(1, True)]
     assert one.post(Resign()) == [Resigned(None)]
@@ -214,7 +214,7 @@ def test_a_record_of_another_kind_is_left_alone() -> None:
 
 
 def test_the_lease_in_the_record_counts_where_it_is_longer() -> None:
-    """Masters are set to other leases one after the other."""
+    """The masters' lease settings are changed one after the other."""
     one = Alone(B)
     one.record = LeaderLease("a", "a:1", 4, 0, 2 * LEASE_S, [B])
     assert one.wait(2 * LEASE_S - 0.01) == [LeaderChanged(one.record)]
@@ -233,7 +233,7 @@ def came_back_after_its_machine_went_down(record: LeaderLease) -> Alone:
 
 
 def test_a_leader_whose_machine_went_down_lets_a_listed_standby_lead() -> None:
-    """The end of its log may be gone, and the standby has it."""
+    """The end of its log may be lost, and the standby has it."""
     one = came_back_after_its_machine_went_down(led_by(A, B))
     assert one.wait(LEASE_S + ORPHAN_S - 0.3) == [], "the standby has had its time"
     assert one.wait(0.6) == [Lead(5, False)]
@@ -244,12 +244,12 @@ def test_a_listed_standby_whose_machine_went_down_has_not_everything() -> None:
     assert not [effect for effect in one.wait(LEASE_S + 1.0) if isinstance(effect, Lead)]
 
 
-def test_once_it_has_caught_up_it_has_everything() -> None:
+def test_a_standby_that_has_caught_up_has_everything() -> None:
     one = came_back_after_its_machine_went_down(led_by(B, A))
     one.post(CaughtUp())
     assert one.wait(LEASE_S + 0.3)[-1] == Lead(5, True)
 
 
-def test_a_leader_whose_machine_went_down_leads_with_its_log_where_nobody_has_more() -> None:
+def test_a_leader_whose_machine_went_down_leads_with_its_log_where_no_other_has_more() -> None:
     one = came_back_after_its_machine_went_down(led_by(A))
     assert one.done[-1] == Lead(5, True)

@@ -1,4 +1,4 @@
-"""Where the mandate lies: the same for etcd, Redis and a file."""
+"""Lease stores behave the same on etcd, Redis and a file."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ KINDS = ("file", "etcd", "redis")
 @pytest.fixture(scope="module", params=KINDS)
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if request.param == "file":
-        yield f"file://{tmp_path_factory.mktemp('ballot')}"
+        yield f"file://{tmp_path_factory.mktemp('leases')}"
         return
     server = MetadataServer(request.param)
     yield server.url
     server.stop()
 
 
-def ballot_at(url: str, cluster: str) -> LeaseStore:
+def store_at(url: str, cluster: str) -> LeaseStore:
     return make_lease_store(url, cluster)
 
 
-def test_only_who_knows_the_value_replaces_it(url: str) -> None:
-    one, other = ballot_at(url, "swap"), ballot_at(url, "swap")
+def test_a_swap_replaces_only_the_expected_value(url: str) -> None:
+    one, other = store_at(url, "swap"), store_at(url, "swap")
     assert one.read() is None
     assert not one.swap(b"something", b"new")
     assert one.swap(None, b'{"a": "long one"}')
@@ -39,14 +39,14 @@ def test_only_who_knows_the_value_replaces_it(url: str) -> None:
     assert other.swap(b'{"a": "long one"}', b"short")
     assert not one.swap(b'{"a": "long one"}', b"late")
     assert one.read() == b"short"
-    assert ballot_at(url, "another").read() is None, "clusters don't share it"
+    assert store_at(url, "another").read() is None, "clusters don't share it"
 
 
-def test_of_many_at_once_one_wins(url: str) -> None:
+def test_one_of_many_concurrent_swaps_wins(url: str) -> None:
     won: list[int] = []
 
     def try_it(number: int) -> None:
-        if ballot_at(url, "race").swap(None, b"%d" % number):
+        if store_at(url, "race").swap(None, b"%d" % number):
             won.append(number)
 
     threads = [Thread(target=try_it, args=(number,)) for number in range(8)]
@@ -54,16 +54,16 @@ def test_of_many_at_once_one_wins(url: str) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [b"%d" % number for number in won] == [ballot_at(url, "race").read()]
+    assert [b"%d" % number for number in won] == [store_at(url, "race").read()]
 
 
 @pytest.mark.parametrize("kind", ["etcd", "redis"])
 def test_a_service_that_is_not_there_is_unavailable_at_once(kind: str) -> None:
-    ballot = make_lease_store(f"{kind}://127.0.0.1:1", timeout_s=0.5)
+    lease_store = make_lease_store(f"{kind}://127.0.0.1:1", timeout_s=0.5)
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
-        ballot.read()
+        lease_store.read()
     with pytest.raises(Unavailable):
-        ballot.swap(None, b"x")
+        lease_store.swap(None, b"x")
 
 
 def test_clusters_may_be_in_the_url() -> None:
@@ -75,7 +75,7 @@ def test_clusters_may_be_in_the_url() -> None:
     assert split_cluster("file:///x/y", "red") == ("file:///x/y", "red")
 
 
-def test_what_is_no_ballot_is_named(tmp_path: Path) -> None:
+def test_an_invalid_lease_store_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="election"):
         make_lease_store("http://a:1")
     with pytest.raises(InvalidArgument, match="folder"):
@@ -85,8 +85,8 @@ def test_what_is_no_ballot_is_named(tmp_path: Path) -> None:
 def test_a_file_that_goes_away_is_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    ballot = FileLeaseStore(folder / "x")
+    lease_store = FileLeaseStore(folder / "x")
     (folder / "x").unlink()
     folder.rmdir()
     with pytest.raises(MooncakeError, match="opened"):
-        ballot.read()
+        lease_store.read()

@@ -1,4 +1,4 @@
-"""What a master may say, in which order, and which state is its own: without sockets, files or clocks."""
+"""Which replies a master may send, in which order, and which state is its own: without I/O and clocks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from mooncake.errors import Unavailable
 from mooncake.store import messages as m
+from mooncake.store.ha.messages import Followed
 from mooncake.store.ha.role import MasterRole
-from mooncake.store.ha.standby_replication import Followed
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import AppendRecords, Received, Reply
 from mooncake.store.master.log_records import IdsGiven, LineBegan, Record
@@ -18,7 +18,7 @@ from tests.store.conftest import SETTINGS
 
 
 class Paper:
-    """A log in memory, that can be full."""
+    """A log in memory, which can be full."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -49,7 +49,7 @@ def alone(records: list[Record] | None = None) -> tuple[MasterRole, Paper]:
 
 
 def ask(role: MasterRole, message: Any, now: float) -> list[Any]:
-    """What is answered."""
+    """The answer to a message."""
     sent: list[Any] = []
     for effect in role.master.handle(Received("one", "connection", message), now):
         if isinstance(effect, AppendRecords | Reply):
@@ -67,8 +67,8 @@ def test_a_master_alone_writes_down_then_answers() -> None:
     assert paper.records[1:] != []
 
 
-def test_nothing_is_said_after_a_record_could_not_be_written_down() -> None:
-    """Not even what would be written down well: behind half a record it would be lost."""
+def test_no_reply_is_sent_after_a_record_could_not_be_written_down() -> None:
+    """Not even for records that could be written: behind half a record they would be lost."""
     role, paper = alone()
     paper.is_full = True
     with pytest.raises(Unavailable):
@@ -93,7 +93,7 @@ def test_a_copy_becomes_the_state_when_it_is_complete() -> None:
     assert list(follower.master.segments.mounted) == ["a"]
 
 
-def test_who_takes_over_without_having_everything_begins_with_nothing() -> None:
+def test_a_master_that_takes_over_without_everything_begins_empty() -> None:
     leader, paper = alone()
     ask(leader, MOUNT, 1.0)
     other = MasterRole(SETTINGS, (own := Paper()), lambda: 1 << 20)

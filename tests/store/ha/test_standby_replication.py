@@ -1,4 +1,4 @@
-"""What a leader says, to whom, and after whose word; and that a follower ends up with what the leader has."""
+"""Which replies a leader sends, and after whose acknowledgement; a standby's state equals the leader's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from mooncake.store import messages as m
 from mooncake.store.ha.election import Standby
-from mooncake.store.ha.standby_replication import IDLE_S, Follow, Followed, StandbyReplicator
+from mooncake.store.ha.messages import Follow, Followed
+from mooncake.store.ha.standby_replication import IDLE_S, StandbyReplicator
 from mooncake.store.master.effects import AppendRecords, Received, Reply
 from mooncake.store.master.log_records import ObjectGone, ObjectReadable, Record
 from mooncake.store.master.master import Master
@@ -21,7 +22,7 @@ B, C = Standby("b", "b:1"), Standby("c", "c:1")
 
 
 class Scene:
-    """A leader of which only the following is real, and what it has said."""
+    """A leader of which only the replication is real, and the replies it sent."""
 
     def __init__(self, *inherited: Standby) -> None:
         self.master = Master(SETTINGS)
@@ -29,7 +30,7 @@ class Scene:
         self.followers = StandbyReplicator(
             self.master.catalog, list(inherited), lambda: self.eligible, ACK_S, first_session=70
         )
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
         self.answers: dict[str, Followed] = {}
         self.now = 0.0
 
@@ -38,10 +39,10 @@ class Scene:
             if isinstance(reply.message, Followed):
                 self.answers[reply.origin] = reply.message
             else:
-                self.said.append(reply.origin)
+                self.sent.append(reply.origin)
 
     def do(self, what: str) -> None:
-        """Something is written down and answered."""
+        """Write a record and answer it."""
         self._send(self.followers.keep([ObjectGone(what, 1)], self.now))
         self._send(self.followers.say(Reply(what, m.Outcomes([True])), self.now))
         self.followers.check()
@@ -57,7 +58,7 @@ class Scene:
         return self.answers.get(who.id)
 
     def join(self, who: Standby = B) -> int:
-        """Follow until it is listed, with nothing going on; the session."""
+        """Follow until it is listed, without other events; returns the session."""
         first = self.follow(who)
         assert first is not None and first.is_complete
         assert self.follow(who, first.session, first.number) is None, "it waits"
@@ -66,7 +67,7 @@ class Scene:
         return first.session
 
     def unlist(self) -> None:
-        """The mandate names no standby any more."""
+        """The leader record lists no standby."""
         self.eligible.clear()
         self._send(self.followers.let_go())
 
@@ -80,54 +81,54 @@ class Scene:
         self.now = until
 
 
-def test_without_standbys_everything_is_said_at_once() -> None:
+def test_without_standbys_every_reply_is_sent_at_once() -> None:
     scene = Scene()
     scene.do("a")
-    assert scene.said == ["a"] and scene.followers.deadline() is None
+    assert scene.sent == ["a"] and scene.followers.deadline() is None
 
 
 def test_what_follows_records_waits_for_the_standby() -> None:
     scene = Scene()
     session = scene.join()
     scene.do("a")
-    assert scene.said == [] and scene.answers["b"].records == [ObjectGone("a", 1)]
+    assert scene.sent == [] and scene.answers["b"].records == [ObjectGone("a", 1)]
     scene.do("b")
     assert scene.follow(B, session, scene.answers["b"].number) is not None
-    assert scene.said == ["a"], "of the second it knows nothing yet"
+    assert scene.sent == ["a"], "of the second it knows nothing yet"
     scene.follow(B, session, scene.answers["b"].number)
-    assert scene.said == ["a", "b"] and scene.followers.lag == 0
+    assert scene.sent == ["a", "b"] and scene.followers.lag == 0
 
 
-def test_one_that_comes_while_much_is_said_is_listed_only_with_all_of_it() -> None:
+def test_a_standby_that_joins_under_load_is_listed_only_with_all_records() -> None:
     scene = Scene()
     scene.do("a")
     first = scene.follow()
     assert first is not None and first.number == 1
     scene.do("b")
-    assert scene.said == ["a", "b"] and not scene.followers.listed
+    assert scene.sent == ["a", "b"] and not scene.followers.listed
     second = scene.follow(B, first.session, first.number)
     assert second is not None and second.records == [ObjectGone("b", 1)]
     scene.do("c")
-    assert scene.said == ["a", "b"], "from now on it is waited for"
+    assert scene.sent == ["a", "b"], "from now on it is waited for"
     assert not scene.followers.listed
     third = scene.follow(B, first.session, second.number)
     assert third is not None and scene.followers.listed == {"b": B}
     scene.follow(B, first.session, third.number)
-    assert scene.said == ["a", "b", "c"]
+    assert scene.sent == ["a", "b", "c"]
 
 
-def test_one_that_takes_too_long_is_struck_and_still_waited_for_until_that_is_known() -> None:
+def test_a_slow_standby_is_removed_and_counts_until_the_leader_record_shows_it() -> None:
     scene = Scene()
     scene.join()
     scene.do("a")
     scene.wait(ACK_S - 0.01)
     assert "b" in scene.followers.listed
     scene.wait(0.02)
-    assert "b" not in scene.followers.listed and scene.said == []
+    assert "b" not in scene.followers.listed and scene.sent == []
     scene.wait(10.0)
-    assert scene.said == []
+    assert scene.sent == []
     scene.unlist()
-    assert scene.said == ["a"]
+    assert scene.sent == ["a"]
 
 
 def test_a_lost_connection_strikes_at_once() -> None:
@@ -141,33 +142,33 @@ def test_a_lost_connection_strikes_at_once() -> None:
 def test_a_standby_inherited_from_the_last_term_counts_until_it_is_struck() -> None:
     scene = Scene(B)
     scene.do("a")
-    assert scene.said == []
+    assert scene.sent == []
     scene.wait(ACK_S + 0.01)
     assert not scene.followers.listed
     scene.unlist()
-    assert scene.said == ["a"]
+    assert scene.sent == ["a"]
 
 
-def test_nothing_is_said_upon_what_an_inherited_standby_may_lack() -> None:
-    """The last leader may have died with a record on its way to this master only. Were that read or confirmed
-    here at once, and did this master die too, the other standby would lead without it."""
+def test_no_reply_rests_on_records_that_an_inherited_standby_may_lack() -> None:
+    """The last leader may have died with a record sent only to this master. If that were read or confirmed
+    here at once, and this master died too, the other standby would lead without it."""
     scene = Scene(B)
     scene._send(scene.followers.say(Reply("read", m.Keys([])), 0.0))
-    assert scene.said == [], "it rests on what this master had when the term began"
+    assert scene.sent == [], "it rests on what this master had when the term began"
     first = scene.follow(B)
-    assert first is not None and first.is_complete and scene.said == []
+    assert first is not None and first.is_complete and scene.sent == []
     scene.follow(B, first.session, first.number)
-    assert scene.said == ["read"]
+    assert scene.sent == ["read"]
 
 
-def test_who_comes_again_begins_anew_and_is_not_listed_meanwhile() -> None:
+def test_a_returning_standby_begins_anew_and_is_not_listed_meanwhile() -> None:
     scene = Scene()
     session = scene.join()
     again = scene.follow(B, session, 0, connection="another")
     assert again is not None and again.session != session and not scene.followers.listed
 
 
-def test_who_waits_is_answered_after_a_while() -> None:
+def test_a_waiting_standby_is_answered_after_a_while() -> None:
     scene = Scene()
     session = scene.join()
     scene.answers.clear()
@@ -197,20 +198,20 @@ def test_answers_are_small_enough_to_be_sent() -> None:
     assert got == large and numbers == [first, first, first + 1], "no part of it counts before all of it"
 
 
-def test_what_is_taken_back_is_never_said() -> None:
+def test_a_withdrawn_reply_is_never_sent() -> None:
     scene = Scene()
     scene.join()
     scene.do("a")
-    assert [reply.origin for reply in scene.followers.take_back()] == ["a"]
+    assert [reply.origin for reply in scene.followers.withdraw()] == ["a"]
     scene.wait(10 * ACK_S)
-    assert scene.said == []
+    assert scene.sent == []
 
 
 # Copies
 
 
 def held_by(master: Master) -> set[tuple[str, int]]:
-    """Where nothing new may be put."""
+    """Ranges where no new object may be put."""
     return {(one.name, offset) for one in master.segments.mounted.values() for offset in one.holders}
 
 
@@ -223,7 +224,7 @@ def state_of(master: Master) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_copy_made_while_the_master_works_is_what_the_master_knows(seed: int) -> None:
-    """Puts, removals and nodes that go, with the pieces of a copy in between."""
+    """Puts, removals and lost nodes, interleaved with the pieces of a snapshot."""
     random = Random(seed)
     master, follower = Master(SETTINGS), Master(SETTINGS)
     now, put_ids, copy = 0.0, 0, None

@@ -1,4 +1,4 @@
-"""Replicas that come and go, and everything at once: any sequence of requests keeps the invariants."""
+"""Replicas that are added and removed; any sequence of requests keeps the invariants."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from tests.store.nodes import Nodes, Place, with_ssd
 
 
 class Watcher:
-    """Writes down what it hears."""
+    """Records its calls."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self.heard: list[str] = []
+        self.calls: list[str] = []
         catalog.watchers.append(self)
 
     def readable(self, stored: StoredObject, now: float) -> None:
-        self.heard.append(f"readable {stored.key}")
+        self.calls.append(f"readable {stored.key}")
 
     def cold_hit(self, stored: StoredObject, now: float) -> None:
-        self.heard.append(f"cold {stored.key}")
+        self.calls.append(f"cold {stored.key}")
 
     def gone(self, stored: StoredObject, now: float) -> None:
-        self.heard.append(f"gone {stored.key}")
+        self.calls.append(f"gone {stored.key}")
 
     def extent_gone(self, stored: StoredObject, extent: Extent, now: float) -> None:
-        self.heard.append(f"{stored.key} left {extent.segment.name}")
+        self.calls.append(f"{stored.key} left {extent.segment.name}")
 
 
 class Room:
-    """A master with two nodes and an object that lies on the first."""
+    """A master with two nodes and an object on the first one."""
 
     def __init__(self) -> None:
         self.voice = Voice(SETTINGS)
@@ -87,12 +87,12 @@ def test_a_replica_is_readable_from_its_completion_on() -> None:
     assert room.catalog.add_extent(room.stored, room.b, 0.0, 1.0) is None, "there is one"
 
 
-def test_one_that_is_not_completed_in_time_is_dropped_and_rests() -> None:
+def test_a_replica_that_is_not_completed_in_time_is_dropped_and_rests() -> None:
     room = Room()
     room.add(until=4.0)
     room.voice.keep_alive(4, "a", "b")
     assert room.stored.on(room.b) is None and room.taken_bytes == 1024
-    assert room.watcher.heard == ["k left b"]
+    assert room.watcher.calls == ["k left b"]
     room.voice.keep_alive(5, "a", "b")
     assert room.taken_bytes == 0
 
@@ -106,7 +106,7 @@ def test_a_dropped_replica_waits_for_its_readers() -> None:
     room.voice.keep_alive(9, "a", "b")
     room.voice.find("k")
     room.voice.keep_alive(1, "a", "b")
-    assert room.taken_bytes == 0, "who came later was not told of it"
+    assert room.taken_bytes == 0, "later readers did not get it"
 
 
 def test_a_replica_that_a_task_reads_waits_for_the_task() -> None:
@@ -125,7 +125,7 @@ def test_with_its_last_complete_replica_the_object_goes() -> None:
     room = Room()
     room.add()
     assert room.drop(room.stored.extents[0]) == 1024
-    assert room.voice.inspect("k") is None and room.watcher.heard == ["gone k"]
+    assert room.voice.inspect("k") is None and room.watcher.calls == ["gone k"]
     assert room.taken_bytes == 1024, "someone may still write it"
     room.voice.keep_alive(15, "a", "b")
     assert room.taken_bytes == 0
@@ -141,8 +141,8 @@ def test_room_is_made_on_exactly_that_segment() -> None:
     assert room.voice.there("kpqrs") == "krs"
 
 
-def test_one_that_finds_no_hole_does_not_flush_the_segment() -> None:
-    """Pinned objects between all others: however many go, no hole opens."""
+def test_a_replica_that_finds_no_hole_does_not_flush_the_segment() -> None:
+    """Pinned objects between all others: however many are evicted, no hole opens."""
     voice = Voice(SETTINGS)
     voice.mount("a", 64 << 10)
     names = [f"k{number:02}" for number in range(64)]
@@ -229,7 +229,7 @@ def copied(nodes: Nodes, key: str, segment: str) -> None:
 
 
 def test_an_ssd_gives_its_coldest_away_and_keeps_what_was_promised() -> None:
-    """An object in memory that only loses its copy on SSD would not be durable any more: it goes."""
+    """An object in memory that only loses its copy on SSD would no longer be durable: it is removed."""
     nodes = Nodes(dataclasses.replace(SETTINGS, demote_watermark=1.0))
     with_ssd(nodes, ssd_bytes=8192)
     nodes.put("a", "b", "c", host="a")
@@ -243,7 +243,7 @@ def test_an_ssd_gives_its_coldest_away_and_keeps_what_was_promised() -> None:
     assert nodes.where("b") == ["a"]
 
 
-def test_clocks_are_woken_and_asked_again() -> None:
+def test_clocks_are_woken_and_read_again() -> None:
     class Clock:
         def __init__(self) -> None:
             self.at: float | None = 3.0
@@ -262,11 +262,11 @@ def test_clocks_are_woken_and_asked_again() -> None:
     assert clock.woken == [3.0, 7.0] and voice.master.deadline() is None
 
 
-# Anything at all
+# Random requests
 
 
 class Player:
-    """Asks a master for whatever its random numbers say."""
+    """Sends a master random requests."""
 
     def __init__(self, seed: int, policy: str) -> None:
         self.random = Random(seed)
@@ -368,7 +368,7 @@ class Player:
                 self.open.append((key, tenant, place))
 
     def move(self) -> None:
-        """Nodes work and live, time passes, connections break, processes die."""
+        """Nodes work and send heartbeats, time passes, connections break, processes die."""
         random = self.random
         for name, place in self.places.items():
             beat = m.Heartbeat(name, place.epoch)
@@ -389,7 +389,7 @@ class Player:
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_sequence_keeps_the_invariants(policy: str, seed: int) -> None:
-    """The voice checks the master after every request and wake; followers agree with it at the end."""
+    """The voice checks the master after every request and wake; standbys agree with it at the end."""
     player = Player(seed, policy)
     for _ in range(80):
         player.step()

@@ -16,17 +16,17 @@ def test_changes_wait_until_they_are_noted() -> None:
     assert changes.noted(3) and len(changes) == 0
 
 
-def test_what_went_is_told_apart() -> None:
+def test_removals_differ_from_additions() -> None:
     changes = ChangeLog(1)
     changes.add(SegmentEntry("k", 5, 10, 10, b"crc!", 0))
-    told = [changes.has_gone]
+    found = [changes.has_gone]
     changes.add(5)
     changes.add(SegmentEntry("k", 6, 10, 10, b"crc!", 0))
-    told.append(changes.has_gone)
+    found.append(changes.has_gone)
     for seen in (1, 2):
         changes.noted(seen)
-        told.append(changes.has_gone)
-    assert told == [False, True, True, False] and len(changes) == 1
+        found.append(changes.has_gone)
+    assert found == [False, True, True, False] and len(changes) == 1
 
 
 def test_a_node_that_lags_too_far_finds_numbers_missing() -> None:
@@ -37,7 +37,7 @@ def test_a_node_that_lags_too_far_finds_numbers_missing() -> None:
     assert changes.noted(2)
 
 
-def test_changes_that_nobody_heard_are_missed() -> None:
+def test_changes_without_a_polling_node_are_missed() -> None:
     changes = ChangeLog(1)
     changes.skip()
     assert not changes.noted(0)
@@ -48,7 +48,7 @@ def test_changes_that_nobody_heard_are_missed() -> None:
     assert changes.noted(changes.last)
 
 
-def test_a_number_of_another_master_never_seems_up_to_date() -> None:
+def test_a_number_of_another_master_never_appears_up_to_date() -> None:
     for first, seen in ((1000, 0), (1000, 17), (1, 17), (1, 1)):
         changes = ChangeLog(first)
         assert not changes.noted(seen), (first, seen)

@@ -43,14 +43,14 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_it_is_readable_at_once_and_answered_when_it_is_on_ssd(scene: Scene) -> None:
+def test_a_durable_put_is_readable_at_once_and_answered_when_it_is_on_ssd(scene: Scene) -> None:
     scene.end(["k"], scene.begin("k"))
     assert scene.answer() is None and scene.nodes.where("k") == ["a"]
     scene.ssd.work()
     assert scene.answer() == [True]
 
 
-def test_of_several_all_are_waited_for(scene: Scene) -> None:
+def test_the_answer_waits_for_all_objects_of_a_request(scene: Scene) -> None:
     scene.end(["k", "l"], scene.begin("k", "l"))
     first, second = scene.ssd.poll()
     scene.ssd.poll(m.TaskDone(first.task_id, None))
@@ -59,12 +59,12 @@ def test_of_several_all_are_waited_for(scene: Scene) -> None:
     assert scene.answer() == [True, True]
 
 
-def test_what_need_not_wait_is_answered_at_once(scene: Scene) -> None:
+def test_a_put_that_need_not_wait_is_answered_at_once(scene: Scene) -> None:
     scene.end(["k"], scene.begin("k", policy=m.PutPolicy()))
     assert scene.answer() == [True]
 
 
-def test_who_would_wait_too_long_is_refused_and_the_object_stays(scene: Scene) -> None:
+def test_a_put_that_would_wait_too_long_is_refused_and_the_object_stays(scene: Scene) -> None:
     scene.end(["k"], scene.begin("k"))
     scene.live(PUT_S - 1)
     assert scene.answer() is None
@@ -82,11 +82,11 @@ def test_an_object_that_goes_before_is_refused(scene: Scene) -> None:
     scene.ssd.work()
     outcomes = scene.answer()
     assert outcomes is not None and outcomes[1] is True
-    assert isinstance(outcomes[0], Refusal) and "went" in outcomes[0].reason
+    assert isinstance(outcomes[0], Refusal) and "was removed" in outcomes[0].reason
 
 
-def test_the_same_put_end_again_waits_too(scene: Scene) -> None:
-    """Its connection broke; both are answered, and the second says that it was done already."""
+def test_a_repeated_put_end_waits_too(scene: Scene) -> None:
+    """Its connection broke; both are answered, and the second answer says that it was done already."""
     ids = scene.begin("k")
     scene.end(["k"], ids)
     scene.end(["k"], ids, "again")

@@ -67,7 +67,7 @@ class Table:
     def evict(
         self, now: float, count: int = 1000, *places: Segment, spare: StoredObject | None = None
     ) -> str:
-        """The keys that leave, in order; a replica that leaves the object behind is written small."""
+        """Keys of the victims, in order; in lower case where the object stays readable."""
         evicted = ""
         for victim, extent in self.eviction.victims(places or (self.a, self.b), now, spare):
             self.drop(victim, extent, now)
@@ -100,7 +100,7 @@ def test_a_lease_protects_until_its_end() -> None:
     assert table.evict(20.0) == "B"
 
 
-def test_the_order_goes_over_all_segments_that_are_asked_and_no_other() -> None:
+def test_the_order_covers_all_given_segments_and_no_other() -> None:
     table = Table()
     for number, key in enumerate("abcdef"):
         table.put(key, float(number), (table.a, table.b, table.disk)[number % 3])
@@ -109,7 +109,7 @@ def test_the_order_goes_over_all_segments_that_are_asked_and_no_other() -> None:
     assert table.evict(10.0) == "E"
 
 
-def test_what_is_spared_or_held_stays_a_candidate() -> None:
+def test_a_spared_or_held_object_stays_a_candidate() -> None:
     table = Table()
     a, b, _ = (table.put(key, 0.0) for key in "abc")
     b.extents[0].held_until = 5.0
@@ -139,7 +139,7 @@ def test_only_what_stays_readable_leaves_when_that_is_wanted() -> None:
     assert [stored.key for stored, _ in victims] == ["b"]
 
 
-def test_softly_pinned_ones_leave_last_the_first_pin_to_end_first() -> None:
+def test_softly_pinned_objects_leave_last_in_the_order_of_their_pins_ends() -> None:
     table = Table()
     table.put("a", 0.0, pinned_until=50.0)
     table.put("b", 1.0, pinned_until=40.0)
@@ -187,7 +187,7 @@ def test_the_least_often_used_leaves_first() -> None:
 
 
 def test_old_popularity_ages() -> None:
-    """What was used thrice before the newcomers goes before what is used now."""
+    """Objects used three times before the newer ones are evicted before those in use now."""
     table = Table("lfu")
     table.put("a", 0.0).num_uses = 3
     for round_number in range(4):
@@ -199,7 +199,7 @@ def test_old_popularity_ages() -> None:
                 table.remove(table.objects.readable[key])
         if "a" not in table.objects.readable:
             return
-    raise AssertionError("a stays for ever")
+    raise AssertionError("a stays forever")
 
 
 def test_an_ancestor_never_leaves_before_its_descendants() -> None:

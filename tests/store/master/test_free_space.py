@@ -1,4 +1,4 @@
-"""Room for puts: found, made by evicting no more than a budget, and never beyond a tenant's quota."""
+"""Space for puts: found, freed by evicting no more than a budget, and never beyond a tenant's quota."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refusal(voice: Voice, key: str, **more: object) -> str:
     return f"{started.refusals[0].code}: {started.refusals[0].reason}"
 
 
-def test_why_there_is_no_segment(voice: Voice) -> None:
+def test_a_refusal_names_why_no_segment_takes_a_put(voice: Voice) -> None:
     assert "no segment is mounted" in refusal(voice, "k")
     voice.mount("a", 4 * KIB)
     assert refusal(voice, "k", size_bytes=5 * KIB).startswith("too_large: 5120 bytes; the largest")
@@ -26,9 +26,9 @@ def test_why_there_is_no_segment(voice: Voice) -> None:
     assert "no segment is mounted" in refusal(voice, "k")
 
 
-def test_space_that_rests_is_given_out_later_and_says_when(voice: Voice) -> None:
+def test_resting_space_is_allocated_later_and_the_refusal_names_when(voice: Voice) -> None:
     voice.mount("a", 4 * KIB, rest_s=9.0)
-    assert refusal(voice, "k").endswith("space is given out in 9 s")
+    assert refusal(voice, "k").endswith("space is allocated again in 9 s")
 
 
 def test_a_put_that_finds_no_hole_does_not_flush_the_cache(voice: Voice) -> None:
@@ -74,7 +74,7 @@ def test_a_second_replica_stays_within_the_quota(voice: Voice) -> None:
 
 
 @pytest.mark.parametrize("watermark", [0.5, 0.8])
-def test_ahead_of_need_as_much_leaves_as_the_ratio_says(watermark: float) -> None:
+def test_eviction_ahead_of_need_follows_the_ratio(watermark: float) -> None:
     voice = Voice(dataclasses.replace(SETTINGS, high_watermark=watermark, eviction_ratio=0.2))
     voice.mount("a", 100 * KIB)
     most = 0

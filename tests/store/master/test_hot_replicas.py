@@ -38,7 +38,7 @@ def test_a_hot_object_gets_replicas_and_loses_them_when_it_is_cool() -> None:
     assert any("cool again" in line for line in nodes.master.story("k"))
 
 
-def test_replicas_that_somebody_asked_for_stay() -> None:
+def test_requested_replicas_stay() -> None:
     nodes = Nodes(HOT)
     places = [Place(nodes, name) for name in "abc"]
     nodes.put("k", host="a")
@@ -51,7 +51,7 @@ def test_replicas_that_somebody_asked_for_stay() -> None:
     assert where(nodes, "k") == ["a", "b"]
 
 
-def test_nothing_is_evicted_for_it_and_the_host_is_another() -> None:
+def test_a_hot_replica_evicts_nothing_and_is_on_another_host() -> None:
     nodes = Nodes(dataclasses.replace(HOT, high_watermark=0.5))
     a, b = Place(nodes, "a", host="one"), Place(nodes, "b", host="one")
     c, d = Place(nodes, "c", 4096, host="two"), Place(nodes, "d", 4096, host="two")
@@ -64,7 +64,7 @@ def test_nothing_is_evicted_for_it_and_the_host_is_another() -> None:
     assert where(nodes, "k") == [first, other]
 
 
-def test_it_can_be_turned_off_and_ends_with_the_object() -> None:
+def test_hot_replicas_can_be_turned_off_and_end_with_the_object() -> None:
     nodes = Nodes(dataclasses.replace(HOT, hot_uses_per_s=0.0))
     places = [Place(nodes, name) for name in "ab"]
     nodes.put("k", host="a")

@@ -1,9 +1,12 @@
-"""What people and dashboards are told: nothing of it changes anything."""
+"""Introspection for operators and dashboards, which changes nothing, and tenants' quotas."""
 
 from __future__ import annotations
 
+import pytest
+
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import STORY_LINES
+from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
 from tests.store.conftest import LEASE_S, Voice
 
@@ -38,12 +41,12 @@ def test_keys_are_listed_by_prefix_and_tenant_and_grant_no_lease(voice: Voice) -
     assert voice.say(m.ListKeys("", 0)).keys == voice.say(m.ListKeys("", -5)).keys == []
     assert voice.say(m.ListKeys("", 10, "red")).keys == ["kv/9"]
     assert voice.say(m.ListKeys("", 10, "re")).keys == [], "a tenant's name is whole"
-    assert voice.remove("kv/1") is True, "nobody leased it"
+    assert voice.remove("kv/1") is True, "it is not leased"
     voice.lose("node a")
     assert voice.say(m.ListKeys("", 10)).keys == [], "what can't be read is not there"
 
 
-def test_an_inspection_says_all_and_counts_as_no_use(voice: Voice) -> None:
+def test_an_inspection_is_complete_and_counts_as_no_use(voice: Voice) -> None:
     voice.mount(size_bytes=65536)
     voice.put("p", tenant="red")
     voice.put("k", tenant="red", group="g", parents=["p"], policy=m.PutPolicy(is_hard_pinned=True))
@@ -78,6 +81,115 @@ def test_a_story_is_that_of_its_key_and_tenant(voice: Voice) -> None:
 def test_stories_are_bounded_and_the_oldest_lines_go(voice: Voice) -> None:
     catalog = voice.master.catalog
     for number in range(STORY_LINES + 50):
-        catalog.tell(float(number), f"k{number % 3}", "line {}", number)
+        catalog.add_story(float(number), f"k{number % 3}", "line {}", number)
     lines = [line for key in ("k0", "k1", "k2") for line in catalog.story(key)]
     assert len(lines) == STORY_LINES and catalog.story("k0")[0].endswith("line 51")
+
+
+# Quotas
+
+
+def quotas(voice: Voice) -> dict[str, tuple[int | None, int, int]]:
+    reply = voice.say(m.AskQuotas())
+    return {one.tenant: (one.quota_bytes, one.used_bytes, one.num_objects) for one in reply.quotas}
+
+
+def test_a_tenants_keys_are_its_own(voice: Voice) -> None:
+    voice.mount(size_bytes=65536)
+    voice.put("k")
+    red = voice.put("k", tenant="red")[0]
+    found = voice.find("k", "red")
+    assert found is not None and found.object_id == red.object_id
+    assert voice.find("red\0k") is None and voice.find("k", "blue") is None
+    assert voice.say(m.ListKeys("", 10)).keys == ["k"]
+    assert voice.say(m.ListKeys("k", 10, "red")).keys == ["k"]
+    assert voice.say(m.ListKeys("", 10, "default")).keys == ["k"]
+    assert voice.say(m.ObjectStory("k", "red")).lines[-1].endswith(f"readable as #{red.object_id}")
+    assert voice.say(m.Remove(["k"], True, "red")).outcomes == [True]
+    assert voice.find("k") is not None
+
+
+def test_memory_is_counted_for_each_replica(voice: Voice) -> None:
+    voice.mount("a")
+    voice.mount("b", host="other")
+    voice.put("k", tenant="red", policy=m.PutPolicy(num_replicas=2))
+    voice.start("l", tenant="red")
+    voice.put("m")
+    assert quotas(voice) == {"red": (None, 3000, 1), "default": (None, 1000, 1)}
+    voice.remove("m")
+    voice.say(m.Remove(["k"], False, "red"))
+    assert quotas(voice) == {"red": (None, 1000, 0)}
+    voice.keep_alive(30, "a", "b")
+    assert quotas(voice) == {}
+
+
+def test_a_tenant_over_its_quota_evicts_only_its_own(voice: Voice) -> None:
+    voice.mount(size_bytes=65536)
+    voice.say(m.SetQuota("red", 2500))
+    voice.put("x")
+    voice.put("a", "b", tenant="red")
+    voice.say(m.LookupObjects(["a"], "red"))
+    voice.put("c", tenant="red")
+    assert [voice.inspect(key, "red") is not None for key in "abc"] == [True, False, True]
+    assert voice.there("x") == "x" and quotas(voice)["red"] == (2500, 2000, 2)
+
+
+def test_a_quota_that_is_set_later_counts_what_is_there(voice: Voice) -> None:
+    voice.mount(size_bytes=65536)
+    voice.put("a", "b", "c", tenant="red")
+    voice.say(m.SetQuota("red", 1500))
+    voice.put("d", tenant="red")
+    assert quotas(voice)["red"] == (1500, 1000, 1)
+    voice.say(m.SetQuota("red", None))
+    voice.put("e", "f", tenant="red")
+    assert quotas(voice)["red"] == (None, 3000, 3)
+
+
+def test_what_does_not_fit_is_refused_with_figures(voice: Voice) -> None:
+    voice.mount(size_bytes=65536)
+    voice.say(m.SetQuota("red", 2500))
+    voice.put("a", "b", tenant="red", policy=m.PutPolicy(is_hard_pinned=True))
+    for size_bytes in (501, 3000):
+        refusal = voice.start("c", size_bytes=size_bytes, tenant="red").refusals[0]
+        assert refusal.code == "quota_exceeded"
+        assert refusal.reason == f"{size_bytes} bytes for tenant 'red', and 2000 of 2500 bytes are used"
+    voice.put("d", size_bytes=500, tenant="red")
+    assert voice.there("ab") == "", "those are keys of the default tenant"
+
+
+def test_further_replicas_are_left_out_where_the_quota_ends(voice: Voice) -> None:
+    voice.mount("a")
+    voice.mount("b", host="other")
+    voice.say(m.SetQuota("", 1500))
+    place = voice.put("k", policy=m.PutPolicy(num_replicas=2))[0]
+    assert len(place.replicas) == 1
+
+
+def test_only_known_tenants_where_that_is_wanted() -> None:
+    voice = Voice(MasterSettings(strict_tenants=True))
+    voice.mount()
+    assert voice.start("k", tenant="red").refusals[0].code == "unknown_tenant"
+    voice.say(m.SetQuota("red", 5000))
+    voice.put("k", tenant="red")
+    voice.put("k")
+
+
+@pytest.mark.parametrize("tenant", ["a\0b", "x" * 1025])
+def test_invalid_tenants_are_refused(voice: Voice, tenant: str) -> None:
+    voice.mount()
+    assert voice.start("k", tenant=tenant).refusals[0].code == "unknown_tenant"
+    assert voice.say(m.SetQuota(tenant, 1)).refusal.code == "unknown_tenant"
+    assert voice.say(m.SetQuota("red", -1)).refusal.code == "invalid_size"
+
+
+def test_a_successor_knows_the_quotas(voice: Voice) -> None:
+    voice.mount(size_bytes=65536)
+    voice.say(m.SetQuota("red", 2500))
+    voice.say(m.SetQuota("blue", 1))
+    voice.say(m.SetQuota("blue", None))
+    voice.put("a", tenant="red")
+    for records in (voice.records, voice.master.snapshot()):
+        other = Voice(voice.master.settings)
+        other.master.restore(records, 0.0)
+        other.master.check()
+        assert quotas(other) == {"red": (2500, 1000, 1)}

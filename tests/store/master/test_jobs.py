@@ -35,7 +35,7 @@ def refusal(nodes: Nodes, message: m.CopyObject | m.DrainSegments | m.AskJob) ->
 
 
 def live(nodes: Nodes, seconds: float, *places: Place) -> None:
-    """Time passes; these nodes beat and do their tasks."""
+    """Time passes; these nodes send heartbeats and do their tasks."""
     for _ in range(round(seconds / 0.5)):
         nodes.wait(0.5)
         for place in places:
@@ -59,7 +59,7 @@ def test_a_copy_goes_to_each_target(nodes: Nodes) -> None:
     assert where(nodes, "k") == ["a", "b", "c"]
 
 
-def test_a_copy_to_where_it_is_already_is_done_at_once(nodes: Nodes) -> None:
+def test_a_copy_to_a_segment_that_has_the_object_is_done_at_once(nodes: Nodes) -> None:
     Place(nodes, "a")
     nodes.put("k", host="a")
     assert ask(nodes, m.CopyObject("k", ["a"])).state == "done"
@@ -89,7 +89,7 @@ def test_what_can_not_be_copied_is_refused(nodes: Nodes) -> None:
     assert refusal(nodes, m.AskJob(17)) == "not_found"
 
 
-def test_a_copy_that_has_no_room_fails_and_says_why(nodes: Nodes) -> None:
+def test_a_copy_that_has_no_room_fails_with_a_reason(nodes: Nodes) -> None:
     Place(nodes, "a")
     b = Place(nodes, "b", 4096)
     nodes.put("k", size_bytes=8000, host="a")
@@ -115,7 +115,7 @@ def test_a_drained_segment_takes_nothing_and_is_empty_in_the_end(nodes: Nodes) -
     assert (job.kind, job.about, job.num_left) == ("drain", "a", 6)
     nodes.put("q", host="a")
     assert where(nodes, "q") != ["a"]
-    assert len(b.poll()) + len(c.poll()) == 2, "so many at a time"
+    assert len(b.poll()) + len(c.poll()) == 2, "the limit at a time"
     live(nodes, 8.0, a, b, c)
     done = ask(nodes, m.AskJob(job.job_id))
     assert (done.state, done.num_done, done.num_left) == ("running", 0, 6), "those two were forgotten"
@@ -155,7 +155,7 @@ def test_a_drain_goes_to_its_targets_and_nowhere_else(nodes: Nodes) -> None:
     assert where(nodes, "k") == where(nodes, "n") == ["c"] and drained(nodes, job) == ("done", 2, 0)
 
 
-def test_a_drain_without_room_fails_but_nobody_is_evicted_for_it(nodes: Nodes) -> None:
+def test_a_drain_without_room_fails_but_nothing_is_evicted_for_it(nodes: Nodes) -> None:
     a, b = Place(nodes, "a"), Place(nodes, "b", 4096)
     nodes.put("other", size_bytes=2000, host="b")
     nodes.put("k", size_bytes=4000, host="a")
@@ -171,7 +171,7 @@ def test_a_drain_without_room_fails_but_nobody_is_evicted_for_it(nodes: Nodes) -
     assert not status_of(nodes, "a").is_draining
 
 
-def test_what_is_being_written_is_waited_for(nodes: Nodes) -> None:
+def test_a_drain_waits_for_objects_being_written(nodes: Nodes) -> None:
     a, b = Place(nodes, "a"), Place(nodes, "b")
     (place,) = nodes.start("k", host="a").reserved
     assert place is not None
@@ -234,7 +234,7 @@ def test_a_graceful_unmount_takes_the_segment_away_when_it_is_empty(nodes: Nodes
     assert a
 
 
-def test_a_graceful_unmount_does_not_wait_for_ever(nodes: Nodes) -> None:
+def test_a_graceful_unmount_does_not_wait_forever(nodes: Nodes) -> None:
     a = Place(nodes, "a")
     nodes.put("k", host="a")
     job = ask(nodes, m.DrainSegments(["a"], [], unmount_after_s=5.0))
@@ -271,7 +271,7 @@ def test_a_target_that_goes_away_is_replaced_by_another(nodes: Nodes) -> None:
 
 @pytest.mark.processes
 def test_a_node_is_drained_under_reads_and_unmounted() -> None:
-    """With real processes: nobody misses anything, and the drained process may go."""
+    """With real processes: no reader misses anything, and the drained process may stop."""
     keys = [f"k{number}" for number in range(16)]
     with contextlib.closing(Processes()) as processes:
         processes.start_master()
@@ -343,7 +343,7 @@ def test_a_move_to_where_everything_leaves_takes_no_replica_away(nodes: Nodes) -
 
 
 def test_a_large_segment_is_looked_at_in_slices(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be moved, which takes several looks to find out; the outcome is the same."""
+    """Nothing can be moved, which takes several steps to find out; the outcome is the same."""
     monkeypatch.setattr(jobs, "SURVEY_OBJECTS", 3)
     a, b = Place(nodes, "a"), Place(nodes, "b", 2048)
     nodes.put(*"klmnopqr", host="a", size_bytes=1000)

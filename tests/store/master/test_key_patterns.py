@@ -73,13 +73,13 @@ def test_the_size_of_what_is_compiled_is_bounded() -> None:
     assert 1 < found.cost("a" * 1024) <= 1 + 1024 * MAX_PROGRAM // 64
 
 
-def test_an_expression_that_would_backtrack_for_ever_does_not() -> None:
+def test_an_expression_that_would_backtrack_endlessly_does_not() -> None:
     found = compiled("^(a+)+$")
     assert isinstance(found, RegexPattern)
     assert not found.is_found_in("a" * 1000 + "b") and found.is_found_in("a" * 1000)
 
 
-def test_without_the_engine_text_works_and_the_rest_says_what_is_missing(
+def test_without_the_engine_text_works_and_the_rest_names_the_missing_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = builtins.__import__

@@ -1,4 +1,4 @@
-"""Requests about all keys go in slices: others are answered between them. Turns are counted, not seconds."""
+"""Scans of all keys run in slices: other requests are served between them. Counts slices, not seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_KEYS = 5 * SLICE_COST
 
 
 class Scene:
-    """Many keys, and requests that are answered when they are."""
+    """Many keys, and scan requests with delayed answers."""
 
     def __init__(self) -> None:
         self.nodes = Nodes(SETTINGS)
@@ -40,23 +40,23 @@ class Scene:
             master._replay._object_readable(record, now)  # as a report of the node would do it
             master.objects.readable[record.key].lease_until = 0.0
 
-    def ask(self, message: Any, origin: str = "walk", connection: str = "client") -> None:
+    def ask(self, message: Any, origin: str = "scan", connection: str = "client") -> None:
         self.nodes.post(message, connection, origin)
 
-    def answer(self, origin: str = "walk") -> Any:
+    def answer(self, origin: str = "scan") -> Any:
         (reply,) = self.nodes.late.pop(origin)
         return reply
 
     def turn(self) -> None:
-        """The next instant at which the master wants to do something."""
+        """Go to the master's next deadline."""
         deadline = self.nodes.master.deadline()
         assert deadline is not None
         self.nodes.now = max(self.nodes.now, deadline)
         self.nodes._take(self.nodes.master.handle(Wake(), self.nodes.now))
         self.nodes.master.check()
 
-    def turns(self, origin: str = "walk") -> int:
-        """Until that is answered; others are answered in each, at once."""
+    def turns(self, origin: str = "scan") -> int:
+        """Number of slices until the answer; other requests are served at once in each."""
         count = 0
         while origin not in self.nodes.late:
             count += 1
@@ -84,17 +84,17 @@ def test_listing_lets_others_in_between(many: Scene) -> None:
     assert many.answer().keys == ["k00000", "k00001", "k00002"], "no more than is wanted"
 
 
-def test_a_hostile_expression_costs_slices_and_nobody_else_anything(many: Scene) -> None:
+def test_a_hostile_expression_costs_slices_and_other_clients_nothing(many: Scene) -> None:
     many.ask(m.RemoveMatching("^(k+0*)+$", False))
     assert many.turns() >= NUM_KEYS // SLICE_COST - 1
     assert many.answer() == m.Removed(1, 0)
-    counts = many.nodes.master.tally.counts
+    counts = many.nodes.master.request_counters.counts
     assert counts["remove_by_regex_requests"] == 1, "what is answered later is counted, too"
 
 
-def test_what_is_put_meanwhile_stays_and_what_was_there_goes(scene: Scene) -> None:
+def test_an_object_put_during_a_removal_stays_and_older_ones_go(scene: Scene) -> None:
     scene.ask(m.RemoveMatching("", True))
-    assert "walk" not in scene.nodes.late
+    assert "scan" not in scene.nodes.late
     last = f"k{NUM_KEYS - 1:05}"
     scene.nodes.put("new", host="a")
     scene.nodes.say(m.Remove([last], True))
@@ -107,14 +107,14 @@ def test_what_is_put_meanwhile_stays_and_what_was_there_goes(scene: Scene) -> No
     assert all(stored.object_id >= cleared.before for stored in readable), "they may come back"
 
 
-def test_a_slice_writes_down_no_more_than_it_did(scene: Scene) -> None:
+def test_a_slice_writes_down_only_its_own_removals(scene: Scene) -> None:
     """So that a standby, too, gets it in pieces."""
     before = len(scene.nodes.records)
     scene.ask(m.RemoveMatching("", True))
     assert 0 < len(scene.nodes.records) - before < NUM_KEYS / 10
 
 
-def test_few_at_a_time_and_fewer_of_one_connection(many: Scene) -> None:
+def test_concurrent_scans_are_limited_in_all_and_per_connection(many: Scene) -> None:
     for number in range(MAX_SCANS_PER_CONNECTION):
         many.ask(m.ListKeys("", 1 << 30), f"one {number}", "one")
     many.ask(m.ListKeys("", 1 << 30), "too many", "one")
@@ -133,12 +133,12 @@ def test_few_at_a_time_and_fewer_of_one_connection(many: Scene) -> None:
     assert many.answer().keys == []
 
 
-def test_one_slice_a_pause_however_much_is_asked(many: Scene) -> None:
-    """A client that asks all the time must not make slices follow each other."""
+def test_requests_do_not_make_slices_follow_each_other(many: Scene) -> None:
+    """A client that sends requests all the time must not make slices follow each other."""
     many.ask(m.ListKeys("", 1 << 30))
     for _ in range(50):
         many.nodes.say(m.Exists(["k00001"]), "another")
-    assert "walk" not in many.nodes.late
+    assert "scan" not in many.nodes.late
     num_turns = 0
     for _ in range(NUM_KEYS // SLICE_COST - 1):
         many.nodes.now += PAUSE_S
@@ -148,7 +148,7 @@ def test_one_slice_a_pause_however_much_is_asked(many: Scene) -> None:
     many.answer()
 
 
-def test_a_nul_names_nobody_elses_keys(scene: Scene) -> None:
+def test_a_nul_names_no_other_tenants_keys(scene: Scene) -> None:
     scene.nodes.put("secret", host="a", tenant="bank")
     for message in (m.ListKeys("bank\0", 10), m.ListKeys("", 10, "bank\0s")):
         scene.ask(message, connection="stranger")
@@ -159,7 +159,7 @@ def test_what_its_node_brings_back_while_all_is_removed_is_removed_too(scene: Sc
     old = scene.nodes.master.objects.last_id
     scene.put("later")
     scene.ask(m.RemoveMatching("", True))
-    assert "walk" not in scene.nodes.late
+    assert "scan" not in scene.nodes.late
     back = m.SegmentEntry("away", old, 1000, 1000, b"crc!", 0)
     ssd = Place(scene.nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=5, entries=[back], polls=False)
     assert not ssd.held

@@ -1,4 +1,4 @@
-"""What the store holds as events: shapes, media, bounds, gaps, and what late subscribers are told."""
+"""The store's KV events: fields, media, bounds, gaps, and the summary for late subscribers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.store.conftest import Voice
 MIB = 1 << 20
 
 
-class Told:
+class Published:
     """A master whose events are read."""
 
     def __init__(self, **more: Any) -> None:
@@ -47,7 +47,7 @@ class Told:
     def batches(self) -> list[Batch]:
         return self.events.take(self.voice.now)
 
-    def told(self) -> list[dict[str, Any]]:
+    def read_all(self) -> list[dict[str, Any]]:
         return [event for batch in self.batches() for event in read(batch)]
 
 
@@ -59,10 +59,10 @@ def read(batch: Batch) -> list[dict[str, Any]]:
 
 
 def test_the_fields_of_the_existing_master() -> None:
-    told = Told()
-    told.voice.now = 2.0
-    told.put("17", tenant="t")
-    batch = told.batches()[0]
+    scene = Published()
+    scene.voice.now = 2.0
+    scene.put("17", tenant="t")
+    batch = scene.batches()[0]
     assert batch[0] == 0
     assert msgspec.msgpack.decode(batch[1])[0] == 1_002_000
     assert read(batch) == [
@@ -89,8 +89,8 @@ def test_the_fields_of_the_existing_master() -> None:
             "parent_block_hash": None,
         }
     ]
-    told.voice.say(m.Remove(["17"], True, tenant="t"))
-    removed = told.told()[0]
+    scene.voice.say(m.Remove(["17"], True, tenant="t"))
+    removed = scene.read_all()[0]
     assert (removed["event_type"], removed["type"], removed["event_id"]) == ("removed", "BlockRemoved", 2)
     assert not {"token_ids", "parent_hash", "parent_block_hash"} & removed.keys()
 
@@ -109,80 +109,80 @@ def test_the_fields_of_the_existing_master() -> None:
     ],
 )
 def test_keys_that_are_hashes(key: str, unsigned: list[int], signed: list[int]) -> None:
-    told = Told()
-    told.put(key)
-    event = told.told()[0]
+    scene = Published()
+    scene.put(key)
+    event = scene.read_all()[0]
     assert (event["seq_hashes"], event["block_hashes"]) == (unsigned, signed)
     assert event["base_block_idx"] == (0 if unsigned else None)
 
 
 def test_fields_that_can_be_left_out() -> None:
-    told = Told(is_legacy=False, has_object_key=False)
-    told.put("k")
-    assert not {"type", "block_hashes", "object_key", "parent_block_hash"} & told.told()[0].keys()
+    scene = Published(is_legacy=False, has_object_key=False)
+    scene.put("k")
+    assert not {"type", "block_hashes", "object_key", "parent_block_hash"} & scene.read_all()[0].keys()
 
 
 def test_one_event_for_each_medium() -> None:
-    told = Told()
-    told.put("k", num_replicas=2)
-    assert [(event["event_type"], event["medium"]) for event in told.told()] == [("stored", "cpu")]
-    catalog = told.voice.master.catalog
+    scene = Published()
+    scene.put("k", num_replicas=2)
+    assert [(event["event_type"], event["medium"]) for event in scene.read_all()] == [("stored", "cpu")]
+    catalog = scene.voice.master.catalog
     stored = catalog.objects.readable["k"]
     extent = catalog.add_extent(stored, catalog.segments.mounted["a/ssd"], 0.0, 10.0)
     assert extent is not None
     catalog.complete_extent(stored, extent, 0.0)
-    assert [(event["event_type"], event["medium"]) for event in told.told()] == [("stored", "disk")]
+    assert [(event["event_type"], event["medium"]) for event in scene.read_all()] == [("stored", "disk")]
     memory = [one for one in stored.extents if one is not extent]
     catalog.drop_extent(stored, memory[0], "test", 0.0)
-    assert told.told() == []
+    assert scene.read_all() == []
     catalog.drop_extent(stored, memory[1], "test", 0.0)
-    assert [(event["event_type"], event["medium"]) for event in told.told()] == [("removed", "cpu")]
+    assert [(event["event_type"], event["medium"]) for event in scene.read_all()] == [("removed", "cpu")]
     catalog.drop_extent(stored, extent, "test", 0.0)
-    assert [(event["event_type"], event["medium"]) for event in told.told()] == [("removed", "disk")]
+    assert [(event["event_type"], event["medium"]) for event in scene.read_all()] == [("removed", "disk")]
     catalog.records = []
 
 
 def test_two_replicas_that_go_at_once_are_one_event() -> None:
-    told = Told()
-    told.put("k", num_replicas=2)
-    told.told()
-    told.voice.say(m.Remove(["k"], True))
-    assert [event["event_type"] for event in told.told()] == ["removed"]
-    told.put("k")
-    told.voice.say(m.Unmount("a", 1))
-    told.voice.say(m.Unmount("b", 1))
-    assert [event["event_type"] for event in told.told()] == ["stored", "removed"]
+    scene = Published()
+    scene.put("k", num_replicas=2)
+    scene.read_all()
+    scene.voice.say(m.Remove(["k"], True))
+    assert [event["event_type"] for event in scene.read_all()] == ["removed"]
+    scene.put("k")
+    scene.voice.say(m.Unmount("a", 1))
+    scene.voice.say(m.Unmount("b", 1))
+    assert [event["event_type"] for event in scene.read_all()] == ["stored", "removed"]
 
 
 def test_batches_are_bounded_and_numbered() -> None:
-    told = Told()
-    told.put(*(f"k{number}" for number in range(150)))
-    assert told.num_woken == 1
-    batches = told.batches()
+    scene = Published()
+    scene.put(*(f"k{number}" for number in range(150)))
+    assert scene.num_woken == 1
+    batches = scene.batches()
     assert [(sequence, len(read((sequence, payload)))) for sequence, payload in batches] == [
         (0, 64),
         (1, 64),
         (2, 22),
     ]
-    told.put("more")
-    assert told.num_woken == 2
+    scene.put("more")
+    assert scene.num_woken == 2
 
 
-def test_what_is_dropped_leaves_a_gap() -> None:
-    told = Told(capacity=10)
-    told.put("first")
-    assert told.batches()[0][0] == 0
-    told.put(*(f"k{number}" for number in range(13)))
-    assert (told.events.num_dropped, told.events.num_queued) == (3, 10)
-    (sequence, _), *others = told.batches()
+def test_dropped_events_leave_a_gap() -> None:
+    scene = Published(capacity=10)
+    scene.put("first")
+    assert scene.batches()[0][0] == 0
+    scene.put(*(f"k{number}" for number in range(13)))
+    assert (scene.events.num_dropped, scene.events.num_queued) == (3, 10)
+    (sequence, _), *others = scene.batches()
     assert sequence == 2 and not others
-    told.put("last")
-    assert told.batches()[0][0] == 3
+    scene.put("last")
+    assert scene.batches()[0][0] == 3
 
 
 @pytest.mark.parametrize("num_objects", [0, 1, 63, 64, 400])
 def test_the_summary_is_all_there_is_and_fits_below(num_objects: int) -> None:
-    before = Told()
+    before = Published()
     keys = [f"k{number}" for number in range(num_objects)]
     for start in range(0, num_objects, 100):
         before.put(*keys[start : start + 100])
@@ -192,13 +192,13 @@ def test_the_summary_is_all_there_is_and_fits_below(num_objects: int) -> None:
     numbers = [sequence for sequence, _ in batches]
     assert numbers == sorted(set(numbers))
     assert all(0 <= number < first for number in numbers)
-    told = [event for batch in batches for event in read(batch)]
+    scene = [event for batch in batches for event in read(batch)]
     if not num_objects:
         assert not batches
         return
-    assert told[0]["type"] == "AllBlocksCleared"
+    assert scene[0]["type"] == "AllBlocksCleared"
     assert numbers[-1] == first - 1
-    assert [event["object_key"] for event in told[1:]] == keys
+    assert [event["object_key"] for event in scene[1:]] == keys
     squeezed = list(events.summary(1, 0.0))
     assert [sequence for sequence, _ in squeezed] == [0]
     assert len(read(squeezed[0])) == num_objects + 1

@@ -30,7 +30,7 @@ def test_records_survive_the_trip() -> None:
 
 @given(st.data())
 def test_a_torn_tail_is_dropped(data: st.DataObject) -> None:
-    """A write that was cut anywhere leaves exactly the records before it."""
+    """A write cut at any point leaves exactly the records before it."""
     content = encode(RECORDS)
     cut = data.draw(st.integers(0, len(content) - 1))
     records, num_bytes = decode(content[:cut])
@@ -47,7 +47,7 @@ def test_a_damaged_record_ends_the_log(place: int, change: int) -> None:
 
 
 def test_masters_of_two_versions_read_each_others_records() -> None:
-    """Fields that came later are passed over by the older one, and are nothing where they are missing."""
+    """Later fields are ignored by the older version, and have defaults where they are missing."""
 
     class OldGone(msgspec.Struct, frozen=True, array_like=True, tag="object_gone"):
         key: str
@@ -63,8 +63,8 @@ def test_masters_of_two_versions_read_each_others_records() -> None:
 
     gone = ObjectGone("k", 0, 7)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(gone), type=OldGone) == OldGone("k", 0)
-    told = msgspec.msgpack.encode(OldGone("k", 5))
-    assert msgspec.msgpack.decode(told, type=Record) == ObjectGone("k", 5)
+    encoded = msgspec.msgpack.encode(OldGone("k", 5))
+    assert msgspec.msgpack.decode(encoded, type=Record) == ObjectGone("k", 5)
     mounted = SegmentMounted("a", 1, "h", 0, 64, b"", wants_report=True)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(mounted), type=OldMounted).segment == "a"
     older = msgspec.msgpack.encode(OldMounted("a", 1, "h", 0, 64, b""))

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
+from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice
 from tests.store.nodes import Nodes, Place, with_ssd
 
 
 class Watched(Nodes):
-    """Hears of cold hits."""
+    """Receives cold hits."""
 
     def __init__(self) -> None:
         super().__init__(SETTINGS)
@@ -77,7 +78,7 @@ def test_one_lookup_leases_the_whole_group(voice: Voice) -> None:
     assert status is not None and status.leased_s == 10.0
 
 
-def test_a_place_that_is_not_there_yet_is_named_to_nobody() -> None:
+def test_a_place_that_is_not_complete_is_given_to_no_reader() -> None:
     nodes = Nodes(SETTINGS)
     Place(nodes, "a")
     Place(nodes, "b")
@@ -94,7 +95,7 @@ def renewed(voice: Voice, place: m.Reserved, *replicas: m.Replica) -> bytes:
 
 
 def test_a_view_of_a_replica_that_the_master_gave_up_is_not_renewed() -> None:
-    """Its node comes back, and the space is given to others: the object's other replica is no help."""
+    """Its node comes back, and the space is allocated again: the object's other replica is no help."""
     voice = Voice(SETTINGS)
     voice.mount("a", host="left")
     voice.mount("b", host="right")
@@ -106,7 +107,7 @@ def test_a_view_of_a_replica_that_the_master_gave_up_is_not_renewed() -> None:
     assert renewed(voice, place, by_name["a"]) == b"\0" and renewed(voice, place, by_name["b"]) == b"\1"
     voice.mount("a", host="left", rest_s=10.0)
     assert renewed(voice, place, by_name["a"]) == b"\0" and renewed(voice, place, by_name["b"]) == b"\1"
-    assert renewed(voice, place) == b"\1"  # somebody who holds no bytes
+    assert renewed(voice, place) == b"\1"  # a client without a view
 
 
 def test_a_view_of_a_replica_that_left_is_renewed_by_the_master_that_keeps_its_space() -> None:
@@ -131,3 +132,63 @@ def test_a_view_of_a_replica_that_left_is_renewed_by_the_master_that_keeps_its_s
 def test_replicas_that_are_not_one_for_each_key_are_refused(voice: Voice) -> None:
     replica = m.Replica("a", 7, 0)
     assert isinstance(voice.say(m.Renew(["k", "l"], [1, 2], "", [replica])), Failure)
+
+
+# Pins
+
+
+def test_pinned_and_unpinned(voice: Voice) -> None:
+    voice.mount(size_bytes=2048)
+    voice.put("a", "b")
+    assert voice.say(m.Pin(["a", "none"], None)).outcomes == [True, False]
+    status = voice.inspect("a")
+    assert status is not None and status.pinned_s is None
+    voice.put("c")
+    voice.put("d")
+    assert voice.there("abcd") == "ad"
+    assert voice.say(m.Pin(["a"], 0.0)).outcomes == [True]
+    status = voice.inspect("a")
+    assert status is not None and status.pinned_s == 0.0
+    voice.put("e")
+    assert voice.there("ade") == "de"
+
+
+def test_a_soft_pin_takes_the_place_of_a_hard_one_and_is_cut() -> None:
+    voice = Voice(MasterSettings(max_pin_s=60.0))
+    voice.mount()
+    voice.put("a")
+    voice.say(m.Pin(["a"], None))
+    voice.say(m.Pin(["a"], 1e9))
+    status = voice.inspect("a")
+    assert status is not None and status.pinned_s == 60.0
+
+
+def test_hard_pins_are_written_down_and_soft_ones_not(voice: Voice) -> None:
+    voice.mount()
+    voice.put("a", "b", "c")
+    voice.put("d", policy=m.PutPolicy(is_hard_pinned=True))
+    voice.say(m.Pin(["a", "b"], None))
+    voice.say(m.Pin(["b"], 0.0))
+    voice.say(m.Pin(["c"], 10.0))
+    other = Voice(voice.master.settings)
+    other.master.restore(voice.records, 0.0)
+    other.master.check()
+    pinned = [key for key, stored in other.master.objects.readable.items() if stored.is_hard_pinned]
+    assert pinned == ["a", "d"]
+
+
+def test_one_pinned_member_protects_its_group(voice: Voice) -> None:
+    voice.mount(size_bytes=3072)
+    voice.put("a", "b", group="g")
+    voice.put("c")
+    voice.say(m.Pin(["b"], None))
+    voice.put("d")
+    assert voice.there("abcd") == "abd"
+    assert voice.remove("b") is True
+    voice.put("e")
+    voice.put("f")
+    assert voice.there("abdef") == "def"
+
+
+def test_bad_pins(voice: Voice) -> None:
+    assert isinstance(voice.say(m.Pin(["a"], -1.0)), Failure)

@@ -1,4 +1,4 @@
-"""What the master promises, one sentence a test. Times: lease 10 s, put 30 s, grace 5 s, ttl 5 s."""
+"""The master's promises, one per test. Times: lease 10 s, put 30 s, grace 5 s, ttl 5 s."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_memory_of_an_earlier_master_rests_until_its_promises_are_over(voice: Vo
     assert voice.mount(rest_s=20.0).rest_s == 35.0
     refusal = refusal_of(voice.start("k"))
     assert refusal == Refusal(
-        "no_space", "promises of an earlier master may still be in use; space is given out in 20 s"
+        "no_space", "promises of an earlier master may still be in use; space is allocated again in 20 s"
     )
     voice.keep_alive(20)
     assert voice.start("k").reserved[0] is not None
@@ -380,7 +380,7 @@ def test_nothing_is_mounted(voice: Voice) -> None:
     assert refusal_of(voice.start("k")).reason.endswith("is a node running?")
 
 
-# Corruption, and telling
+# Corruption, and stories
 
 
 def test_a_corrupt_object_is_dropped_once(voice: Voice) -> None:
@@ -393,7 +393,7 @@ def test_a_corrupt_object_is_dropped_once(voice: Voice) -> None:
     assert voice.find("k") is not None
 
 
-def test_a_story_says_what_happened_and_why(voice: Voice) -> None:
+def test_a_story_has_events_and_reasons(voice: Voice) -> None:
     voice.mount()
     voice.put("k")
     voice.wait(1)
@@ -456,7 +456,7 @@ def test_space_that_served_another_line_of_masters_rests_as_a_whole(voice: Voice
     voice.put("k")
     other = successor(voice)
     other.mount(rest_s=35.0)
-    assert "space is given out in 35 s" in refusal_of(other.start("new")).reason
+    assert "space is allocated again in 35 s" in refusal_of(other.start("new")).reason
     other.keep_alive(35)
     place = other.start("new").reserved[0]
     assert place is not None and place.replicas[0].address == (1 << 20) + 1024
@@ -552,7 +552,7 @@ def test_what_was_lost_with_its_node_stays_lost(voice: Voice) -> None:
     assert other.mount("b").num_objects == 1
 
 
-def test_a_snapshot_says_the_same_in_fewer_words(voice: Voice) -> None:
+def test_a_snapshot_gives_the_same_state_in_fewer_records(voice: Voice) -> None:
     voice.mount()
     for _ in range(5):
         voice.put("k")

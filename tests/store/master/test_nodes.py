@@ -158,7 +158,7 @@ def test_of_two_contents_of_a_key_the_newer_wins(nodes: Nodes) -> None:
     assert where(nodes, "k") == ["b/ssd"] and new.held.keys() == {99} and not third.held
     nodes.wait(0.1)
     old.answered()
-    assert not old.held, "its journal hears that it lost"
+    assert not old.held, "its journal notes that it lost"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_of_two_contents_of_a_key_the_newer_wins(nodes: Nodes) -> None:
         entry("k", 1, offset=8192),
     ],
 )
-def test_entries_that_can_not_be_are_not_believed(nodes: Nodes, bad: m.SegmentEntry) -> None:
+def test_impossible_entries_are_rejected(nodes: Nodes, bad: m.SegmentEntry) -> None:
     ssd = reported(nodes, entry("good", 9, 8192), bad)
     assert nodes.master.objects.readable.keys() == {"good"} and ssd.held.keys() == {9}
 
@@ -231,7 +231,7 @@ def test_memory_is_lost_with_its_process_and_the_ssd_after_its_ttl(nodes: Nodes)
     assert where(nodes, "k") == [] and nodes.master.counts.lost_objects == 1
     again = ssd_again(nodes, ssd)
     assert again.mounted.wants_report
-    assert where(nodes, "k") == ["a/ssd"], "and yet it comes back, told by its node"
+    assert where(nodes, "k") == ["a/ssd"], "and yet it comes back, reported by its node"
 
 
 def test_what_was_removed_while_its_node_was_away_stays_removed(nodes: Nodes) -> None:
@@ -301,7 +301,7 @@ def test_a_segment_is_described_with_its_host(nodes: Nodes) -> None:
 
 
 def test_an_older_value_with_a_larger_id_never_takes_the_place_of_what_was_put_here(nodes: Nodes) -> None:
-    """The master before had a clock that was ahead, and the node that has its object was away."""
+    """The earlier master had a clock that was ahead, and the node that has its object was away."""
     away = [entry("k", 1 << 40), entry("l", (1 << 40) + 1, 4096), entry("gone", (1 << 40) + 2, 8192)]
     Place(nodes, "b")
     (put,) = nodes.put("k", host="b")
@@ -310,19 +310,19 @@ def test_an_older_value_with_a_larger_id_never_takes_the_place_of_what_was_put_h
     back = Place(nodes, "a", 1 << 20, rest_s=35.0, entries=away)
     found = nodes.find("k")
     assert found is not None and found.object_id == put.object_id
-    assert [one.key for one in back.held.values()] == ["l"], "what nobody put here is taken in"
+    assert [one.key for one in back.held.values()] == ["l"], "an object of the earlier master is entered"
     assert nodes.find("gone") is None
 
 
-def test_new_ids_are_larger_than_any_that_a_node_has_heard_of(nodes: Nodes) -> None:
-    heard = 1 << 50
-    mount = m.Mount("a", 7, "a", 1 << 30, 65536, b"", 0.0, largest_id=heard)
+def test_new_ids_are_larger_than_any_that_a_node_knows(nodes: Nodes) -> None:
+    known = 1 << 50
+    mount = m.Mount("a", 7, "a", 1 << 30, 65536, b"", 0.0, largest_id=known)
     mounted = nodes.say(mount, "node a 7")
-    assert mounted.last_id > heard
+    assert mounted.last_id > known
     assert nodes.say(m.Heartbeat("a", 7), "node a 7").last_id == mounted.last_id
     (put,) = nodes.put("k", host="a")
     assert put.object_id == mounted.last_id + 1
-    nodes.say(msgspec.structs.replace(mount, segment="b", largest_id=heard + 5), "node b 7")
+    nodes.say(msgspec.structs.replace(mount, segment="b", largest_id=known + 5), "node b 7")
     (later,) = nodes.put("l", host="a")
     assert later.object_id == put.object_id + 1, "less than those of now"
 
@@ -335,7 +335,7 @@ def test_an_id_that_would_use_up_all_ids_is_refused(nodes: Nodes) -> None:
 
 
 def test_an_orphan_on_a_slower_clock_goes_on_above_the_ids_of_its_nodes(nodes: Nodes) -> None:
-    """Its first id is from its clock; the node that serves the first put has heard of the leader's."""
+    """Its first id is from its clock; the node that serves the first put knows the leader's."""
     leader = Nodes(DEMOTES)
     leader.master.objects.ids_from(1 << 45)
     theirs = Place(leader, "a")
@@ -354,7 +354,7 @@ def test_an_orphan_on_a_slower_clock_goes_on_above_the_ids_of_its_nodes(nodes: N
 
 
 def restored(nodes: Nodes, records: list[Record], doubt: Doubt) -> Nodes:
-    """The next master, with these records of the one before."""
+    """The next master, with these records of its predecessor."""
     successor = Nodes(DEMOTES)
     successor.now = nodes.now + 1.0
     successor.master.restore(records, successor.now, doubt)
@@ -363,7 +363,7 @@ def restored(nodes: Nodes, records: list[Record], doubt: Doubt) -> Nodes:
 
 
 def on_ssd(nodes: Nodes, *keys: str) -> tuple[Place, list[int]]:
-    """Objects with a copy there; where the records begin that speak of each."""
+    """Objects with a copy there; the index of the first record of each."""
     _, ssd = with_ssd(nodes)
     ends = []
     for key in keys:
@@ -374,7 +374,7 @@ def on_ssd(nodes: Nodes, *keys: str) -> tuple[Place, list[int]]:
 
 
 @pytest.mark.parametrize("doubt", [Doubt.END, Doubt.PROMISES])
-def test_what_came_after_the_records_is_taken_in_and_what_they_say_is_gone_is_not(
+def test_objects_newer_than_the_records_are_entered_and_removed_ones_are_not(
     nodes: Nodes, doubt: Doubt
 ) -> None:
     ssd, ends = on_ssd(nodes, "k", "gone", "l")
@@ -382,7 +382,7 @@ def test_what_came_after_the_records_is_taken_in_and_what_they_say_is_gone_is_no
     nodes.say(m.Remove(["gone"], force=True))
     gone = nodes.records[ends[-1] :]
     successor = restored(nodes, [*nodes.records[: ends[1]], *gone], doubt)
-    ssd.held = {one.object_id: one for one in held}  # its index was not told of the removal
+    ssd.held = {one.object_id: one for one in held}  # its index missed the removal
     again = ssd_again(successor, ssd)
     assert again.mounted.wants_report
     assert [one.key for one in again.held.values()] == ["k", "l"]
@@ -390,7 +390,7 @@ def test_what_came_after_the_records_is_taken_in_and_what_they_say_is_gone_is_no
     successor.master.check()
 
 
-def test_an_ssd_takes_nothing_before_its_node_was_heard(nodes: Nodes) -> None:
+def test_an_ssd_takes_nothing_before_its_report(nodes: Nodes) -> None:
     ssd, ends = on_ssd(nodes, "k", "l")
     successor = restored(nodes, nodes.records[: ends[0]], Doubt.END)
     mount = m.Mount("a/ssd", 8, "a", 1 << 30, SSD_BYTES, b"", 0.0, Tier.SSD, 99, "a")
@@ -403,7 +403,7 @@ def test_an_ssd_takes_nothing_before_its_node_was_heard(nodes: Nodes) -> None:
 
 
 def test_after_damage_everything_is_taken_in_that_is_not_known_to_be_gone(nodes: Nodes) -> None:
-    """Whatever record is missing: no object is lost by it, and the master is sound."""
+    """Whatever record is missing: no object is lost by it, and the master's invariants hold."""
     ssd, _ = on_ssd(nodes, *"klmno")
     nodes.say(m.Remove(["l"], force=True))
     held = list(ssd.held.values())
@@ -422,7 +422,7 @@ def test_after_damage_everything_is_taken_in_that_is_not_known_to_be_gone(nodes:
 
 
 def test_where_the_records_have_something_else_the_node_is_right(nodes: Nodes) -> None:
-    """Old is where new lies: that it went, and that new came there, was in what is missing."""
+    """An old object is where a new one is: its removal and the new put are in the missing records."""
     ssd, ends = on_ssd(nodes, "old")
     (old,) = ssd.held.values()
     new = msgspec.structs.replace(old, key="new", object_id=old.object_id + 5)
@@ -435,8 +435,8 @@ def test_where_the_records_have_something_else_the_node_is_right(nodes: Nodes) -
     successor.master.check()
 
 
-def test_a_standby_that_takes_over_before_the_nodes_were_heard_believes_them_as_much(nodes: Nodes) -> None:
-    """What the leader had in doubt is in its copy: the segments that had not reported."""
+def test_a_standby_that_takes_over_before_the_reports_enters_them_as_the_leader_would(nodes: Nodes) -> None:
+    """The leader's doubts are in its snapshot: the segments that had not reported."""
     ssd, ends = on_ssd(nodes, "old")
     (old,) = ssd.held.values()
     new = msgspec.structs.replace(old, key="new", object_id=old.object_id + 5)
@@ -449,13 +449,13 @@ def test_a_standby_that_takes_over_before_the_nodes_were_heard_believes_them_as_
     standby.master.check()
 
 
-def test_it_is_said_when_the_last_node_was_heard(nodes: Nodes) -> None:
+def test_recovery_completes_with_the_last_report(nodes: Nodes) -> None:
     ssd, _ = on_ssd(nodes, "k")
-    heard: list[str] = []
+    effects_seen: list[str] = []
 
     class Listening(Nodes):
         def _take(self, effects: list[object]) -> None:
-            heard.extend(type(one).__name__ for one in effects if isinstance(one, RecoveryComplete))
+            effects_seen.extend(type(one).__name__ for one in effects if isinstance(one, RecoveryComplete))
             super()._take([one for one in effects if not isinstance(one, RecoveryComplete)])
 
     successor = Listening(DEMOTES)
@@ -463,13 +463,13 @@ def test_it_is_said_when_the_last_node_was_heard(nodes: Nodes) -> None:
     successor.master.restore(nodes.records, successor.now, Doubt.ANY)
     assert successor.master.catalog.is_doubted
     ssd_again(successor, ssd)
-    assert not heard, "the memory of the node was there, too"
+    assert not effects_seen, "the memory of the node was there, too"
     successor.wait(TTL_S + 1.0)
-    assert heard == ["RecoveryComplete"] and not successor.master.catalog.is_doubted
+    assert effects_seen == ["RecoveryComplete"] and not successor.master.catalog.is_doubted
 
 
 def test_a_node_puts_nothing_into_another_tenants_group(nodes: Nodes) -> None:
-    """What it reports is adopted, the relation is not."""
+    """Its object is adopted, the relation is not."""
     nodes_entry = entry("mine", 5)
     strange = msgspec.structs.replace(nodes_entry, group="bank\0g", parent="bank\0p")
     own = msgspec.structs.replace(entry("red\0k", 6, 4096), group="red\0g", parent="red\0p")
@@ -487,14 +487,14 @@ def test_no_name_has_a_nul(nodes: Nodes, field: str) -> None:
 
 
 @pytest.mark.parametrize("object_id", [0, MAX_ID + 1, (1 << 64) - 1])
-def test_an_object_with_an_id_that_no_master_gives_is_not_believed(nodes: Nodes, object_id: int) -> None:
-    """The next id would be larger still, and none that can be written down."""
+def test_an_object_with_an_impossible_id_is_rejected(nodes: Nodes, object_id: int) -> None:
+    """The next id would be larger still, and could not be written down."""
     ssd = reported(nodes, entry("k", object_id), entry("good", 9, 8192))
     assert ssd.held.keys() == {9}
     assert nodes.master.objects.last_id < MAX_ID
 
 
-def test_one_node_that_speaks_of_the_largest_id_keeps_no_other_out(nodes: Nodes) -> None:
+def test_a_node_that_reports_the_largest_id_excludes_no_other(nodes: Nodes) -> None:
     mount = m.Mount("a", 7, "a", 1 << 30, 65536, b"", 0.0, largest_id=MAX_ID)
     last_id = nodes.say(mount, "node a 7").last_id
     assert last_id > MAX_ID

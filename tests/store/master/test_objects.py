@@ -99,7 +99,7 @@ def test_a_tenants_keys_are_its_own(tenant: str, key: str, expected: str) -> Non
     assert split_scoped(expected) == ("" if tenant == "default" else tenant, key)
 
 
-def test_nobody_names_another_tenants_key() -> None:
+def test_no_client_names_another_tenants_key() -> None:
     assert scoped_all("", ["a", "red\0k"]) == ["a", ""]
     assert scoped("", "red\0k") == scoped("default", "red\0k") == ""
     assert split_scoped(scoped("blue", "red\0k")) == ("blue", "red\0k")

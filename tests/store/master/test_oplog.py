@@ -29,7 +29,7 @@ def damaged(path: Path, at: int, flip: int = 1) -> None:
     path.write_bytes(bytes(content))
 
 
-def said(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, object]]:
+def logged(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, object]]:
     return [getattr(one, "fields", {}) for one in caplog.records if one.message == event]
 
 
@@ -40,7 +40,7 @@ def rewrite(log: Oplog, records: list[Record]) -> None:
     anew.commit()
 
 
-def test_what_is_appended_is_there_for_the_next_one(tmp_path: Path) -> None:
+def test_appended_records_are_there_for_the_next_master(tmp_path: Path) -> None:
     log, found = opened(tmp_path / "log")
     assert found == []
     log.append(records(0, 3))
@@ -76,7 +76,7 @@ def test_two_masters_cannot_share_a_file(tmp_path: Path) -> None:
     Oplog(tmp_path / "log").read()
 
 
-def test_it_asks_for_compaction_when_most_of_it_is_old(
+def test_a_log_wants_compaction_when_most_of_it_is_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(oplog, "MIN_COMPACTION_BYTES", 1000)
@@ -137,11 +137,11 @@ def test_a_rewriting_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
     assert opened(tmp_path / "log")[1] == records(0, 3)
 
 
-# What is wrong in a file
+# Damaged files
 
 
-def test_damage_ends_the_start_and_says_where(tmp_path: Path) -> None:
-    """A wrong bit is no torn tail: what is behind it was acknowledged."""
+def test_damage_ends_the_start_and_its_offset_is_named(tmp_path: Path) -> None:
+    """A wrong bit is no torn tail: the records behind it were acknowledged."""
     path = tmp_path / "log"
     log, _ = opened(path)
     log.append(records(0, 1))
@@ -157,7 +157,7 @@ def test_damage_ends_the_start_and_says_where(tmp_path: Path) -> None:
     assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["log"]
 
 
-def test_a_repair_keeps_the_file_and_takes_every_record_that_is_whole(
+def test_a_repair_keeps_the_file_and_uses_every_intact_record(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "log"
@@ -173,11 +173,11 @@ def test_a_repair_keeps_the_file_and_takes_every_record_that_is_whole(
     assert log.read() == [*records(0, 1), *records(2, 98)]
     assert (log.doubt, log.id != "") == (Doubt.ANY, True)
     assert (tmp_path / "log.damaged").read_bytes() == before
-    (event,) = said(caplog, "oplog_damaged")
+    (event,) = logged(caplog, "oplog_damaged")
     assert event["offset"] == at and event["num_bytes"] == 30
     log.append(records(200, 1))
     log.close()
-    # It is as good as any other file now, but for what nodes have yet to say.
+    # It is as good as any other file now, except for what nodes have yet to report.
     log, found = opened(path)
     assert found == [*records(0, 1), *records(2, 98), *records(200, 1)] and log.doubt is Doubt.ANY
     rewrite(log, found)
@@ -269,8 +269,9 @@ def test_a_file_of_the_version_before_is_read_and_written_anew(tmp_path: Path) -
     assert opened(path)[1] == [*records(0, 5), IdsGiven(4), *records(5, 1)]
 
 
-def test_a_copy_without_its_end_says_nothing_of_what_is_gone(tmp_path: Path) -> None:
-    """A log begins with a copy of all that its master knew: it is no reason to give up what it lacks."""
+def test_a_snapshot_without_its_end_implies_no_removal(tmp_path: Path) -> None:
+    """A log begins with a snapshot of its master's state: without its end, a missing object is not
+    removed."""
     doubts: list[Doubt] = []
     begins: list[list[Record]] = [[LineBegan(1), *records(0, 3)], [LineBegan(1), IdsGiven(7)]]
     for number, begin in enumerate(begins):
@@ -310,7 +311,7 @@ def test_what_a_log_is_worth_depends_on_how_its_master_ended(tmp_path: Path) -> 
     assert [next_life(*life) for life in lives] == [*expected, Doubt.PROMISES]
 
 
-# Loss of power, and disks that refuse
+# Loss of power, and disk errors
 
 
 def lose_power(seed: int, live: Callable[[SimDirectory], object]) -> tuple[Oplog, list[Record]]:
@@ -365,7 +366,7 @@ def test_what_is_flushed_after_a_rename_does_not_go_with_it(seed: int) -> None:
     assert lose_power(seed, live)[1] == [*records(100, 5), *records(200, 1)], f"seed {seed}"
 
 
-def test_a_record_that_the_disk_did_not_take_whole_is_cut_off_again() -> None:
+def test_a_record_written_in_part_is_cut_off_again() -> None:
     disk = SimDirectory(Random(1))
     log = Oplog(Path("/simulated/log"), directory=disk)
     log.read()
@@ -401,7 +402,7 @@ def test_a_full_disk_lets_a_log_be_read_and_takes_it_on_when_there_is_room() -> 
     assert log.read() == [*records(0, 1), *records(5, 1)] and disk.names() == ["log", "log.torn"]
 
 
-# Whose file it is
+# Owners and permissions of the file
 
 
 def test_a_link_and_a_file_that_others_may_write_are_refused(tmp_path: Path) -> None:
@@ -425,10 +426,10 @@ def test_a_folder_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None
     assert (folder / "log").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("is_heard", [False, True])
+@pytest.mark.parametrize("has_reports", [False, True])
 @pytest.mark.parametrize("doubt", [Doubt.PROMISES, Doubt.ANY])
-def test_a_log_that_is_written_anew_says_what_is_in_doubt_still(
-    tmp_path: Path, doubt: Doubt, is_heard: bool
+def test_a_rewritten_log_keeps_what_is_still_in_doubt(
+    tmp_path: Path, doubt: Doubt, has_reports: bool
 ) -> None:
     path = tmp_path / "log"
     log = Oplog(path, boot="before")
@@ -444,11 +445,11 @@ def test_a_log_that_is_written_anew_says_what_is_in_doubt_still(
     assert log.doubt is doubt
     anew = log.begin_anew()
     anew.append(found)
-    if is_heard:
+    if has_reports:
         log.is_whole(9)
     anew.commit()
     log.abandon()
     log = Oplog(path, boot="now")
     log.read()
-    assert log.doubt is (Doubt.END if is_heard else doubt)
+    assert log.doubt is (Doubt.END if has_reports else doubt)
     log.close()

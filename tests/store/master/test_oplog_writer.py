@@ -1,4 +1,4 @@
-"""The log on disk while a master works: written anew between requests, whole when that goes wrong."""
+"""The log on disk of a working master: compacted between requests, intact after failures."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import pytest
 
 from mooncake.metrics import page
 from mooncake.sim.faults.sim_files import SimDirectory
-from mooncake.store.master import oplog
-from mooncake.store.master import oplog_writer as keeping
-from mooncake.store.master import snapshot as copying
+from mooncake.store.master import oplog, oplog_writer
 from mooncake.store.master.effects import AppendRecords
 from mooncake.store.master.log_records import Doubt, Record
 from mooncake.store.master.master import Master
 from mooncake.store.master.oplog import Oplog
 from mooncake.store.master.oplog_writer import OplogWriter
+from mooncake.store.master.snapshot import Snapshot
 from tests.store.conftest import SETTINGS, Voice
 
 
@@ -30,26 +29,26 @@ class Kept:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.keeping = self._keeping()
-        self.keeping.read()
+        self.writer = self._new_writer()
+        self.writer.read()
         self.voice = Voice(SETTINGS)
-        self.keeping.keep(self.voice.master.snapshot(), self.voice.master.catalog)
+        self.writer.keep(self.voice.master.snapshot(), self.voice.master.catalog)
         handle = self.voice.master.handle
 
         def kept(event: Any, now: float) -> Any:
             effects = handle(event, now)
             for effect in effects:
                 if isinstance(effect, AppendRecords):
-                    self.keeping.keep(effect.records, self.voice.master.catalog)
+                    self.writer.keep(effect.records, self.voice.master.catalog)
             return effects
 
         self.voice.master.handle = kept  # type: ignore[method-assign]
 
-    def _keeping(self) -> OplogWriter:
+    def _new_writer(self) -> OplogWriter:
         return OplogWriter(str(self.path))
 
     def restored(self) -> dict[str, int]:
-        """What a successor would know."""
+        """The state of a successor."""
         copy = self.path.with_suffix(".copy")
         copy.write_bytes(self.path.read_bytes())
         return self._known_by(Oplog(copy))
@@ -75,7 +74,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
 
 
 async def work(kept: Kept, rounds: int) -> None:
-    """The same keys are put and removed; the loop may do what it has to do in between."""
+    """Put and remove the same keys; the loop may run its tasks in between."""
     for number in range(rounds):
         for key in range(20):
             kept.voice.remove(f"k{key}", force=True)
@@ -89,16 +88,16 @@ async def work(kept: Kept, rounds: int) -> None:
 async def test_a_log_that_grew_is_written_anew_while_the_master_works(
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying.Snapshot.piece, "__defaults__", (3,))
-    monkeypatch.setattr(keeping, "PAUSE_S", 0.0)
+    monkeypatch.setattr(Snapshot.piece, "__defaults__", (3,))
+    monkeypatch.setattr(oplog_writer, "PAUSE_S", 0.0)
     sizes = []
     for _ in range(20):
         await work(kept, 3)
         sizes.append(kept.path.stat().st_size)
         assert kept.restored() == kept.known()
     assert any(after < before for before, after in itertools.pairwise(sizes)), sizes
-    assert kept.keeping.id.encode() in kept.path.read_bytes().split(b"\n")[0]
-    kept.keeping.close()
+    assert kept.writer.id.encode() in kept.path.read_bytes().split(b"\n")[0]
+    kept.writer.close()
 
 
 async def test_a_disk_that_is_full_while_it_is_written_anew_costs_nothing(
@@ -119,18 +118,18 @@ async def test_a_disk_that_is_full_while_it_is_written_anew_costs_nothing(
         await work(kept, 3)
         sizes.append(kept.path.stat().st_size)
     assert kept.restored() == kept.known()
-    kept.keeping.close()
+    kept.writer.close()
 
 
 class Simulated(Kept):
-    """On a disk that may refuse."""
+    """On a disk that may fail."""
 
     def __init__(self, path: Path, **more: Any) -> None:
         self.disk = SimDirectory(Random(1))
         self._more = more
         super().__init__(path)
 
-    def _keeping(self) -> OplogWriter:
+    def _new_writer(self) -> OplogWriter:
         return OplogWriter(str(self.path), directory=self.disk, **self._more)
 
     def restored(self) -> dict[str, int]:
@@ -141,7 +140,7 @@ class Simulated(Kept):
 
 @pytest.fixture
 def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulated:
-    monkeypatch.setattr(keeping, "RETRY_S", 0.0)
+    monkeypatch.setattr(oplog_writer, "RETRY_S", 0.0)
     kept = Simulated(tmp_path / "log")
     kept.voice.mount(size_bytes=1 << 20)
     return kept
@@ -149,7 +148,7 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulated:
 
 async def until_well(kept: Kept) -> None:
     async with asyncio.timeout(10):
-        while kept.keeping.trouble:  # noqa: ASYNC110
+        while kept.writer.trouble:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
@@ -159,22 +158,22 @@ async def test_what_a_disk_refuses_is_written_when_it_takes_it(simulated: Simula
     simulated.disk.write_error = number
     simulated.voice.put("during", size_bytes=100)
     simulated.voice.put("during too", size_bytes=100)
-    assert "the oplog" in simulated.keeping.trouble and os.strerror(number) in simulated.keeping.trouble
+    assert "the oplog" in simulated.writer.trouble and os.strerror(number) in simulated.writer.trouble
     assert list(simulated.restored()) == ["before"], "what was cut off was never acknowledged"
     await asyncio.sleep(0.01)
-    assert simulated.keeping.trouble, "it is full still"
+    assert simulated.writer.trouble, "it is full still"
     simulated.disk.write_error = 0
     await until_well(simulated)
     simulated.voice.put("after", size_bytes=100)
     assert simulated.restored() == simulated.known() and len(simulated.known()) == 4
     assert "mooncake_store_oplog_unwritable 0.0" in page().decode()
-    simulated.keeping.close()
+    simulated.writer.close()
 
 
 async def test_with_too_much_to_write_the_log_is_written_anew(
     simulated: Simulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping, "MAX_UNWRITTEN", 10)
+    monkeypatch.setattr(oplog_writer, "MAX_UNWRITTEN", 10)
     simulated.voice.put("before", size_bytes=100)
     simulated.disk.capacity_bytes = len(simulated.disk.content("log"))
     for number in range(20):
@@ -182,48 +181,48 @@ async def test_with_too_much_to_write_the_log_is_written_anew(
     simulated.disk.capacity_bytes = None
     await until_well(simulated)
     assert simulated.restored() == simulated.known() and len(simulated.known()) == 21
-    simulated.keeping.close()
+    simulated.writer.close()
 
 
 async def flushed(kept: Kept) -> str:
-    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    kept.keeping.flushed(told.set_result)
-    return await asyncio.wait_for(told, 10)
+    result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    kept.writer.flushed(result.set_result)
+    return await asyncio.wait_for(result, 10)
 
 
-async def test_one_flush_is_for_all_who_wait(simulated: Simulated) -> None:
+async def test_one_flush_serves_all_waiting_replies(simulated: Simulated) -> None:
     before = simulated.disk.num_syncs
     simulated.voice.put("k", size_bytes=100)
-    told: list[str] = []
+    results: list[str] = []
     for _ in range(10):
-        simulated.keeping.flushed(told.append)
-    assert not told, "a flush blocks, so it is another thread's"
-    assert await flushed(simulated) == "" and told == [""] * 10
+        simulated.writer.flushed(results.append)
+    assert not results, "a flush blocks, so it is another thread's"
+    assert await flushed(simulated) == "" and results == [""] * 10
     assert simulated.disk.num_syncs == before + 1
-    simulated.keeping.flushed(told.append)
-    assert len(told) == 11, "nothing was kept since"
+    simulated.writer.flushed(results.append)
+    assert len(results) == 11, "nothing was kept since"
     simulated.disk.lose_power()
     assert list(simulated.restored()) == ["k"]
 
 
-async def test_who_wants_no_flush_waits_for_none(tmp_path: Path) -> None:
+async def test_without_flushes_no_reply_waits_for_one(tmp_path: Path) -> None:
     kept = Simulated(tmp_path / "log", flushes=False)
     kept.voice.mount(size_bytes=1 << 20)
     before = kept.disk.num_syncs
     kept.voice.put("k", size_bytes=100)
     assert await flushed(kept) == "" and kept.disk.num_syncs == before
-    kept.keeping.close()
+    kept.writer.close()
 
 
-async def test_after_a_flush_that_failed_nothing_is_believed_of_the_log_but_written_anew(
+async def test_after_a_failed_flush_the_log_is_not_trusted_but_rewritten(
     simulated: Simulated,
 ) -> None:
-    """The system takes what it could not write for written: a second flush would say that all is well."""
+    """The system marks failed writes as clean: a second flush would report success."""
     simulated.disk.sync_error = errno.EIO
     simulated.voice.put("k", size_bytes=100)
-    assert "look at the disk" in await flushed(simulated)
+    assert "check the disk" in await flushed(simulated)
     simulated.voice.put("l", size_bytes=100)
-    assert "look at the disk" in await flushed(simulated)
+    assert "check the disk" in await flushed(simulated)
     simulated.disk.sync_error = 0
     await until_well(simulated)
     assert await flushed(simulated) == ""
@@ -234,7 +233,7 @@ async def test_after_a_flush_that_failed_nothing_is_believed_of_the_log_but_writ
 async def test_a_compaction_does_not_lose_what_was_flushed_while_it_ran(
     simulated: Simulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came to the new file after it was synced is flushed in the old one only."""
+    """Records in the new file after its sync are flushed only in the old one."""
     monkeypatch.setattr(oplog, "MIN_COMPACTION_BYTES", 1000)
     for seed in range(20):
         simulated.disk.random.seed(seed)
@@ -246,14 +245,14 @@ async def test_a_compaction_does_not_lose_what_was_flushed_while_it_ran(
     assert simulated.restored() == simulated.known()
 
 
-async def test_without_a_file_nothing_is_kept() -> None:
-    keeping = OplogWriter("")
-    assert keeping.read() == [] and keeping.id == ""
+async def test_without_a_file_no_record_is_kept() -> None:
+    writer = OplogWriter("")
+    assert writer.read() == [] and writer.id == ""
     records: list[Record] = []
-    keeping.keep(records, Master(SETTINGS).catalog)
-    keeping.begin_copy()
-    keeping.copied(records, is_complete=True)
-    keeping.close()
+    writer.keep(records, Master(SETTINGS).catalog)
+    writer.begin_copy()
+    writer.copied(records, is_complete=True)
+    writer.close()
 
 
 async def test_a_leaders_log_takes_the_place_of_the_own_when_it_is_complete(kept: Kept) -> None:
@@ -262,14 +261,14 @@ async def test_a_leaders_log_takes_the_place_of_the_own_when_it_is_complete(kept
     leader.mount(size_bytes=1 << 20)
     leader.put("theirs", size_bytes=100)
     snapshot = leader.master.snapshot()
-    kept.keeping.begin_copy()
-    kept.keeping.copied(snapshot[:2], is_complete=False)
+    kept.writer.begin_copy()
+    kept.writer.copied(snapshot[:2], is_complete=False)
     assert list(kept.restored()) == ["own"]
-    kept.keeping.begin_copy()
-    kept.keeping.copied(snapshot, is_complete=True)
+    kept.writer.begin_copy()
+    kept.writer.copied(snapshot, is_complete=True)
     assert list(kept.restored()) == ["theirs"]
-    kept.keeping.keep([], leader.master.catalog)
-    kept.keeping.close()
+    kept.writer.keep([], leader.master.catalog)
+    kept.writer.close()
 
 
 async def test_a_flush_that_fails_while_the_disk_recovers_is_not_made_good_by_the_next(
@@ -291,7 +290,7 @@ async def test_a_flush_that_fails_while_the_disk_recovers_is_not_made_good_by_th
 
 
 async def test_a_copy_of_the_leaders_log_leaves_nothing_in_doubt(tmp_path: Path) -> None:
-    """What this master's own log lacked does not matter any more: it may lead with the copy."""
+    """The gaps of this master's own log no longer matter: it may lead with the snapshot."""
     disk, leader = SimDirectory(Random(1)), Voice(SETTINGS)
     leader.mount(size_bytes=1 << 20)
     kept = Oplog(tmp_path / "log", directory=disk, boot="before")
@@ -300,12 +299,12 @@ async def test_a_copy_of_the_leaders_log_leaves_nothing_in_doubt(tmp_path: Path)
     kept.abandon()
     doubts: list[tuple[Doubt, bool]] = []
     for is_copied in (True, False):
-        keeping = OplogWriter(str(tmp_path / "log"), directory=disk)
-        keeping.read()
-        doubts.append((keeping.doubt, keeping.is_whole))
+        writer = OplogWriter(str(tmp_path / "log"), directory=disk)
+        writer.read()
+        doubts.append((writer.doubt, writer.is_whole))
         if is_copied:
-            keeping.begin_copy()
-            keeping.copied(leader.master.snapshot(), is_complete=True)
-            assert keeping.doubt is Doubt.NONE
-        keeping.close()
+            writer.begin_copy()
+            writer.copied(leader.master.snapshot(), is_complete=True)
+            assert writer.doubt is Doubt.NONE
+        writer.close()
     assert doubts == [(Doubt.PROMISES, False), (Doubt.NONE, True)]

@@ -79,7 +79,7 @@ def test_freed_space_changes_the_order() -> None:
 
 
 def test_a_newcomer_counts_more_and_more_over_its_first_minute() -> None:
-    """Five times as empty as the other, it is not asked first until it has been there for a while."""
+    """Five times as empty as the other, it does not come first until it has been there for some time."""
     room = Room()
     old = room.add("a", 64 * 1000)
     new = room.add("b", 64 * 1000)
@@ -95,7 +95,7 @@ def test_a_newcomer_counts_more_and_more_over_its_first_minute() -> None:
     assert counts == [0, 100, 100]
 
 
-def test_where_nobody_else_has_room_a_newcomer_takes_everything() -> None:
+def test_where_no_other_has_room_a_newcomer_takes_everything() -> None:
     room = Room()
     room.add("a", 128)
     room.add("b", 640).joined_at = 100.0

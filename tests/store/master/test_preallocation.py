@@ -1,4 +1,4 @@
-"""Space given in advance. Times as in ``test_master.py``: 30 s to write, 5 s of grace."""
+"""Preallocated space. Times as in ``test_master.py``: 30 s to write, 5 s of grace."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.store.conftest import GRACE_S, PUT_S, SETTINGS, Voice
 POOL = 65536
 
 
-def advance(
+def preallocated(
     voice: Voice, count: int = 4, size_bytes: int = 128, host: str = "h", key: str = "first"
 ) -> m.PreallocatedSpace | None:
-    """Asked for with a put that is given up at once."""
+    """Requested with a put that is aborted at once."""
     message = m.PutStart(900, host, [key], [64], [64], num_pieces=count, piece_bytes=size_bytes)
     started = voice.say(message)
     assert isinstance(started, m.PutStarted)
@@ -33,9 +33,9 @@ def places(given: m.PreallocatedSpace | None) -> list[tuple[str, int]]:
     return [(one.segment, one.address) for one in given.replicas]
 
 
-def test_pieces_are_space_that_nobody_else_gets_until_their_time_and_the_grace_are_over(voice: Voice) -> None:
+def test_pieces_are_reserved_until_their_time_and_the_grace_are_over(voice: Voice) -> None:
     voice.mount("a", POOL)
-    given = advance(voice)
+    given = preallocated(voice)
     assert given is not None and given.put_s == PUT_S
     assert len({at for _, at in places(given)}) == 4
     voice.keep_alive(PUT_S + GRACE_S - 1)
@@ -44,39 +44,39 @@ def test_pieces_are_space_that_nobody_else_gets_until_their_time_and_the_grace_a
     assert voice.allocated_bytes == 0
 
 
-def test_they_lie_on_the_own_host_first(voice: Voice) -> None:
+def test_pieces_are_on_the_own_host_first(voice: Voice) -> None:
     voice.mount("a", POOL, host="left")
     voice.mount("b", 2 * POOL, host="right")
-    assert {name for name, _ in places(advance(voice, host="left"))} == {"a"}
-    assert {name for name, _ in places(advance(voice, host="right", key="second"))} == {"b"}
+    assert {name for name, _ in places(preallocated(voice, host="left"))} == {"a"}
+    assert {name for name, _ in places(preallocated(voice, host="right", key="second"))} == {"b"}
 
 
-def test_only_a_share_of_a_segment_is_given_in_advance(voice: Voice) -> None:
+def test_only_a_share_of_a_segment_is_preallocated(voice: Voice) -> None:
     voice.mount("a", POOL)
     share = int(POOL * PREALLOCATED_SHARE)
-    assert len(places(advance(voice, 1000, 64))) == MAX_PIECES == share // 64
-    assert advance(voice, 1, 64, key="second") is None
+    assert len(places(preallocated(voice, 1000, 64))) == MAX_PIECES == share // 64
+    assert preallocated(voice, 1, 64, key="second") is None
     voice.keep_alive(PUT_S + 1)
-    assert len(places(advance(voice, 1, 64, key="third"))) == 1, "what was not used in time counts no more"
+    assert len(places(preallocated(voice, 1, 64, key="third"))) == 1, "unused space no longer counts"
 
 
-def test_none_is_given_where_little_is_free_and_nothing_is_evicted_for_it(voice: Voice) -> None:
+def test_no_piece_is_allocated_where_little_is_free_and_nothing_is_evicted_for_one(voice: Voice) -> None:
     voice.mount("a", POOL)
     voice.put("old", size_bytes=POOL - POOL // 32)
     voice.wait(0.5)
-    assert advance(voice) is None
+    assert preallocated(voice) is None
     assert voice.inspect("old") is not None
 
 
 @pytest.mark.parametrize("size_bytes", [0, -1, (64 << 10) + 1])
 def test_pieces_have_a_size_that_small_puts_have(voice: Voice, size_bytes: int) -> None:
     voice.mount("a", 1 << 22)
-    assert advance(voice, 1, size_bytes) is None
+    assert preallocated(voice, 1, size_bytes) is None
 
 
 def test_a_segment_that_is_gone_takes_its_pieces_with_it(voice: Voice) -> None:
     voice.mount("a", POOL)
-    assert advance(voice) is not None
+    assert preallocated(voice) is not None
     voice.lose("node a")
     voice.mount("a", POOL, epoch=8)
     assert voice.allocated_bytes == 0
@@ -84,9 +84,9 @@ def test_a_segment_that_is_gone_takes_its_pieces_with_it(voice: Voice) -> None:
     assert voice.allocated_bytes == 0
 
 
-def test_a_successor_holds_the_space_as_long_as_anybody_may_write_it(voice: Voice) -> None:
+def test_a_successor_holds_the_space_as_long_as_a_client_may_write_it(voice: Voice) -> None:
     voice.mount("a", POOL)
-    given = places(advance(voice))
+    given = places(preallocated(voice))
     held = [place for record in voice.records if isinstance(record, SpaceHeld) for place in record.places]
     assert {offset + (1 << 20) for _, offset in held} >= {at for _, at in given}
     for records in (voice.records, voice.master.snapshot()):

@@ -1,4 +1,7 @@
-"""Policies of a put: replicas, places, pins, durability, replacing. Times as in ``test_master.py``."""
+"""Policies of a put: replicas, places, pins, durability, replacement; puts into preallocated space.
+
+Times as in ``test_master.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import pytest
 from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
-from mooncake.store.master.log_records import Record
+from mooncake.store.master.log_records import ObjectReadable, Record
 from mooncake.store.master.master import Master
 from mooncake.types import Tier
-from tests.store.conftest import SETTINGS, Voice
+from tests.store.conftest import GRACE_S, LEASE_S, PUT_S, SETTINGS, Voice
+from tests.store.master.test_preallocation import places, preallocated
 from tests.store.nodes import SSD_BYTES, Nodes, Place, with_ssd
 
 TWO = m.PutPolicy(num_replicas=2)
@@ -83,7 +87,7 @@ def test_memory_objects_never_go_to_an_ssd() -> None:
     assert refusal_of(nodes.start("k", host="a")).code == "no_space"
 
 
-def test_one_that_could_not_be_written_is_left_out_and_its_space_waits(voice: Voice) -> None:
+def test_a_replica_that_could_not_be_written_is_left_out_and_its_space_waits(voice: Voice) -> None:
     voice.mount("a")
     voice.mount("b", host="other")
     place = voice.start("k", policy=TWO).reserved[0]
@@ -120,7 +124,7 @@ def test_an_object_outlives_all_its_nodes_but_one(voice: Voice) -> None:
 
 
 def test_an_object_put_twice_leaves_memory_altogether(voice: Voice) -> None:
-    """One replica left would look like two to who asked for two."""
+    """One replica left would look like two to a client that requested two."""
     voice.mount("a", 2048)
     voice.mount("b", 2048, host="other")
     voice.put("k", policy=TWO)
@@ -168,14 +172,14 @@ def test_a_soft_pin_runs_from_put_end(voice: Voice) -> None:
     assert voice.there("kmn") == "mn"
 
 
-def test_when_nothing_else_can_leave_softly_pinned_ones_do(voice: Voice) -> None:
+def test_softly_pinned_objects_leave_when_no_other_can(voice: Voice) -> None:
     voice.mount(size_bytes=2048)
     voice.put("k", "l", policy=m.PutPolicy(soft_pin_ttl_s=20.0))
     voice.put("m")
     assert voice.there("klm") == "lm"
 
 
-def test_hard_pinned_ones_stay_and_can_be_removed(voice: Voice) -> None:
+def test_hard_pinned_objects_stay_and_can_be_removed(voice: Voice) -> None:
     voice.mount(size_bytes=2048)
     voice.put("k", "l", policy=m.PutPolicy(is_hard_pinned=True))
     assert refusal_of(voice.start("m")).code == "no_space"
@@ -207,7 +211,7 @@ def test_a_replacement_that_does_not_come_changes_nothing(voice: Voice) -> None:
     old = voice.put("k")[0]
     new = voice.start("k", replace=True).reserved[0]
     assert new is not None
-    assert voice.start("k", replace=True).reserved == [None], "another writer is at it"
+    assert voice.start("k", replace=True).reserved == [None], "another writer is writing it"
     voice.say(m.PutAbort(["k"], [new.object_id]))
     found = voice.find("k")
     assert found is not None and found.object_id == old.object_id
@@ -221,7 +225,7 @@ def test_a_late_copy_of_a_request_that_was_ended_reserves_nothing(voice: Voice) 
     assert not voice.master.objects.writing
 
 
-def test_what_is_not_there_yet_can_be_replaced(voice: Voice) -> None:
+def test_an_object_that_is_not_there_yet_can_be_replaced(voice: Voice) -> None:
     voice.mount()
     voice.put("k", replace=True)
     assert voice.there("k") == "k"
@@ -294,7 +298,7 @@ def test_a_durable_put_is_answered_when_it_is_on_ssd() -> None:
     (answer,) = nodes.late.pop("end")
     assert answer.outcomes[0] is True and answer.outcomes[1].code == "expired"
     assert nodes.late.pop("again") == [m.Outcomes([False])]
-    assert nodes.end("k", place.object_id) is False, "it is there, so nobody waits"
+    assert nodes.end("k", place.object_id) is False, "it is there, so no request waits"
 
 
 def test_without_an_ssd_a_durable_put_is_refused() -> None:
@@ -369,8 +373,8 @@ def replaced(nodes: Nodes, ssd: Place) -> tuple[int, int]:
     return place.object_id, again.object_id
 
 
-def told(nodes: Nodes, ssd: Place) -> None:
-    """The node has heard of what went."""
+def notified(nodes: Nodes, ssd: Place) -> None:
+    """The node has received the removals."""
     ssd.poll()
     nodes.wait(0.1)
     ssd.answered()
@@ -394,20 +398,20 @@ def test_readers_see_the_new_one_and_a_successor_the_old_one() -> None:
         assert kept.object_id == old and [e.segment.name for e in kept.complete()] == ["a/ssd"]
 
 
-def test_the_old_one_goes_when_the_new_one_is_on_ssd() -> None:
+def test_the_old_object_goes_when_the_new_one_is_on_ssd() -> None:
     nodes = Nodes(SETTINGS)
     _, ssd = with_ssd(nodes)
     _, new = replaced(nodes, ssd)
     ssd.work()
     assert nodes.late.pop("end") == [m.Outcomes([True])]
-    told(nodes, ssd)
+    notified(nodes, ssd)
     assert ssd.held.keys() == {new}
     for records in (nodes.records, nodes.master.snapshot()):
         assert successor_of(nodes, records).objects.readable["k"].object_id == new
     assert len(nodes.master.segments.mounted["a/ssd"].holders) == 1, "its space is free again"
 
 
-def test_the_old_one_is_back_when_the_new_one_is_lost() -> None:
+def test_the_old_object_is_back_when_the_new_one_is_lost() -> None:
     nodes = Nodes(SETTINGS)
     memory, ssd = with_ssd(nodes)
     old, _ = replaced(nodes, ssd)
@@ -421,18 +425,18 @@ def test_the_old_one_is_back_when_the_new_one_is_lost() -> None:
     assert old in ssd.held and "its successor was lost" in nodes.master.story("k")[-1]
 
 
-def test_both_go_when_the_key_is_removed() -> None:
+def test_the_old_and_the_new_object_go_when_the_key_is_removed() -> None:
     nodes = Nodes(SETTINGS)
     _, ssd = with_ssd(nodes)
     replaced(nodes, ssd)
     assert nodes.remove("k", force=True) is True
-    told(nodes, ssd)
+    notified(nodes, ssd)
     assert nodes.find("k") is None and not ssd.held
     for records in (nodes.records, nodes.master.snapshot()):
         assert "k" not in successor_of(nodes, records).objects.readable
 
 
-def test_a_third_one_is_kept_apart_from_the_first_too() -> None:
+def test_a_third_object_is_kept_apart_from_the_first_too() -> None:
     nodes = Nodes(SETTINGS)
     memory, ssd = with_ssd(nodes)
     old, new = replaced(nodes, ssd)
@@ -454,7 +458,7 @@ def test_a_plain_put_replaces_both() -> None:
     place = nodes.start("k", host="a", replace=True).reserved[0]
     assert place is not None
     assert nodes.end("k", place.object_id) is True
-    told(nodes, ssd)
+    notified(nodes, ssd)
     assert not ssd.held
     assert successor_of(nodes, nodes.records).objects.readable["k"].object_id == place.object_id
     nodes.lose(memory.connection)
@@ -479,7 +483,7 @@ def test_what_was_set_aside_may_be_lost_as_well() -> None:
 @pytest.mark.parametrize("name", ["bank\0g", "\0", "x" * 1025])
 @pytest.mark.parametrize("what", ["group", "parent"])
 def test_a_group_or_parent_with_a_nul_is_refused(voice: Voice, what: str, name: str) -> None:
-    """It would be another tenant's: its leases and its evictions are no stranger's business."""
+    """It would be another tenant's, whose leases and evictions it must not affect."""
     voice.mount(size_bytes=65536)
     voice.put("k", tenant="bank", group="g")
     more: dict[str, Any] = {"group": name} if what == "group" else {"parents": [name]}
@@ -502,9 +506,202 @@ def test_a_small_put_in_one_step_is_refused_the_same(voice: Voice) -> None:
     assert not voice.master.objects.groups
 
 
-def test_a_copy_of_anothers_object_cannot_be_asked_for(voice: Voice) -> None:
+def test_a_copy_of_another_tenants_object_cannot_be_requested(voice: Voice) -> None:
     voice.mount()
     voice.mount("b", host="other")
     voice.put("k", tenant="bank")
     refused = voice.say(m.CopyObject("bank\0k", ["b"]))
     assert isinstance(refused, m.RefusedReply) and refused.refusal.code == "not_found"
+
+
+# Into preallocated space: small puts in one request, with the checks of PutStart and PutEnd
+
+POOL = 65536
+SIZE = 100
+
+
+class Writer:
+    """A client that has pieces and reports what it has written into them."""
+
+    def __init__(self, voice: Voice, num_pieces: int = 4) -> None:
+        self.voice = voice
+        voice.mount("a", POOL)
+        given = preallocated(voice, num_pieces)
+        assert given is not None
+        self.given = given
+        voice.keep_alive(0.0)
+
+    def put(self, key: str, number: int = 0, put_id: int = 5000, **more: Any) -> bool | Refusal:
+        return self.say(key, number, put_id, **more).outcomes[0]
+
+    def say(self, key: str, number: int = 0, put_id: int = 5000, **more: Any) -> m.PutsWritten:
+        piece = more.pop("piece", (self.given.advance_id, number))
+        size, crc = more.pop("size_bytes", SIZE), more.pop("checksums", b"crc!")
+        reply = self.voice.say(
+            m.PutWritten(put_id + ord(key[0]) if key else put_id, "h", [key], [size], [crc], [piece], **more)
+        )
+        assert isinstance(reply, m.PutsWritten)
+        return reply
+
+
+@pytest.fixture
+def writer(voice: Voice) -> Writer:
+    return Writer(voice)
+
+
+def test_a_small_put_is_readable_where_it_was_written_and_takes_its_own_size(
+    writer: Writer, voice: Voice
+) -> None:
+    before = voice.allocated_bytes
+    assert writer.put("k", 2, size_bytes=64) is True
+    found = voice.find("k")
+    assert found is not None and found.replicas == [writer.given.replicas[2]]
+    assert (found.size_bytes, found.chunk_bytes, found.checksums) == (64, 64, b"crc!")
+    assert voice.allocated_bytes == before - 64, "the rest of the piece is free"
+    assert any("put as #" in line for line in voice.master.story("k"))
+
+
+def test_the_piece_of_a_removed_object_is_free_again(writer: Writer, voice: Voice) -> None:
+    assert [writer.put(key, number) for number, key in enumerate("wxyz")] == [True] * 4
+    assert [voice.remove(key) for key in "wxyz"] == [True] * 4
+    voice.keep_alive(PUT_S + GRACE_S + 1)
+    assert voice.allocated_bytes == 0
+
+
+def test_a_taken_key_leaves_the_piece_to_the_refused_writer(writer: Writer, voice: Voice) -> None:
+    voice.put("k")
+    assert writer.put("k") is False
+    voice.start("l")
+    assert writer.put("l") is False, "another writer is writing it"
+    assert writer.put("m") is True
+
+
+def test_a_small_put_that_is_repeated_changes_nothing(writer: Writer, voice: Voice) -> None:
+    assert [writer.put("k"), writer.put("k")] == [True, True]
+    assert voice.remove("k") is True
+    assert writer.put("k") is True, "it was put, whatever became of it"
+    assert voice.inspect("k") is None
+
+
+def test_a_piece_becomes_one_object(writer: Writer) -> None:
+    assert writer.put("k", 0) is True
+    outcome = writer.put("l", 0)
+    assert isinstance(outcome, Refusal) and outcome.code == "expired"
+
+
+def test_refusals_of_a_small_put_are_those_of_a_start(writer: Writer, voice: Voice) -> None:
+    voice.say(m.SetQuota("small", 10))
+    long_key = "k" * (m.MAX_KEY_BYTES + 1)
+    for key, more, code in (
+        ("", {}, "invalid_key"),
+        (long_key, {}, "invalid_key"),
+        ("k", {"size_bytes": 0}, "invalid_size"),
+        ("k", {"checksums": b"long checksum"}, "invalid_checksums"),
+        ("k", {"tenant": "small"}, "quota_exceeded"),
+        ("k", {"tenant": "x" * 2000}, "unknown_tenant"),
+        ("k", {"policy": m.PutPolicy(num_replicas=0)}, "invalid_policy"),
+        ("k", {"policy": m.PutPolicy(num_replicas=2)}, "invalid_policy"),
+        ("k", {"policy": m.PutPolicy(is_durable=True)}, "invalid_policy"),
+        ("k", {"policy": m.PutPolicy(preferred_segments=["a"])}, "invalid_policy"),
+    ):
+        outcome = writer.put(key, **more)
+        assert isinstance(outcome, Refusal) and outcome.code == code, (key[:10], more)
+    assert writer.put("k") is True
+
+
+def test_a_tenant_pays_for_what_it_put_and_not_for_what_it_may_put(writer: Writer, voice: Voice) -> None:
+    voice.say(m.SetQuota("red", 250))
+    assert writer.put("k", 0, tenant="red") is True
+    assert writer.put("l", 1, tenant="red") is True
+    quotas = {one.tenant: one for one in voice.say(m.AskQuotas()).quotas}
+    assert quotas["red"].used_bytes == 200
+    assert writer.put("m", 2, tenant="red") is True, "in the place of its oldest"
+    assert voice.inspect("k", "red") is None and voice.inspect("m", "red") is not None
+
+
+@pytest.mark.parametrize("piece", [(12345, 0), (None, 4), (None, -1)])
+def test_space_that_was_not_given_is_refused(writer: Writer, piece: tuple[int | None, int]) -> None:
+    name = (writer.given.advance_id if piece[0] is None else piece[0], piece[1])
+    outcome = writer.put("k", piece=name)
+    assert isinstance(outcome, Refusal) and outcome.code == "expired"
+
+
+def test_an_object_larger_than_its_piece_is_refused(writer: Writer) -> None:
+    outcome = writer.put("k", size_bytes=129)
+    assert isinstance(outcome, Refusal) and outcome.code == "expired"
+
+
+def test_a_small_put_that_comes_too_late_is_refused(writer: Writer, voice: Voice) -> None:
+    voice.keep_alive(PUT_S - 1)
+    assert writer.put("k") is True
+    voice.keep_alive(1)
+    outcome = writer.put("l", 1)
+    assert isinstance(outcome, Refusal) and outcome.code == "expired"
+    assert voice.master.counts.refused_puts == 0, "it is put anew"
+
+
+def test_a_small_put_on_a_suspected_node_is_refused(writer: Writer, voice: Voice) -> None:
+    voice.lose("node a")
+    outcome = writer.put("k")
+    assert isinstance(outcome, Refusal) and outcome.code == "expired"
+
+
+def test_groups_parents_and_pins_of_a_small_put_are_kept(voice: Voice) -> None:
+    writer = Writer(voice)
+    policy = m.PutPolicy(is_hard_pinned=True, data_type=3)
+    assert writer.put("k", policy=policy, groups=["g"], parents=["above"], tenant="red") is True
+    found = voice.inspect("k", "red")
+    assert found is not None and (found.group, found.parent, found.data_type) == ("g", "above", 3)
+    assert found.pinned_s is None
+    record = [one for one in voice.records if isinstance(one, ObjectReadable)][-1]
+    assert (record.is_hard_pinned, record.data_type) == (True, 3)
+
+
+def test_the_answer_may_bring_the_next_pieces(writer: Writer) -> None:
+    reply = writer.say("k", num_pieces=3, piece_bytes=256)
+    assert reply.outcomes == [True] and reply.advance is not None
+    assert len(set(places(reply.advance))) == 3 and reply.advance.size_bytes == 256
+    taken = writer.say("k", 1, put_id=1, num_pieces=3, piece_bytes=256)
+    assert taken.outcomes == [False] and taken.advance is not None, "also when the key is taken"
+
+
+def test_columns_of_small_puts_have_one_length(voice: Voice) -> None:
+    for message in (
+        m.PutWritten(1, "h", ["k"], [], [], []),
+        m.PutWritten(1, "h", ["k"], [1], [b"crc!"], [(1, 1)], groups=["a", "b"]),
+    ):
+        assert isinstance(voice.say(message), Failure)
+
+
+def test_a_lease_protects_a_small_put_like_any_other(writer: Writer, voice: Voice) -> None:
+    assert writer.put("k") is True
+    assert voice.find("k") is not None
+    assert isinstance(voice.remove("k"), Refusal)
+    voice.keep_alive(LEASE_S)
+    assert voice.remove("k") is True
+
+
+def test_a_successor_has_a_small_put_and_refuses_the_unused_pieces(writer: Writer, voice: Voice) -> None:
+    assert writer.put("k", 1) is True
+    follower = Master(SETTINGS)
+    for record in voice.records:
+        follower.apply([record], voice.now)
+        follower.check()
+    follower.settle(voice.now)
+    stored = follower.objects.readable["k"]
+    assert stored.extents[0].offset == writer.given.replicas[1].address - (1 << 20)
+    voice.master = follower
+    voice.mount("a", POOL)
+    outcome = writer.put("l", 2)
+    assert isinstance(outcome, Refusal) and outcome.code == "expired"
+    follower.check()
+
+
+def test_a_small_put_counts_as_a_start_and_an_end(writer: Writer, voice: Voice) -> None:
+    counts = voice.master.request_counters.counts
+    before = {name: counts[name] for name in ("put_start_requests", "put_end_requests", "put_start_failures")}
+    assert writer.put("k") is True
+    writer.put("", 1)
+    writer.put("l", piece=(1, 1))
+    after = {name: counts[name] - number for name, number in before.items()}
+    assert after == {"put_start_requests": 2, "put_end_requests": 1, "put_start_failures": 1}

@@ -1,4 +1,4 @@
-"""What a durable put owes its caller while memory is full of what is on its way to SSD."""
+"""Durable puts while memory is full of objects that are being copied to SSD."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Scene:
         return replies[0] if replies else None
 
     def copy_one(self) -> None:
-        """One object more comes to the SSD."""
+        """Copy one more object to the SSD."""
         (task, *_) = self.tasks
         self.tasks.remove(task)
         self.ssd.held[task.entry.object_id] = task.entry
@@ -52,7 +52,7 @@ class Scene:
         self.ssd.beat()
 
 
-def test_it_waits_for_space_that_is_about_to_be_free() -> None:
+def test_a_put_waits_for_space_that_is_about_to_be_free() -> None:
     scene = Scene()
     scene.poll()
     scene.start("k")
@@ -70,7 +70,7 @@ def test_it_waits_for_space_that_is_about_to_be_free() -> None:
     assert scene.nodes.where("k") == ["a", "a/ssd"] and scene.nodes.master.counts.refused_puts == 0
 
 
-def test_those_that_came_first_are_first_and_a_batch_is_filled_piece_by_piece() -> None:
+def test_puts_are_served_in_order_and_a_batch_piece_by_piece() -> None:
     scene = Scene()
     scene.poll()
     scene.start("k", "l")
@@ -84,7 +84,7 @@ def test_those_that_came_first_are_first_and_a_batch_is_filled_piece_by_piece() 
     assert scene.answer("m") is not None
 
 
-def test_it_is_refused_when_its_time_is_over() -> None:
+def test_a_put_is_refused_when_its_waiting_time_is_over() -> None:
     scene = Scene()
     scene.poll()
     scene.start("k", wait_s=2.0)
@@ -95,10 +95,10 @@ def test_it_is_refused_when_its_time_is_over() -> None:
     assert started is not None and started.refusals[0].code == "no_space"
     assert scene.nodes.master.counts.refused_puts == 1
     assert any("put refused" in line for line in scene.nodes.master.story("k"))
-    assert scene.nodes.master.tally.counts["put_start_alloc_failures"] == 1
+    assert scene.nodes.master.request_counters.counts["put_start_alloc_failures"] == 1
 
 
-def test_no_longer_than_leaves_time_for_writing() -> None:
+def test_the_wait_leaves_time_for_writing() -> None:
     scene = Scene()
     scene.poll()
     scene.start("k", wait_s=1e9)
@@ -108,7 +108,7 @@ def test_no_longer_than_leaves_time_for_writing() -> None:
     assert scene.answer("k") is not None
 
 
-def test_it_is_refused_when_nothing_is_on_its_way_any_more() -> None:
+def test_a_put_is_refused_when_no_demotion_is_under_way() -> None:
     scene = Scene()
     scene.nodes.find("a")
     for key in "bcd":
@@ -123,7 +123,7 @@ def test_it_is_refused_when_nothing_is_on_its_way_any_more() -> None:
 
 
 @pytest.mark.parametrize("wait_s", [0.0, -1.0, float("nan")])
-def test_who_does_not_want_to_wait_is_told_at_once(wait_s: float) -> None:
+def test_a_put_without_waiting_time_is_refused_at_once(wait_s: float) -> None:
     scene = Scene()
     scene.poll()
     scene.start("k", wait_s=wait_s)
@@ -132,7 +132,7 @@ def test_who_does_not_want_to_wait_is_told_at_once(wait_s: float) -> None:
     assert "try again" in started.refusals[0].reason
 
 
-def test_where_waiting_would_not_help_nobody_waits() -> None:
+def test_where_waiting_would_not_help_no_put_waits() -> None:
     scene = Scene()
     scene.poll()
     while scene.tasks:
@@ -149,7 +149,7 @@ def test_where_waiting_would_not_help_nobody_waits() -> None:
     assert evicts.answer("k") is not None
 
 
-def test_the_same_question_again_gets_the_same_space() -> None:
+def test_a_repeated_request_gets_the_same_space() -> None:
     """Its connection broke while it waited."""
     scene = Scene()
     scene.poll()
@@ -176,7 +176,7 @@ def test_a_tenant_over_its_quota_waits_the_same() -> None:
     assert started.reserved[0] is not None
 
 
-def test_so_many_may_wait_and_no_more() -> None:
+def test_the_number_of_waiting_puts_is_limited() -> None:
     scene = Scene()
     scene.poll()
     for number in range(MAX_WAITING):
@@ -192,7 +192,7 @@ def test_so_many_may_wait_and_no_more() -> None:
     assert isinstance(scene.memory, Place)
 
 
-def test_what_was_found_durable_while_it_waited_must_last() -> None:
+def test_a_put_that_became_durable_while_it_waited_must_last() -> None:
     scene = Scene()
     scene.poll()
     scene.copy_one()

@@ -34,7 +34,7 @@ def test_a_pattern_ends_at_the_tenant(voice: Voice) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(", "x" * 2000])
-def test_what_is_no_pattern(voice: Voice, pattern: str) -> None:
+def test_an_invalid_pattern_is_refused(voice: Voice, pattern: str) -> None:
     assert isinstance(voice.say(m.RemoveMatching(pattern, False)), Failure)
 
 

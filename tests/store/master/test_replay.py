@@ -1,4 +1,4 @@
-"""A follower that is told every record is what a successor would be, at every step."""
+"""A follower that applies every record equals a successor, at every step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TWO = m.PutPolicy(num_replicas=2)
 
 
 def follower(records: list[Record]) -> Master:
-    """Told one record after another; each leaves it sound."""
+    """Apply one record after the other, with a check of the invariants after each."""
     master = Master(SETTINGS)
     for record in records:
         master.apply([record], 100.0)
@@ -34,10 +34,10 @@ def follower(records: list[Record]) -> Master:
 
 
 def contents(master: Master) -> dict[str, tuple[int, list[tuple[str, int]]]]:
-    """What was acknowledged: while a durable object waits for its copy, that is the one which it replaces
+    """The acknowledged versions: while a durable object waits for its copy, the one that it replaces
     (``Catalog.show``)."""
-    told = {key: stored.before or stored for key, stored in master.objects.readable.items()}
-    return {key: (stored.object_id, places_of(stored)) for key, stored in told.items() if stored.extents}
+    versions = {key: stored.before or stored for key, stored in master.objects.readable.items()}
+    return {key: (stored.object_id, places_of(stored)) for key, stored in versions.items() if stored.extents}
 
 
 def places_of(stored: StoredObject) -> list[tuple[str, int]]:
@@ -45,12 +45,12 @@ def places_of(stored: StoredObject) -> list[tuple[str, int]]:
 
 
 def facts(master: Master) -> list[Record]:
-    """Without what is promised: of space that went a follower knows less than its leader."""
+    """Records without promises: a follower knows less than its leader about removed replicas' space."""
     return [one for one in master.snapshot() if not isinstance(one, SpaceHeld | IdsGiven)]
 
 
 def lived(voice: Voice) -> None:
-    """A bit of everything that is written down."""
+    """Cause records of every kind."""
     voice.mount("a")
     voice.mount("b", host="other")
     voice.put("k", "l", "m", policy=TWO)
@@ -96,7 +96,7 @@ def test_space_of_what_went_is_taken_by_what_came(voice: Voice) -> None:
     assert contents(follower(voice.records)) == contents(voice.master)
 
 
-def test_once_it_answers_it_is_as_careful_as_if_it_had_just_been_told(voice: Voice) -> None:
+def test_all_promises_count_from_the_first_answer_on(voice: Voice) -> None:
     lived(voice)
     master = follower(voice.records)
     master.settle(500.0)
@@ -130,8 +130,8 @@ def test_an_ssd_that_another_process_serves_keeps_its_content() -> None:
     assert stored is not None and stored.replicas[1].epoch == 8
 
 
-def test_a_durable_put_that_a_successor_hears_of_waits_for_the_ssd_too() -> None:
-    """Its writer asks again after the first master died between put-end and the copy."""
+def test_a_durable_put_repeated_to_a_successor_waits_for_the_ssd_too() -> None:
+    """Its writer repeats it after the first master died between put-end and the copy."""
     nodes = Nodes(SETTINGS)
     with_ssd(nodes)
     place = nodes.start("k", host="a", policy=m.PutPolicy(is_durable=True)).reserved[0]
@@ -178,7 +178,7 @@ def test_places_that_there_are_not_are_passed_over(voice: Voice, place: tuple[st
 
 
 def test_a_successor_that_takes_over_at_once_is_sound(voice: Voice) -> None:
-    """Replicas went a moment ago: what rests for them is longer than a lease."""
+    """Replicas were removed a moment ago: their space rests for longer than a lease."""
     lived(voice)
     master = follower(voice.records)
     master.settle(100.0)
@@ -186,7 +186,7 @@ def test_a_successor_that_takes_over_at_once_is_sound(voice: Voice) -> None:
 
 
 def test_records_that_come_together_leave_what_they_leave_one_by_one(voice: Voice) -> None:
-    """A promise that was kept within them is not entered and undone; one that was not must rest."""
+    """A promise fulfilled within them is not entered and undone; any other must rest."""
     lived(voice)
     together = Master(SETTINGS)
     together.apply(voice.records, 100.0)
@@ -206,9 +206,9 @@ def test_only_the_promise_that_was_kept_does_not_rest(voice: Voice) -> None:
     other = SpaceHeld([("a", 2048)], held.size_bytes)
     larger = msgspec.structs.replace(readable, size_bytes=held.size_bytes + 64)
     histories: list[list[Record]] = [[mounted, held, other, readable], [mounted, other, held, larger]]
-    for told in histories:
+    for history in histories:
         master = Master(SETTINGS)
-        master.apply(told, 100.0)
+        master.apply(history, 100.0)
         master.check()
         assert contents(master) == contents(voice.master)
         assert [record for record in master.snapshot() if isinstance(record, SpaceHeld)] == [other]

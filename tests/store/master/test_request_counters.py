@@ -10,18 +10,18 @@ from mooncake.store.master.request_counters import SIZE_BOUNDS, RequestCounters
 from mooncake.store.settings import MasterSettings
 
 
-def new_tally() -> RequestCounters:
+def new_counters() -> RequestCounters:
     return RequestCounters(Catalog(MasterSettings(), 1))
 
 
 def test_one_key_is_a_request_and_more_are_a_batch() -> None:
-    tally = new_tally()
-    tally.add(m.LookupObjects(["a"]), m.LookupReply(1.0, [None]))
-    tally.add(
+    counters = new_counters()
+    counters.add(m.LookupObjects(["a"]), m.LookupReply(1.0, [None]))
+    counters.add(
         m.LookupObjects(["a", "b", "c"]), m.LookupReply(1.0, [None, m.Stored(1, 70, 70, b"", []), None])
     )
-    tally.add(m.LookupObjects(["a", "b"]), m.LookupReply(1.0, [None, None]))
-    assert tally.counts == {
+    counters.add(m.LookupObjects(["a", "b"]), m.LookupReply(1.0, [None, None]))
+    assert counters.counts == {
         "hit_nums": 1,
         "hit_bytes": 70,
         "get_replica_list_requests": 1,
@@ -35,32 +35,32 @@ def test_one_key_is_a_request_and_more_are_a_batch() -> None:
 
 
 def test_puts_count_their_sizes_and_why_they_failed() -> None:
-    tally = new_tally()
+    counters = new_counters()
     sizes = [1, SIZE_BOUNDS[0], SIZE_BOUNDS[-1] + 1, 7]
-    asked = m.PutStart(1, "h", list("abcd"), sizes, sizes, policy=m.PutPolicy(num_replicas=2))
+    request = m.PutStart(1, "h", list("abcd"), sizes, sizes, policy=m.PutPolicy(num_replicas=2))
     place = m.Replica("s", 1, 0)
     reserved = [m.Reserved(1, [place, place]), m.Reserved(2, [place]), m.Reserved(3, [place, place]), None]
-    tally.add(asked, m.PutStarted(1.0, reserved, {3: Refusal("no_space", "")}))
-    assert tally.counts["put_start_partial_allocations"] == 1
-    assert tally.counts["put_start_alloc_failures"] == 1
-    assert tally.counts["batch_put_start_failed_items"] == 1
-    assert (tally.num_by_size[0], tally.num_by_size[-1], sum(tally.num_by_size)) == (2, 1, 3)
-    assert tally.put_bytes == sum(sizes[:3])
+    counters.add(request, m.PutStarted(1.0, reserved, {3: Refusal("no_space", "")}))
+    assert counters.counts["put_start_partial_allocations"] == 1
+    assert counters.counts["put_start_alloc_failures"] == 1
+    assert counters.counts["batch_put_start_failed_items"] == 1
+    assert (counters.num_by_size[0], counters.num_by_size[-1], sum(counters.num_by_size)) == (2, 1, 3)
+    assert counters.put_bytes == sum(sizes[:3])
     refusal = Refusal("expired", "")
-    tally.add(m.PutEnd(["a", "b"], [1, 2], [b"", b""]), m.Outcomes([True, refusal]))
-    assert tally.counts["batch_put_end_failed_items"] == 1
+    counters.add(m.PutEnd(["a", "b"], [1, 2], [b"", b""]), m.Outcomes([True, refusal]))
+    assert counters.counts["batch_put_end_failed_items"] == 1
 
 
-def test_what_removes_and_what_nodes_say() -> None:
-    tally = new_tally()
-    tally.add(m.Remove(["a", "b"], False), m.Outcomes([True, False]))
-    tally.add(m.RemoveMatching("", False), m.Removed(3, 0))
-    tally.add(m.RemoveMatching("x", False), m.Removed(3, 0))
-    tally.add(m.Heartbeat("s", 1), m.Beat(False))
-    tally.add(m.Mount("s", 1, "h", 0, 4096, b"", 0.0), m.Mounted(None, 2, 1.0, 1.0))
-    tally.add(m.GetMasterStatus(), m.MasterStatus(0, 0, 0, 0, {}, []))
-    tally.add(m.LookupObjects(["a"]), Failure("invalid_argument", "too many"))
-    assert tally.counts == {
+def test_removals_and_messages_of_nodes_are_counted() -> None:
+    counters = new_counters()
+    counters.add(m.Remove(["a", "b"], False), m.Outcomes([True, False]))
+    counters.add(m.RemoveMatching("", False), m.Removed(3, 0))
+    counters.add(m.RemoveMatching("x", False), m.Removed(3, 0))
+    counters.add(m.Heartbeat("s", 1), m.Beat(False))
+    counters.add(m.Mount("s", 1, "h", 0, 4096, b"", 0.0), m.Mounted(None, 2, 1.0, 1.0))
+    counters.add(m.GetMasterStatus(), m.MasterStatus(0, 0, 0, 0, {}, []))
+    counters.add(m.LookupObjects(["a"]), Failure("invalid_argument", "too many"))
+    assert counters.counts == {
         "remove_requests": 2,
         "remove_failures": 1,
         "remove_all_requests": 1,

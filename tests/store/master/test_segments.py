@@ -60,7 +60,7 @@ def test_space_is_given_out_after_the_first_heartbeat_and_the_rest() -> None:
     assert segment.takes_objects(4.0), "this master remembers its promises"
 
 
-def test_another_life_of_the_process_replaces_a_suspected_one() -> None:
+def test_a_restarted_process_replaces_its_suspected_segment() -> None:
     segments = Segments(5.0, 1.0)
     first = mount(segments, 0.0, epoch=1)
     refusal = segments.mount(Mount("a", 2, "h", 0, 4096, b"", 0.0), "d", 1.0)
@@ -84,7 +84,7 @@ def test_an_ssd_comes_back_with_its_content_under_another_epoch() -> None:
     segment = outcome[0]
     assert segment.wants_report and segment.tier is Tier.SSD and segment.node == "a"
     segments.beat("a/ssd", 1, "c", 0.5)
-    assert not segment.takes_objects(50.0), "nobody knows what is there"
+    assert not segment.takes_objects(50.0), "its content is unknown"
     segment.wants_report = False
     assert segment.takes_objects(50.0)
     refusal = segments.mount(ssd(2), "d", 1.0)
@@ -119,7 +119,7 @@ def test_a_content_that_comes_under_another_name_leaves_the_old_one() -> None:
     segments.check()
 
 
-def test_memory_of_an_earlier_master_is_asked_for_what_it_holds_while_it_rests() -> None:
+def test_memory_of_an_earlier_master_is_reported_while_it_rests() -> None:
     segments = Segments(5.0, 1.0)
     segment = mount(segments, 0.0, rest_s=2.0)
     assert segment.wants_report

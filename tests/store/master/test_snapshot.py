@@ -1,4 +1,4 @@
-"""The one enumerator of what a master knows: whoever is told its records knows the same."""
+"""The one enumerator of a master's state: a successor that applies its records has the same state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.store.master.test_catalog import Player
 from tests.store.nodes import Nodes, Place, with_ssd
 
 DURABLE = m.PutPolicy(is_durable=True)
-Tell = Callable[[Master], list[Record]]
+Enumerate = Callable[[Master], list[Record]]
 
 
 def whole(master: Master) -> list[Record]:
@@ -31,14 +31,14 @@ def whole(master: Master) -> list[Record]:
 
 
 def in_pieces(master: Master) -> list[Record]:
-    """What a standby and a compacted log are told."""
+    """The records for a standby and for a compacted log."""
     copy, records = Snapshot(master.catalog), list[Record]()
     while not copy.is_over:
         records += copy.piece(3)
     return records
 
 
-def told(records: list[Record], now: float = 0.0) -> Master:
+def restored(records: list[Record], now: float = 0.0) -> Master:
     master = Master(SETTINGS)
     for record in records:
         master.apply([record], now)
@@ -47,7 +47,7 @@ def told(records: list[Record], now: float = 0.0) -> Master:
 
 
 def known(master: Master) -> dict[str, Any]:
-    """All that a successor must know, spelled out independently of who tells it."""
+    """All that a successor must know, enumerated independently of ``Snapshot``."""
     catalog = master.catalog
     objects, news = {}, {}
     for key, stored in master.objects.readable.items():
@@ -60,7 +60,7 @@ def known(master: Master) -> dict[str, Any]:
         else:
             news[key] = version.object_id
     for key, (before, since) in catalog.tombstones.items():
-        if since == catalog.cleared_of(key):  # else what emptied the tenant says it
+        if since == catalog.cleared_of(key):  # otherwise the tenant's record covers it
             news[key] = before
     return {
         "line": master.segments.line,
@@ -78,7 +78,7 @@ def known(master: Master) -> dict[str, Any]:
 
 
 class Wanderer(Player):
-    """Does also what leaves more behind: tenants are emptied, absent keys removed, nodes go for good."""
+    """Also leaves more behind: tenants are emptied, absent keys removed, nodes lost for good."""
 
     def step(self) -> None:
         random = self.random
@@ -111,23 +111,23 @@ class Wanderer(Player):
             self.post(m.PutEnd([key], [place.object_id], [b"crc!"], [], tenant))
 
 
-@pytest.mark.parametrize("tell", [whole, in_pieces])
+@pytest.mark.parametrize("enumerate_all", [whole, in_pieces])
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_who_is_told_all_knows_the_same(tell: Tell, seed: int) -> None:
+def test_a_successor_has_the_same_state(enumerate_all: Enumerate, seed: int) -> None:
     player = Wanderer(seed, "lru")
     for number in range(60):
         player.step()
         if number % 10 == 9:
             master = player.voice.master
-            there = told(tell(master), player.voice.now)
+            there = restored(enumerate_all(master), player.voice.now)
             assert known(there) == known(master), (seed, number)
-            assert known(told(tell(there), player.voice.now)) == known(master), (seed, number)
+            assert known(restored(enumerate_all(there), player.voice.now)) == known(master), (seed, number)
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_a_copy_that_is_made_meanwhile_tells_what_the_whole_log_tells(seed: int) -> None:
+def test_a_snapshot_made_meanwhile_equals_the_whole_log(seed: int) -> None:
     player, random = Wanderer(seed, "lru"), Random(seed)
     for _ in range(40):
         player.step()
@@ -143,7 +143,7 @@ def test_a_copy_that_is_made_meanwhile_tells_what_the_whole_log_tells(seed: int)
         first = len(voice.records)
         player.step()
         copied += voice.records[first:]
-    by_copy, by_log = known(told(copied)), known(told(voice.records))
+    by_copy, by_log = known(restored(copied)), known(restored(voice.records))
     mine = known(voice.master)
     for what in ("line", "segments", "objects", "news", "cleared", "quotas"):
         assert by_copy[what] == by_log[what] == mine[what], (seed, what)
@@ -151,7 +151,7 @@ def test_a_copy_that_is_made_meanwhile_tells_what_the_whole_log_tells(seed: int)
         assert taken.keys() <= by_copy["taken"][name].keys(), (seed, name, "space that was promised is free")
 
 
-# The two that had drifted apart, as an operator meets them
+# The two enumerators that had diverged, as an operator meets them
 
 
 def gone_with_its_node(nodes: Nodes) -> tuple[Place, Place]:
@@ -183,24 +183,24 @@ def comes_back(nodes: Nodes, ssd: Place) -> Place:
 DEMOTES = dataclasses.replace(SETTINGS, demote_watermark=0.0)
 
 
-@pytest.mark.parametrize("tell", [whole, in_pieces])
+@pytest.mark.parametrize("enumerate_all", [whole, in_pieces])
 @pytest.mark.parametrize("removal", ["all", "key"])
-def test_a_node_that_was_away_brings_nothing_removed_back_to_a_successor(tell: Tell, removal: str) -> None:
-    """After a compaction of the log and at a standby, as at the master that was asked to remove it."""
+def test_a_node_that_was_away_restores_no_removed_object(enumerate_all: Enumerate, removal: str) -> None:
+    """After a compaction of the log and at a standby, as at the master that removed it."""
     nodes = Nodes(DEMOTES)
     _, ssd = gone_with_its_node(nodes)
     if removal == "all":
         nodes.say(m.RemoveMatching("", True))
     else:
         nodes.say(m.Remove(["k"], True))
-    other = successor(tell(nodes.master), nodes.now)
+    other = successor(enumerate_all(nodes.master), nodes.now)
     assert ssd.held, "else this shows nothing"
     again = comes_back(other, ssd)
     assert other.where("k") == [] and not again.held
 
 
-@pytest.mark.parametrize("tell", [whole, in_pieces])
-def test_an_unacknowledged_replacement_does_not_win(tell: Tell) -> None:
+@pytest.mark.parametrize("enumerate_all", [whole, in_pieces])
+def test_an_unacknowledged_replacement_does_not_win(enumerate_all: Enumerate) -> None:
     nodes = Nodes(SETTINGS)
     _, ssd = with_ssd(nodes)
     started = nodes.start("k", host="a", policy=DURABLE).reserved[0]
@@ -212,14 +212,14 @@ def test_an_unacknowledged_replacement_does_not_win(tell: Tell) -> None:
     assert again is not None
     nodes.post(m.PutEnd(["k"], [again.object_id], [b"new!"]), "client", "second")
     assert "second" not in nodes.late, "not acknowledged"
-    other = told(tell(nodes.master))
+    other = restored(enumerate_all(nodes.master))
     assert other.objects.readable["k"].object_id == started.object_id
     space = nodes.master.objects.readable["k"].extents[0]
     assert space.offset in other.segments.mounted["a"].holders, "readers of the new one may be there"
 
 
-@pytest.mark.parametrize("tell", [whole, in_pieces])
-def test_what_was_put_while_its_tenant_was_emptied_may_come_back(tell: Tell) -> None:
+@pytest.mark.parametrize("enumerate_all", [whole, in_pieces])
+def test_what_was_put_while_its_tenant_was_emptied_may_come_back(enumerate_all: Enumerate) -> None:
     """Its id is older than the removal, its put-end is newer."""
     nodes = Nodes(DEMOTES)
     memory, ssd = with_ssd(nodes)
@@ -233,12 +233,12 @@ def test_what_was_put_while_its_tenant_was_emptied_may_come_back(tell: Tell) -> 
         nodes.lose(each.connection)
     nodes.wait(TTL_S)
     assert nodes.where("k") == [] and ssd.held
-    again = comes_back(successor(tell(nodes.master), nodes.now), ssd)
+    again = comes_back(successor(enumerate_all(nodes.master), nodes.now), ssd)
     assert place.object_id in again.held
 
 
-def test_a_report_that_a_failover_cuts_short_is_gone_on_with() -> None:
-    """Else the successor would take what it has not heard of for removed, and the node drop it."""
+def test_a_report_that_a_failover_cuts_short_is_continued() -> None:
+    """Otherwise the successor would count unreported objects as removed, and the node drop them."""
     nodes = Nodes(DEMOTES)
     _, ssd = gone_with_its_node(nodes)
     lost = Nodes(DEMOTES)  # a master that knows nothing
@@ -250,8 +250,8 @@ def test_a_report_that_a_failover_cuts_short_is_gone_on_with() -> None:
         assert other.say(mount, "node").wants_report
         assert other.say(m.ReportContents("a/ssd", 8, entries, True), "node").unwanted == []
         assert other.where("k") == ["a/ssd"]
-        assert not told(other.records).segments.mounted["a/ssd"].wants_report
-        assert not told(other.master.snapshot()).segments.mounted["a/ssd"].wants_report
+        assert not restored(other.records).segments.mounted["a/ssd"].wants_report
+        assert not restored(other.master.snapshot()).segments.mounted["a/ssd"].wants_report
 
 
 def test_a_removal_of_what_is_not_there_is_written_down_once(voice: Any) -> None:
@@ -272,7 +272,7 @@ def test_space_of_a_pending_replacement_is_promised_anew_with_its_lease() -> Non
         if not number:
             ssd.work()
     stored = nodes.master.objects.readable["k"]
-    other = told(nodes.records)
+    other = restored(nodes.records)
     for _ in range(int(PUT_S) + 9):
         nodes.wait(1.0)
         memory.beat()

@@ -78,12 +78,12 @@ def test_a_poll_is_answered_after_a_while_and_when_another_comes(nodes: Nodes) -
     assert nodes.late == {"first": [m.Polled(0, [], [])]}
 
 
-def test_a_poll_of_a_segment_that_is_not_mounted_says_so(nodes: Nodes) -> None:
+def test_a_poll_of_an_unmounted_segment_is_answered_as_unknown(nodes: Nodes) -> None:
     nodes.post(m.Poll("a", 7, [], 0, 1), "c", "p")
     assert nodes.late["p"] == [m.Polled(0, [], [], is_known=False)]
 
 
-def test_the_journal_hears_what_comes_and_what_goes(nodes: Nodes) -> None:
+def test_the_journal_gets_additions_and_removals(nodes: Nodes) -> None:
     a = Place(nodes, "a")
     a.poll()
     k, n = nodes.put("k", "n", host="a")
@@ -95,7 +95,7 @@ def test_the_journal_hears_what_comes_and_what_goes(nodes: Nodes) -> None:
     nodes.remove("k")
     nodes.wait(0.003)
     a.answered()
-    assert a.held.keys() == {n.object_id}, "what went is told at once: its space is used again"
+    assert a.held.keys() == {n.object_id}, "removals are sent at once: its space is used again"
 
 
 def test_a_node_that_missed_changes_is_brought_up_to_date_by_its_report(nodes: Nodes) -> None:
@@ -141,7 +141,7 @@ def test_what_a_task_wrote_in_vain_is_dropped_from_the_index(nodes: Nodes) -> No
     nodes.wait(0.1)
     ssd.answered()
     ssd.work(task)
-    assert ssd.held, "written before it heard"
+    assert ssd.held, "written before it knew"
     nodes.wait(0.1)
     ssd.answered()
     assert not ssd.held
@@ -166,7 +166,7 @@ def test_what_is_written_again_is_not_taken_away_by_the_first_attempt(nodes: Nod
     assert [entry.offset for entry in b.held.values()] == [second.entry.offset]
 
 
-def test_a_report_that_was_lost_is_asked_for_again(nodes: Nodes) -> None:
+def test_a_report_that_was_lost_is_requested_again(nodes: Nodes) -> None:
     a = Place(nodes, "a", polls=False)
     nodes.put("k", host="a")
     nodes.post(m.Poll("a", 7, [], 0, 16), a.connection, "first")
@@ -207,7 +207,7 @@ def test_a_source_that_is_wrong_goes_and_the_next_one_is_read(nodes: Nodes) -> N
 
 @pytest.mark.parametrize("is_right", [False, True])
 def test_the_last_source_that_is_wrong_takes_the_object_with_it(nodes: Nodes, is_right: bool) -> None:
-    """If its own node says so: who copies may have bad memory."""
+    """If its own node confirms it: the copying node may have bad memory."""
     Place(nodes, "a")
     b = Place(nodes, "b")
     nodes.put("k", host="a")
@@ -236,7 +236,7 @@ def test_a_task_that_keeps_failing_is_given_up_with_the_reason(nodes: Nodes) -> 
     assert "given up: disk_failed: the disk is on fire" in nodes.master.story("k")[-1]
 
 
-def test_a_segment_has_so_many_tasks_at_a_time() -> None:
+def test_the_tasks_of_a_segment_are_limited() -> None:
     nodes = Nodes(dataclasses.replace(SETTINGS, tasks_per_segment=16))
     Place(nodes, "a")
     b = Place(nodes, "b")

@@ -1,4 +1,4 @@
-"""Accounts of tenants: what counts, who is a victim, who is forgotten."""
+"""Accounts of tenants: what is counted, which objects are victims, which accounts are removed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_only_memory_counts(book: Book) -> None:
     assert account.status().tenant == "red" and account.has_room(1 << 40)
 
 
-def test_who_has_nothing_and_no_quota_is_forgotten(book: Book) -> None:
+def test_a_tenant_without_objects_and_quota_has_no_account(book: Book) -> None:
     stored = book.put("a")
     book.remove(stored)
     assert book.tenants.accounts == {}
@@ -93,13 +93,13 @@ def test_victims_are_its_own_the_least_recently_used_first(book: Book) -> None:
     later = book.put("later")
     later.lease_until = 45.0
     assert book.victims() == ["new", "later", "old"]
-    assert book.victims() == ["new", "later", "old"], "to be asked is not to be taken"
+    assert book.victims() == ["new", "later", "old"], "an unused victim stays"
     assert book.victims(now=44.0) == ["new"], "the others are leased"
     book.remove(new)
     assert book.victims() == ["later", "old"] and other.is_readable
 
 
-def test_who_is_no_victim(book: Book) -> None:
+def test_pinned_and_held_objects_and_those_on_ssd_are_no_victims(book: Book) -> None:
     book.limit(15)
     for name in ("pinned", "soft", "held", "cold", "plain"):
         book.put(name, where="s" if name == "cold" else "m")
@@ -156,13 +156,13 @@ def test_any_sequence_keeps_the_accounts(seed: int) -> None:
 @pytest.mark.parametrize(
     ("tenant", "is_one"), [("", True), ("red", True), ("a\0b", False), ("x" * 1025, False)]
 )
-def test_names(tenant: str, is_one: bool) -> None:
+def test_names_of_tenants(tenant: str, is_one: bool) -> None:
     assert (check_tenant(tenant) is None) is is_one
     assert Account("").name == "default"
 
 
 def test_an_object_that_was_lost_and_comes_back_is_entered_beside_its_former_self() -> None:
-    """It has the id that it had, and nothing else by which two of them could be put in order."""
+    """It has its former id, and nothing else by which the two entries could be ordered."""
     tenants = Tenants()
     tenants.set_quota("red", 1000, [])
     account = tenants.account_of(scoped("red", "k"))

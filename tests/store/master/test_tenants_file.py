@@ -1,4 +1,4 @@
-"""The file of quotas: what it says, what is wrong with it, and that it follows what is set."""
+"""The file of quotas: its content, its errors, and that it follows changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mooncake.store.server import running
 from mooncake.store.settings import MasterSettings
 
 
-def test_it_is_read_and_written(tmp_path: Path) -> None:
+def test_the_file_is_read_and_written(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     assert read(str(file)) == {}
     file.write_text("version: 1\ntenants: [{name: a, quota: 200GB}, {name: b, quota: 4096}]\n")
@@ -37,14 +37,14 @@ def test_it_is_read_and_written(tmp_path: Path) -> None:
         ("tenants: [{name: a}]", "quota of a"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, why: str) -> None:
+def test_an_error_in_the_file_is_named(tmp_path: Path, text: str, why: str) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text(text)
     with pytest.raises(InvalidArgument, match=why):
         read(str(file))
 
 
-async def test_a_master_begins_with_it(tmp_path: Path) -> None:
+async def test_a_master_begins_with_the_files_quotas(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text("tenants: [{name: a, quota: 4096}]\n")
     async with running(MasterSettings(port=0, tenants_file=str(file))) as server:

@@ -21,13 +21,13 @@ def settings(**changed: float) -> MasterSettings:
 
 
 def where(nodes: Nodes, key: str) -> list[str]:
-    """Without a look that counts."""
+    """Its segments, without a lookup that counts."""
     stored = nodes.master.objects.readable.get(key)
     return [] if stored is None else [extent.segment.name for extent in stored.complete()]
 
 
 def work(nodes: Nodes, *places: Place) -> int:
-    """Until there is nothing to do any more; how many tasks there were."""
+    """Work until nothing is left; returns the number of tasks."""
     count = 0
     while True:
         todo = [(place, place.poll()) for place in places]
@@ -92,7 +92,7 @@ def test_a_full_ssd_gives_its_coldest_away() -> None:
     assert [where(nodes, key) for key in "efgh"] == [["a", "a/ssd"]] * 4
     nodes.wait(0.1)
     ssd.poll()
-    assert len(ssd.held) == 4, "the index hears of those that went"
+    assert len(ssd.held) == 4, "the index gets the removals"
 
 
 def test_what_the_ssd_gave_away_is_not_copied_there_again() -> None:
@@ -138,7 +138,7 @@ def test_an_object_that_can_not_be_copied_is_tried_again_later() -> None:
 
 
 def put_durable(nodes: Nodes, key: str, host: str = "a") -> None:
-    """Its put-end may be answered later."""
+    """Put it; its put-end may be answered later."""
     (place,) = nodes.start(key, host=host).reserved
     assert place is not None
     nodes.master.objects.writing[key].policy = m.PutPolicy(is_durable=True)
@@ -198,7 +198,7 @@ def test_a_durable_object_whose_copy_was_wrong_is_copied_again() -> None:
 
 
 def demoted(nodes: Nodes, memory: Place, ssd: Place, key: str) -> None:
-    """Put it, copy it, and take it out of memory."""
+    """Put it, copy it, and evict it from memory."""
     nodes.put(key, size_bytes=1024, host="a")
     work(nodes, ssd)
     stored = nodes.master.objects.readable[key]
@@ -208,12 +208,12 @@ def demoted(nodes: Nodes, memory: Place, ssd: Place, key: str) -> None:
     assert memory
 
 
-def test_what_is_found_cold_again_comes_back_to_memory() -> None:
+def test_an_object_found_cold_repeatedly_returns_to_memory() -> None:
     nodes = Nodes(settings(demote_watermark=0.0))
     memory, ssd = with_ssd(nodes)
     demoted(nodes, memory, ssd, "k")
     nodes.find("k")
-    assert memory.poll() == [], "once is no habit"
+    assert memory.poll() == [], "once is not enough"
     nodes.find("k")
     (task,) = memory.poll()
     assert task.source.tier is Tier.SSD and task.source.segment == "a/ssd"
@@ -265,7 +265,7 @@ def test_promotion_waits_where_everything_in_memory_is_in_use() -> None:
 
 
 @pytest.mark.parametrize("after_hits", [0, 5])
-def test_how_often_is_a_setting(after_hits: int) -> None:
+def test_the_hits_before_a_promotion_are_a_setting(after_hits: int) -> None:
     nodes = Nodes(settings(demote_watermark=0.0, promote_after_hits=after_hits))
     memory, ssd = with_ssd(nodes)
     demoted(nodes, memory, ssd, "k")
@@ -276,7 +276,7 @@ def test_how_often_is_a_setting(after_hits: int) -> None:
     assert len(memory.poll()) == (1 if after_hits else 0)
 
 
-def test_counts_say_how_often_lately() -> None:
+def test_counts_are_of_recent_hits() -> None:
     frequency = Frequency(sample_size=10)
     assert [frequency.add(1) for _ in range(4)] == [1, 2, 3, 4]
     for other in range(100, 106):

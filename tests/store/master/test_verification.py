@@ -1,4 +1,4 @@
-"""A reader's word deletes nothing: the replica's own node reads it again."""
+"""A reader's report deletes nothing: the replica's own node reads it again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_segments_that_do_not_fit(voice: Voice) -> None:
 
 
 class Scene:
-    """An object on SSD and in memory of one node, and what readers say of it."""
+    """An object on SSD and in memory of one node, and readers' reports of it."""
 
     def __init__(self, size_bytes: int = 1000) -> None:
         self.nodes = Nodes(DEMOTES)
@@ -105,7 +105,7 @@ class Scene:
 def test_a_durable_copy_goes_only_when_its_node_confirms() -> None:
     scene = Scene()
     assert scene.report("") is True
-    assert scene.nodes.where("k") == ["a", "a/ssd"], "nothing on one client's word"
+    assert scene.nodes.where("k") == ["a", "a/ssd"], "nothing on one client's report"
     (check,) = scene.poll(scene.ssd)
     assert check.entry.object_id == scene.object_id and check.deadline_s == v.CHECK_S
     scene.poll(scene.ssd, m.TaskDone(check.check_id, None))
@@ -117,7 +117,7 @@ def test_a_durable_copy_goes_only_when_its_node_confirms() -> None:
     assert (bad.num_reports, bad.num_confirmed, bad.num_refuted) == (2, 1, 1)
     events = [note.event for note in scene.nodes.notes]
     assert "corruption_refuted" in events and "object_corrupt" in events
-    assert any("is right, says its node" in line for line in scene.nodes.master.story("k"))
+    assert any("verified by its node" in line for line in scene.nodes.master.story("k"))
 
 
 def test_the_last_replica_goes_when_its_node_confirms_and_can_be_put_again() -> None:
@@ -133,18 +133,18 @@ def test_the_last_replica_goes_when_its_node_confirms_and_can_be_put_again() -> 
 def test_a_silent_node_confirms_nothing(segment: str) -> None:
     scene = Scene()
     assert scene.report(segment) is True
-    scene.live(v.WAIT_S + v.LOOK_S)
+    scene.live(v.WAIT_S + v.CHECK_INTERVAL_S)
     assert scene.nodes.where("k") == ["a", "a/ssd"]
     assert scene.reporters["bad"].num_unanswered == 1 and scene.nodes.master.counts.unverified_reports == 1
     assert [note.event for note in scene.nodes.notes].count("corruption_not_verified") == 1
     scene.nodes.master.check()
 
 
-def test_of_a_silent_node_two_machines_are_believed_where_another_replica_is_left() -> None:
+def test_two_reporters_suffice_for_a_silent_node_where_another_replica_is_left() -> None:
     scene = Scene()
     for segment in ("a", "a/ssd"):
         assert scene.report(segment) is scene.report(segment, "another") is True
-    scene.live(v.WAIT_S + v.LOOK_S)
+    scene.live(v.WAIT_S + v.CHECK_INTERVAL_S)
     assert scene.nodes.where("k") == ["a/ssd"], "never what is on SSD"
 
 
@@ -152,10 +152,10 @@ def test_a_node_that_is_slow_to_answer_is_silent() -> None:
     scene = Scene()
     scene.report()
     (check,) = scene.poll(scene.ssd)
-    scene.live(v.CHECK_S + v.LOOK_S)
+    scene.live(v.CHECK_S + v.CHECK_INTERVAL_S)
     assert scene.nodes.master.counts.unverified_reports == 1
     scene.poll(scene.ssd, m.TaskDone(check.check_id, WRONG))
-    assert scene.nodes.where("k") == ["a", "a/ssd"], "nobody waits for that any more"
+    assert scene.nodes.where("k") == ["a", "a/ssd"], "no check waits for that"
 
 
 def test_an_answer_about_what_went_meanwhile_drops_nothing() -> None:
@@ -196,7 +196,7 @@ def test_the_same_replica_is_not_read_again_at_once() -> None:
     assert scene.report() is True and scene.nodes.look(lambda entry, segment: True) == 1
 
 
-def test_a_reporter_whose_reports_are_refuted_makes_no_node_read_for_ever() -> None:
+def test_a_reporter_whose_reports_are_refuted_makes_no_node_read_forever() -> None:
     nodes = Nodes(SETTINGS)
     Place(nodes, "a", 1 << 20)
     keys = [f"k{number}" for number in range(100)]
@@ -207,10 +207,10 @@ def test_a_reporter_whose_reports_are_refuted_makes_no_node_read_for_ever() -> N
     assert {one.code for one in outcomes[limit:] if isinstance(one, Refusal)} == {"limit"}
     assert nodes.look(lambda entry, segment: True) == limit
     other = nodes.say(m.Corrupt(keys[limit:], ids[limit:], reporter="good")).outcomes
-    assert other[:limit] == [True] * limit, "others are heard"
+    assert other[:limit] == [True] * limit, "others are still accepted"
     assert nodes.look() == limit
     again = nodes.say(m.Corrupt(keys[2 * limit :], ids[2 * limit :], reporter="good")).outcomes
-    assert again[:limit] == [True] * limit, "who was right may say more"
+    assert again[:limit] == [True] * limit, "a confirmed reporter may report more"
 
 
 def test_checks_are_handed_out_at_a_limited_rate() -> None:
@@ -260,13 +260,13 @@ def test_a_segment_that_goes_takes_its_checks_along() -> None:
     scene.report("a")
     scene.nodes.say(m.Unmount("a", 7))
     scene.nodes.master.check()
-    scene.nodes.wait(2 * v.LOOK_S)
+    scene.nodes.wait(2 * v.CHECK_INTERVAL_S)
     scene.nodes.master.check()
     assert repr(scene.nodes.master.verification) == "<Verification 0 replicas to be read>"
 
 
 def test_what_the_own_node_finds_wrong_while_it_copies_goes_at_once() -> None:
-    """From SSD to the memory of the same node: it is its owner who says so."""
+    """From SSD to the memory of the same node: the owner itself found it."""
     scene = Scene()
     scene.nodes.say(m.DropReplicas(["k"], "a"))
     assert scene.nodes.where("k") == ["a/ssd"]
