@@ -181,7 +181,7 @@ def _make_folder(path: str) -> None:
     try:
         OsDirectory(Path(path).expanduser(), is_private=True).close()
     except UntrustedFile as error:
-        raise InvalidArgument("nvme_path", path, error.told) from error
+        raise InvalidArgument("nvme_path", path, error.requirement) from error
     except OSError as error:
         raise InvalidArgument("nvme_path", path, f"a directory that can be written ({error})") from error
 

@@ -19,10 +19,20 @@ from collections.abc import Iterable
 import msgspec
 
 from mooncake.errors import MooncakeError
-from mooncake.files import File, damage
-from mooncake.files.frames import PLAIN, BoundFraming, Framing
+from mooncake.files import File, keep_copy
+from mooncake.files.frames import (
+    PLAIN,
+    UNBEGUN_BYTES,
+    BoundFraming,
+    Damage,
+    Framing,
+    describe_damage,
+    header_num_bytes,
+    header_of,
+    headers_in,
+    is_unbegun,
+)
 from mooncake.files.locked_directory import LockedDirectory
-from mooncake.files.log_header import UNBEGUN_BYTES, header_of, headers_in, is_unbegun, num_bytes
 from mooncake.log import get_logger
 from mooncake.store.messages import SegmentEntry
 from mooncake.store.node.ssd_index import SsdIndex, compacted
@@ -31,7 +41,7 @@ log = get_logger(__name__)
 
 NAME = "mooncake.index"
 MAGIC = b"mooncake-index-2 "
-_HEADER_BYTES = num_bytes(MAGIC)
+_HEADER_BYTES = header_num_bytes(MAGIC)
 _PLAIN_BEGINS = (b"\x92\xa4held", b"\x92\xa4gone")
 """What follows the frame's header in an index of an earlier release."""
 
@@ -67,16 +77,16 @@ class SsdIndexLog:
         if found.damages and not repairs:
             how = f"`mooncake store repair {self._folder.path}` shows what can be saved"
             raise self._folder.wrong(
-                f"a directory whose {NAME} is whole, but there is {damage.describe_damage(found)}; {how}"
+                f"a directory whose {NAME} is whole, but there is {describe_damage(found)}; {how}"
             )
         if found.damages:
-            copy = damage.keep_copy(self._folder.directory, NAME, content, "damaged")
+            copy = keep_copy(self._folder.directory, NAME, content, "damaged")
             for one in found.damages:
                 at = {"offset": one.offset, "num_bytes": one.num_bytes}
                 log.error("index_damaged", path=path, copy=copy, **at)
         elif found.torn is not None:
             torn = content[found.torn.offset :]
-            copy = damage.keep_copy(self._folder.directory, NAME, torn, "torn")
+            copy = keep_copy(self._folder.directory, NAME, torn, "torn")
             log.warning("index_tail_dropped", path=path, num_bytes=len(torn), copy=copy)
             self._file.truncate(self.index.num_bytes)
         if found.damages or self._framing is PLAIN:
@@ -239,5 +249,5 @@ def parsed(folder: LockedDirectory, content: bytes) -> tuple[SsdIndex, Framing]:
     except msgspec.MsgspecError as error:
         raise folder.wrong(f"a directory of this release ({error})") from error
     if headers and content and not (len(headers) == 2 and headers[0] == headers[1] and headers[1].is_whole):
-        index.found.damages.insert(0, damage.Damage(0, _HEADER_BYTES))
+        index.found.damages.insert(0, Damage(0, _HEADER_BYTES))
     return index, framing
