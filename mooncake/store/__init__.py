@@ -1,8 +1,8 @@
-"""The store: immutable objects in the memory of every node, one master that knows where.
+"""The store: immutable objects in the memory of all nodes, and a master that knows where each object lies.
 
-Names load on first use, because a process that only needs a core (the simulator) or a message (a
-dashboard) should not open sockets or load the native extension. The existing package's names are here,
-too; ``compat`` owns them.
+Names load on first use, because a process that only needs a core (the simulator) or a message (a dashboard)
+should not open sockets or load the native extension. The names of the existing package are exported as well;
+``compat`` owns them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _UPSTREAM = {
     "MooncakeDistributedStore": "mooncake.compat.store.store",
     **dict.fromkeys(_VALUES, "mooncake.compat.store.public_types"),
 }
-"""Which module each name of the existing package's ``mooncake.store`` comes from."""
+"""Name of the existing package's ``mooncake.store`` -> module that defines it."""
 
 _OWNERS = {
     "AsyncStore": "mooncake.store.client.store",

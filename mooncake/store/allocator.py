@@ -1,13 +1,13 @@
-"""Offsets within one segment: allocate, free, coalesce. Knows sizes, not objects.
+"""Allocator of offsets within one segment: allocate, free, coalesce. Knows sizes, not objects.
 
 A two-level segregated fit (after Masmano et al., "TLSF: a new dynamic memory allocator for
-real-time systems", 2004): free holes hang in bins by size, eight bins per power of two, and one
-integer says which bins hold anything, so that finding a hole is a few bit operations whatever the
-number of holes. Neighbouring holes merge at once, so there are never two in a row. All bookkeeping
-is outside the memory it manages: that memory belongs to another process.
+real-time systems", 2004): holes are kept in bins by size, eight bins per power of two, and the bits of one
+integer mark the bins that are not empty, so that finding a hole takes a few bit operations whatever the
+number of holes. Adjacent holes are merged at once. All bookkeeping is outside the managed memory, which
+belongs to another process.
 
-Holes are taken from the bottom and the newest hole of a bin is taken first, which keeps the pages
-that are already touched in use.
+Holes are cut from their bottom, and the newest hole of a bin is used first, which reuses pages that have
+already been touched.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import bisect
 from mooncake.errors import InvalidArgument
 
 ALIGNMENT_BYTES = 64
-"""Of offsets and of allocated sizes: a cache line, so that no two objects share one."""
+"""Alignment of offsets and allocated sizes: a cache line, so that no two objects share one."""
 PAGE_BYTES = 4096
-"""The same on SSD, where O_DIRECT reads and writes whole pages."""
+"""Alignment on SSD, where O_DIRECT reads and writes whole pages."""
 
 _MANTISSA_BITS = 3
 _SCAN = 16
-"""Holes looked at in the bin whose holes may or may not fit, before a larger bin is cut."""
+"""Number of holes examined in the bin whose holes may be too small, before a larger bin is used."""
 
 
 def _bin_of(size_bytes: int) -> int:
-    """The bin that a hole of this size hangs in. Every hole of a higher bin is larger."""
+    """Number of the bin for holes of this size. All holes in higher bins are larger."""
     exponent = size_bytes.bit_length() - 1 - _MANTISSA_BITS
     if exponent <= 0:
         return size_bytes
@@ -35,7 +35,7 @@ def _bin_of(size_bytes: int) -> int:
 
 
 class Allocator:
-    """Gives out ranges of ``[0, size_bytes)`` at multiples of ``alignment_bytes``."""
+    """Allocates ranges of ``[0, size_bytes)`` at multiples of ``alignment_bytes``."""
 
     def __init__(self, size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
         if size_bytes < alignment_bytes:
@@ -46,15 +46,15 @@ class Allocator:
         self.allocations: dict[int, int] = {}
         """Offset -> size of every range in use."""
         self._holes: dict[int, int] = {}
-        """Offset -> size of every hole; agrees with ``_hole_ends`` and ``_bins``."""
+        """Offset -> size of every hole; consistent with ``_hole_ends`` and ``_bins``."""
         self._hole_ends: dict[int, int] = {}
         """End -> offset of every hole."""
         self._bins: dict[int, dict[int, None]] = {}
         """Bin -> offsets of its holes, oldest first."""
         self._filled = 0
-        """Bit b is set when bin b holds anything."""
+        """Bit b is set when bin b is not empty."""
         self._starts: list[int] | None = None
-        """The holes' offsets in order, while ``take`` needs them; else nobody pays for the order."""
+        """Sorted offsets of the holes while ``take`` needs them; else None, to save the cost of sorting."""
         self._add_hole(0, self.size_bytes)
 
     @property
@@ -63,7 +63,7 @@ class Allocator:
 
     @property
     def largest_free_bytes(self) -> int:
-        """The largest object that fits now."""
+        """Size of the largest object that fits now."""
         if not self._filled:
             return 0
         return max(self._holes[offset] for offset in self._bins[self._filled.bit_length() - 1])
@@ -86,10 +86,10 @@ class Allocator:
         return offset
 
     def take(self, offset: int, size_bytes: int) -> bool:
-        """Take a range that another allocator of this memory gave out; False: it is not free here.
+        """Mark a range as allocated that another allocator of this memory allocated; False: it is not free.
 
-        Until ``allocate`` is asked again, the holes are kept in order: a master that follows another
-        takes millions of ranges and allocates none.
+        Until the next ``allocate``, the holes are kept sorted: a standby master takes millions of ranges
+        and allocates none.
         """
         size_bytes += -size_bytes % self.alignment_bytes
         if self._starts is None:
@@ -113,7 +113,7 @@ class Allocator:
         return True
 
     def free(self, offset: int) -> int:
-        """Take a range back; returns its size."""
+        """Free a range; returns its size."""
         size_bytes = freed_bytes = self.allocations.pop(offset)
         self.allocated_bytes -= freed_bytes
         before = self._hole_ends.get(offset)
@@ -126,14 +126,14 @@ class Allocator:
         return freed_bytes
 
     def split(self, offset: int, size_bytes: int) -> None:
-        """Make ranges of exactly ``size_bytes`` of one that is a multiple of that."""
+        """Split a range into ranges of exactly ``size_bytes``; its size is a multiple of that."""
         whole_bytes = self.allocations[offset]
         assert whole_bytes % size_bytes == 0 and size_bytes % self.alignment_bytes == 0, size_bytes
         for start in range(offset, offset + whole_bytes, size_bytes):
             self.allocations[start] = size_bytes
 
     def trim(self, offset: int, size_bytes: int) -> int:
-        """Take back what of a range lies behind its first ``size_bytes``; returns how much."""
+        """Free the part of a range behind its first ``size_bytes``; returns its size."""
         wanted = size_bytes + -size_bytes % self.alignment_bytes
         freed_bytes = self.allocations[offset] - wanted
         if freed_bytes:
@@ -143,7 +143,7 @@ class Allocator:
         return freed_bytes
 
     def check(self) -> None:
-        """Assert that ranges and holes tile the segment, and that the bins agree."""
+        """Assert that ranges and holes tile the segment, and that the bins are consistent."""
         at, previous_is_hole = 0, False
         for offset, size_bytes in sorted([*self.allocations.items(), *self._holes.items()]):
             assert offset == at, f"range at {offset}, expected {at}"
@@ -154,14 +154,14 @@ class Allocator:
         assert at == self.size_bytes, (at, self.size_bytes)
         assert self.allocated_bytes == sum(self.allocations.values())
         assert self._hole_ends == {offset + size: offset for offset, size in self._holes.items()}
-        hung = {offset: number for number, holes in self._bins.items() for offset in holes}
-        assert hung == {offset: _bin_of(size) for offset, size in self._holes.items()}
+        binned = {offset: number for number, holes in self._bins.items() for offset in holes}
+        assert binned == {offset: _bin_of(size) for offset, size in self._holes.items()}
         assert self._filled == sum(1 << number for number in self._bins)
         assert self._starts is None or self._starts == sorted(self._holes)
 
     def _find(self, wanted: int) -> int | None:
         number = _bin_of(wanted)
-        # Its holes may be smaller than wanted, but a hole of exactly this size hangs here too.
+        # Its holes may be smaller than wanted, but a hole of exactly this size is in this bin too.
         for _, offset in zip(range(_SCAN), reversed(self._bins.get(number, {})), strict=False):
             if self._holes[offset] >= wanted:
                 return offset
@@ -184,7 +184,7 @@ class Allocator:
             bisect.insort(self._starts, offset)
 
     def _shrink(self, offset: int, size_bytes: int, at: int = 0) -> None:
-        """Cut so much from the front of a hole, the one at ``_starts[at]``: what nearly always happens."""
+        """Cut ``size_bytes`` from the front of a hole, which is at ``_starts[at]``: the usual case."""
         hole_bytes = self._holes[offset]
         rest_bytes = hole_bytes - size_bytes
         number = _bin_of(hole_bytes)

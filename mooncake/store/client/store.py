@@ -1,9 +1,9 @@
-"""The client's two faces: ``Store`` blocks, ``AsyncStore`` awaits. Same operations, same results.
+"""The client of the store: ``Store`` blocks, ``AsyncStore`` awaits. Same operations, same results.
 
-Neither decides anything: ``operations.py`` does, as generators. A face supplies what they ask for
-(a message to the master, a transfer, a pause) and the caller's memory (``buffers.py``). Results are
-values: None is a miss, a ``Refusal`` says why something was not stored or removed. What raises is a
-master that can't be reached before the deadline, and bad input.
+Both only execute: the decisions are made by generators in ``operations.py``. A client performs the effects
+that they yield (a message to the master, a transfer, a pause) and prepares the caller's memory
+(``buffers.py``). Results are values: None is a miss, a ``Refusal`` says why an object was not stored or
+removed. Exceptions are raised for a master that can't be reached before the deadline and for invalid input.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from mooncake.store.client.operations import (
     Slices,
     SlicesMoved,
 )
-from mooncake.store.client.views import AsyncView, LeaseKeeper, View
+from mooncake.store.client.views import AsyncObjectView, LeaseKeeper, ObjectView
 from mooncake.store.ha.master_client import AsyncMasterClient, BlockingMasterClient
 from mooncake.store.master.objects import DEFAULT_POLICY
 from mooncake.transfer import (
@@ -79,19 +79,19 @@ GET_SECONDS = Histogram(
 
 @dataclasses.dataclass(frozen=True)
 class StoreSettings:
-    """How a client of the store behaves."""
+    """Settings of a client of the store."""
 
     timeout_s: Annotated[float, Meta(gt=0)] = 10.0
-    "Seconds that one operation may take, connecting and waiting for a restarted master included."
+    "Seconds that one operation may take, including connecting and waiting for a restarted master."
 
     chunk_bytes: Annotated[int, Size, Meta(ge=4096)] = 1 << 20
-    "Bytes covered by one checksum of a plain put."
+    "Bytes covered by one checksum of a whole-object put."
 
     tenant: str = DEFAULT_TENANT
-    "Name space of all keys of this client, and whose quota its objects count for."
+    "Tenant: namespace of all keys of this client, and owner of the quota that its objects count against."
 
     verify_local: bool = True
-    "Whether reads from memory on this host are checked too; reads from elsewhere or from SSD always are."
+    "Whether reads from memory on this host are verified too; reads from elsewhere or from SSD always are."
 
 
 DURABLE_PART_BYTES = 16 << 20
@@ -107,7 +107,7 @@ def _identity_of(identity: Identity | None, engine: TransferEngine | None) -> Id
 
 
 class _StoreBase:
-    """What both faces share: the engine, the operations, the deadline."""
+    """State shared by the blocking and the asyncio client: the engine, the operations, the deadline."""
 
     def __init__(
         self, master: str, engine: TransferEngine | None, settings: StoreSettings, identity: Identity
@@ -131,7 +131,7 @@ class _StoreBase:
         _counted.add(self.operations)
 
     def _deadline(self, timeout_s: float | None = None, deadline: float | None = None) -> float:
-        """Of one call: what it may take, and not beyond ``deadline``, of what it is a step of."""
+        """Deadline of one call: its own timeout, limited by ``deadline`` of the task it is a step of."""
         own = clock.monotonic() + (self.settings.timeout_s if timeout_s is None else timeout_s)
         return own if deadline is None else min(own, deadline)
 
@@ -150,7 +150,7 @@ class _StoreBase:
         parents: Sequence[ObjectKey],
         replace: bool,
     ) -> list[Operation[list[Refusal | None]]]:
-        """The batch as one operation; a large durable one as a few, to be run at the same time.
+        """The batch as one operation, or a large durable batch as several, to be run concurrently.
 
         While one part is being copied to SSD, the next is written to memory.
         """
@@ -188,7 +188,7 @@ class _StoreBase:
             checksums = completion.checksums if t.is_checked else _UNCHECKED
             return SlicesMoved(checksums, "", clock.monotonic())
         if completion.status == Status.PEER_LOST:
-            self.engine.forget(t.handle)  # else the engine remembers for ever that this path is dead
+            self.engine.forget(t.handle)  # otherwise the engine would treat this path as dead permanently
         return SlicesMoved(None, completion.status.name.lower(), clock.monotonic())
 
     def __repr__(self) -> str:
@@ -196,11 +196,11 @@ class _StoreBase:
 
 
 class Store(_StoreBase):
-    """The store, blocking; may be used from any thread.
+    """Blocking client of the store; thread-safe.
 
-    ``engine``: the process's transfer engine when it has one, so that memory registered there can be
-    read and written directly; else the store makes its own. ``identity``: who this client is to the cluster,
-    instead of who the engine or this process is. Connects at the first call.
+    ``engine``: the process's transfer engine if it has one, so that memory registered there can be
+    read and written directly; otherwise the store makes its own. ``identity``: identity of this client in the
+    cluster, instead of that of the engine or the process. Connects at the first call.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Store(_StoreBase):
         """Find the master now rather than at the first call.
 
         Raises:
-            Unavailable: it does not answer; at once, if there is one only and nobody listens there.
+            Unavailable: it does not answer; at once, if only one address is given and its port is closed.
         """
         self._rpc.connect(timeout_s)
 
@@ -235,11 +235,10 @@ class Store(_StoreBase):
         parent: ObjectKey = "",
         replace: bool = False,
     ) -> Refusal | None:
-        """Store ``data``. None: stored, or the key existed already (its value stays as it is).
+        """Store ``data``. None: stored, or the key existed already (its value is unchanged).
 
-        ``policy``: replicas, pins, durability. ``group``: evicted together with that group's other
-        objects. ``parent``: the key of the block before this one in its prefix. ``replace``: put a new
-        value in the place of one that is there.
+        ``policy``: replicas, pins, durability. ``group``: evict together with the other objects of that
+        group. ``parent``: key of the preceding block of the prefix. ``replace``: replace an existing value.
         """
         return self.put_batch(
             [key],
@@ -275,7 +274,7 @@ class Store(_StoreBase):
             PUT_SECONDS.observe(time.perf_counter() - began)
 
     def get(self, key: ObjectKey) -> bytes | None:
-        """The object's bytes, or None."""
+        """The object's bytes, or None for a miss."""
         return self.get_batch([key])[0]
 
     def get_batch(self, keys: Sequence[ObjectKey]) -> list[bytes | None]:
@@ -306,49 +305,49 @@ class Store(_StoreBase):
                 self.operations.get_into(keys, prepared.addresses, prepared.sizes, self._deadline())
             )
 
-    def view(self, key: ObjectKey, verify: bool | None = None) -> View:
-        """``with store.view(key) as data:`` gives a read-only memoryview, or None for a miss.
+    def view(self, key: ObjectKey, verify: bool | None = None) -> ObjectView:
+        """``with store.view(key) as data:`` yields a read-only memoryview, or None for a miss.
 
-        On the host of the object's node nothing is copied, and the lease is kept alive while the
-        view is open; elsewhere the object is fetched. ``verify=False`` leaves the checksums out,
-        which makes the time independent of the size; by default ``StoreSettings.verify_local`` says.
+        On the host of the object's node nothing is copied, and the lease is renewed while the view is
+        open; elsewhere the object is fetched. ``verify=False`` skips the checksums, which makes the time
+        independent of the size; the default is ``StoreSettings.verify_local``.
 
         Raises (when the block ends):
-            Unavailable: the lease could not be kept; what was read may be wrong.
+            Unavailable: the lease could not be renewed; the data read may be wrong.
         """
-        return View(self, key, self.settings.verify_local if verify is None else verify)
+        return ObjectView(self, key, self.settings.verify_local if verify is None else verify)
 
     # Metadata
 
     def exists(self, keys: Sequence[ObjectKey], deadline: float | None = None) -> list[bool]:
-        """Which keys can be read; they are leased, so that a get that follows finds them."""
+        """Which keys can be read; those are leased, so that a subsequent get finds them."""
         return self._run(self.operations.exists(keys, self._deadline(None, deadline)))
 
     def remove(
         self, keys: Sequence[ObjectKey], force: bool = False, deadline: float | None = None
     ) -> list[bool | Refusal]:
-        """True: removed; False: there was none; a Refusal: leased, and not ``force``."""
+        """Remove objects. True: removed; False: there was none; a Refusal: leased, and ``force`` is false."""
         return self._run(self.operations.remove(keys, force, self._deadline(None, deadline)))
 
     def inspect(self, keys: Sequence[ObjectKey]) -> list[m.ObjectStatus | None]:
-        """All about objects: replicas, pins, leases. Grants no lease and counts as no use."""
+        """Status of objects: replicas, pins, leases. Grants no lease and does not count as a use."""
         return self._run(self.operations.inspect(keys, self._deadline()))
 
     def remove_matching(self, pattern: str, force: bool = False) -> int:
-        """Remove this tenant's objects whose key the regular expression is found in; how many.
+        """Remove this tenant's objects whose key matches the regular expression anywhere; returns how many.
 
         Leased ones are left unless ``force``.
         """
         return self._run(self._admin.remove_matching(pattern, force, self._deadline()))
 
     def remove_all(self, force: bool = False) -> int:
-        """Remove this tenant's objects; how many. Leased ones are left unless ``force``."""
+        """Remove this tenant's objects; returns how many. Leased ones are left unless ``force``."""
         return self.remove_matching("", force)
 
     def pin(self, keys: Sequence[ObjectKey], ttl_s: float | None) -> list[bool]:
-        """Keep objects from eviction: softly for ``ttl_s``, or with None until unpinned or removed.
+        """Protect objects from eviction: softly for ``ttl_s``, or with None until unpinned or removed.
 
-        False: there is none.
+        False: there is no such object.
         """
         return _flags(self._run(self.operations.pin(keys, ttl_s, self._deadline())))
 
@@ -357,11 +356,11 @@ class Store(_StoreBase):
         return self.pin(keys, 0.0)
 
     def drop_replicas(self, keys: Sequence[ObjectKey], segment: str = "") -> list[bool | Refusal]:
-        """Drop the replicas on ``segment`` ("": all in memory), the last one too."""
+        """Drop the replicas on ``segment`` ("": all in memory), even an object's last one."""
         return self._run(self.operations.drop_replicas(keys, segment, self._deadline()))
 
     def verify(self, keys: Sequence[ObjectKey]) -> list[bool | None]:
-        """Read every replica and check it; wrong ones are dropped.
+        """Read and verify every replica; corrupt ones are dropped.
 
         True: all are right; False: one was wrong or could not be read; None: a miss.
         """
@@ -374,47 +373,47 @@ class Store(_StoreBase):
             prepared, values = self._memory.fresh([grant.size_bytes])
             with prepared:
                 results += self._run(self.operations.verify([grant], prepared.addresses, self._deadline()))
-            del values  # not before: it is their memory
+            del values  # not earlier: their memory was the target
         return results
 
     # Jobs and quotas
 
     def copy(self, key: ObjectKey, targets: Sequence[str]) -> m.JobStatus | Refusal:
-        """Begin to make a further replica on each of ``targets``."""
+        """Start to make a further replica on each of ``targets``."""
         return self._run(self._admin.copy(key, targets, "", self._deadline()))
 
     def move(self, key: ObjectKey, source: str, target: str) -> m.JobStatus | Refusal:
-        """Begin to copy the object to ``target``; its replica on ``source`` goes when that is done."""
+        """Start to copy the object to ``target``; its replica on ``source`` is dropped afterwards."""
         return self._run(self._admin.copy(key, [target], source, self._deadline()))
 
     def drain(
         self, segments: Sequence[str], targets: Sequence[str] = (), max_concurrency: int = 4
     ) -> m.JobStatus | Refusal:
-        """Begin to move all that is on ``segments``, to ``targets`` or anywhere; nothing new goes there."""
+        """Start to move everything on ``segments`` to ``targets`` or anywhere; no new objects go there."""
         return self._run(self._admin.drain(segments, targets, max_concurrency, self._deadline()))
 
     def job(self, job_id: int) -> m.JobStatus | None:
-        """How far is it?"""
+        """Status of a job; None: there is no such job."""
         return self._run(self._admin.job(job_id, self._deadline()))
 
     def cancel(self, job_id: int) -> bool:
-        """Stop a job; False: there is none."""
+        """Stop a job; False: there is no such job."""
         return self._run(self._admin.cancel(job_id, self._deadline()))
 
     def set_quota(self, tenant: str, size_bytes: int | None) -> Refusal | None:
-        """How much memory a tenant may use; None: as much as there is."""
+        """Set how much memory a tenant may use; None: no limit."""
         return self._run(self._admin.set_quota(tenant, size_bytes, self._deadline()))
 
     def quotas(self) -> list[m.QuotaStatus]:
-        """What tenants may use and do use."""
+        """Quota and usage of each tenant."""
         return self._run(self._admin.quotas(self._deadline()))
 
     def ask(self, message: msgspec.Struct) -> Any:
-        """Any message of ``messages.py``, for status, listing and stories."""
+        """Send any message of ``messages.py``, for status, listing and stories; returns the reply."""
         return self._run(self.operations.ask(message, self._deadline()))
 
-    # Parts of objects. Local addresses must lie in memory registered with ``engine``. ``deadline`` (of
-    # ``clock.monotonic``) is of the whole that a call is a step of: after it nothing is asked for or moved.
+    # Parts of objects. Local addresses must lie in memory registered with ``engine``. ``deadline`` (on
+    # ``clock.monotonic``) is that of the task a call is a step of: after it nothing is sent or moved.
 
     def start_puts(
         self,
@@ -428,7 +427,7 @@ class Store(_StoreBase):
         replace: bool = False,
         deadline: float | None = None,
     ) -> list[PutGrant | Refusal | None]:
-        """Reserve space; None: the object exists or another writer is at it. See ``Operations``."""
+        """Reserve space; None: the object exists or is being written by another. See ``Operations``."""
         _check_names(keys, groups, parents)
         chunks = [chunk_bytes] * len(keys) if isinstance(chunk_bytes, int) else chunk_bytes
         return self._run(
@@ -446,9 +445,9 @@ class Store(_StoreBase):
         timeout_s: float | None = None,
         deadline: float | None = None,
     ) -> list[Refusal | None]:
-        """Write k slices for each grant; columns u64 [k * len(grants)], one grant's in a row.
+        """Write k slices for each grant; columns u64 [k * len(grants)], the slices of a grant adjacent.
 
-        ``timeout_s``: of this transfer, where bytes may take longer than answers of the master do.
+        ``timeout_s``: timeout of this transfer, which may take longer than requests to the master.
         """
         deadline = self._deadline(timeout_s, deadline)
         return self._run(
@@ -456,15 +455,15 @@ class Store(_StoreBase):
         )
 
     def end_puts(self, grants: Sequence[PutGrant], deadline: float | None = None) -> list[Refusal | None]:
-        """Make complete objects visible; incomplete or failed ones are given up, with the reason."""
+        """Make complete objects visible; incomplete or failed ones are aborted, with the reason."""
         return self._run(self.operations.end_puts(grants, self._deadline(None, deadline)))
 
     def abort_puts(self, grants: Sequence[PutGrant], deadline: float | None = None) -> None:
-        """Give reservations up."""
+        """Release reservations."""
         self._run(self.operations.abort_puts(grants, self._deadline(None, deadline)))
 
     def open_reads(self, keys: Sequence[ObjectKey], deadline: float | None = None) -> list[ReadGrant | None]:
-        """Find and lease objects."""
+        """Look objects up and lease them."""
         return self._run(self.operations.open_reads(keys, self._deadline(None, deadline)))
 
     def read_ranges(
@@ -476,14 +475,14 @@ class Store(_StoreBase):
         timeout_s: float | None = None,
         deadline: float | None = None,
     ) -> list[bool]:
-        """Read whole chunks, k slices for each grant; which grants' bytes may be believed."""
+        """Read whole chunks, k slices for each grant; for which grants the bytes are right."""
         deadline = self._deadline(timeout_s, deadline)
         return self._run(
             self.operations.read_ranges(grants, object_offsets, local_addresses, lengths, deadline)
         )
 
     def close(self) -> None:
-        """Let go of everything. Calls under way fail."""
+        """Release all resources. Calls in progress fail."""
         self._keeper.close()
         self._rpc.close()
         self._close()
@@ -548,8 +547,8 @@ class Store(_StoreBase):
         queue = self.engine.new_queue()
         num_begun, failure = 0, None
         ended: dict[int, Completion] = {}
-        # Each ends by its own deadline, and until it has ended its memory is in use: whatever is raised
-        # meanwhile (an interrupt by Ctrl-C, memory that is not registered) is raised then.
+        # Each transfer ends by its own deadline, and its memory is in use until then: exceptions raised
+        # meanwhile (an interrupt by Ctrl-C, memory that is not registered) are raised afterwards.
         while failure is None and num_begun < len(effect.transfers):
             t = effect.transfers[num_begun]
             try:
@@ -580,7 +579,7 @@ class Store(_StoreBase):
 
 
 class AsyncStore(_StoreBase):
-    """The store on asyncio. The same operations as ``Store``, which documents them."""
+    """Asyncio client of the store, with the same operations as ``Store``, which documents them."""
 
     def __init__(
         self,
@@ -594,7 +593,7 @@ class AsyncStore(_StoreBase):
         super().__init__(master, engine, settings, identity)
 
     async def connect(self, timeout_s: float = 2.0) -> None:
-        """As ``Store.connect``, but it waits for a master that is not there yet."""
+        """As ``Store.connect``, but wait for a master that is not running yet."""
         await self._rpc.connect(timeout_s)
 
     async def put(
@@ -631,7 +630,7 @@ class AsyncStore(_StoreBase):
         _check_names(keys, groups, parents)
         with PUT_SECONDS.time(), self._memory.source(buffers) as prepared:
             puts = self._puts(keys, prepared, policy, groups, parents, replace)
-            # Each to its end, whatever becomes of the others: until then the memory is in use.
+            # Wait for each, whatever the outcome of the others: until then the memory is in use.
             done = await asyncio.gather(*(self._run(put) for put in puts), return_exceptions=True)
         outcomes: list[Refusal | None] = []
         for part in done:
@@ -664,9 +663,9 @@ class AsyncStore(_StoreBase):
                 self.operations.get_into(keys, prepared.addresses, prepared.sizes, self._deadline())
             )
 
-    def view(self, key: ObjectKey, verify: bool | None = None) -> AsyncView:
+    def view(self, key: ObjectKey, verify: bool | None = None) -> AsyncObjectView:
         """``async with store.view(key) as data:``, else as ``Store.view``."""
-        return AsyncView(self, key, self.settings.verify_local if verify is None else verify)
+        return AsyncObjectView(self, key, self.settings.verify_local if verify is None else verify)
 
     async def exists(self, keys: Sequence[ObjectKey], deadline: float | None = None) -> list[bool]:
         return await self._run(self.operations.exists(keys, self._deadline(None, deadline)))
@@ -706,7 +705,7 @@ class AsyncStore(_StoreBase):
                 results += await self._run(
                     self.operations.verify([grant], prepared.addresses, self._deadline())
                 )
-            del values  # not before: it is their memory
+            del values  # not earlier: their memory was the target
         return results
 
     # Jobs and quotas
@@ -799,7 +798,7 @@ class AsyncStore(_StoreBase):
         )
 
     async def renew(self, grants: list[ReadGrant], timeout_s: float) -> list[bool]:
-        """Extend leases; views do it themselves."""
+        """Extend leases; views renew theirs themselves."""
         return await self._run(self.operations.renew(grants, self._deadline(timeout_s)))
 
     async def close(self) -> None:
@@ -833,7 +832,7 @@ class AsyncStore(_StoreBase):
             return MasterReply(reply, None, asked_at, clock.monotonic())
         if isinstance(effect, MoveSlices):
             op = Op.WRITE if effect.is_write else Op.READ
-            # Each to its end, also when one fails or this is cancelled: until then the memory is in use.
+            # Wait for each, even when one fails or this task is cancelled: until then the memory is in use.
             moves = (self._transfer(op, t, effect.deadline) for t in effect.transfers)
             done = await asyncio.gather(*moves, return_exceptions=True)
             return [_raised(one) for one in done]
@@ -859,7 +858,7 @@ def _of_slices(timeout_s: float, t: Slices) -> float:
 
 def _unsent(effect: CallMaster, now: float) -> MasterReply:
     what = type(effect.message).__name__
-    return MasterReply(None, DeadlineExceeded(f"{what} was not sent: the operation's time is over"), now, now)
+    return MasterReply(None, DeadlineExceeded(f"{what} was not sent: the deadline has passed"), now, now)
 
 
 def _raised(outcome: SlicesMoved | BaseException) -> SlicesMoved:
@@ -898,11 +897,12 @@ def _check_pairs(keys: Sequence[ObjectKey], others: Sequence[Any], name: str) ->
 
 
 class _OperationMetrics(Collector):
-    """Exports what the operations of this process's clients count, those that are closed included."""
+    """Exports the counters of this process's clients, including those that are closed."""
 
     def __init__(self) -> None:
         self._open: dict[int, Operations] = {}
-        self._past: dict[str, int] = {}
+        self._closed: dict[str, int] = {}
+        """Totals of clients that are closed."""
 
     def add(self, operations: Operations) -> None:
         self._open[id(operations)] = operations
@@ -910,10 +910,10 @@ class _OperationMetrics(Collector):
     def remove(self, operations: Operations) -> None:
         if self._open.pop(id(operations), None) is not None:
             for name, value in dataclasses.asdict(operations.counts).items():
-                self._past[name] = self._past.get(name, 0) + value
+                self._closed[name] = self._closed.get(name, 0) + value
 
     def collect(self) -> Generator[CounterMetricFamily, None, None]:
-        totals = dict(self._past)
+        totals = dict(self._closed)
         for operations in list(self._open.values()):
             for name, value in dataclasses.asdict(operations.counts).items():
                 totals[name] = totals.get(name, 0) + value
@@ -922,7 +922,7 @@ class _OperationMetrics(Collector):
 
 
 _COUNTERS = {
-    "checksum_mismatches": ("checksum_mismatch", "Reads whose bytes did not match what the writer announced"),
+    "checksum_mismatches": ("checksum_mismatch", "Reads whose bytes did not match the writer's checksums"),
     "expired_leases": ("expired_leases", "Reads that arrived after their lease had ended"),
     "failed_transfers": ("failed_transfers", "Transfers with a node that failed"),
     "repeated_requests": (

@@ -233,5 +233,5 @@ def test_a_step_has_no_more_time_than_what_it_is_a_step_of() -> None:
         now = clock.monotonic()
         assert store._deadline(None, now + 1.0) == now + 1.0
         assert now + 10.0 <= store._deadline(None, now + 100.0) <= clock.monotonic() + 10.0
-        with pytest.raises(DeadlineExceeded, match="time is over"):
+        with pytest.raises(DeadlineExceeded, match="deadline has passed"):
             store.open_reads(["k"], now)

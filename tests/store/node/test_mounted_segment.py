@@ -64,7 +64,7 @@ def place(mount: m.Mount, offset: int) -> m.Replica:
 
 
 def memory_of(node: Node) -> Region:
-    return node.lent["n"].offer.region
+    return node.segments["n"].config.region
 
 
 async def test_a_node_mounts_every_tier(master: ScriptedMaster, tmp_path: Path) -> None:
@@ -89,13 +89,13 @@ async def test_down_to_ssd_and_up_again(
         copied = registry.get_sample_value("mooncake_store_copied_bytes_total", DOWN) or 0
         down = entry_of(data, 8192)
         assert (await master.run("n/ssd", down, place(memory, 4096))).refusal is None
-        assert list(node.lent["n/ssd"].entries()) == [down]
+        assert list(node.segments["n/ssd"].entries()) == [down]
         assert registry.get_sample_value("mooncake_store_copied_bytes_total", DOWN) == copied + SIZE
         up = entry_of(data, 8 * MIB)
         assert (await master.run("n", up, place(ssd, 8192))).refusal is None
         assert bytes(memory_of(node).view()[8 * MIB : 8 * MIB + SIZE]) == data
         await master.change("n", [up])
-        assert list(node.lent["n"].entries()) == [up]
+        assert list(node.segments["n"].entries()) == [up]
     events = [record.getMessage() for record in caplog.records]
     assert events.count("block_write") == 2 and events.count("block_read") == 2
     fields = next(r.__dict__["fields"] for r in caplog.records if r.getMessage() == "block_write")
@@ -118,7 +118,7 @@ async def test_what_is_on_ssd_is_reported_after_a_restart(master: ScriptedMaster
         ssd = await master.until_polled("n/ssd")
         assert ssd.content_id == content_id and ssd.epoch != memory.epoch
         assert master.reports["n/ssd"] == [entries[0], entries[2]]
-        assert list(node.lent["n/ssd"].entries()) == [entries[0]], "the master did not want the other"
+        assert list(node.segments["n/ssd"].entries()) == [entries[0]], "the master did not want the other"
         await master.until_polled("n")
         assert (await master.run("n", entry_of(data, 0), place(ssd, 0))).refusal is None
         assert bytes(memory_of(node).view()[:SIZE]) == data
@@ -131,7 +131,7 @@ async def test_a_copy_from_another_node(master: ScriptedMaster, tmp_path: Path) 
         await master.until_polled("o")
         memory_of(node).view()[:SIZE] = data
         assert (await master.run("o", entry_of(data, 4096), place(memory, 0))).refusal is None
-        assert bytes(other.lent["o"].offer.region.view()[4096 : 4096 + SIZE]) == data
+        assert bytes(other.segments["o"].config.region.view()[4096 : 4096 + SIZE]) == data
         assert (await master.run("o/ssd", entry_of(data, 0), place(memory, 0))).refusal is None
         ssd = await master.until_polled("o/ssd")
         assert (await master.run("n/ssd", entry_of(data, 4096), place(ssd, 0))).refusal is None
@@ -153,7 +153,7 @@ async def test_wrong_bytes_are_not_copied(master: ScriptedMaster, tmp_path: Path
         for segment, source in (("n", place(ssd, 0)), ("n/ssd", place(memory, 1))):
             done = await master.run(segment, msgspec.structs.replace(entry, offset=8 * MIB), source)
             assert done.refusal is not None and done.refusal.code == "corrupt"
-        assert list(node.lent["n/ssd"].entries()) == [entry]
+        assert list(node.segments["n/ssd"].entries()) == [entry]
 
 
 async def test_bytes_that_changed_on_the_way_are_read_again(
@@ -198,7 +198,7 @@ async def test_a_node_reads_its_own_replicas_and_says_whether_they_are_right(
         for segment, entry in (("n", in_memory), ("n/ssd", on_ssd)):
             refusal = (await master.check(segment, entry)).refusal
             assert refusal is not None and refusal.code == "corrupt"
-        assert list(node.lent["n/ssd"].entries()) == [on_ssd]
+        assert list(node.segments["n/ssd"].entries()) == [on_ssd]
         outside = (await master.check("n", msgspec.structs.replace(in_memory, offset=16 * MIB))).refusal
         assert outside is not None and outside.code == "invalid_size"
         late = (await master.check("n", in_memory, deadline_s=0.0)).refusal
@@ -258,7 +258,7 @@ async def test_what_is_written_over_is_not_there_any_more(master: ScriptedMaster
         assert (await master.run("n/ssd", entry_of(data, 0), place(memory, 0))).refusal is None
         other = entry_of(data, MIB, object_id=2)
         done = await master.run("n/ssd", other, place(memory, 1))
-        assert done.refusal is not None and list(node.lent["n/ssd"].entries()) == []
+        assert done.refusal is not None and list(node.segments["n/ssd"].entries()) == []
 
 
 async def test_many_tasks_travel_together_and_fail_apart(master: ScriptedMaster, tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ async def test_many_tasks_travel_together_and_fail_apart(master: ScriptedMaster,
         done = await master.run_all("n/ssd", pairs)
         refused = {number: one.refusal.code for number, one in enumerate(done) if one.refusal is not None}
         assert refused == {7: "corrupt", 9: "invalid_size", 11: "peer_lost"}
-        assert [entry.object_id for entry in node.lent["n/ssd"].entries()] == [
+        assert [entry.object_id for entry in node.segments["n/ssd"].entries()] == [
             number for number in range(count) if number not in refused
         ]
         ssd = await master.until_polled("n/ssd")
@@ -316,7 +316,7 @@ async def test_a_full_disk_refuses_a_task_and_keeps_what_it_has(
         memory_of(node).view()[:SIZE] = data
         first = entry_of(data, 0)
         assert (await master.run("n/ssd", first, place(memory, 0))).refusal is None
-        disk = node.lent["n/ssd"].offer.disk
+        disk = node.segments["n/ssd"].config.disk
         assert disk is not None
 
         def full(offset: int, size_bytes: int) -> None:
@@ -326,7 +326,7 @@ async def test_a_full_disk_refuses_a_task_and_keeps_what_it_has(
         monkeypatch.setattr(disk, "provide", full)
         done = await master.run("n/ssd", entry_of(data, 8 * MIB, 2), place(memory, 0))
         assert done.refusal is not None and done.refusal.code == "no_space"
-        assert list(node.lent["n/ssd"].entries()) == [first]
+        assert list(node.segments["n/ssd"].entries()) == [first]
 
 
 async def test_lost_changes_make_a_report(master: ScriptedMaster, tmp_path: Path) -> None:
@@ -339,22 +339,22 @@ async def test_lost_changes_make_a_report(master: ScriptedMaster, tmp_path: Path
         await master.until_reported("n")
         assert master.reports["n"] == entries
         async with asyncio.timeout(10):
-            while [entry.object_id for entry in node.lent["n"].entries()] != [1, 2]:  # noqa: ASYNC110
+            while [entry.object_id for entry in node.segments["n"].entries()] != [1, 2]:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
 
 async def test_segments_come_and_go_at_run_time(master: ScriptedMaster) -> None:
     async with node_of(await master.start(), None) as node:
         region = node.engine.allocate(MIB)
-        node.lend(region, "extra")
+        node.mount_region(region, "extra")
         await master.until_polled("extra")
         assert master.mounts["extra"].node == "n"
         with pytest.raises(InvalidArgument, match="no other segment"):
-            node.lend(region, "extra")
-        await node.take_back("extra", grace_s=0.01)
-        assert master.unmounted == ["extra"] and list(node.lent) == ["n"]
+            node.mount_region(region, "extra")
+        await node.unmount("extra", grace_s=0.01)
+        assert master.unmounted == ["extra"] and list(node.segments) == ["n"]
         with pytest.raises(InvalidArgument, match="name of a segment"):
-            await node.take_back("extra")
+            await node.unmount("extra")
 
 
 async def test_an_engine_can_be_shared(master: ScriptedMaster, tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ async def test_device_memory_is_a_tier(master: ScriptedMaster, tmp_path: Path) -
         await node.start()
         memory, device = await master.until_polled("n"), await master.until_polled("n/hbm")
         ssd = await master.until_polled("n/ssd")
-        assert device.tier is Tier.DEVICE and node.lent["n/hbm"].offer.region.kind == "cuda:0"
+        assert device.tier is Tier.DEVICE and node.segments["n/hbm"].config.region.kind == "cuda:0"
         memory_of(node).view()[:SIZE] = data
         for target, offset, source in (
             ("n/hbm", 4096, place(memory, 0)),
@@ -439,7 +439,7 @@ async def test_a_change_that_the_disk_refuses_is_tried_again_and_comes_before_th
         mount = await master.until_polled("n")
         await master.until_polled("n/ssd")
         memory_of(node).view()[: len(data)] = data
-        disk = node.lent["n/ssd"].offer.disk
+        disk = node.segments["n/ssd"].config.disk
         assert disk is not None
         source, entry = place(mount, 0), entry_of(data, 0, 1)
         assert (await master.run("n/ssd", entry, source)).refusal is None
