@@ -55,9 +55,7 @@ class RepairPlan:
         )
         lines.append(f"and leaves the file as it is beside it, as {self.file.name}.damaged")
         if self.is_index:
-            lines.append(
-                "objects of this SSD that only lost records name are lost; the master drops them"
-            )
+            lines.append("objects of this SSD that only lost records name are lost; the master drops them")
         else:
             lines.append("the next master has all nodes report their objects, and adds those it lacks;")
             lines.append("an object whose removal was among the lost records may come back")

@@ -1,4 +1,4 @@
-"""``scripts/faults``: real processes under faults drawn from seeds. Exit status 1: a guarantee was violated."""
+"""``scripts/faults``: real processes under seeded faults. Exit status 1: a guarantee was violated."""
 
 from __future__ import annotations
 

@@ -335,7 +335,7 @@ class World:
                 self.put(f"k{self._numbers}")
 
     def look(self, may_return: bool) -> list[str]:
-        """Keys whose state differs from the acknowledged one. ``may_return``: removed objects may reappear."""
+        """Keys whose state is not the acknowledged one. ``may_return``: removed objects may reappear."""
         wrong: list[str] = []
         for key, number in self.acknowledged.items():
             found = self.read(key)

@@ -172,7 +172,7 @@ class Worker:
         }
 
     def _get(self) -> None:
-        """Get a key. A miss is not an error here (its node may have been killed): the checker decides that."""
+        """Get a key. A miss is no error here (its node may have been killed): the checker decides that."""
         keys = self._random.sample(list(self._mine), min(4, len(self._mine)))
         try:
             values = self._store.get_batch(keys)

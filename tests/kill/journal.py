@@ -59,7 +59,7 @@ class Kept:
 
     @property
     def is_promised(self) -> bool:
-        """Whether the key must be readable: it was acknowledged, and nothing has happened that may remove it."""
+        """Whether the key must be readable: acknowledged, and nothing has happened that may remove it."""
         return bool(self.versions) and not self.may_be_absent and (self.is_durable or bool(self.places))
 
 

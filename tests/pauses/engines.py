@@ -1,8 +1,8 @@
 """Engines that save and load through our connectors, each with the calls of the engine that it simulates.
 
 An engine has a few blocks of memory. ``save`` and ``load`` return when the connector has released them, and
-the caller reuses them at once. ``DirectEngine`` sends blocks to another process instead of a store: its "save"
-offers them and its "load" receives them.
+the caller reuses them at once. ``DirectEngine`` sends blocks to another process instead of a store: its
+"save" offers them and its "load" receives them.
 """
 
 from __future__ import annotations

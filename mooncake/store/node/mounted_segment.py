@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -111,8 +111,8 @@ class MountedSegment:
             self._target = CopyTarget(config.region, config.tier, config.disk, *flushes)
         self._held: dict[int, m.SegmentEntry] = {}
         """The journal of a segment in memory: object id -> entry."""
-        self._unwritten: deque[Callable[[], None]] = deque()
-        """Changes that are not yet written to the index of the SSD."""
+        self._unwritten: deque[list[m.SegmentEntry] | list[int]] = deque()
+        """Changes not yet written to the index of the SSD: entries, or ids of objects that are gone."""
         self._retry: asyncio.TimerHandle | None = None
         self._left = asyncio.Event()
         self._link: AsyncMasterClient | None = None
@@ -136,8 +136,17 @@ class MountedSegment:
         return self._membership.is_usable
 
     def entries(self) -> Iterable[m.SegmentEntry]:
-        """Content of the segment according to the journal."""
-        held = self._held if self.config.disk is None else self.config.disk.index.entries
+        """Content of the segment according to the journal.
+
+        Changes that are not yet written to the index of the SSD count as written: a later master would keep
+        an object whose removal is pending, and the index would drop it as soon as it can be written.
+        """
+        if self.config.disk is None:
+            return list(self._held.values())
+        held = self.config.disk.index.entries
+        if self._unwritten:
+            held = dict(held)
+            e.changed(held, itertools.chain.from_iterable(self._unwritten))
         return list(held.values())
 
     async def ask(self, message: msgspec.Struct) -> Any:
@@ -365,18 +374,18 @@ class MountedSegment:
                 self._drop([change])
                 continue
             # Usually a task has already entered it; otherwise the index lost its tail, and the master knows.
-            self._note_down(partial(disk.log.hold, change))
+            self._note_down([change])
 
     def _drop(self, object_ids: list[int]) -> None:
         disk = self.config.disk
         if disk is None:
             e.changed(self._held, object_ids)
         else:
-            self._note_down(partial(disk.log.drop, object_ids))
+            self._note_down(object_ids)
 
-    def _note_down(self, write: Callable[[], None]) -> None:
+    def _note_down(self, change: list[m.SegmentEntry] | list[int]) -> None:
         """Write a change, which the master considers written: while the disk refuses it, retry in order."""
-        self._unwritten.append(write)
+        self._unwritten.append(change)
         if self._retry is None:
             self._write_pending()
 
@@ -386,7 +395,7 @@ class MountedSegment:
             self._retry = None
         while self._unwritten:
             try:
-                self._unwritten[0]()
+                self._write(self._unwritten[0])
             except MooncakeError as error:
                 fields = {"num_changes": len(self._unwritten), "retry_in_s": RETRY_S}
                 log.error("index_not_written", segment=self.config.name, reason=str(error), **fields)
@@ -394,6 +403,22 @@ class MountedSegment:
                 break
             self._unwritten.popleft()
         self._compact_if_due()
+
+    def _write(self, change: list[m.SegmentEntry] | list[int]) -> None:
+        """Enter one change in the index of the SSD.
+
+        Raises:
+            OutOfSpace, StorageError: it can't be written.
+        """
+        assert self.config.disk is not None
+        gone = []
+        for one in change:
+            if isinstance(one, m.SegmentEntry):
+                self.config.disk.log.hold(one)
+            else:
+                gone.append(one)
+        if gone:
+            self.config.disk.log.drop(gone)
 
     def _compact_if_due(self) -> None:
         disk = self.config.disk

@@ -458,6 +458,7 @@ async def test_a_change_that_the_disk_refuses_is_retried_before_the_next_task(
         done = await master.run("n/ssd", entry_of(data, 8192, 2), source)
         assert done.refusal is not None and done.refusal.code == "no_space"
         assert list(disk.index.entries) == [1]
+        assert list(node.segments["n/ssd"].entries()) == [], "a later master must not learn of it"
         is_full = False
         async with asyncio.timeout(20):
             await is_noted.wait()
