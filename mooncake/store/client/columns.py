@@ -1,7 +1,7 @@
 """Slices as columns: index of the grant, offset in its object, local address, length.
 
 Batches of thousands of slices are cut at the borders of chunks, filtered and checked here, vectorized where
-possible. Segments and transfers are the business of ``operations.py``.
+possible. Segments and transfers belong to ``operations.py``.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ PUBLISHED_FOR_S = 6.0
 """How long a descriptor stays in the metadata service after the last sign of life of its node."""
 
 DRAIN_CONCURRENCY = 16
-DRAIN_LOOK_S = 0.05
+DRAIN_POLL_S = 0.05
 
 POOL_BYTES = Gauge("mooncake_store_pool_bytes", "Memory of this node in the store", registry=registry)
 TIER_BYTES = Gauge(
@@ -210,7 +210,7 @@ class Node:
                 reply = await segment.ask(m.DrainSegments(names, [], DRAIN_CONCURRENCY))
                 while isinstance(reply, m.JobReply) and reply.status.state in ("waiting", "running"):
                     fields = {"num_done": reply.status.num_done, "num_left": reply.status.num_left}
-                    await asyncio.sleep(DRAIN_LOOK_S)
+                    await asyncio.sleep(DRAIN_POLL_S)
                     reply = await segment.ask(m.AskJob(reply.status.job_id))
         except TimeoutError:
             log.warning("drain_incomplete", reason=f"not done within {timeout_s:g} s", **fields)

@@ -80,7 +80,7 @@ async def test_another_master_finds_the_memory_resting(master: MasterServer, nod
         while not other.master.segments.mounted:  # noqa: ASYNC110 - polls the core
             await asyncio.sleep(0.005)
     (segment,) = other.master.segments.mounted.values()
-    assert segment.rests_until > segment.heard_at, "the first master's grants may be in use"
+    assert segment.rests_until > segment.heard_at, "the first master's promises may be in use"
     await other.close()
 
 
