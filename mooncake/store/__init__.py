@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from mooncake.compat.store.public_types import ReplicateConfig
     from mooncake.compat.store.store import MooncakeDistributedStore
     from mooncake.errors import Refusal
+    from mooncake.store.client.calls import StoreSettings
     from mooncake.store.client.grants import PutGrant, ReadGrant
-    from mooncake.store.client.store import AsyncStore, Store, StoreSettings
+    from mooncake.store.client.store import AsyncStore, Store
 
 __all__ = [
     "AsyncStore",
@@ -70,7 +71,7 @@ _OWNERS = {
     "ReadGrant": "mooncake.store.client.grants",
     "Refusal": "mooncake.errors",
     "Store": "mooncake.store.client.store",
-    "StoreSettings": "mooncake.store.client.store",
+    "StoreSettings": "mooncake.store.client.calls",
     **_UPSTREAM,
 }
 

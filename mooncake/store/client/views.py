@@ -12,13 +12,10 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mooncake import clock
 from mooncake.errors import MooncakeError, Unavailable
 from mooncake.log import get_logger
 from mooncake.store.client.grants import ReadGrant
-from mooncake.transfer import TransferEngine, crc32c_columns
 from mooncake.types import ObjectKey
 
 if TYPE_CHECKING:
@@ -37,20 +34,6 @@ def _renewal_s(grant: ReadGrant) -> float:
     return max(MIN_RENEWAL_S, (grant.expires_at - clock.monotonic()) / 3)
 
 
-def _mapped(engine: TransferEngine, grant: ReadGrant, verify: bool) -> memoryview | None:
-    """The object's bytes in place; None: not on this host; empty: their checksums are wrong."""
-    view = engine.map(grant.segment, grant.address, grant.size_bytes)
-    if view is None or not verify:
-        return view
-    first = np.frombuffer(view, dtype=np.uint8).ctypes.data
-    offsets = np.arange(0, grant.size_bytes, grant.chunk_bytes, dtype=np.uint64)
-    lengths = np.minimum(np.uint64(grant.chunk_bytes), np.uint64(grant.size_bytes) - offsets)
-    if np.array_equal(crc32c_columns(offsets + np.uint64(first), lengths), grant.checksums):
-        return view
-    view.release()
-    return memoryview(b"")
-
-
 def _check_lease(grant: ReadGrant) -> None:
     if clock.monotonic() >= grant.expires_at:
         raise Unavailable(f"the lease on {grant.key!r} ended while it was viewed; discard what was read")
@@ -67,18 +50,10 @@ class ObjectView:
         self._view: memoryview | None = None
 
     def __enter__(self) -> memoryview | None:
-        grant = self._store.open_reads([self._key])[0]
-        if grant is None:
-            return None
-        view = _mapped(self._store.engine, grant, self._verify)
-        if view is None or not len(view):
-            # On another host, or wrong: a get copies the object, or reports it.
-            value = self._store.get(self._key)
-            self._view = None if value is None else memoryview(value)
-            return self._view
-        self._grant, self._view = grant, view
-        self._store.keep(grant)
-        return view
+        self._view, self._grant = self._store.open_view(self._key, self._verify)
+        if self._grant is not None:
+            self._store.keep(self._grant)
+        return self._view
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -103,17 +78,10 @@ class AsyncObjectView:
         self._renewing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> memoryview | None:
-        grant = (await self._store.open_reads([self._key]))[0]
-        if grant is None:
-            return None
-        view = await asyncio.to_thread(_mapped, self._store.engine, grant, self._verify)
-        if view is None or not len(view):
-            value = await self._store.get(self._key)
-            self._view = None if value is None else memoryview(value)
-            return self._view
-        self._grant, self._view = grant, view
-        self._renewing = asyncio.create_task(self._renew(grant))
-        return view
+        self._view, self._grant = await self._store.open_view(self._key, self._verify)
+        if self._grant is not None:
+            self._renewing = asyncio.create_task(self._renew(self._grant))
+        return self._view
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -136,7 +104,7 @@ class AsyncObjectView:
 class LeaseKeeper:
     """Renews the leases of open views from one thread, which ends when no view is open."""
 
-    def __init__(self, renew: Callable[[list[ReadGrant], float], None]) -> None:
+    def __init__(self, renew: Callable[[list[ReadGrant], float], object]) -> None:
         self._renew = renew
         self._changed = threading.Condition()
         self._grants: dict[int, ReadGrant] = {}

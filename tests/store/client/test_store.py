@@ -231,7 +231,7 @@ async def test_after_the_deadline_nothing_is_moved_or_sent_except_releases(
 def test_a_step_has_no_more_time_than_its_task() -> None:
     with Store("127.0.0.1:1", settings=StoreSettings(timeout_s=10.0)) as store:
         now = clock.monotonic()
-        assert store._deadline(None, now + 1.0) == now + 1.0
-        assert now + 10.0 <= store._deadline(None, now + 100.0) <= clock.monotonic() + 10.0
+        assert store._calls.deadline(None, now + 1.0) == now + 1.0
+        assert now + 10.0 <= store._calls.deadline(None, now + 100.0) <= clock.monotonic() + 10.0
         with pytest.raises(DeadlineExceeded, match="deadline has passed"):
             store.open_reads(["k"], now)
