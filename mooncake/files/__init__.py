@@ -1,13 +1,13 @@
-"""Files that must outlast a crash: a directory, and files in it that are only appended to, cut or replaced.
+"""Files that must survive a crash: a directory, and files in it that are appended to, truncated or replaced.
 
-What is written survives the end of the process. It survives a loss of power once the file was synced, and
-a name that was made, changed or removed once its directory was synced; ``Directory`` and ``File`` say so as
-a contract, because ``sim/faults/sim_files.py`` keeps it on virtual time, with disks that fail and forget.
-Everything is plain and synchronous, and raises ``OSError`` with the number that the system gives. What is
-in a file, others know.
+Written data survives the end of the process. It survives a loss of power once the file was synced; a created,
+renamed or removed name does once its directory was synced. ``Directory`` and ``File`` are protocols because
+``sim/faults/sim_files.py`` implements the same contract on virtual time, with disks that fail and lose data.
+All calls are synchronous and raise ``OSError`` with the error number of the operating system. The content of
+the files is defined by other modules.
 
-A file of the real directory is opened without following links, is for its owner alone (0600), and is
-refused when it, or its directory, is another user's: see ``OsDirectory``.
+A file of the real directory is opened without following links, is readable by its owner only (0600), and is
+refused when it, or its directory, belongs to another user: see ``OsDirectory``.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
-_SHARED = "open for others to write to"
+_SHARED = "writable by other users"
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class File(Protocol):
-    """An open file. ``append`` and ``sync`` may run beside each other, in two threads."""
+    """An open file. ``append`` and ``sync`` may run concurrently, in two threads."""
 
     @property
     def size_bytes(self) -> int: ...
 
     def read(self) -> bytes:
-        """All of it."""
+        """The whole content."""
         ...
 
     def append(self, content: bytes) -> None:
-        """When it raises, any part of ``content`` may have been written."""
+        """Append ``content``; when this raises, any part of it may have been written."""
         ...
 
     def truncate(self, size_bytes: int) -> None:
-        """Cut off what is behind."""
+        """Drop everything after the first ``size_bytes``."""
         ...
 
     def sync(self) -> None:
-        """What was appended before survives a loss of power. Blocks, for long perhaps.
+        """Make everything appended so far survive a loss of power. Blocks, perhaps for long.
 
-        When it raises, nobody knows what is on the disk of what was appended since the last one, and a
-        later one that does not raise says nothing about it either.
+        When it raises, it is unknown which bytes appended since the last successful sync are on the disk,
+        and a later sync that succeeds does not change that.
         """
         ...
 
     def close(self) -> None:
-        """Gives the lock back; harmless when repeated."""
+        """Close the file and release its lock; idempotent."""
         ...
 
 
@@ -61,33 +61,33 @@ class Directory(Protocol):
 
     @property
     def path(self) -> Path:
-        """For people."""
+        """Path of the directory, for messages."""
         ...
 
     def names(self) -> list[str]:
-        """In order."""
+        """Names of its files, sorted."""
         ...
 
     def open(self, name: str, *, is_locked: bool = False) -> File:
-        """Open a file, and make an empty one where there is none.
+        """Open a file, and create an empty one if it does not exist.
 
-        ``is_locked``: raises ``BlockingIOError`` when it is locked already; the lock ends with the file's
-        ``close`` or with the process.
+        ``is_locked``: take its lock, or raise ``BlockingIOError`` when it is locked already; the lock ends
+        with the file's ``close`` or with the process.
         """
         ...
 
     def rename(self, old: str, new: str) -> None:
-        """In one step; what was ``new`` is gone."""
+        """Rename atomically, replacing a file ``new`` that exists."""
         ...
 
     def remove(self, name: str) -> None: ...
 
     def sync(self) -> None:
-        """Files that were made, renamed or removed before are so after a loss of power as well. Blocks."""
+        """Make all creations, renames and removals so far survive a loss of power. Blocks."""
         ...
 
     def close(self) -> None:
-        """Does not close its files; harmless when repeated."""
+        """Close the directory, but not its files; idempotent."""
         ...
 
 
@@ -95,7 +95,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Of the running system; as long as it is the same, nothing that was written is lost. "": it has none."""
+    """Boot id of the running system; while it is the same, no written data is lost. "": there is none."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -103,29 +103,29 @@ def boot_id() -> str:
 
 
 class UntrustedFile(PermissionError):
-    """A file or directory that another user owns, or may change: it is ``found``, and only ``allowed`` is."""
+    """A file or directory that another user owns or may change: ``found`` where ``allowed`` is required."""
 
     def __init__(self, path: Path, found: str, allowed: str) -> None:
         super().__init__(errno.EPERM, f"is {found}; allowed: {allowed}", str(path))
-        self.told = f"{allowed}; {path} is {found}"
-        """For whoever chose the path."""
+        self.requirement = f"{allowed}; {path} is {found}"
+        """What is required and what was found, for the message about the setting that chose the path."""
 
 
 class OsFile:
-    """A file of the operating system. ``OsDirectory.open`` makes it."""
+    """A file of the operating system, made by ``OsDirectory.open``."""
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
         self._closing = threading.Lock()
 
     @property
     def size_bytes(self) -> int:
-        return os.fstat(self._number).st_size
+        return os.fstat(self._fd).st_size
 
     def read(self) -> bytes:
         parts: list[bytes] = []
         at = 0
-        while part := os.pread(self._number, 1 << 24, at):
+        while part := os.pread(self._fd, 1 << 24, at):
             parts.append(part)
             at += len(part)
         return b"".join(parts)
@@ -133,15 +133,15 @@ class OsFile:
     def append(self, content: bytes) -> None:
         view = memoryview(content)
         while view:
-            view = view[os.write(self._number, view) :]
+            view = view[os.write(self._fd, view) :]
 
     def truncate(self, size_bytes: int) -> None:
-        os.ftruncate(self._number, size_bytes)
+        os.ftruncate(self._fd, size_bytes)
 
     def sync(self) -> None:
-        # A number of its own, because the file may be closed meanwhile and its number given to another.
+        # A duplicate descriptor, because the file may be closed meanwhile and its descriptor reused.
         with self._closing:
-            own = os.dup(self._number)
+            own = os.dup(self._fd)
         try:
             os.fdatasync(own)
         finally:
@@ -149,26 +149,26 @@ class OsFile:
 
     def close(self) -> None:
         with self._closing:
-            number, self._number = self._number, -1
-            if number >= 0:
-                os.close(number)
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
 
     def __repr__(self) -> str:
-        return f"<OsFile {self._number}>"
+        return f"<OsFile {self._fd}>"
 
 
 class OsDirectory:
     """A directory of the operating system.
 
     Args:
-        path: where it is.
-        is_private: make it (0700, its parents as usual) if it is not there, and refuse it unless it is ours
-            and nobody else may write to it. Otherwise it must be there, be ours or root's, and others may
-            write to it only where the sticky bit keeps them from each other's files.
+        path: path of the directory.
+        is_private: create it (0700, its parents with the default mode) if it does not exist, and refuse it
+            unless it belongs to this user and is writable by no other. Otherwise it must exist and belong
+            to this user or root, and others may write to it only if its sticky bit is set.
 
     Raises:
-        NotOurs: as said, or a link that is another user's leads there.
-        OSError: it can't be made or opened.
+        UntrustedFile: its owner or mode is not as required, or a link of another user leads there.
+        OSError: it can't be created or opened.
     """
 
     def __init__(self, path: Path, *, is_private: bool = False) -> None:
@@ -178,11 +178,11 @@ class OsDirectory:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(0o700)
         _check_link(path)
-        self._number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _check_directory(path, os.fstat(self._number), is_private)
+            _check_directory(path, os.fstat(self._fd), is_private)
             if is_private:
-                # Who may rename the directory may put another in its place.
+                # A user who may rename the directory may replace it by another.
                 _check_parent(path.resolve().parent)
         except OSError:
             self.close()
@@ -193,49 +193,49 @@ class OsDirectory:
         return self._path
 
     def names(self) -> list[str]:
-        return sorted(os.listdir(self._number))
+        return sorted(os.listdir(self._fd))
 
     def open(self, name: str, *, is_locked: bool = False) -> OsFile:
         flags = os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         path = self._path / name
         try:
-            number = os.open(name, flags, 0o600, dir_fd=self._number)
+            fd = os.open(name, flags, 0o600, dir_fd=self._fd)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise UntrustedFile(path, "a link", "a file") from error
             raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
         try:
-            check_file(path, os.fstat(number))
-            os.fchmod(number, 0o600)
+            check_file(path, os.fstat(fd))
+            os.fchmod(fd, 0o600)
             if is_locked:
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(number)
+            os.close(fd)
             raise
-        return OsFile(number)
+        return OsFile(fd)
 
     def rename(self, old: str, new: str) -> None:
-        os.rename(old, new, src_dir_fd=self._number, dst_dir_fd=self._number)
+        os.rename(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def remove(self, name: str) -> None:
-        os.unlink(name, dir_fd=self._number)
+        os.unlink(name, dir_fd=self._fd)
 
     def sync(self) -> None:
-        os.fsync(self._number)
+        os.fsync(self._fd)
 
     def close(self) -> None:
-        number, self._number = self._number, -1
-        if number >= 0:
-            os.close(number)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __repr__(self) -> str:
         return f"<OsDirectory {self._path}>"
 
 
 def check_file(path: Path, found: os.stat_result) -> None:
-    """Raises NotOurs when that file is none, another user's, or one that others may write to."""
+    """Raise UntrustedFile unless it is a regular file of this user that no other may write to."""
     if not stat.S_ISREG(found.st_mode):
-        raise UntrustedFile(path, "something else", "a file")
+        raise UntrustedFile(path, "not a regular file", "a file")
     if found.st_uid != os.geteuid():
         raise UntrustedFile(path, f"of user {found.st_uid}", f"a file of user {os.geteuid()}")
     if found.st_mode & WRITABLE_BY_OTHERS:
@@ -266,3 +266,24 @@ def _check_link(path: Path) -> None:
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0):
         raise UntrustedFile(path, f"a link that user {found.st_uid} has made", "a directory")
+
+
+def keep_copy(directory: Directory, name: str, content: bytes, why: str) -> str:
+    """Save ``content`` beside ``name`` under a name that is not in use, and return its path. Raises OSError.
+
+    A file with damage is neither truncated nor rewritten before its content has been saved like this.
+    """
+    names = set(directory.names())
+    copies = (f"{name}.{why}" + (f".{number}" if number else "") for number in range(len(names) + 1))
+    copy = next(one for one in copies if one not in names)
+    file = directory.open(copy)
+    try:
+        file.append(content)
+        file.sync()
+    except OSError:
+        directory.remove(copy)
+        raise
+    finally:
+        file.close()
+    directory.sync()
+    return str(directory.path / copy)

@@ -1,7 +1,7 @@
-"""A directory that one process owns: its lock, and files that are replaced whole or not at all.
+"""A directory that one process owns: its lock, and files that are replaced atomically.
 
-It is refused unless it is ours and nobody else may write to it (``mooncake/files``). What a system call
-refuses is said in words that help, here once for all who write to the directory.
+It is refused unless it belongs to this user and no other may write to it (``mooncake/files``). Errors of
+system calls are translated here, once for all writers, into messages that say what to do.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ LOCK = "mooncake.lock"
 
 
 class LockedDirectory:
-    """``field`` names the setting that chose ``path``, for errors. ``directory``: the one of ``path``, if it
-    is none of the operating system's."""
+    """A directory under the lock of this process, once ``take`` has returned.
+
+    ``field`` names the setting that chose ``path``, for error messages. ``directory``: the directory at
+    ``path`` if it is not one of the operating system (the simulator's).
+    """
 
     def __init__(self, path: Path, field: str, directory: Directory | None = None) -> None:
         self.path = path
@@ -27,12 +30,12 @@ class LockedDirectory:
 
     @property
     def directory(self) -> Directory:
-        """Once it was taken."""
-        assert self._directory is not None, "take it first"
+        """The open directory, once ``take`` has returned."""
+        assert self._directory is not None, "take() comes first"
         return self._directory
 
     def take(self) -> None:
-        """Make the directory if it is not there, and keep others out. Raises OSError, InvalidArgument."""
+        """Create the directory if it does not exist, and lock it. Raises OSError, InvalidArgument."""
         if self._directory is None:
             self._directory = OsDirectory(self.path, is_private=True)
         try:
@@ -51,7 +54,7 @@ class LockedDirectory:
         return name in self.directory.names()
 
     def read(self, name: str) -> bytes:
-        """All of a file. Raises OSError."""
+        """The whole content of a file. Raises OSError."""
         file = self.directory.open(name)
         try:
             return file.read()
@@ -59,7 +62,7 @@ class LockedDirectory:
             file.close()
 
     def fresh(self, name: str, content: bytes) -> File:
-        """A file that ``put`` puts in the place of ``name``, open for appending. Raises OSError."""
+        """Create the file by which ``put`` replaces ``name``, open for appending. Raises OSError."""
         file = self.directory.open(f"{name}.new")
         try:
             file.truncate(0)
@@ -71,15 +74,16 @@ class LockedDirectory:
         return file
 
     def put(self, name: str) -> None:
+        """Replace ``name`` by the file that ``fresh`` made, durably. Raises OSError."""
         self.rename(name)
         self.directory.sync()
 
     def rename(self, name: str) -> None:
-        """As ``put``, but a loss of power may undo it until the directory is synced."""
+        """Replace as ``put`` does, but a loss of power may undo it until the directory is synced."""
         self.directory.rename(f"{name}.new", name)
 
     def replace(self, name: str, content: bytes) -> None:
-        """All of it or nothing. Raises OSError."""
+        """Replace the content of ``name`` atomically and durably. Raises OSError."""
         self.fresh(name, content).close()
         self.put(name)
 
@@ -87,9 +91,9 @@ class LockedDirectory:
         return InvalidArgument(self._field, str(self.path), allowed)
 
     def trouble(self, error: OSError) -> MooncakeError:
-        """What it means for whoever chose the directory."""
+        """Translate ``error`` for the user who chose the directory."""
         if isinstance(error, UntrustedFile):
-            return self.wrong(error.told)
+            return self.wrong(error.requirement)
         match error.errno:
             case errno.ENOSPC | errno.EDQUOT:
                 return OutOfSpace(f"{self.path}: {error.strerror}; make room")
@@ -98,6 +102,6 @@ class LockedDirectory:
             case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOENT:
                 return self.wrong(f"a directory that this process may write to ({error.strerror})")
             case errno.EFBIG | errno.EINVAL:
-                return self.wrong(f"a file system that takes files of this size ({error.strerror})")
+                return self.wrong(f"a file system that supports files of this size ({error.strerror})")
             case _:
-                return StorageError(f"{self.path}: {error.strerror}; look at the disk")
+                return StorageError(f"{self.path}: {error.strerror}; check the disk")

@@ -1,8 +1,8 @@
-"""The store: immutable objects in the memory of every node, one master that knows where.
+"""The store: immutable objects in the memory of all nodes, and a master that knows where each object lies.
 
-Names load on first use, because a process that only needs a core (the simulator) or a message (a
-dashboard) should not open sockets or load the native extension. The existing package's names are here,
-too; ``compat`` owns them.
+Names load on first use, because a process that only needs a core (the simulator) or a message (a dashboard)
+should not open sockets or load the native extension. The names of the existing package are exported as well;
+``compat`` owns them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from mooncake.compat.store.public_types import ReplicateConfig
     from mooncake.compat.store.store import MooncakeDistributedStore
     from mooncake.errors import Refusal
+    from mooncake.store.client.calls import StoreSettings
     from mooncake.store.client.grants import PutGrant, ReadGrant
-    from mooncake.store.client.store import AsyncStore, Store, StoreSettings
+    from mooncake.store.client.store import AsyncStore, Store
 
 __all__ = [
     "AsyncStore",
@@ -61,7 +62,7 @@ _UPSTREAM = {
     "MooncakeDistributedStore": "mooncake.compat.store.store",
     **dict.fromkeys(_VALUES, "mooncake.compat.store.public_types"),
 }
-"""Which module each name of the existing package's ``mooncake.store`` comes from."""
+"""Name of the existing package's ``mooncake.store`` -> module that defines it."""
 
 _OWNERS = {
     "AsyncStore": "mooncake.store.client.store",
@@ -70,7 +71,7 @@ _OWNERS = {
     "ReadGrant": "mooncake.store.client.grants",
     "Refusal": "mooncake.errors",
     "Store": "mooncake.store.client.store",
-    "StoreSettings": "mooncake.store.client.store",
+    "StoreSettings": "mooncake.store.client.calls",
     **_UPSTREAM,
 }
 

@@ -1,7 +1,7 @@
 """``mooncaked``: a whole store in one process, or this host's part of one.
 
-A master (unless ``--master`` names another), a node with what it lends, and the status service for gRPC, all
-on one loop and behind one port: clients of the store and gRPC clients are told apart by how they open.
+A master (unless ``--master`` names another), a node with its pools, and the status service for gRPC, all on
+one event loop and behind one port: store and gRPC clients are distinguished by their first bytes.
 """
 
 from __future__ import annotations
@@ -45,37 +45,37 @@ class DaemonSettings:
     "Port for clients of the store and of gRPC; 0 takes a free one."
 
     master: str = ""
-    "`host:port` of a master elsewhere, of whose store this is a part; empty: the master is here."
+    "`host:port` of an existing master whose store this host joins; empty: run a master here."
 
     capacity_hbm: Gigabytes = 0.0
-    "Device memory to lend, in GB (10^9 bytes); 0: none."
+    "Device memory for the store, in GB (10^9 bytes); 0: none."
 
     capacity_dram: Gigabytes = 2.0
-    "Memory to lend, in GB."
+    "Memory for the store, in GB."
 
     capacity_nvme: Gigabytes = 0.0
-    "SSD to lend, in GB; needs `nvme_path`."
+    "SSD capacity for the store, in GB; needs `nvme_path`."
 
     nvme_path: str = ""
-    "Directory on that SSD, created if it is not there."
+    "Directory on that SSD, created if it does not exist."
 
     name: str = ""
     "Name of this node's segment; empty takes `<host name>-<process id>-<number>`."
 
     advertise_host: str = ""
-    "Address that clients are told; empty takes `host`, or the default route's if that is a wildcard."
+    "Address given to clients; empty takes `host`, or the default route's if that is a wildcard."
 
     transfer_port: Port = 0
     "TCP port of the transfer engine; 0 takes a free one."
 
     huge_pages: bool = True
-    "Ask for huge pages, and do without where there are none."
+    "Use huge pages where they are available."
 
     hbm_device: str = "cuda:0"
-    "The device whose memory is lent."
+    "Device that the memory is allocated on."
 
     log_blocks: bool = True
-    "Log every block that comes to a tier or is copied to another (`block_write`, `block_read`)."
+    "Log every block that is written to a tier or copied to another (`block_write`, `block_read`)."
 
     metadata: str = ""
     "URL of a metadata service (`http://`, `etcd://`, `redis://`) where others find this node by its name."
@@ -84,13 +84,13 @@ class DaemonSettings:
     "File that keeps the master's metadata; empty: `master.oplog` beside the SSD tier, if there is one."
 
     repair: bool = False
-    "Start with what is whole of a damaged oplog or index of the SSD, and keep copies of them."
+    "Start with the whole records of a damaged oplog or SSD index, and keep copies of the files."
 
     metrics_port: Port = 0
     "Port of the master's `/metrics` and admin calls; 0 takes a free one."
 
     admin_api_key: Annotated[str, Secret, AlsoFrom("ADMIN_API_KEY")] = ""
-    "What admin calls that change something must send as X-API-Key; empty refuses them all."
+    "Key that admin calls which change state must send as X-API-Key; empty refuses all such calls."
 
     def __post_init__(self) -> None:
         if bool(self.nvme_path) != bool(self.capacity_nvme):
@@ -104,6 +104,7 @@ class DaemonSettings:
                 raise InvalidArgument(field, getattr(self, field), f"0, or at least {MIN_BYTES / 1e9:g} GB")
 
     def of_node(self, master: str) -> NodeSettings:
+        """Settings of this process's node."""
         return NodeSettings(
             master=master,
             name=self.name,
@@ -122,6 +123,7 @@ class DaemonSettings:
         )
 
     def of_master(self) -> MasterSettings:
+        """Settings of this process's master."""
         beside = str(Path(self.nvme_path).expanduser() / "master.oplog") if self.nvme_path else ""
         return MasterSettings(
             host=self.host,
@@ -134,7 +136,7 @@ class DaemonSettings:
 
 
 def _bytes_of(gigabytes: float) -> int:
-    """Whole pages of it."""
+    """Size in bytes, rounded down to whole pages."""
     return int(gigabytes * 1e9) // MIN_BYTES * MIN_BYTES
 
 
@@ -143,8 +145,8 @@ async def serve(settings: DaemonSettings) -> None:
 
     Raises:
         AddressInUse: a port is taken.
-        InvalidArgument: others can reach it, and nobody has to prove who he is.
-        MooncakeError: what is lent is not there, the oplog can't be used.
+        InvalidArgument: other hosts can reach it, and clients are not authenticated.
+        MooncakeError: a pool can't be allocated, or the oplog can't be used.
     """
     check_address(settings.host)
     async with AsyncExitStack() as stack:
@@ -181,13 +183,13 @@ def _make_folder(path: str) -> None:
     try:
         OsDirectory(Path(path).expanduser(), is_private=True).close()
     except UntrustedFile as error:
-        raise InvalidArgument("nvme_path", path, error.told) from error
+        raise InvalidArgument("nvme_path", path, error.requirement) from error
     except OSError as error:
         raise InvalidArgument("nvme_path", path, f"a directory that can be written ({error})") from error
 
 
 def _reachable(host: str) -> str:
-    """Where this process reaches its own master."""
+    """Address at which this process reaches its own master."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
@@ -195,11 +197,11 @@ def _reachable(host: str) -> str:
 async def _status_service(
     ask: Callable[[msgspec.Struct], Awaitable[Any]], address: str
 ) -> AsyncIterator[str]:
-    """The gRPC side, where grpcio is installed; yields where it is."""
+    """Run the gRPC service if grpcio is installed; yields its address, "" if it is not."""
     try:
         from mooncake.store.grpc_status import StatusService  # late: an extra
     except ModuleNotFoundError as error:
-        missing = f"{error.name} is not installed; `pip install 'mooncake-serving[grpc]'` brings it"
+        missing = f"{error.name} is not installed; run `pip install 'mooncake-serving[grpc]'`"
         log.warning("grpc_unavailable", reason=missing)
         yield ""
         return

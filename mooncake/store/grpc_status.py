@@ -1,7 +1,7 @@
-"""gRPC for whoever asks by it: ``MooncakeStoreService.GetPoolStatus``, with server reflection.
+"""Status of the store over gRPC: ``MooncakeStoreService.GetPoolStatus``, with server reflection.
 
-The messages are described here and made at run time, so that there is no generated code to keep in step.
-grpcio answers on threads of its own; each answer is a ``Status`` message put to the master on the loop.
+The messages are described here and built at run time, so that there is no generated code to keep in sync.
+grpcio answers on its own threads; for each answer the loop sends a ``GetMasterStatus`` to the master.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mooncake.types import Tier
 
 SERVICE = "MooncakeStoreService"
 PACKAGES = ("mooncake", "")
-"""Under which the service is found; the second for those who call it by its bare name."""
+"""Packages under which the service is registered; the second for clients that use its bare name."""
 ANSWER_S = 10.0
 MAX_CALLS = 64
-"""That wait for one of our threads at once; more are refused."""
+"""Limit of calls waiting for a thread; further calls are refused."""
 
 _STRING, _UINT64, _BOOL, _MESSAGE = 9, 4, 8, 11  # FieldDescriptorProto.Type
 _FIELDS: dict[str, list[tuple[str, int | str]]] = {
@@ -64,7 +64,7 @@ _FIELDS: dict[str, list[tuple[str, int | str]]] = {
 
 
 def _file(package: str) -> descriptor_pb2.FileDescriptorProto:
-    """The .proto file, without a .proto file."""
+    """Descriptor of the .proto file that the service would have."""
     scope = f".{package}" if package else ""
     file = descriptor_pb2.FileDescriptorProto(
         name=f"{package or 'bare'}/store_status.proto", package=package, syntax="proto3"
@@ -88,7 +88,7 @@ def _file(package: str) -> descriptor_pb2.FileDescriptorProto:
 
 
 def make_pool() -> descriptor_pool.DescriptorPool:
-    """The descriptions of all messages and services."""
+    """Descriptors of all messages and services."""
     pool = descriptor_pool.DescriptorPool()
     for package in PACKAGES:
         pool.Add(_file(package))
@@ -96,27 +96,28 @@ def make_pool() -> descriptor_pool.DescriptorPool:
 
 
 def message_class(pool: descriptor_pool.DescriptorPool, package: str, name: str) -> Any:
+    """Python class of a message."""
     full = f"{package}.{name}" if package else name
     return message_factory.GetMessageClass(pool.FindMessageTypeByName(full))
 
 
 def fill(answer: Any, status: m.MasterStatus) -> Any:
-    """Put what the master says into a ``PoolStatus``."""
+    """Fill a ``PoolStatus`` from the master's status."""
     alive = [one for one in status.segments if one.state == "alive"]
     answer.num_objects = status.num_objects
     answer.capacity_bytes = sum(one.size_bytes for one in alive)
     answer.used_bytes = sum(one.allocated_bytes for one in alive)
     for tier in Tier:
-        there = [one for one in alive if one.tier is tier]
-        capacity_bytes = sum(one.size_bytes for one in there)
-        used_bytes = sum(one.allocated_bytes for one in there)
+        of_tier = [one for one in alive if one.tier is tier]
+        capacity_bytes = sum(one.size_bytes for one in of_tier)
+        used_bytes = sum(one.allocated_bytes for one in of_tier)
         answer.tiers.add(
             tier=tier,
             capacity_bytes=capacity_bytes,
             used_bytes=used_bytes,
             free_bytes=capacity_bytes - used_bytes,
-            num_segments=len(there),
-            num_replicas=sum(one.num_objects for one in there),
+            num_segments=len(of_tier),
+            num_replicas=sum(one.num_objects for one in of_tier),
         )
     by_node: dict[str, list[m.SegmentStatus]] = {}
     for one in status.segments:
@@ -140,7 +141,7 @@ def fill(answer: Any, status: m.MasterStatus) -> Any:
 
 
 class _AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Lets those in whose call is signed with the cluster's key (``mooncake.security.request_signature``).
+    """Admits calls that are signed with the cluster's key (``mooncake.security.request_signature``).
 
     The signature is in the metadata, under the name of the HTTP header; method and path are ``POST`` and the
     call's, the body is empty.
@@ -168,7 +169,7 @@ class _AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _check_certificate(context: grpc.ServicerContext) -> None:
-    """Where this service speaks TLS itself: as ``certificates.standing_of``."""
+    """Check the client's certificate where this service terminates TLS itself."""
     names: Any = context.auth_context().get("x509_subject_alternative_name", ())
     found = {"subjectAltName": [("URI", one.decode(errors="replace")) for one in names]}
     try:
@@ -180,7 +181,7 @@ def _check_certificate(context: grpc.ServicerContext) -> None:
 
 
 class StatusService:
-    """Serves the status of the master that ``ask`` reaches. Make it on the loop that ``ask`` belongs to."""
+    """Serves the status of the master that ``ask`` reaches. Construct it on the event loop of ``ask``."""
 
     def __init__(
         self, ask: Callable[[msgspec.Struct], Awaitable[Any]], identity: Identity | None = None
@@ -236,10 +237,10 @@ class StatusService:
         return reply
 
     def start(self, address: str) -> int:
-        """Listen at ``host:port``, with TLS where this process has it, or at ``unix:path``; returns the port.
+        """Listen at ``host:port``, with TLS if this process uses it, or at ``unix:path``; returns the port.
 
         Raises:
-            AddressInUse: it is taken.
+            AddressInUse: the address is taken.
         """
         try:
             port: int

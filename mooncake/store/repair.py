@@ -1,6 +1,6 @@
-"""What a repair of a damaged oplog or SSD index would do, said before it is done; and doing it.
+"""Repair of a damaged oplog or SSD index: a plan that says what would be done, and the repair itself.
 
-The start of a master with ``--oplog-repair``, or of a node with ``--ssd-repair``, does the same at once.
+Starting a master with ``--oplog-repair``, or a node with ``--ssd-repair``, repairs without a plan.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from mooncake.store.node.ssd_index_log import NAME as INDEX
 from mooncake.store.node.ssd_index_log import SsdIndexLog, parsed
 
 SHOWN_BYTES = 16
-"""Of each damage."""
+"""Number of bytes shown of each damage."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RepairPlan:
-    """What is wrong with a file."""
+    """Damage of a file and what a repair would keep."""
 
     file: Path
     is_index: bool
     size_bytes: int
     found: Scan
     kinds: dict[str, int]
-    """How many whole records there are, by kind."""
+    """Kind -> number of whole records."""
     shown: list[str]
     """The beginning of each damage, in hexadecimal."""
 
@@ -39,14 +39,14 @@ class RepairPlan:
         return bool(self.found.damages)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The plan as text."""
         found = self.found
         kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(self.kinds.items())) or "none"
         lines = [f"{self.file}: {self.size_bytes} bytes; whole records: {kinds}"]
         for one, shown in zip(found.damages, self.shown, strict=True):
             lines.append(f"damaged: {one} ({shown})")
         if found.torn is not None:
-            lines.append(f"cut off by a crash: {found.torn}; a start keeps these bytes beside it and goes on")
+            lines.append(f"cut off by a crash: {found.torn}; a start saves these bytes beside it and goes on")
         if not self.is_damaged:
             return [*lines, "no damage: there is nothing to repair"]
         num_behind = len(found.bodies) - found.num_before
@@ -55,17 +55,15 @@ class RepairPlan:
         )
         lines.append(f"and leaves the file as it is beside it, as {self.file.name}.damaged")
         if self.is_index:
-            lines.append(
-                "what the lost records said of objects on this SSD is lost; the master drops what it misses"
-            )
+            lines.append("objects of this SSD that only lost records name are lost; the master drops them")
         else:
-            lines.append("the next master asks every node what it holds, and takes in what its records lack;")
+            lines.append("the next master has all nodes report their objects, and adds those it lacks;")
             lines.append("an object whose removal was among the lost records may come back")
         return lines
 
 
 def plan(path: Path) -> RepairPlan:
-    """Look at an oplog, or at the index in an SSD's directory; changes nothing.
+    """Examine an oplog, or the index in an SSD's directory, without changing it.
 
     Raises:
         InvalidArgument: it is neither, or can't be read.
@@ -89,7 +87,7 @@ def plan(path: Path) -> RepairPlan:
 
 
 def repair(path: Path) -> None:
-    """Do it, if nobody uses the file.
+    """Repair an oplog or an index that no process uses.
 
     Raises:
         InvalidArgument: it is neither, can't be written, or is in use.

@@ -1,7 +1,7 @@
-"""A process that lends memory and publishes itself behind a proxy: told how by its arguments (JSON).
+"""A process that serves memory and publishes itself behind a proxy, configured by its argument (JSON).
 
-Obeys lines on its standard input: ``[[offset, length], ...]`` is answered with the CRC-32 (of zlib, not
-ours) of each range of its memory.
+Answers lines on its standard input: ``[[offset, length], ...]`` with the CRC-32 (of zlib, not ours) of each
+range of its memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mooncake.transfer import SegmentDescriptor, TransferEngine, TransferSetting
 
 
 class BehindProxy(TransferEngine):
-    """Tells peers the proxy's address instead of its own."""
+    """Engine that publishes the proxy's address instead of its own."""
 
     proxy = ""
 
@@ -29,27 +29,27 @@ class BehindProxy(TransferEngine):
 
 
 def initial(fill: int, size_bytes: int) -> bytes:
-    """What a process has in its memory before anybody writes to it."""
+    """Content of a process's memory before the first write."""
     return np.random.default_rng(fill).bytes(size_bytes)
 
 
-def main(told: dict[str, Any]) -> None:
-    BehindProxy.proxy = told["proxy"]
+def main(config: dict[str, Any]) -> None:
+    BehindProxy.proxy = config["proxy"]
     engine = BehindProxy(
         TransferSettings(
-            name=told["name"],
-            transports=tuple(told["transports"]),
-            tcp_port=told["port"],
-            handshake_port=told["handshake_port"],
-            num_streams=told["num_streams"],
-            metadata=told["metadata"],
+            name=config["name"],
+            transports=tuple(config["transports"]),
+            tcp_port=config["port"],
+            handshake_port=config["handshake_port"],
+            num_streams=config["num_streams"],
+            metadata=config["metadata"],
             metadata_ttl_s=0.6,
             metadata_timeout_s=1.0,
         )
     )
-    region = engine.allocate(told["size_bytes"])
+    region = engine.allocate(config["size_bytes"])
     memory = region.view()
-    memory[:] = initial(told["fill"], region.size_bytes)
+    memory[:] = initial(config["fill"], region.size_bytes)
     engine.publish(is_patient=True)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -1,7 +1,7 @@
-"""What happens under a seed: which processes there are, which batches they move, which faults strike when.
+"""Plan of a seed: its processes, the batches that they move, and the times of its faults.
 
-Drawn before anything starts, so a seed says all of it; only how the threads and processes interleave is the
-machine's.
+All of it is drawn before the start, so a seed determines the plan; only the interleaving of threads and
+processes varies.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Literal
 
 NUM_WORKERS = 3
 AREA_BYTES = 1 << 20
-"""Each worker has such an area in each peer to itself, so what lies there is known."""
+"""Size of the area that each worker has to itself in each peer, so that the content there is known."""
 MOST_PEERS = 2
 STRIKING_S = 0.9
-"""Faults begin within so many seconds of the start."""
+"""Faults begin within this many seconds of the start."""
 
 Kind = Literal["kill", "stop", "reset", "half_frame", "silence", "metadata_kill", "metadata_stop"]
 KINDS: tuple[Kind, ...] = ("kill", "stop", "reset", "half_frame", "silence", "metadata_kill", "metadata_stop")
@@ -42,7 +42,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong ``at_s`` after the start, for ``duration_s``."""
+    """A failure that begins ``at_s`` after the start and lasts ``duration_s``."""
 
     at_s: float
     kind: Kind

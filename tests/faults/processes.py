@@ -20,12 +20,12 @@ from tests.faults.plan import AREA_BYTES, NUM_WORKERS, Plan
 from tests.faults.proxy import Proxy
 
 PATIENCE_S = 60.0
-"""For a process to start or to answer on a machine that is busy with other things; no fault lasts so long."""
+"""Time for a process to start or to answer on a busy machine; no fault lasts so long."""
 ROOT = Path(__file__).parents[2]
 
 
 class Process:
-    """A child that answers lines with lines."""
+    """A child process that answers lines with lines."""
 
     def __init__(self, words: list[str]) -> None:
         self.child = subprocess.Popen(
@@ -87,7 +87,7 @@ class MetadataService:
 
 
 class PeerProcess:
-    """A peer behind its proxy. ``number`` counts its lives; ``lock`` is held while one ends or begins."""
+    """A peer behind its proxy. ``number`` counts its restarts; ``lock`` is held during a restart."""
 
     def __init__(self, plan: Plan, index: int, port: int, metadata_url: str) -> None:
         self.name = f"peer-{index}"
@@ -95,7 +95,7 @@ class PeerProcess:
         self.lock = threading.RLock()
         self.number = 0
         self.is_alive = False
-        self._told: dict[str, Any] = {
+        self._config: dict[str, Any] = {
             "name": self.name,
             "proxy": f"127.0.0.1:{self.proxy.port}",
             "port": port,
@@ -109,15 +109,15 @@ class PeerProcess:
         self.process = self._start()
 
     def _start(self) -> Process:
-        self._told["fill"] = self._fill + self.number
-        return Process(["-m", "tests.faults.peer", json.dumps(self._told)])
+        self._config["fill"] = self._fill + self.number
+        return Process(["-m", "tests.faults.peer", json.dumps(self._config)])
 
     def wait_until_ready(self) -> None:
         assert self.process.line() == "ready"
         self.is_alive = True
 
     def contents(self) -> bytes:
-        """What this life of the peer began with."""
+        """Initial memory content of the running process."""
         return initial(self._fill + self.number, NUM_WORKERS * AREA_BYTES)
 
     def sums(self, ranges: list[tuple[int, int]]) -> list[int]:

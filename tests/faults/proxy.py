@@ -1,4 +1,4 @@
-"""A TCP proxy in a thread that cuts connections, breaks frames in their middle, changes bits, is silent."""
+"""A TCP proxy in a thread that can reset connections, truncate frames, flip bits and stop forwarding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Proxy:
         self._breaks_after: dict[bool, int | None] = {True: None, False: None}
         self._flips: dict[bool, tuple[int, int] | None] = {True: None, False: None}
         self.num_flipped = 0
-        """Bits that were changed."""
+        """Number of flipped bits."""
         self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._start())
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
@@ -38,19 +38,19 @@ class Proxy:
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def reset(self) -> None:
-        """Cut all connections off: both ends see a reset."""
+        """Reset all connections at both ends."""
         self._call(self._reset)
 
     def break_frame(self, num_bytes: int, to_peer: bool) -> None:
-        """After so many more bytes in one direction, the connection they came on is closed."""
+        """Close the connection on which this many more bytes have arrived in one direction."""
         self._call(lambda: self._breaks_after.__setitem__(to_peer, num_bytes))
 
     def flip(self, num_bytes: int, bit: int, to_peer: bool) -> None:
-        """After so many more bytes in one direction, one bit of the next byte arrives as the other one."""
+        """Flip one bit of the byte that follows this many more bytes in one direction."""
         self._call(lambda: self._flips.__setitem__(to_peer, (num_bytes, bit)))
 
     def silence(self, is_silent: bool) -> None:
-        """Nothing is forwarded while silent."""
+        """Stop forwarding until ``heal``."""
         self._call(self._flows.clear if is_silent else self._flows.set)
 
     def heal(self) -> None:
@@ -108,7 +108,7 @@ class Proxy:
                     way.cancel()
                 await asyncio.gather(*ways, return_exceptions=True)
         except OSError:
-            pass  # nobody listens there at the moment
+            pass  # the target is not listening at the moment
         finally:
             for end in (writer, other):
                 if end is not None:
@@ -117,7 +117,7 @@ class Proxy:
             self._tasks.discard(task)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to_peer: bool) -> None:
-        """Until one end is closed, or a frame is to break off here."""
+        """Forward until one end is closed, or a frame is to be truncated here."""
         while data := await reader.read(CHUNK_BYTES):
             if self._bytes_per_s:
                 await asyncio.sleep(len(data) / self._bytes_per_s)

@@ -1,9 +1,9 @@
-"""One seed with real processes: workers move batches while faults strike; every batch is judged.
+"""One seed with real processes: workers move batches while faults occur; every batch is verified.
 
-A batch must end done-and-right or failed-with-a-reason before its deadline, plus what a busy machine needs
-to wake a thread. Done-and-right means: a read brought what lay there, a write lies there, in one life of the
-peer; also later, when everything is quiet, no byte of a batch that was given up may have landed over a later
-one.
+A batch must end done-and-right or failed-with-a-reason before its deadline, plus the time that a busy machine
+needs to wake a thread. Done-and-right means that a read returned the content of the peer, and that a write is
+in place there, in one process of the peer; at the end, after all faults, no byte of an abandoned batch may
+have overwritten a later one.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from tests.faults.plan import AREA_BYTES, NUM_WORKERS, Fault, Plan, Transfer
 from tests.faults.processes import PATIENCE_S, MetadataService, PeerProcess, start
 
 GRACE_S = 2.0
-"""For threads and processes to be scheduled."""
+"""Time for threads and processes to be scheduled."""
 METADATA_TIMEOUT_S = 1.0
 RECOVERY_S = 20.0
-"""Within so long of the end of all faults, every peer must take a batch again."""
+"""Time after the end of all faults within which every peer must accept a batch again."""
 
 NO_LIFE = -1
 
@@ -47,7 +47,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass
 class Outcome:
-    """What came of a seed."""
+    """Result of a seed."""
 
     counts: Counter[str] = field(default_factory=Counter)
     "Batches by how they ended: ``ok``, or ``failed: <reason>``."
@@ -70,7 +70,7 @@ def _crc32(data: Bytes, at: int, length: int) -> int:
 
 
 class Area:
-    """What a worker knows about its area in one peer."""
+    """Known content of a worker's area in one peer."""
 
     def __init__(self, peer: PeerProcess, offset: int) -> None:
         self.peer = peer
@@ -80,7 +80,7 @@ class Area:
         self.is_known = np.zeros(AREA_BYTES, dtype=np.bool_)
 
     def renew(self, number: int, contents: bytes) -> None:
-        """A life of the peer began."""
+        """Start with the initial content of a new process of the peer."""
         if number != self.number:
             self.number = number
             self.bytes = np.frombuffer(contents, dtype=np.uint8)[
@@ -89,12 +89,12 @@ class Area:
             self.is_known[:] = True
 
     def lose(self) -> None:
-        """Between two lives: what is read or written now may still be the former one's."""
+        """Mark the time between two processes: a read or write may still reach the former one."""
         self.number = NO_LIFE
         self.is_known[:] = False
 
     def forget(self, ranges: tuple[tuple[int, int], ...]) -> None:
-        """Anything may lie there now."""
+        """Mark a range as unknown."""
         for at, length in ranges:
             self.is_known[at : at + length] = False
 
@@ -104,7 +104,7 @@ class Area:
             self.is_known[at : at + length] = True
 
     def agrees(self, ranges: tuple[tuple[int, int], ...], data: Bytes) -> bool:
-        """``data`` is what is known to lie there."""
+        """Whether ``data`` agrees with the known content."""
         return all(
             bool(((self.bytes[at : at + n] == data[at : at + n]) | ~self.is_known[at : at + n]).all())
             for at, n in ranges
@@ -112,7 +112,7 @@ class Area:
 
 
 class Worker:
-    """Moves one worker's batches, one after the other, from a thread of its own."""
+    """Moves the batches of one worker, one after the other, from its own thread."""
 
     def __init__(
         self, number: int, plan: Plan, engine: TransferEngine, peers: list[PeerProcess], outcome: Outcome
@@ -137,7 +137,7 @@ class Worker:
             raise
 
     def step(self, transfer: Transfer, what: str) -> bool:
-        """Moves one batch and judges it; True if it was done."""
+        """Move one batch and verify it; True if it was done."""
         area = self.areas[transfer.peer]
         with area.peer.lock:
             if area.peer.is_alive:
@@ -210,7 +210,7 @@ class Worker:
         raise AssertionError("a submitted batch never ended")
 
     def _judge(self, transfer: Transfer, area: Area, sent: Bytes, done: Completion, what: str) -> None:
-        """A batch that says it is done."""
+        """Verify a batch that was reported as done."""
         wrong = self._outcome.accuse
         if done.num_bytes != transfer.num_bytes:
             wrong(f"{what} moved {done.num_bytes} bytes instead of {transfer.num_bytes}")
@@ -235,7 +235,7 @@ class Worker:
                     area.put(ranges, self._memory)
                 return
             if not area.peer.is_alive:
-                self._outcome.count("(written to a peer that died before it could be asked)")
+                self._outcome.count("(written to a peer that died before it could be checked)")
                 return
             if has_restarted:  # all of it went to the former life, or all of it to this one
                 area.renew(area.peer.number, area.peer.contents())
@@ -248,7 +248,7 @@ class Worker:
                 area.put(ranges, sent)
 
     def look_again(self) -> None:
-        """When everything is quiet: what is known to lie there still does."""
+        """Verify the known content at the end, after all faults."""
         for index, area in enumerate(self.areas):
             area.renew(area.peer.number, area.peer.contents())
             edges = np.flatnonzero(np.diff(np.concatenate([[False], area.is_known, [False]]).astype(np.int8)))
@@ -263,7 +263,7 @@ class Worker:
 
 
 def strike(plan: Plan, metadata: MetadataService, peers: list[PeerProcess]) -> None:
-    """All faults, each in a thread of its own, and their ends."""
+    """Inject all faults, each in its own thread, and end them."""
     began = time.monotonic()
     threads = []
     for fault in plan.faults:
@@ -310,7 +310,7 @@ def _strike(fault: Fault, metadata: MetadataService, peer: PeerProcess) -> None:
 
 
 def run(plan: Plan) -> Outcome:
-    """Everything of one seed."""
+    """Run one seed."""
     outcome = Outcome()
     metadata, peers = start(plan)
     engine = TransferEngine(
@@ -361,14 +361,14 @@ def _wait_until_known(engine: TransferEngine, peers: list[PeerProcess]) -> None:
 
 
 def _recover(plan: Plan, worker: Worker, outcome: Outcome) -> None:
-    """After all faults, every peer takes a batch and gives it back."""
+    """Write and read a batch at every peer after all faults."""
     random = Random(plan.seed)
     for index in range(plan.num_peers):
         until = time.monotonic() + RECOVERY_S
         for is_write in (True, False):
             length = random.randint(1, AREA_BYTES)
-            asked = Transfer(index, is_write, ((0, length),), 3.0, "run", True, 0.0)
-            while not worker.step(asked, f"after all faults, peer {index}"):
+            probe = Transfer(index, is_write, ((0, length),), 3.0, "run", True, 0.0)
+            while not worker.step(probe, f"after all faults, peer {index}"):
                 if time.monotonic() > until:
                     outcome.accuse(f"peer {index} takes no batch {RECOVERY_S:g} s after the last fault")
                     return

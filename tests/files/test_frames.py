@@ -13,7 +13,7 @@ TEN = [bytes([number]) * (20 + number) for number in range(1, 11)]
 
 
 def written(framing: Framing, parts: list[bytes]) -> tuple[bytes, list[int]]:
-    """The file, and where each record begins; last, where the file ends."""
+    """Content of the file, and the offset of each record and of the end."""
     content, begins = HEAD, [len(HEAD)]
     for part in parts:
         content += framing.frame([part], len(content))
@@ -22,7 +22,7 @@ def written(framing: Framing, parts: list[bytes]) -> tuple[bytes, list[int]]:
 
 
 @given(bodies)
-def test_records_survive_the_trip(parts: list[bytes]) -> None:
+def test_framed_records_are_read_back(parts: list[bytes]) -> None:
     content = framed(parts)
     found, num_bytes = unframed(content)
     assert [bytes(body) for body in found] == parts and num_bytes == len(content)
@@ -30,7 +30,7 @@ def test_records_survive_the_trip(parts: list[bytes]) -> None:
 
 @given(bodies.filter(len), st.data())
 def test_a_torn_tail_is_dropped(parts: list[bytes], data: st.DataObject) -> None:
-    """A write that was cut anywhere leaves exactly the records before it."""
+    """A write truncated anywhere leaves exactly the records before it."""
     content = framed(parts)
     cut = data.draw(st.integers(0, len(content) - 1))
     found, num_bytes = unframed(content[:cut])
@@ -39,7 +39,7 @@ def test_a_torn_tail_is_dropped(parts: list[bytes], data: st.DataObject) -> None
 
 
 @given(framings, bodies, st.data())
-def test_a_write_that_was_cut_off_is_a_torn_tail_with_zeros_behind_it_or_without(
+def test_a_truncated_write_is_a_torn_tail_with_or_without_zeros_behind_it(
     framing: Framing, parts: list[bytes], data: st.DataObject
 ) -> None:
     content, begins = written(framing, parts)
@@ -49,13 +49,13 @@ def test_a_write_that_was_cut_off_is_a_torn_tail_with_zeros_behind_it_or_without
     assert not found.damages
     assert [bytes(body) for body in found.bodies] == parts[: len(found.bodies)]
     assert found.num_bytes == begins[len(found.bodies)] and found.num_before == len(found.bodies)
-    # Zeros that end a record in the place of those that were there are the same record.
+    # A record whose last bytes are zeros is whole even if these zeros were not written.
     assert begins[len(found.bodies)] <= cut or content[cut : begins[len(found.bodies)]].count(0)
     assert (found.torn is not None) == (found.num_bytes < cut + zeros)
 
 
 @pytest.mark.parametrize("framing", [PLAIN, BoundFraming(7)])
-def test_a_wrong_bit_anywhere_but_in_the_last_record_is_damage_and_costs_one_record(framing: Framing) -> None:
+def test_a_flipped_bit_before_the_last_record_is_damage_and_costs_one_record(framing: Framing) -> None:
     content, begins = written(framing, TEN)
     for at in range(len(HEAD), begins[-2]):
         for bit in range(8):
@@ -68,8 +68,8 @@ def test_a_wrong_bit_anywhere_but_in_the_last_record_is_damage_and_costs_one_rec
             assert (found.num_before, found.num_bytes, found.torn) == (place, begins[place], None)
 
 
-def test_a_wrong_bit_in_the_last_record_is_no_torn_tail() -> None:
-    """It is all there and does not end in zeros, so that nothing says that it was cut off."""
+def test_a_flipped_bit_in_the_last_record_is_not_a_torn_tail() -> None:
+    """The record is complete and does not end in zeros, so nothing indicates a truncated write."""
     framing = BoundFraming(7)
     content, begins = written(framing, TEN)
     for at in range(begins[-2], len(content)):
@@ -80,8 +80,8 @@ def test_a_wrong_bit_in_the_last_record_is_no_torn_tail() -> None:
         assert len(found.bodies) == 9 and found.torn is None
 
 
-def test_a_block_that_lies_twice_in_the_file_brings_nothing_back() -> None:
-    """As a disk or a copy may leave it: what was overwritten is lost, and the copies are no records."""
+def test_a_duplicated_block_restores_no_records() -> None:
+    """A disk or a copy may duplicate a block: the overwritten records are lost, the duplicates invalid."""
     framing = BoundFraming(7)
     parts = [bytes([number]) * 10 for number in range(1, 101)]
     content, begins = written(framing, parts)
@@ -92,8 +92,8 @@ def test_a_block_that_lies_twice_in_the_file_brings_nothing_back() -> None:
     assert found.damages == [Damage(begins[50], begins[70] - begins[50])]
 
 
-def test_a_record_inside_a_record_is_none() -> None:
-    """A value that somebody chose, or another file's content, is not taken for one behind damage."""
+def test_a_record_inside_a_record_is_ignored() -> None:
+    """A value crafted by a client, or another file's content, does not count as a record behind damage."""
     framing = BoundFraming(7)
     forged = [b"forged " * 3]
     inner = b"".join([framed(forged), BoundFraming(8).frame(forged, 60), framing.frame(forged, 60)])
@@ -104,7 +104,7 @@ def test_a_record_inside_a_record_is_none() -> None:
     assert [bytes(body) for body in found.bodies] == [b"first", b"last"]
 
 
-def test_in_plain_frames_only_what_leads_to_the_end_is_taken_back() -> None:
+def test_in_plain_frames_only_records_up_to_the_end_are_recovered() -> None:
     parts = [b"first", framed([b"forged"]) + b"rest", b"last"]
     content, begins = written(PLAIN, parts)
     wrong = bytearray(content)
@@ -113,7 +113,7 @@ def test_in_plain_frames_only_what_leads_to_the_end_is_taken_back() -> None:
     assert [bytes(body) for body in found.bodies] == [b"first", b"last"]
 
 
-def test_several_places_of_damage_are_each_said() -> None:
+def test_several_damages_are_each_reported() -> None:
     framing = BoundFraming(7)
     content, begins = written(framing, TEN)
     wrong = bytearray(content[:-3])
@@ -125,12 +125,12 @@ def test_several_places_of_damage_are_each_said() -> None:
 
 
 @pytest.mark.parametrize("framing", [PLAIN, BoundFraming(7)])
-def test_zeros_are_no_records(framing: Framing) -> None:
+def test_zeros_are_not_records(framing: Framing) -> None:
     for count in (1, 8, 12, 100, 8192):
         found = framing.scan(HEAD + bytes(count), len(HEAD))
         assert (found.bodies, found.damages, found.torn) == ([], [], Damage(len(HEAD), count))
 
 
-def test_what_was_framed_is_taken_apart_again() -> None:
+def test_framed_bodies_are_split_again() -> None:
     for framing in (PLAIN, BoundFraming(7)):
         assert framing.bodies(framing.frame(TEN, 1234)) == TEN

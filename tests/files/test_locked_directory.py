@@ -1,4 +1,4 @@
-"""The directory of an SSD: whose it must be, and what in it is not opened."""
+"""The directory of an SSD: its required owner and mode, and the files in it that are not opened."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_directory_and_its_files_are_for_their_owner_alone(
+def test_the_directory_and_its_files_are_accessible_by_their_owner_only(
     engine: TransferEngine, tmp_path: Path
 ) -> None:
     path = tmp_path / "ssd"
@@ -39,7 +39,7 @@ def test_the_directory_and_its_files_are_for_their_owner_alone(
 def test_a_link_in_the_place_of_a_file_is_not_followed(
     engine: TransferEngine, tmp_path: Path, name: str
 ) -> None:
-    """Whoever made it would choose which file is grown, made private and written over."""
+    """The user who made the link would choose a file to be extended, made private and overwritten."""
     path, victim = tmp_path / "ssd", tmp_path / "victim"
     path.mkdir(0o700)
     victim.write_bytes(b"precious")
@@ -84,7 +84,7 @@ def test_a_world_writable_parent_must_be_sticky(engine: TransferEngine, tmp_path
     tmp_path.chmod(0o700)
 
 
-def test_the_native_core_follows_no_link_that_comes_after_the_look(
+def test_the_native_core_follows_no_link_made_after_the_check(
     engine: TransferEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     victim, link = tmp_path / "victim", tmp_path / "link"

@@ -1,6 +1,6 @@
-"""``scripts/integrity``: bits that change in memory, on SSD, on the wire, in a master's log; and lost power.
+"""``scripts/integrity``: bit flips in memory, on SSD, on the wire and in a master's log; and lost power.
 
-Exits 1 if a changed bit was read as good, or an object is gone that was acknowledged as durable.
+Exits 1 if a flipped bit was read as good, or an object is gone that was acknowledged as durable.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def main() -> int:
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"{', '.join(KINDS)}; none: all")
     parser.add_argument("--flips", type=int, default=1000, help="bits to change, of each kind (default 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of what is changed when (default 0)")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     logging.disable(logging.CRITICAL)  # the cores warn of each damage
     num_wrong = 0
-    for kind in asked.kinds or KINDS:
+    for kind in args.kinds or KINDS:
         if kind not in KINDS:
             parser.error(f"no kind {kind!r}; there are {', '.join(KINDS)}")
         began = time.monotonic()
-        outcome = KINDS[kind](asked.flips, asked.seed)
+        outcome = KINDS[kind](args.flips, args.seed)
         print(f"{kind}: {outcome}; {time.monotonic() - began:.0f} s", flush=True)
         for line in outcome.wrong[:20]:
             print(f"  WRONG {line}")

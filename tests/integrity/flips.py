@@ -1,8 +1,8 @@
-"""Bits that change in memory, on SSD and on the wire, one at a time, and what a reader gets then.
+"""Bit flips in memory, on SSD and on the wire, one at a time, and the result of reads after each.
 
 Allowed are the right bytes, a miss, and an error; never another value. A flip in a node's memory or file
 must also be counted by the client and by the master, be in the master's log with the key's story, and leave
-the key free to be put again. Every place of a flip is drawn from a seed.
+the key free to be put again. The position of every flip is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tests.kill.processes import PATIENCE_S, ROOT, Cluster
 
 SIZES = (1, 100, 4096, 60_000, 150_000)
 CHUNK_BYTES = 64 << 10
-"""The largest has more than one."""
+"""Size of a chunk; the largest object has more than one."""
 NUM_KEYS = 20
 WIRE_TIMEOUT_S = 1.5
-"""A changed length may leave a peer waiting for bytes that never come: then the call ends with an error."""
+"""Timeout: a flipped length may leave a peer waiting for bytes that never arrive; the call must then fail."""
 
 DROPPED_IN_S = 20.0
-"""Until the node has confirmed what a reader reported."""
+"""Time for the node to confirm a reader's report."""
 
 SETTINGS = StoreSettings(chunk_bytes=CHUNK_BYTES)
 
@@ -61,7 +61,7 @@ class Objects:
         self.fill()
 
     def fill(self) -> None:
-        """Put what is not there."""
+        """Put the objects that are missing."""
         until = time.monotonic() + PATIENCE_S
         keys = list(self.values)
         policy = m.PutPolicy(is_durable=self._on_ssd)
@@ -105,7 +105,7 @@ def by_view(store: Store, key: str, size_bytes: int) -> bytes | None:
 
 
 def by_ranges(store: Store, key: str, size_bytes: int) -> bytes | None:
-    """All of it, in two pieces of each chunk: the checksums are combined."""
+    """Read the object in two pieces of each chunk, so that checksums are combined."""
     grant = store.open_reads([key])[0]
     if grant is None:
         return None
@@ -131,7 +131,7 @@ READERS: tuple[Callable[[Store, str, int], bytes | None], ...] = (by_get, by_get
 
 
 def flip_memory(num_flips: int, seed: int = 0) -> Outcome:
-    """A bit of the node's pool changes under an object; here, another process writes there."""
+    """Flip a bit of the node's pool under an object, from another process."""
     outcome, random = Outcome(), Random(seed)
     with running() as cluster, Store(cluster.master, settings=SETTINGS) as store:
         objects = Objects(store, random)
@@ -154,7 +154,7 @@ def flip_memory(num_flips: int, seed: int = 0) -> Outcome:
 
 
 def is_dropped(store: Store, key: str) -> bool:
-    """The node that has it reads it again first, so it goes a moment after the reader has reported it."""
+    """Whether the replica was dropped; its node verifies it first, a moment after the reader's report."""
     ends_at = time.monotonic() + DROPPED_IN_S
     while store.inspect([key])[0] is not None:
         if time.monotonic() > ends_at:
@@ -164,7 +164,7 @@ def is_dropped(store: Store, key: str) -> bool:
 
 
 class Vandal:
-    """Somebody who may write to the node's memory."""
+    """A process that may write to the node's memory."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
@@ -179,7 +179,7 @@ class Vandal:
 
 
 def _check_counted(store: Store, cluster: Cluster, outcome: Outcome) -> None:
-    """Everyone who should know of every flip does."""
+    """Assert that every flip was counted by the client and the master."""
     num_flips = outcome.num_flips
     logged = [line for line in (cluster.folder / "log").read_text().splitlines() if "object_corrupt" in line]
     counts = {
@@ -195,7 +195,7 @@ def _check_counted(store: Store, cluster: Cluster, outcome: Outcome) -> None:
 
 
 def flip_ssd(num_flips: int, seed: int = 0) -> Outcome:
-    """A bit of the node's file changes under an object that is nowhere else."""
+    """Flip a bit of the node's file under an object that has no other replica."""
     outcome, random = Outcome(), Random(seed)
     with running(has_ssd=True) as cluster, Store(cluster.master, settings=SETTINGS) as store:
         objects = Objects(store, random, on_ssd=True)
@@ -222,10 +222,10 @@ def flip_ssd(num_flips: int, seed: int = 0) -> Outcome:
 
 
 def flip_index(num_flips: int, seed: int = 0) -> Outcome:
-    """A bit of the index of an SSD changes.
+    """Flip a bit of the index of an SSD.
 
-    Either that is damage, which ends the node's start, and no record that is whole says what was never so; or
-    it is in the last record, which is taken for torn: then the index says what was so before it.
+    Either that is damage, which fails the node's start, and no whole record has a wrong content; or it is in
+    the last record, which counts as torn: then the index has the state before that record.
     """
     outcome, random = Outcome(), Random(seed)
     index, ever = SsdIndex(), list[m.SegmentEntry]()
@@ -260,7 +260,7 @@ def flip_index(num_flips: int, seed: int = 0) -> Outcome:
 
 
 def flip_wire(num_flips: int, seed: int = 0) -> Outcome:
-    """A bit changes between the client and the node, or between the client and the master."""
+    """Flip a bit between the client and the node, or between the client and the master."""
     outcome, random = Outcome(), Random(seed)
     with running(behind_proxy=True) as cluster, contextlib.ExitStack() as stack:
         assert cluster.proxy is not None
@@ -299,7 +299,7 @@ def flip_wire(num_flips: int, seed: int = 0) -> Outcome:
 
 
 def _look_at_all(objects: Objects, outcome: Outcome) -> None:
-    """What a flip may have put elsewhere than it was meant for is noticed there."""
+    """Read all objects, because a flip may have directed a write to the wrong address."""
     for key, value in zip(objects.values, objects._store.get_batch(list(objects.values)), strict=True):
         if value is not None and value != objects.values[key]:
             outcome.wrong.append(f"flip {outcome.num_flips}: later, {key} has other bytes")
@@ -310,7 +310,7 @@ def _look_at_all(objects: Objects, outcome: Outcome) -> None:
 
 
 class Damaged(Cluster):
-    """A master and one node, with a proxy if asked for. No heartbeat is missed on a busy machine."""
+    """A master and one node, with an optional proxy. No heartbeat is missed on a busy machine."""
 
     master_flags: ClassVar[dict[str, str]] = {
         "--lease-s": "0.5",
@@ -326,7 +326,7 @@ class Damaged(Cluster):
         if self.proxy is None:
             super().start_node(name)
             return
-        told = {
+        config = {
             "master": self.master,
             "name": name,
             "port": self.node_port,
@@ -335,7 +335,7 @@ class Damaged(Cluster):
         }
         command = [sys.executable, "-m", "tests.integrity.node", f"127.0.0.1:{self.proxy.port}"]
         self.running[name] = subprocess.Popen(
-            [*command, json.dumps(told)], stdout=self.log, stderr=self.log, cwd=ROOT, env=os.environ
+            [*command, json.dumps(config)], stdout=self.log, stderr=self.log, cwd=ROOT, env=os.environ
         )
 
     def put_proxy(self) -> None:

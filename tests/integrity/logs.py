@@ -1,8 +1,8 @@
-"""A master's log that is damaged or cut short, and lost power: what was acknowledged as durable is there.
+"""A master's log that is damaged or truncated, and lost power: objects acknowledged as durable survive.
 
-In one process and on virtual time, so that thousands of lives take minutes: the master, membership,
-errands, index and log that ship, on simulated files that forget what was not synced. The bytes of an object
-are one number. A client puts durable objects, replaces and removes some, and keeps what it was answered.
+In one process and on virtual time, so that thousands of restarts take minutes: the real master, membership,
+task agent, index and log, on simulated files that lose unsynced data. The bytes of an object are one number.
+A client puts durable objects, replaces and removes some, and records the replies.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ LOG = "oplog"
 
 
 class PowerLost(Exception):
-    """Of the whole machine, in the middle of a call to a disk."""
+    """Loss of power of the whole machine, in the middle of a call to a disk."""
 
 
 class Disk:
-    """A node's SSD: the file of its index, and the number that lies at each offset."""
+    """A node's SSD: the file of its index, and the number stored at each offset."""
 
     def __init__(self, world: World, files: SimDirectory, numbers: dict[int, bytes], content_id: int) -> None:
         self.world, self.files, self.content_id = world, files, content_id
@@ -69,7 +69,7 @@ class Disk:
 
 
 class Segment:
-    """What a node does for one segment, with the cores that do it."""
+    """One segment of a node, with its real cores."""
 
     def __init__(self, world: World, name: str, tier: Tier, epoch: int, disk: Disk | None) -> None:
         self.world, self.name, self.tier, self.epoch, self.disk = world, name, tier, epoch, disk
@@ -93,7 +93,7 @@ class Segment:
             node=name.split("/")[0],
             held=self.entries,
         )
-        self.errands = e.TaskAgent(name, epoch)
+        self.agent = e.TaskAgent(name, epoch)
         self.post(Wake())
 
     def entries(self) -> list[m.SegmentEntry]:
@@ -107,11 +107,11 @@ class Segment:
                 self.world.say(self, effect.message, lambda reply: self.post(ms.ReplyReceived(reply)))
             elif isinstance(effect, ms.DropObjects):
                 self._drop(effect.object_ids)
-        if self.membership.phase is ms.MembershipPhase.MOUNTED and not self.errands.is_mounted:
+        if self.membership.phase is ms.MembershipPhase.MOUNTED and not self.agent.is_mounted:
             self.work(e.SegmentRegistered())
 
     def work(self, event: e.Event | Wake) -> None:
-        for effect in self.errands.handle(event, self.world.now):
+        for effect in self.agent.handle(event, self.world.now):
             if isinstance(effect, e.SendPoll):
                 number = effect.number
                 self.world.say(
@@ -129,13 +129,13 @@ class Segment:
                 self.world.later.append(lambda: self.work(e.ReportEnded(is_complete=True)))
 
     def wake(self) -> None:
-        for core, post in ((self.membership, self.post), (self.errands, self.work)):
+        for core, post in ((self.membership, self.post), (self.agent, self.work)):
             deadline = core.deadline()
             if deadline is not None and deadline <= self.world.now:
                 post(Wake())
 
     def _run(self, run: e.RunTask) -> None:
-        """As the porter does it: bytes that last, then the entry, which lasts when it is announced."""
+        """Run a task as the replica copier does: durable bytes first, then the index entry, durably."""
         source, entry = run.task.source, run.task.entry
         number = self.world.number_at(source.segment, source.address - (1 << 30))
         if self.index is not None and self.disk is not None:
@@ -163,7 +163,7 @@ class Segment:
 
 
 class World:
-    """A master and two nodes over their lives."""
+    """A master and two nodes through several restarts."""
 
     def __init__(self, seed: int, log: bytes | None = None, disks: list[Disk] | None = None) -> None:
         self.random = Random(seed)
@@ -183,11 +183,11 @@ class World:
         self.later: list[Callable[[], None]] = []
         self.segments: list[Segment] = []
         self.acknowledged: dict[str, bytes | None] = {}
-        """What the client was answered last: key -> number, or None for removed."""
+        """Last acknowledged state of each key: its number, or None for removed."""
         self.possible: dict[str, list[bytes | None]] = {}
-        """What else may be there, because no answer came."""
+        """Other states that are allowed because a reply is missing."""
         self.power_left: int | None = None
-        """Calls to disks until it is lost."""
+        """Number of disk calls until power is lost."""
         self._numbers = 0
         for files in (self.log_files, *(disk.files for disk in self.disks)):
             files.delay_s = lambda what, num_bytes: self.disk_works()
@@ -203,7 +203,7 @@ class World:
     # Processes
 
     def start(self, repairs: bool = False) -> None:
-        """Raises InvalidArgument where the log is refused."""
+        """Start all processes. Raises InvalidArgument if the log is refused."""
         log = Oplog(Path(f"/simulated/{LOG}"), repairs, self.log_files, f"boot {self.boot}")
         records = log.read()
         self.log = log
@@ -226,7 +226,7 @@ class World:
         self.run(SETTINGS.rest_s + 1.0)
 
     def stop(self) -> None:
-        """All of it, in order."""
+        """Stop all processes in order."""
         self.log.close()
         for segment in self.segments:
             if segment.index is not None:
@@ -256,13 +256,13 @@ class World:
     # Messages
 
     def say(self, connection: object, message: msgspec.Struct, then: Callable[[Any], None]) -> None:
-        """``then`` hears the answer, when it comes."""
+        """Send a message to the master; ``then`` is called with the reply."""
         self.origin += 1
         self.replies[self.origin] = then
         self._perform(self.master.handle(Received(self.origin, connection, message), self.now))
 
     def _perform(self, effects: list[Effect]) -> None:
-        """As the server does it."""
+        """Perform the master's effects as the server does."""
         for effect in effects:
             if isinstance(effect, AppendRecords):
                 self.log.append(effect.records)
@@ -280,7 +280,7 @@ class World:
     # The client
 
     def ask(self, message: msgspec.Struct, seconds: float = 3.0) -> Any:
-        """The answer, or None when none comes."""
+        """The reply, or None if there is none."""
         found: list[Any] = []
         self.say("client", message, found.append)
         until = self.now + seconds
@@ -289,7 +289,7 @@ class World:
         return found[0] if found else None
 
     def put(self, key: str, replace: bool = False) -> None:
-        """A durable object, and what is known of it afterwards."""
+        """Put a durable object and record its allowed states."""
         self._numbers += 1
         number = self._numbers.to_bytes(4, "little")
         self.possible.setdefault(key, []).append(number)
@@ -321,7 +321,7 @@ class World:
         anew.commit()
 
     def live(self, num_steps: int) -> None:
-        """Puts, replacements and removals, and a log that is written anew now and then."""
+        """Put, replace and remove objects, and compact the log now and then."""
         for _ in range(num_steps):
             keys = [key for key, number in self.acknowledged.items() if number is not None]
             what = self.random.random()
@@ -335,7 +335,7 @@ class World:
                 self.put(f"k{self._numbers}")
 
     def look(self, may_return: bool) -> list[str]:
-        """What is not as it was acknowledged. ``may_return``: what was removed may be there again."""
+        """Keys whose state is not the acknowledged one. ``may_return``: removed objects may reappear."""
         wrong: list[str] = []
         for key, number in self.acknowledged.items():
             found = self.read(key)
@@ -345,7 +345,7 @@ class World:
         return wrong
 
     def read(self, key: str) -> bytes | None:
-        """As a reader does: a replica whose bytes are not what was announced is none."""
+        """Read as a client does: a replica whose bytes don't match the announced checksums is ignored."""
         (stored,) = self.ask(m.LookupObjects([key])).objects
         if stored is None:
             return None
@@ -356,7 +356,7 @@ class World:
 
 
 def flip_oplog(num_flips: int, seed: int = 0) -> Outcome:
-    """A bit of a master's log changes while it is not running."""
+    """Flip a bit of a master's log while the master is not running."""
 
     def flipped(log: bytes, random: Random) -> bytes:
         wrong, bit = bytearray(log), random.randrange(8 * len(log))
@@ -367,7 +367,7 @@ def flip_oplog(num_flips: int, seed: int = 0) -> Outcome:
 
 
 def cut_oplog(num_cuts: int, seed: int = 0) -> Outcome:
-    """A master's log loses its end while it is not running."""
+    """Truncate a master's log while the master is not running."""
     return _spoil(num_cuts, seed, lambda log, random: log[: random.randrange(len(log))])
 
 
@@ -403,7 +403,7 @@ def _spoil(count: int, seed: int, spoil: Callable[[bytes, Random], bytes]) -> Ou
 
 
 def lose_power(num_losses: int, seed: int = 0) -> Outcome:
-    """The power of the one machine that runs it all is lost at any call to a disk, also at the next start."""
+    """Power of the one machine that runs everything is lost at any disk call, also during the next start."""
     outcome, random = Outcome(), Random(seed)
     while outcome.num_flips < num_losses:
         world = World(random.getrandbits(32))

@@ -1,4 +1,4 @@
-"""A node that tells clients another address than its own: that of a proxy, told by its first argument.
+"""A node that publishes the address of a proxy, its first argument, instead of its own.
 
 The other arguments are ``NodeSettings`` as JSON.
 """

@@ -1,4 +1,4 @@
-"""What came of a run: how many things were damaged, what was seen then, and what should not have been."""
+"""Result of a run: the number of damages, the results of reads afterwards, and the violations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 class Outcome:
     num_flips: int = 0
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
-    """How the reads after a flip ended: ``miss``, ``right``, ``error``."""
+    """Results of the reads after a flip: ``miss``, ``right``, ``error``."""
     wrong: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:

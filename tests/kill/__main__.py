@@ -1,4 +1,4 @@
-"""``scripts/kill``: SIGKILL under load, and a look at every acknowledged object. Exits 1 if one is lost."""
+"""``scripts/kill``: SIGKILL under load, and a check of every acknowledged object. Exits 1 if one is lost."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def main() -> int:
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=f"{', '.join(SCENARIOS)}; none: all")
     parser.add_argument("--rounds", type=int, default=50, help="kills of each (default 50)")
     parser.add_argument("--seed", type=int, default=0, help="of who and when (default 0)")
-    asked = parser.parse_args()
-    for name in asked.scenarios:
+    args = parser.parse_args()
+    for name in args.scenarios:
         if name not in SCENARIOS:
             parser.error(f"no scenario {name!r}; there are {', '.join(SCENARIOS)}")
     print(f"machine: {describe_machine()}")
     print(f"command: {shlex.join(['scripts/kill', *sys.argv[1:]])}")
     num_violations = 0
-    for name in asked.scenarios or SCENARIOS:
+    for name in args.scenarios or SCENARIOS:
         began = time.monotonic()
-        outcome = play(name, asked.rounds, asked.seed)
+        outcome = play(name, args.rounds, args.seed)
         show(name, outcome, time.monotonic() - began)
         num_violations += len(outcome.violations)
     return 1 if num_violations else 0

@@ -1,8 +1,8 @@
-"""The journaling client: puts, gets and removes under load, and writes down what it was told, in this order.
+"""The journaling client: puts, gets and removes under load, and records requests and replies in order.
 
-A process of its own, told how by its arguments (JSON). Every intention is in the journal before the request
+A separate process, configured by its argument (JSON). Every intention is in the journal before the request
 is sent, every acknowledgement before the next request. It obeys lines on its standard input: ``pause`` is
-answered when nothing is under way any more, ``go`` lets it go on.
+answered when no request is in progress, ``go`` resumes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tests.kill.journal import Journal, Line, content
 NUM_THREADS = 2
 MOST_KEYS = 80
 LEAST_KEYS = 40
-"""Of one thread at a time; what is beyond is removed, so that the pools never fill up."""
+"""Limit of the keys of one thread; further ones are removed, so that the pools never fill up."""
 POLICIES = {"durable": m.PutPolicy(is_durable=True), "replicated": m.PutPolicy(num_replicas=2)}
 REFUSED = ("no_space", "too_large")
-"""After these nothing was written."""
+"""Refusals after which nothing was written."""
 
 
 class Gate:
-    """Open while the client may begin something."""
+    """Open while the client may begin requests."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -60,20 +60,20 @@ class Gate:
 
 
 class Worker:
-    """One thread, with keys of its own."""
+    """One thread, with its own keys."""
 
-    def __init__(self, store: Store, journal: Journal, gate: Gate, name: str, told: dict[str, Any]) -> None:
+    def __init__(self, store: Store, journal: Journal, gate: Gate, name: str, config: dict[str, Any]) -> None:
         self._store, self._journal, self._gate, self._name = store, journal, gate, name
         self._random = Random(name)
-        self._kinds: list[str] = told["kinds"]
+        self._kinds: list[str] = config["kinds"]
         self._region = store.engine.allocate(1 << 20, huge_pages=False)
         self._memory = self._region.view()
         self._mine: dict[str, int] = {}
-        """Key -> the version that was acknowledged."""
+        """Key -> acknowledged version."""
         self._free: dict[str, int] = {}
         """Removed keys, and the last version they had."""
         self._doubtful: list[str] = []
-        """Put without a clear answer: perhaps there; removed some time, so that the pools never fill up."""
+        """Keys put without a definite reply; removed eventually, so that the pools never fill up."""
         self._num_keys = 0
 
     def run(self) -> None:
@@ -98,7 +98,7 @@ class Worker:
             self._remove()
 
     def _fresh_keys(self, num_keys: int) -> dict[str, int]:
-        """Keys that are not there, some of them for the second time, with their new versions."""
+        """Absent keys, some of which existed before, with their new versions."""
         keys: dict[str, int] = {}
         while len(keys) < num_keys:
             if self._free and self._random.random() < 0.3:
@@ -146,13 +146,13 @@ class Worker:
         return self._store.put_batch(list(keys), values, policy, replace=kind.startswith("replace"))
 
     def _put_parts(self, keys: dict[str, int]) -> list[Refusal | None]:
-        """Slowly, so that a kill falls in the middle of it."""
+        """Put in slow steps, so that a kill happens in the middle."""
         ((key, version),) = keys.items()
         value = content(key, version)
         self._memory[: len(value)] = value
         grant = self._store.start_puts([key], [len(value)], 8192)[0]
         if not isinstance(grant, PutGrant):
-            return [grant or Refusal("busy", "somebody else puts it")]
+            return [grant or Refusal("busy", "another client puts it")]
         step = -(-len(value) // 4)
         for at in range(0, len(value), step):
             self._store.write_ranges([grant], [at], [self._region.address + at], [min(step, len(value) - at)])
@@ -160,7 +160,7 @@ class Worker:
         return self._store.end_puts([grant])
 
     def _places(self, keys: list[str]) -> dict[str, list[str]]:
-        """The memory segments that have a complete replica, as far as the master says so now."""
+        """Memory segments that have a complete replica according to the master."""
         try:
             found = self._store.inspect(keys) if keys else []
         except MooncakeError:
@@ -172,7 +172,7 @@ class Worker:
         }
 
     def _get(self) -> None:
-        """A miss is no fault here (perhaps its node was killed): the checker judges those."""
+        """Get a key. A miss is no error here (its node may have been killed): the checker decides that."""
         keys = self._random.sample(list(self._mine), min(4, len(self._mine)))
         try:
             values = self._store.get_batch(keys)
@@ -212,11 +212,11 @@ class Worker:
         self._journal.write(*lines)
 
 
-def main(told: dict[str, Any]) -> None:
-    gate, journal = Gate(), Journal(Path(told["journal"]))
-    store = Store(told["master"], settings=StoreSettings(timeout_s=told["timeout_s"]))
+def main(config: dict[str, Any]) -> None:
+    gate, journal = Gate(), Journal(Path(config["journal"]))
+    store = Store(config["master"], settings=StoreSettings(timeout_s=config["timeout_s"]))
     for number in range(NUM_THREADS):
-        worker = Worker(store, journal, gate, f"{told['name']}-{number}", told)
+        worker = Worker(store, journal, gate, f"{config['name']}-{number}", config)
         threading.Thread(target=worker.run, daemon=True).start()
     print("ready", flush=True)
     for line in sys.stdin:

@@ -1,7 +1,7 @@
 """``scripts/kill-vllm``: real vLLM servers behind our gateway, killed at random while they answer.
 
-First a server that has no connector answers every request; that is what an undisturbed answer is. Then
-clients ask the gateway for the same, and every so often a server that is ready gets a SIGKILL (all of its
+First a server without a connector answers every request; these are the undisturbed answers. Then clients
+send the same requests to the gateway, and periodically a server that is ready gets a SIGKILL (all of its
 processes; one time in three only the engine's, under the API server that stays) and is started again at its
 address. Exits 1 if an answer is neither the undisturbed one nor a proper error, or if a server still has
 requests when all clients have their answers.
@@ -87,7 +87,7 @@ class Fleet:
         self.gateway.wait_until_routable()
 
     def kill(self, name: str) -> None:
-        """And start it again, in a thread.
+        """Kill a server and start it again, in a thread.
 
         Raises:
             ProcessLookupError: it is not ready, or should be left until another is.
@@ -116,7 +116,7 @@ class Fleet:
         return {row["instance"] for row in rows if row["health"] == "ready"}
 
     def pause(self, seen: Seen) -> None:
-        """What a client does that was told that nobody is there: nothing, until somebody is."""
+        """Wait until a server is ready, after a client got a 503."""
         if seen.status == 503:
             wait_for(self._ready, "a server that is ready", RESTARTED_WITHIN_S)
 
@@ -125,7 +125,7 @@ class Fleet:
             one.join()
 
     def wait_until_at_rest(self) -> None:
-        """No request is left anywhere: none hangs, none is computed for nobody."""
+        """Wait until no server has a request: none hangs, none is computed without a client."""
 
         def is_at_rest() -> bool:
             names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -146,15 +146,15 @@ class Fleet:
         print(f"tokens handed over or loaded, by servers since their last start: {tokens:.0f}")
 
 
-def undisturbed(model: Path, folder: Path, asked: Sequence[Request]) -> list[Seen]:
-    """What a server answers that has no connector and is not disturbed."""
+def undisturbed(model: Path, folder: Path, prompts: Sequence[Request]) -> list[Seen]:
+    """Answers of an undisturbed server without a connector."""
     server = VllmServer("alone", model, folder, None, 0, "float32")
     try:
         server.wait_until_ready(RESTARTED_WITHIN_S)
-        calm = answers(server.url, [(one, "") for one in asked], NUM_UNDISTURBED)
+        calm = answers(server.url, [(one, "") for one in prompts], NUM_UNDISTURBED)
     finally:
         server.close()
-    for one, right in zip(asked, calm, strict=True):
+    for one, right in zip(prompts, calm, strict=True):
         assert right.status == 200 and not right.cut and not right.error, (one, right)
     return calm
 
@@ -179,17 +179,17 @@ def main() -> int:
         made = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-kill-"))
         folder = wanted.logs or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
-        asked = requests(wanted.requests, wanted.seed, "smollm2")
-        calm = undisturbed(model, folder, asked)
+        prompts = requests(wanted.requests, wanted.seed, "smollm2")
+        calm = undisturbed(model, folder, prompts)
         fleet = Fleet(
             stack, folder, model, wanted.protocol, (wanted.prefill, wanted.decode), wanted.one_at_a_time
         )
         outcome = Outcome()
         began = time.monotonic()
         with Killer(fleet.kill, [*fleet.servers], wanted.period, wanted.seed) as killer:
-            seen = answers(fleet.gateway.url, [(one, "") for one in asked], wanted.clients, fleet.pause)
+            seen = answers(fleet.gateway.url, [(one, "") for one in prompts], wanted.clients, fleet.pause)
         outcome.took_s, outcome.killed = time.monotonic() - began, killer.killed
-        for one, disturbed, right in zip(asked, seen, calm, strict=True):
+        for one, disturbed, right in zip(prompts, seen, calm, strict=True):
             outcome.note(one, disturbed, right)
         fleet.wait_until_back()
         show(outcome)

@@ -1,8 +1,8 @@
-"""What a client did and what it was told, line by line, written before its next action; and what follows.
+"""Journal of a client's actions and replies, written line by line before its next action; and its evaluation.
 
-The journal is a file to which every line is one ``write``: what the kernel has taken outlives the client's
-SIGKILL. ``Book`` reads it and knows for every key what must be there, what may be there, and what is
-promised to outlive which death.
+The journal is a file to which every line is one ``write``: data that the kernel has accepted survives the
+client's SIGKILL. ``Book`` reads it and knows for every key which versions must or may exist, and which
+processes' deaths the object must survive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIZES = (1, 100, 4096, 60_000, 300_000)
 
 
 def content(key: str, version: int) -> bytes:
-    """The one value that version ``version`` of ``key`` ever has."""
+    """The value of version ``version`` of ``key``."""
     seed = zlib.crc32(f"{key} {version}".encode())
     size = SIZES[seed % len(SIZES)] + seed % 97
     return np.random.default_rng(seed).bytes(size)
@@ -38,7 +38,7 @@ class Line(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class Journal:
-    """The client's side."""
+    """Writer of a journal, used by the client."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
@@ -49,32 +49,32 @@ class Journal:
 
 @dataclasses.dataclass(eq=False)
 class Kept:
-    """What is known of one key."""
+    """State of one key."""
 
     versions: list[int] = dataclasses.field(default_factory=list)
-    """Those that a reader may find; none: the key must be absent."""
+    """Versions that a reader may find; none: the key must be absent."""
     may_be_absent: bool = True
     is_durable: bool = False
     places: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def is_promised(self) -> bool:
-        """It was acknowledged, and nothing has happened since that could take it."""
+        """Whether the key must be readable: acknowledged, and nothing has happened that may remove it."""
         return bool(self.versions) and not self.may_be_absent and (self.is_durable or bool(self.places))
 
 
 class Book:
-    """The checker's side."""
+    """Reader of journals, used by the checker."""
 
     def __init__(self) -> None:
         self.keys: dict[str, Kept] = {}
         self.wrong: list[str] = []
-        """What the clients themselves found to be wrong."""
+        """Violations found by the clients themselves."""
         self.num_acknowledged = 0
         self._read: dict[Path, int] = {}
 
     def read(self, path: Path) -> None:
-        """Everything in the journal that was not read yet."""
+        """Read the part of a journal that was not read yet."""
         with path.open("rb") as file:
             file.seek(self._read.get(path, 0))
             data = file.read()
@@ -106,7 +106,7 @@ class Book:
                 self.wrong.append(f"{line.key} version {line.version}: {line.more}")
 
     def died(self, segment: str) -> None:
-        """The process that held this memory segment is gone, and the bytes with it."""
+        """Note that the process with this memory segment ended, and its bytes are lost."""
         for kept in self.keys.values():
             if segment in kept.places:
                 kept.places = [place for place in kept.places if place != segment]

@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 WITHIN_S = 240.0
-"""A request that takes longer hangs, also on a busy machine."""
+"""Time after which a request counts as hanging, even on a busy machine."""
 PROPER = (429, 500, 502, 503, 504)
-"""What a server may say when it can't; 500 is left to engines that say so of themselves."""
+"""Status codes of proper errors; 500 only from engines that report it themselves."""
 _FIRST_TOKEN, _LAST_TOKEN = 1000, 40_000
 _WORDS = (
     "blocks",
@@ -39,7 +39,7 @@ _WORDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One request, whole but for its salt."""
+    """One request, complete except for its salt."""
 
     number: int
     path: str
@@ -52,16 +52,16 @@ class Request:
 
 @dataclasses.dataclass
 class Seen:
-    """What came back."""
+    """An answer."""
 
     status: int = 0
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     error: str = ""
-    "The server's words, when it reported one."
+    "The server's error message, if it reported one."
     cut: str = ""
-    "What ended the connection, when neither an end nor an error was reported."
+    "How the connection ended, if neither an end nor an error was reported."
 
 
 def requests(num: int, seed: int, model: str, longest: int = 400) -> list[Request]:
@@ -102,10 +102,10 @@ def _words(random: Random, num: int) -> str:
 
 
 def ask(url: str, one: Request, salt: str = "") -> Seen:
-    """Send it; whatever becomes of it is an answer.
+    """Send a request; any outcome is returned as an answer.
 
     Args:
-        salt: of its cache; with a new one everything is computed anew.
+        salt: salt of the prefix cache; with a new one everything is computed again.
     """
     body = {**one.body, **({"cache_salt": salt} if salt else {})}
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=WITHIN_S)
@@ -153,7 +153,7 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[str]:
 
 
 def _take(choice: dict[str, Any], seen: Seen) -> None:
-    """A choice, or the next piece of it."""
+    """Add a choice, or the next piece of it."""
     said = choice.get("message") or choice.get("delta") or {}
     seen.text += choice.get("text") or said.get("content") or ""
     seen.token_ids += choice.get("token_ids") or []
@@ -161,7 +161,7 @@ def _take(choice: dict[str, Any], seen: Seen) -> None:
 
 
 def verdict(seen: Seen, right: Seen) -> str:
-    """``equal`` or ``error``; anything else says what is wrong."""
+    """``equal`` or ``error``; any other text names the violation."""
     if seen.cut:
         return f"cut off: {seen.cut} (status {seen.status}, {len(seen.token_ids)} tokens came)"
     if seen.status != 200:

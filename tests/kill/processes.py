@@ -22,10 +22,10 @@ from tests.contract.metadata_servers import PROGRAMS, MetadataServer
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30.0
-"""For a process to start or to answer on a machine that is busy with other things."""
+"""Time for a process to start or to answer on a busy machine."""
 
 POOL = "256MiB"
-"""Far more than there ever is: what was evicted would be taken for lost."""
+"""Far more memory than is ever used: an evicted object would count as lost."""
 
 MASTER_FLAGS = {
     "--lease-s": "0.5",
@@ -34,16 +34,16 @@ MASTER_FLAGS = {
     "--heartbeat-s": "0.2",
     "--segment-ttl-s": "3",
 }
-"""Short promises: memory rests for the longest of them after the death of a master."""
+"""Short leases: memory rests for the longest of them after the death of a master."""
 
 
 class Client:
-    """The journaling client: one life of it."""
+    """One process of the journaling client."""
 
     def __init__(self, folder: Path, name: str, master: str, kinds: tuple[str, ...], log: IO[bytes]) -> None:
         self.journal = folder / f"{name}.journal"
         self.journal.touch()
-        told = {
+        config = {
             "name": name,
             "master": master,
             "journal": str(self.journal),
@@ -51,7 +51,7 @@ class Client:
             "timeout_s": 15.0,
         }
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "tests.kill.client", json.dumps(told)],
+            [sys.executable, "-m", "tests.kill.client", json.dumps(config)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -73,13 +73,13 @@ class Client:
 
 
 def elector() -> MetadataServer | None:
-    """A service through which masters elect; None where none is installed: then they take a file."""
+    """A service for leader election; None if none is installed: then the masters use a file."""
     kind = next((kind for kind, (program, _) in PROGRAMS.items() if shutil.which(program)), None)
     return None if kind is None else MetadataServer(kind)
 
 
 class Cluster:
-    """Everything that runs, in one folder. Killed at the end whatever happened."""
+    """All processes of a run, in one folder. Killed at the end in any case."""
 
     master_flags: ClassVar[dict[str, str]] = MASTER_FLAGS
 
@@ -98,7 +98,7 @@ class Cluster:
         self.masters = [f"master{number}" for number in range(num_masters)] if num_masters > 1 else ["master"]
         self._service = elector() if num_masters > 1 else None
         self._elects = f"file://{folder}" if self._service is None else self._service.url
-        self._ballot = make_lease_store(self._elects) if num_masters > 1 else None
+        self._lease_store = make_lease_store(self._elects) if num_masters > 1 else None
         self.log: IO[bytes] = (folder / "log").open("ab")
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.nodes = [f"node{number}" for number in range(num_nodes)]
@@ -108,26 +108,26 @@ class Cluster:
 
     @property
     def master(self) -> str:
-        """Where clients and nodes find it, or them."""
+        """Address or addresses at which clients and nodes find the masters."""
         return ",".join(f"127.0.0.1:{port}" for port in self.ports)
 
-    def mandate(self) -> LeaderLease | None:
-        """The record that says who leads, and which standbys have all that was acknowledged."""
-        assert self._ballot is not None, "there is one master only"
-        found = self._ballot.read()
+    def lease(self) -> LeaderLease | None:
+        """The record of the leader and of the standbys that have all acknowledged records."""
+        assert self._lease_store is not None, "there is one master only"
+        found = self._lease_store.read()
         return None if found is None else decode_lease(found)
 
     def leader(self) -> str:
-        """Which master leads, as far as the record says."""
-        mandate = self.mandate()
-        assert mandate is not None, "nobody has led yet"
-        return self.masters[self.ports.index(int(mandate.address.rpartition(":")[2]))]
+        """The master that leads according to the record."""
+        lease = self.lease()
+        assert lease is not None, "no master has led yet"
+        return self.masters[self.ports.index(int(lease.address.rpartition(":")[2]))]
 
     def wait_for_standbys(self) -> None:
-        """Until all masters but the leader have all that was acknowledged."""
+        """Wait until all standbys have all acknowledged records."""
         until = time.monotonic() + PATIENCE_S
-        while (mandate := self.mandate()) is None or len(mandate.standbys) < len(self.masters) - 1:
-            assert time.monotonic() < until, f"the standbys don't come into step: {mandate}"
+        while (lease := self.lease()) is None or len(lease.standbys) < len(self.masters) - 1:
+            assert time.monotonic() < until, f"the standbys don't get in sync: {lease}"
             time.sleep(0.02)
 
     def start(self) -> None:
@@ -165,7 +165,7 @@ class Cluster:
         return client
 
     def kill(self, *names: str) -> float:
-        """SIGKILL, all at once; returns the instant."""
+        """Send SIGKILL to all of them at once; returns the time."""
         processes = [self.running.pop(name) for name in names]
         killed_at = time.monotonic()
         for process in processes:
@@ -181,7 +181,7 @@ class Cluster:
         return killed_at
 
     def ended(self) -> list[str]:
-        """Who died without having been killed."""
+        """Processes that ended without having been killed."""
         return [
             f"{name} ended with {p.returncode}" for name, p in self.running.items() if p.poll() is not None
         ]
@@ -189,7 +189,7 @@ class Cluster:
     def close(self) -> None:
         self.kill(*self.running)
         self.log.close()
-        if self._ballot is not None:
-            self._ballot.close()
+        if self._lease_store is not None:
+            self._lease_store.close()
         if self._service is not None:
             self._service.stop()

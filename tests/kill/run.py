@@ -1,8 +1,8 @@
-"""Rounds of one scenario: load, SIGKILL, recovery, and a look at everything that was acknowledged.
+"""Rounds of one scenario: load, SIGKILL, recovery, and a check of everything that was acknowledged.
 
 Lost is an acknowledged object that was promised (``journal.Book``) and is not found within ``RECOVERY_S`` of
-the kill; wrong is a value that nobody acknowledged or began under that key; a phantom is a key that can be
-read although its removal was acknowledged, or that nobody ever put.
+the kill; wrong is a value that was never acknowledged or begun under that key; a phantom is a key that can be
+read although its removal was acknowledged, or that was never put.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from tests.kill.journal import Book, Line, content
 from tests.kill.processes import PATIENCE_S, Cluster
 
 RECOVERY_S = 20.0
-"""Within so long of a kill everything that was promised must be found again, on a machine that is busy."""
+"""Time after a kill within which all promised objects must be found again, on a busy machine."""
 SHOWN = 20
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of the rounds."""
+    """Result of the rounds."""
 
     num_rounds: int = 0
     num_acknowledged: int = 0
     num_checked: int = 0
-    """Reads of promised objects, all rounds together."""
+    """Number of reads of promised objects in all rounds."""
     lost: list[str] = dataclasses.field(default_factory=list)
     wrong: list[str] = dataclasses.field(default_factory=list)
     phantoms: list[str] = dataclasses.field(default_factory=list)
     broken: list[str] = dataclasses.field(default_factory=list)
-    """Processes that died by themselves, and what else must not happen."""
+    """Processes that ended by themselves, and other violations."""
     recovery_s: list[float] = dataclasses.field(default_factory=list)
-    """From the kill to the first put that was acknowledged and read back."""
+    """Times from a kill to the first put that was acknowledged and read back."""
     reading_s: list[float] = dataclasses.field(default_factory=list)
-    """From the kill to the first get of an object that was there before."""
+    """Times from a kill to the first get of an object from before."""
 
     @property
     def violations(self) -> list[str]:
@@ -53,20 +53,20 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """Who is killed, and what must survive it."""
+    """Processes that are killed, and the objects that must survive."""
 
     name: str
     kinds: tuple[str, ...]
-    """What the client puts (``client.py``)."""
+    """Kinds of objects that the client puts (``client.py``)."""
     num_nodes: int
     has_ssd: bool
     strike: Callable[[Rounds], tuple[float, list[str]]]
-    """Kill and start again; returns the instant of the kill and the names of the killed."""
+    """Kill and restart processes; returns the time of the kill and the names of the killed."""
     num_masters: int = 1
 
 
 class Rounds:
-    """A cluster, its book, and one scenario played over and over."""
+    """A cluster, its book, and one scenario played repeatedly."""
 
     def __init__(self, scenario: Scenario, folder: Path, seed: int) -> None:
         self.random = Random(seed)
@@ -141,7 +141,7 @@ class Rounds:
     # After the kill
 
     def _recover(self, store: Store, killed_at: float, old: str) -> None:
-        """Until an object from before can be read (if it is still there), and a new one put and got."""
+        """Wait until an object from before can be read (if there is one) and a new one put and got."""
         new = f"new-{self.outcome.num_rounds}"
         waits_for_old, waits_for_new = self._scenario.has_ssd, True
         while waits_for_old or waits_for_new:
@@ -177,7 +177,7 @@ class Rounds:
         self.outcome.phantoms += [f"{key} is listed" for key in listed if key not in self.book.keys]
 
     def _read(self, store: Store, keys: list[str]) -> list[str]:
-        """Judges what is there; returns what is not."""
+        """Check the keys that can be read; returns the others."""
         missing: list[str] = []
         for key, value in zip(keys, store.get_batch(keys), strict=True):
             versions = self.book.keys[key].versions
@@ -189,14 +189,14 @@ class Rounds:
         return missing
 
     def _tidy(self, store: Store) -> None:
-        """What killed clients left behind goes after a while, so that the pools never fill up."""
+        """Remove objects that killed clients left behind, so that the pools never fill up."""
         current = self.cluster.journals[-2:] if self.cluster.client is None else self.cluster.journals[-1:]
         names = tuple(f"{journal.stem}-" for journal in current)
         left = [key for key, kept in self.book.keys.items() if kept.versions and not key.startswith(names)]
         self._remove(store, left)
 
     def _end(self, store: Store) -> None:
-        """When everything is removed, all space must come back by itself."""
+        """Check that all space is freed after everything was removed."""
         if self.cluster.client is not None:
             self.cluster.kill("client")
         self._remove(store, store.ask(m.ListKeys("", 1 << 20)).keys)
@@ -228,7 +228,7 @@ def kill_leader(rounds: Rounds) -> tuple[float, list[str]]:
 
 
 def kill_standby(rounds: Rounds) -> tuple[float, list[str]]:
-    """The leader, and while another takes over, one of those who may."""
+    """Kill the leader, and during the takeover one of the standbys that may take over."""
     cluster = rounds.cluster
     cluster.wait_for_standbys()
     leader = cluster.leader()
@@ -253,7 +253,7 @@ def kill_daemon(rounds: Rounds) -> tuple[float, list[str]]:
 
 
 def kill_cluster(rounds: Rounds) -> tuple[float, list[str]]:
-    """Everybody at once, and then started again in any order."""
+    """Kill all processes at once and start them again in any order."""
     cluster = rounds.cluster
     killed_at = cluster.kill(*cluster.running)
     starts: list[Callable[[], None]] = [lambda: cluster.start_master("master")]
@@ -280,7 +280,7 @@ SCENARIOS = {
 
 
 def play(name: str, num_rounds: int, seed: int = 0) -> Outcome:
-    """A scenario from nothing to nothing. What its processes said is kept if something was wrong."""
+    """Play a scenario from an empty store to an empty store. The logs are kept after a violation."""
     folder = Path(tempfile.mkdtemp(prefix="kill-"))
     outcome = Rounds(SCENARIOS[name], folder, seed).run(num_rounds)
     if outcome.violations:

@@ -1,8 +1,8 @@
-"""``scripts/kill-requests``: mixed requests while workers are killed at random, and a look at every answer.
+"""``scripts/kill-requests``: mixed requests while workers are killed at random, and a check of every answer.
 
 A cluster of built-in workers (2 prefill, 2 decode) answers each request undisturbed, and then again, half of
-them computed anew, while every few seconds one worker gets SIGKILL. Exits 1 unless every answer is the
-undisturbed one or a proper error.
+them without cached prefixes, while every few seconds one worker gets SIGKILL. Exits 1 unless every answer is
+the undisturbed one or a proper error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RESTARTED_WITHIN_S = 240.0
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of the requests, and who was killed meanwhile."""
+    """Outcomes of the requests, and the workers that were killed meanwhile."""
 
     verdicts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     wrong: list[str] = dataclasses.field(default_factory=list)
@@ -75,19 +75,19 @@ class Killer:
 
 def answers(
     url: str,
-    asked: list[tuple[Request, str]],
+    requests_with_salt: list[tuple[Request, str]],
     num_clients: int,
     after: Callable[[Seen], None] = lambda seen: None,
 ) -> list[Seen]:
-    """Of each request with its salt, ``num_clients`` at a time, in their order.
+    """Answers to requests with their salts, sent ``num_clients`` at a time; in their order.
 
     Args:
-        after: what a client does between an answer and its next request.
+        after: called between an answer and the client's next request.
     """
     todo: queue.SimpleQueue[tuple[int, Request, str]] = queue.SimpleQueue()
-    for position, (one, salt) in enumerate(asked):
+    for position, (one, salt) in enumerate(requests_with_salt):
         todo.put((position, one, salt))
-    found = [Seen() for _ in asked]
+    found = [Seen() for _ in requests_with_salt]
 
     def client() -> None:
         while True:
@@ -107,17 +107,17 @@ def answers(
 
 
 def play(cluster: Cluster, num: int, period_s: float, seed: int, num_clients: int) -> Outcome:
-    """Undisturbed, then disturbed."""
+    """Send all requests undisturbed, then disturbed."""
     outcome, random = Outcome(), Random(seed)
-    asked = requests(num, seed, "smollm2")
-    calm = answers(cluster.url, [(one, "") for one in asked], num_clients)
-    for one, right in zip(asked, calm, strict=True):
+    prompts = requests(num, seed, "smollm2")
+    calm = answers(cluster.url, [(one, "") for one in prompts], num_clients)
+    for one, right in zip(prompts, calm, strict=True):
         assert right.status == 200 and not right.cut and not right.error, (one, right)
-    salted = [(one, f"again {seed} {one.number}" if random.random() < 0.5 else "") for one in asked]
+    salted = [(one, f"again {seed} {one.number}" if random.random() < 0.5 else "") for one in prompts]
     roles = [name for name in cluster.status["roles"] if name.startswith(("prefill", "decode"))]
 
     def pause(seen: Seen) -> None:
-        """A client that was told that nobody can serve comes back when somebody can."""
+        """Wait until workers are ready, after a client got the error that none is."""
         if seen.status == 503:
             wait_for(lambda: _has_ready(cluster), "a worker that is ready", RESTARTED_WITHIN_S)
 
@@ -125,7 +125,7 @@ def play(cluster: Cluster, num: int, period_s: float, seed: int, num_clients: in
     with Killer(cluster.kill, roles, period_s, seed) as killer:
         disturbed = answers(cluster.url, salted, num_clients, pause)
     outcome.took_s, outcome.killed = time.monotonic() - began, killer.killed
-    for one, seen, right in zip(asked, disturbed, calm, strict=True):
+    for one, seen, right in zip(prompts, disturbed, calm, strict=True):
         outcome.note(one, seen, right)
     return outcome
 
@@ -151,12 +151,12 @@ def main() -> int:
     parser.add_argument("--period", type=float, default=10.0, help="seconds between two kills (default 10)")
     parser.add_argument("--clients", type=int, default=4, help="requests at a time (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="of the requests and kills (default 0)")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     print(f"machine: {describe_machine()}")
     print(f"command: {shlex.join(['scripts/kill-requests', *sys.argv[1:]])}")
     with running_cluster("--prefill", "2", "--decode", "2") as cluster:
         cluster.wait_until_routable()
-        outcome = play(cluster, asked.requests, asked.period, asked.seed, asked.clients)
+        outcome = play(cluster, args.requests, args.period, args.seed, args.clients)
     show(outcome)
     return 1 if outcome.wrong else 0
 

@@ -1,4 +1,4 @@
-"""A short slice of ``scripts/kill``, and proof that its book can accuse."""
+"""A short slice of ``scripts/kill``, and tests that its book detects violations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def noted(*lines: Line) -> Book:
     return book
 
 
-def test_an_acknowledged_put_is_promised_while_somebody_lives_who_has_it() -> None:
+def test_an_acknowledged_put_is_promised_while_a_process_with_a_replica_lives() -> None:
     book = noted(Line("put", "k", 1), Line("put_done", "k", 1, places=["a", "b"]))
     assert book.keys["k"].is_promised and book.keys["k"].versions == [1]
     book.died("a")
@@ -35,13 +35,13 @@ def test_an_acknowledged_put_is_promised_while_somebody_lives_who_has_it() -> No
     assert not book.keys["k"].is_promised
 
 
-def test_what_is_on_ssd_outlives_every_process() -> None:
+def test_an_object_on_ssd_survives_every_process() -> None:
     book = noted(Line("put", "k", 1, True), Line("put_done", "k", 1, True, ["a"]))
     book.died("a")
     assert book.keys["k"].is_promised
 
 
-def test_without_an_answer_both_may_be() -> None:
+def test_without_a_reply_both_states_are_allowed() -> None:
     assert not noted(Line("put", "k", 1)).keys["k"].is_promised
     done = (Line("put", "k", 1), Line("put_done", "k", 1, places=["a"]))
     assert not noted(*done, Line("remove", "k")).keys["k"].is_promised
@@ -55,7 +55,7 @@ def test_a_removed_key_may_not_be_found() -> None:
     assert noted(*done, Line("remove", "k"), Line("removed", "k")).keys["k"].versions == []
 
 
-def test_a_journal_is_read_up_to_the_line_that_a_kill_cut_off(tmp_path: Path) -> None:
+def test_a_journal_is_read_up_to_the_line_that_a_kill_truncated(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal, book = Journal(path), Book()
     journal.write(Line("put", "k", 1), Line("put_done", "k", 1, places=["a"]))

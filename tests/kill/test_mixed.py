@@ -1,4 +1,4 @@
-"""The judge of disturbed answers can accuse, and the requests are mixed indeed."""
+"""The check of disturbed answers detects violations, and the requests are mixed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_verdict(seen: Seen, said: str) -> None:
     assert verdict(seen, RIGHT).startswith(said)
 
 
-def test_requests_are_mixed_and_the_same_again() -> None:
+def test_requests_are_mixed_and_reproducible() -> None:
     found = requests(100, 3, "m")
     assert found == requests(100, 3, "m") != requests(100, 4, "m")
     chats = [one for one in found if "messages" in one.body]

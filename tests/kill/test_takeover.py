@@ -1,7 +1,7 @@
 """Masters as real processes, elected through etcd, Redis or a file: killed, stopped and replaced under load.
 
-How often and how fast is for ``scripts/kill`` to find out; here each thing happens once. What was
-acknowledged is written into a journal in this process, and looked for afterwards.
+``scripts/kill`` measures frequency and duration; here each event happens once. Acknowledged objects are
+recorded in a journal in this process and read afterwards.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FLAGS = {
 
 
 class Load:
-    """Puts until told to stop; what was acknowledged is in ``journal``."""
+    """Puts until ``stop``; acknowledged objects are in ``journal``."""
 
     def __init__(self, master: str) -> None:
         self.store = Store(master, settings=StoreSettings(timeout_s=20.0))
@@ -79,7 +79,7 @@ class Load:
         self._thread.join(30)
 
     def check(self) -> None:
-        """Everything that was acknowledged is there, and right."""
+        """Assert that all acknowledged objects exist and are right."""
         keys = [f"k{number}" for number in self.journal]
         for first in range(0, len(keys), 100):
             part = self.journal[first : first + 100]
@@ -94,14 +94,14 @@ def content(number: int) -> bytes:
 
 
 class Masters:
-    """Master processes that elect one of them, and one node."""
+    """Master processes with leader election, and one node."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url = url
         self.folder = folder
         self.ports = free_ports("127.0.0.1", 3, Random())
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        self._ballot = make_lease_store(url)
+        self._lease_store = make_lease_store(url)
 
     @property
     def addresses(self) -> str:
@@ -123,18 +123,18 @@ class Masters:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(command, stdout=log, stderr=log)
 
-    def mandate(self) -> LeaderLease | None:
-        found = self._ballot.read()
+    def lease(self) -> LeaderLease | None:
+        found = self._lease_store.read()
         return None if found is None else decode_lease(found)
 
     def leader(self, *, besides: str = "") -> str:
-        """The name of the master that leads, once one does that is not ``besides``."""
+        """Name of the leading master, once one leads that is not ``besides``."""
 
         def name() -> str:
-            mandate = self.mandate()
-            if mandate is None:
+            lease = self.lease()
+            if lease is None:
                 return ""
-            number = self.ports.index(int(mandate.address.rpartition(":")[2]))
+            number = self.ports.index(int(lease.address.rpartition(":")[2]))
             return f"m{number}" if f"m{number}" != besides else ""
 
         until(name)
@@ -142,8 +142,8 @@ class Masters:
 
     def wait_for_standbys(self, count: int) -> None:
         def has_them() -> bool:
-            mandate = self.mandate()
-            return mandate is not None and len(mandate.standbys) == count
+            lease = self.lease()
+            return lease is not None and len(lease.standbys) == count
 
         until(has_them)
 
@@ -157,7 +157,7 @@ class Masters:
             process.kill()
         for process in self.running.values():
             process.wait(10)
-        self._ballot.close()
+        self._lease_store.close()
 
 
 @pytest.fixture(params=["etcd", "redis", "file"])
@@ -189,7 +189,7 @@ def load_on(master: str) -> Iterator[Load]:
 
 
 def pair(masters: Masters, *, has_log: bool = False) -> str:
-    """Two masters and a node; who leads."""
+    """Two masters and a node; and the name of the leader."""
     masters.start_master(0, has_log=has_log)
     masters.start_master(1, has_log=has_log)
     masters.wait_for_standbys(1)
@@ -228,7 +228,7 @@ def test_masters_are_replaced_one_by_one_under_load(masters: Masters) -> None:
 
 @pytest.mark.parametrize("url", ["file"], indirect=True)
 def test_the_standby_is_killed_while_it_takes_over(masters: Masters) -> None:
-    """Then the one that had everything and its log comes back: whichever of both that is."""
+    """Then the one that had all records and its log comes back, whichever of the two that is."""
     leader = pair(masters, has_log=True)
     standby = "m1" if leader == "m0" else "m0"
     with load_on(masters.addresses) as load:
@@ -244,7 +244,7 @@ def test_the_standby_is_killed_while_it_takes_over(masters: Masters) -> None:
 
 
 @pytest.mark.parametrize("url", ["file"], indirect=True)
-def test_a_leader_that_stands_still_is_replaced_and_follows_when_it_goes_on(masters: Masters) -> None:
+def test_a_stopped_leader_is_replaced_and_follows_when_it_continues(masters: Masters) -> None:
     leader = pair(masters)
     with load_on(masters.addresses) as load:
         masters.running[leader].send_signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""``scripts/pauses``: engines that stand still amid saves and loads. Exits 1 if memory was used too early."""
+"""``scripts/pauses``: engines paused during saves and loads. Exits 1 if memory was reused too early."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def main() -> int:
         help=f"engines wait as long as by default and stand still for {USUAL_PAUSE_S:g} s; else they have"
         f" little patience and stand still for {PAUSE_S:g} s",
     )
-    asked = parser.parse_args()
+    args = parser.parse_args()
     print(f"machine: {describe_machine()}")
     print(f"command: {shlex.join(['scripts/pauses', *sys.argv[1:]])}")
-    names = asked.connector or list(ENGINES)
+    names = args.connector or list(ENGINES)
     outcomes: list[Outcome] = []
     for number, name in enumerate(names):
-        num_points = asked.points * (number + 1) // len(names) - asked.points * number // len(names)
+        num_points = args.points * (number + 1) // len(names) - args.points * number // len(names)
         began = time.monotonic()
-        with staged(asked.default_patience) as stage:
-            outcomes.append(play(stage, name, num_points, asked.seed))
+        with staged(args.default_patience) as stage:
+            outcomes.append(play(stage, name, num_points, args.seed))
         show(name, outcomes[-1], time.monotonic() - began)
     num_points = sum(one.num_points for one in outcomes)
     num_wrong = sum(len(one.wrong) for one in outcomes)

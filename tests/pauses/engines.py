@@ -1,8 +1,8 @@
-"""Engines that save and load through our connectors, each by the calls of the engine that it stands for.
+"""Engines that save and load through our connectors, each with the calls of the engine that it simulates.
 
-An engine has a few blocks of memory. ``save`` and ``load`` return when the engine has them back, as its
-connector says, and whoever calls uses them again at once. ``DirectEngine`` hands blocks to another process
-instead of to a store, so there "save" is to offer them and "load" is to receive them.
+An engine has a few blocks of memory. ``save`` and ``load`` return when the connector has released them, and
+the caller reuses them at once. ``DirectEngine`` sends blocks to another process instead of a store: its
+"save" offers them and its "load" receives them.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ Bytes = npt.NDArray[np.uint8]
 
 NUM_BLOCKS = 4
 LONGEST_S = 300.0
-"""Nothing here takes longer, unless it never ends."""
+"""Upper bound of any operation here; a longer one has hung."""
 
 
 def content(name: str, size_bytes: int) -> Bytes:
-    """What belongs to ``name``; no two names have the same."""
+    """Content that belongs to ``name``; different for all names."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     return np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """How patient an engine is with its store, or with another engine."""
+    """Timeouts of an engine for its store, or for another engine."""
 
     lookup_s: float
     load_s: float
     grace_s: float
-    """Of a direct transfer."""
+    """Timeout of a direct transfer."""
 
     @property
     def link(self) -> LinkSettings:
@@ -64,7 +64,7 @@ class Patience:
 SHORT = Patience(0.1, 0.4, 0.1)
 USUAL = Patience(DEFAULTS.lookup_timeout_s, DEFAULTS.load_timeout_s, peer_push.GRACE_S)
 GENEROUS = Patience(20.0, 20.0, 5.0)
-"""Of the one that checks."""
+"""Timeouts of the engine that checks."""
 
 
 class Engine(ABC):
@@ -94,12 +94,12 @@ class Engine(ABC):
             self.fill(number, content(name, self.block_bytes))
 
     def wrong(self, names: Sequence[str]) -> list[int]:
-        """Which blocks are not what belongs to their names."""
+        """Blocks whose content does not belong to their names."""
         pairs = ((number, content(name, self.block_bytes)) for number, name in enumerate(names))
         return [number for number, expected in pairs if not np.array_equal(self.block(number), expected)]
 
     def settle(self) -> None:
-        """Nothing that was begun is under way on the loop any more."""
+        """Wait until no operation is in progress on the loop."""
 
         async def others() -> None:
             rest = asyncio.all_tasks() - {asyncio.current_task()}
@@ -111,7 +111,7 @@ class Engine(ABC):
 
 
 def _ask_again_at_once() -> None:
-    """Else the operations after a pause would be misses without a question."""
+    """Disable the breaker; otherwise operations after a pause would be misses without a request."""
     vars(pages)["DEFAULTS"] = dataclasses.replace(DEFAULTS, retry_after_s=0.01)
 
 
@@ -368,9 +368,9 @@ class LinkEngine(Engine):
 
 
 class DirectEngine(Engine):
-    """Both ends of a direct transfer, as in a vLLM that may prefill and decode; each has memory of its own.
+    """Both ends of a direct transfer, as in a vLLM that may prefill and decode; each has its own memory.
 
-    ``fill`` and ``block`` are of the memory of what was called last, ``save`` or ``load``.
+    ``fill`` and ``block`` use the memory of the last call, ``save`` or ``load``.
     """
 
     def __init__(self, address: str, patience: Patience) -> None:
@@ -414,7 +414,7 @@ class DirectEngine(Engine):
         return self._arrays[self._which][:, number].reshape(-1)
 
     def offer(self, names: Sequence[str]) -> threading.Event:
-        """Set when the blocks are the engine's again."""
+        """Offer blocks; the event is set when they are released to the engine."""
         ended = self._ended[names[0]] = threading.Event()
         offer = BlockOffer(names[0], b"p", list(range(NUM_BLOCKS)))
         self.loop.call_soon_threadsafe(self._sender.offer, offer)

@@ -1,9 +1,9 @@
-"""Points at which an engine stands still, and a look at its memory and at what it left in the store.
+"""Points at which an engine is paused, and a check of its memory and of what it left in the store.
 
-Three ways to stand still: the engine's process is stopped (``stop``), the loop of its connector is held while
-its threads go on (``hold``), or everything stops, as in a virtual machine that is paused (``machine``). Wrong
-is a block that a load, here or elsewhere, called good and that has other bytes than were saved under its
-name; overwritten is a block that changed after the engine had it back.
+Three kinds of pause: the engine's process is stopped (``stop``), the loop of its connector is blocked while
+its threads continue (``hold``), or everything stops, as in a paused virtual machine (``machine``). Wrong
+is a block that a load, here or elsewhere, reported as good and that has other bytes than were saved under its
+name; overwritten is a block that changed after it was released to the engine.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from tests.pauses.engines import ENGINES, GENEROUS, LONGEST_S, NUM_BLOCKS, Direc
 ROOT = Path(__file__).parents[2]
 
 KINDS = ("stop", "hold", "machine", "stop at a time")
-"""The last: not at a call of Python, so also amid what native threads do."""
+"""Share of pauses not at a Python call, so that they also occur while native threads work."""
 OPERATIONS = ("save", "load")
 PAUSE_S = 1.6
-"""Beyond every patience of an engine that has little (``engines.SHORT``), also of waits that add some up."""
+"""Longer than every timeout of an engine with short ones (``engines.SHORT``), even if some add up."""
 USUAL_PAUSE_S = 25.0
 """The same for the defaults."""
 MOST_S = 0.02
-"""About as long an operation takes when nothing stands still."""
+"""Approximate time of an operation without a pause."""
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of the points of one connector."""
+    """Results of the points of one connector."""
 
     points: dict[str, int] = dataclasses.field(default_factory=dict)
-    """By kind and operation, those at which something stood still."""
+    """Number of pauses by kind and operation."""
     num_missed_points: int = 0
-    """The operation was over before it got there."""
+    """Number of operations that ended before their point."""
     num_loaded: int = 0
     num_not_loaded: int = 0
     num_found: int = 0
-    """Blocks that were saved around a pause and could be read elsewhere."""
+    """Number of blocks that were saved around a pause and could be read elsewhere."""
     num_not_found: int = 0
     wrong: list[str] = dataclasses.field(default_factory=list)
     overwritten: list[str] = dataclasses.field(default_factory=list)
@@ -66,17 +66,17 @@ class Outcome:
 
 
 class Partner(Protocol):
-    """The other engine: it never stands still, and checks."""
+    """The other engine, which is never paused and checks."""
 
     def before(self, op: str, names: list[str]) -> None: ...
 
     def after(self, op: str, names: list[str]) -> list[tuple[bool, bool]]:
-        """Per block that the engine saved: whether it was found, and whether it was right."""
+        """For each block that the engine saved: whether it was found, and whether it was right."""
         ...
 
 
 class StorePartner:
-    """Saves what is to be loaded, and loads what was saved."""
+    """Saves the blocks that the engine loads, and loads those that it saved."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -95,7 +95,7 @@ class StorePartner:
 
 
 class DirectPartner:
-    """Offers what is to be received, and receives what is offered, both while the other is at it."""
+    """Offers the blocks that the engine receives, and receives those that it offers, concurrently with it."""
 
     def __init__(self, engine: DirectEngine) -> None:
         self._engine = engine
@@ -127,16 +127,16 @@ class DirectPartner:
 
 
 class Victim:
-    """The process that stands still."""
+    """The process that is paused."""
 
     def __init__(self, address: str, is_usual: bool, log: Any) -> None:
-        told = {"address": address, "is_usual": is_usual}
-        words = [sys.executable, "-m", "tests.pauses.victim", json.dumps(told)]
+        config = {"address": address, "is_usual": is_usual}
+        command = [sys.executable, "-m", "tests.pauses.victim", json.dumps(config)]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=log, cwd=ROOT, text=True)
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, cwd=ROOT, text=True)
 
     def become(self, connector: str) -> str:
-        """From now on it is an engine with this connector; its address, if it has one."""
+        """Make it an engine with this connector; returns its address, if it has one."""
         self._write({"connector": connector})
         return str(json.loads(self.read())["address"])
 
@@ -151,7 +151,7 @@ class Victim:
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
 
-    def tell(self, command: dict[str, Any]) -> None:
+    def send(self, command: dict[str, Any]) -> None:
         self._write(command)
         assert self.read() == "begun\n"
 
@@ -169,7 +169,7 @@ class Victim:
 
 
 class Stage:
-    """A store, and the process that stands still."""
+    """A store, and the process that is paused."""
 
     def __init__(self, is_usual: bool, folder: Path) -> None:
         self.is_usual, self.log = is_usual, folder / "engine.log"
@@ -228,7 +228,7 @@ class Points:
         self._partner.before(op, names)
         is_timed = kind == "stop at a time"
         command = {"op": op, "name": prefix, "kind": kind, "at": 0 if is_timed else at}
-        self._victim.tell({**command, "pause_s": self._pause_s, "peer": self._peer})
+        self._victim.send({**command, "pause_s": self._pause_s, "peer": self._peer})
         if is_timed:
             time.sleep(self._random.uniform(0.0, MOST_S))
             self._victim.process.send_signal(signal.SIGSTOP)
@@ -237,7 +237,7 @@ class Points:
         self._judge(op, kind, is_timed or answer["has_struck"], answer, found)
 
     def _answer(self, kind: str) -> dict[str, Any]:
-        """What the engine says in the end; where it has stopped, it goes on after the pause."""
+        """The engine's answer; if it has stopped, it is continued after the pause."""
         lines: list[str] = []
         reader = threading.Thread(target=lambda: lines.append(self._victim.read()))
         reader.start()
@@ -287,7 +287,7 @@ class Points:
 
 @contextlib.contextmanager
 def staged(is_usual: bool = False) -> Iterator[Stage]:
-    """``is_usual``: the engines have the patience that engines have by default."""
+    """A store and a process for the points. ``is_usual``: the engines have their default timeouts."""
     with tempfile.TemporaryDirectory(prefix="pauses-") as folder:
         stage = Stage(is_usual, Path(folder))
         try:

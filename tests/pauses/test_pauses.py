@@ -1,4 +1,4 @@
-"""A short slice of ``scripts/pauses``, and proof that its judge can accuse."""
+"""A short slice of ``scripts/pauses``, and tests that its check detects violations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.pauses.engines import ENGINES, NUM_BLOCKS, content
 from tests.pauses.run import KINDS, Outcome, Points, Stage, play, staged
 
 NUM_POINTS = 2
-"""Of each connector; of which kinds and amid which operations, the seed says."""
+"""Number of points of each connector; the seed determines their kinds and operations."""
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def stage() -> Iterator[Stage]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ENGINES)
-def test_memory_is_the_engines_when_it_is_told_so(stage: Stage, name: str) -> None:
+def test_released_memory_is_not_touched_again(stage: Stage, name: str) -> None:
     outcome = play(stage, name, NUM_POINTS)
     assert not outcome.violations, f"scripts/pauses --points {NUM_POINTS} --connector {name}: {outcome}"
     assert outcome.num_points == NUM_POINTS
@@ -36,7 +36,7 @@ def judged(op: str, answer: dict[str, Any], found: list[tuple[bool, bool]]) -> O
     return points.outcome
 
 
-def test_wrong_bytes_are_told_from_misses() -> None:
+def test_wrong_bytes_are_distinguished_from_misses() -> None:
     saved = judged("save", {}, [(True, True), (False, False), (True, False), (False, True)])
     assert (len(saved.wrong), saved.num_found, saved.num_not_found) == (1, 2, 2)
     assert len(saved.violations) == 1 and "block 2" in saved.violations[0]
@@ -44,7 +44,7 @@ def test_wrong_bytes_are_told_from_misses() -> None:
     assert (loaded.num_loaded, loaded.num_not_loaded, len(loaded.wrong)) == (3, NUM_BLOCKS - 3, 1)
 
 
-def test_memory_that_changed_afterwards_is_seen() -> None:
+def test_memory_that_changed_afterwards_is_detected() -> None:
     assert len(judged("load", {"overwritten": [0, 3]}, []).overwritten) == 2
 
 

@@ -1,8 +1,8 @@
-"""The process that stands still: an engine that saves and loads as it is told, and uses its memory at once.
+"""The process that is paused: an engine that saves and loads on command, and reuses its memory at once.
 
-It reads one command a line (JSON) and answers with one line. Where it stands still is a number: so many calls
-and returns, in the loop's thread and in the engine's, after the operation began. There it stops itself, and
-whoever started it lets it go on; or it holds its loop, while the engine's thread goes on.
+It reads one command a line (JSON) and answers with one line. The point of its pause is a number of calls and
+returns, in the loop's thread and in the engine's, after the operation began. There it stops itself, and the
+process that started it continues it; or it blocks its loop, while the engine's thread continues.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tests.pauses.engines import ENGINES, NUM_BLOCKS, SHORT, USUAL, DirectEngine
 
 
 class Trap:
-    """Counts what happens in some threads, and strikes at one point.
+    """Counts calls and returns in some threads, and pauses at one of them.
 
-    ``at``: how many calls and returns after the beginning; 0 never strikes.
+    ``at``: number of calls and returns after the beginning; 0: never.
     """
 
     def __init__(self, kind: str, at: int, pause_s: float) -> None:
@@ -58,17 +58,17 @@ class Trap:
         is_set.wait()
 
 
-def turn(engine: Engine, told: dict[str, Any]) -> dict[str, Any]:
-    """One operation, and what became of the memory."""
-    is_save, prefix = told["op"] == "save", told["name"]
+def turn(engine: Engine, command: dict[str, Any]) -> dict[str, Any]:
+    """Run one operation and check the memory afterwards."""
+    is_save, prefix = command["op"] == "save", command["name"]
     mine = [f"{prefix}-{number}" for number in range(NUM_BLOCKS)]
     before = [f"{name}-before" for name in mine]
     others = [f"{name}-next" for name in mine]
     if isinstance(engine, DirectEngine):
-        engine.use(told["op"])
-        engine.peer = told["peer"]
+        engine.use(command["op"])
+        engine.peer = command["peer"]
     engine.fill_all(mine if is_save else before)
-    trap = Trap(told["kind"], told["at"], told["pause_s"])
+    trap = Trap(command["kind"], command["at"], command["pause_s"])
     print("begun", flush=True)
     trap.set(engine)
     flags = [False] * NUM_BLOCKS
@@ -92,19 +92,19 @@ def turn(engine: Engine, told: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(told: dict[str, Any]) -> None:
+def main(config: dict[str, Any]) -> None:
     engine: Engine | None = None
     for line in sys.stdin:
         command = json.loads(line)
         if "connector" in command:
             if engine is not None:
                 engine.close()
-            engine = ENGINES[command["connector"]](told["address"], USUAL if told["is_usual"] else SHORT)
+            engine = ENGINES[command["connector"]](config["address"], USUAL if config["is_usual"] else SHORT)
             print(json.dumps({"address": getattr(engine, "address", "")}), flush=True)
         else:
-            assert engine is not None, "first it must become an engine"
+            assert engine is not None, "a command must set the connector first"
             print(json.dumps(turn(engine, command)), flush=True)
-    os._exit(0)  # what it has begun may not keep it
+    os._exit(0)  # operations in progress must not delay the exit
 
 
 if __name__ == "__main__":

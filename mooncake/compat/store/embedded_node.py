@@ -43,7 +43,7 @@ class EmbeddedNode:
         self._node = Node(settings, engine)
         try:
             self._wait(self._node.start(), timeout_s + CLOSE_S)
-            if self._node.lent:
+            if self._node.segments:
                 self._wait(self._mounted(), timeout_s + CLOSE_S)
         except BaseException:
             self.close()
@@ -62,11 +62,11 @@ class EmbeddedNode:
         """
 
         async def mount() -> None:
-            self._node.lend(region, name)
+            self._node.mount_region(region, name)
             try:
                 await self._mounted()
             except Unavailable:
-                await self._node.take_back(name)
+                await self._node.unmount(name)
                 raise
 
         self._wait(mount(), self._timeout_s + CLOSE_S)
@@ -77,7 +77,7 @@ class EmbeddedNode:
         Raises:
             InvalidArgument: there is none of that name.
         """
-        self._wait(self._node.take_back(name, grace_s), self._timeout_s + CLOSE_S + grace_s)
+        self._wait(self._node.unmount(name, grace_s), self._timeout_s + CLOSE_S + grace_s)
 
     async def _mounted(self) -> None:
         try:
@@ -85,7 +85,7 @@ class EmbeddedNode:
                 await self._node.mounted.wait()
         except TimeoutError:
             raise Unavailable(
-                f"the master at {self._node.settings.master} did not take {', '.join(self._node.lent)} "
+                f"the master at {self._node.settings.master} did not take {', '.join(self._node.segments)} "
                 f"within {self._timeout_s:g} s; is a name in use?"
             ) from None
 

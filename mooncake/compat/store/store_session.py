@@ -21,7 +21,8 @@ from mooncake.compat.transfer.temporary_registration import TemporaryRegistratio
 from mooncake.errors import MooncakeError
 from mooncake.log import get_logger
 from mooncake.store import messages as m
-from mooncake.store.client.store import Store, StoreSettings
+from mooncake.store.client.calls import StoreSettings
+from mooncake.store.client.store import Store
 from mooncake.store.node.node import NodeSettings
 from mooncake.transfer import TransferEngine
 

@@ -1,1 +1,1 @@
-"""The client of the store: both faces, its operations, and what it holds between calls."""
+"""The client of the store: blocking and asyncio interfaces, operations, and state between calls."""

@@ -1,10 +1,9 @@
-"""Where a caller's bytes are, and how transfer gets at them.
+"""Makes the memory of callers accessible to transfer, which uses registered memory only.
 
-Transfer touches only registered memory. Large buffers are registered for the length of one
-operation (cheap: no page is touched or pinned on the transports that need none); small ones are
-copied through a staging region that is registered once, because a copy of a few KiB costs less than
-a registration. Memory that the caller registered, such as a worker's KV pool, is taken as it is; and
-``start_puts`` and friends take its addresses directly.
+Large buffers are registered for the duration of one operation (cheap: no page is touched or pinned on
+transports that need no pinning); small ones are copied through a staging region that is registered once,
+because a copy of a few KiB costs less than a registration. Memory that the caller registered, such as a
+worker's KV pool, is used as it is; ``write_ranges`` and ``read_ranges`` accept its addresses directly.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ Buffer: TypeAlias = Any
 """Anything with the buffer protocol, a contiguous CPU tensor, or ``(address, size_bytes)``."""
 
 STAGED_BYTES = 256 << 10
-"""The largest operation, in bytes over all its buffers, that goes through the staging region."""
+"""Largest operation, in bytes over all its buffers, that goes through the staging region."""
 STAGING_BYTES = 8 << 20
 
 _BYTES_HEADER = bytes.__basicsize__ - 1
-"""Where the content of a ``bytes`` object begins: CPython keeps it, and a final NUL, inside."""
+"""Offset of the content of a ``bytes`` object: CPython stores it, and a final NUL, inside the object."""
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.restype = ctypes.py_object
@@ -52,7 +51,7 @@ def span_to_read(buffer: Buffer) -> tuple[int, int]:
 
 
 class RegisteredBuffers:
-    """Buffers of one operation, at addresses that transfer may use until the block ends."""
+    """Buffers of one operation, at addresses that transfer may use until the ``with`` block ends."""
 
     __slots__ = ("_memory", "_regions", "_staged", "addresses", "sizes")
 
@@ -69,10 +68,10 @@ class RegisteredBuffers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._memory.give_back(self._regions, self._staged)
+        self._memory.release(self._regions, self._staged)
 
     def register(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Rows of one array touch, and are registered as one range."""
+        """Register ``ranges``; adjacent ones, such as rows of one array, as one range."""
         self.addresses = [address for address, _ in ranges]
         start = end = 0
         try:
@@ -84,7 +83,7 @@ class RegisteredBuffers:
                 start, end = address, address + size_bytes
             self._register(start, end)
         except MooncakeError:
-            self._memory.give_back(self._regions, None)  # nobody else knows of them yet
+            self._memory.release(self._regions, None)  # no other object refers to them yet
             raise
 
     def _register(self, start: int, end: int) -> None:
@@ -92,6 +91,7 @@ class RegisteredBuffers:
             self._regions.append(self._memory.engine.register((start, end - start), is_brief=True))
 
     def stage(self, offset: int, base: int) -> None:
+        """Place the buffers in a row at ``offset`` of the staging region that starts at ``base``."""
         self._staged = offset
         at = base + offset
         for size_bytes in self.sizes:
@@ -104,7 +104,7 @@ class RegisteredBuffers:
 
 
 class LocalMemory:
-    """Lends callers' buffers to transfer. Thread-safe."""
+    """Prepares callers' buffers for transfer. Thread-safe."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self.engine = engine
@@ -112,12 +112,12 @@ class LocalMemory:
         self._staging: Region | None = None
         self._ranges = Allocator(STAGING_BYTES)
         self._last: Region | None = None
-        """The caller's own region that was asked about last; the next buffer is mostly in it as well."""
+        """Region of the caller that the last lookup found; the next buffer usually lies in it as well."""
 
     def source(self, buffers: Sequence[Buffer]) -> RegisteredBuffers:
         """The contents of ``buffers``, to be read from ``addresses``."""
         ranges = [span_to_read(buffer) for buffer in buffers]
-        prepared = self._lend(ranges)
+        prepared = self._prepare(ranges)
         if prepared.is_staged:
             for (address, size_bytes), staged in zip(ranges, prepared.addresses, strict=True):
                 ctypes.memmove(staged, address, size_bytes)
@@ -131,10 +131,10 @@ class LocalMemory:
         return prepared
 
     def fresh(self, sizes: list[int]) -> tuple[RegisteredBuffers, list[bytes]]:
-        """New ``bytes`` objects of these sizes, to be filled at ``addresses`` before anyone sees them."""
+        """New ``bytes`` objects of these sizes, to be filled at ``addresses`` before they are published."""
         values = [_new_bytes(None, size_bytes) for size_bytes in sizes]
         ranges = [(id(value) + _BYTES_HEADER, len(value)) for value in values]
-        return self._lend(ranges), values
+        return self._prepare(ranges), values
 
     def unstage(self, prepared: RegisteredBuffers, values: Sequence[bytes]) -> None:
         """Copy what arrived in the staging region into ``values`` of ``fresh``."""
@@ -149,13 +149,13 @@ class LocalMemory:
                 self._staging = None
 
     def has(self, address: int, size_bytes: int) -> bool:
-        """Whether the caller has registered that memory already."""
+        """Whether the caller has already registered that memory."""
         last = self._last
         if last is None or last.is_closed or not 0 <= address - last.address <= last.size_bytes - size_bytes:
             last = self._last = self.engine.region_of(address, size_bytes)
         return last is not None
 
-    def _lend(self, ranges: Sequence[tuple[int, int]]) -> RegisteredBuffers:
+    def _prepare(self, ranges: Sequence[tuple[int, int]]) -> RegisteredBuffers:
         prepared = RegisteredBuffers(self, [size_bytes for _, size_bytes in ranges])
         if len(ranges) == 1 and self.has(*ranges[0]):
             prepared.addresses.append(ranges[0][0])
@@ -174,7 +174,8 @@ class LocalMemory:
             prepared.register(ranges)
         return prepared
 
-    def give_back(self, regions: list[Region], staged: int | None) -> None:
+    def release(self, regions: list[Region], staged: int | None) -> None:
+        """Unregister ``regions`` and free the staged range at offset ``staged``."""
         for region in regions:
             self.engine.unregister(region)
         if staged is not None:

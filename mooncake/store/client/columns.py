@@ -1,7 +1,7 @@
-"""Slices as columns: which grant, where in its object, where in local memory, how long.
+"""Slices as columns: index of the grant, offset in its object, local address, length.
 
-Batches of thousands of slices are cut at the borders of chunks, filtered and checked here without a
-loop over them where it can be helped. Knows no segment and no transfer.
+Batches of thousands of slices are cut at the borders of chunks, filtered and checked here, vectorized where
+possible. Segments and transfers belong to ``operations.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Addresses: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Sized(Protocol):
-    """What is asked of a grant here."""
+    """The fields of a grant that this module needs."""
 
     @property
     def key(self) -> ObjectKey: ...
@@ -34,7 +34,7 @@ class Sized(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SliceColumns:
-    """Slices: which grant, where in its object, where in local memory, how long."""
+    """Slices: index of the grant, offset in its object, local address, length."""
 
     grant: npt.NDArray[np.intp]
     offset: Addresses
@@ -42,6 +42,7 @@ class SliceColumns:
     length: Addresses
 
     def where(self, mask: npt.NDArray[np.bool_]) -> SliceColumns:
+        """The slices whose flag in ``mask`` is set."""
         if mask.all():
             return self
         return SliceColumns(self.grant[mask], self.offset[mask], self.local[mask], self.length[mask])
@@ -51,11 +52,12 @@ class SliceColumns:
         return self if all(flags) else self.where(np.array(flags, dtype=bool)[self.grant])
 
     def renumbered(self, numbers: npt.NDArray[np.intp]) -> SliceColumns:
-        """The same slices; grant i is now called ``numbers[i]``."""
+        """The same slices, with grant index i replaced by ``numbers[i]``."""
         return SliceColumns(numbers[self.grant], self.offset, self.local, self.length)
 
     @staticmethod
     def joined(parts: Sequence[SliceColumns]) -> SliceColumns:
+        """All slices of ``parts``, in order."""
         if not parts:
             nothing = np.zeros(0, dtype=np.uint64)
             return SliceColumns(np.zeros(0, dtype=np.intp), nothing, nothing, nothing)
@@ -67,7 +69,7 @@ class SliceColumns:
         )
 
     def cut_at_chunks(self, grants: Sequence[Sized]) -> SliceColumns:
-        """The same bytes in slices none of which crosses a chunk's border; empty ones left out."""
+        """The same bytes in slices that cross no chunk border; empty slices are dropped."""
         chunk = np.array([grant.chunk_bytes for grant in grants], dtype=np.uint64)[self.grant]
         kept = self if self.length.all() else self.where(self.length > 0)
         if kept is not self:
@@ -85,7 +87,7 @@ class SliceColumns:
 
 
 def distinct(column: npt.NDArray[np.intp]) -> list[int]:
-    """Each number once, in order of appearance; for short columns this beats ``np.unique``."""
+    """Each number once, in order of appearance; for short columns faster than ``np.unique``."""
     return list(dict.fromkeys(column.tolist()))
 
 
@@ -95,6 +97,7 @@ def columns_of(
     local_addresses: npt.ArrayLike,
     lengths: npt.ArrayLike,
 ) -> SliceColumns:
+    """Columns from a caller's arrays, k slices for each grant. Raises InvalidArgument."""
     offset = np.asarray(object_offsets, dtype=np.uint64).reshape(-1)
     local = np.asarray(local_addresses, dtype=np.uint64).reshape(-1)
     length = np.asarray(lengths, dtype=np.uint64).reshape(-1)
@@ -106,7 +109,7 @@ def columns_of(
 
 
 def whole(grants: Sequence[Sized], addresses: Sequence[int]) -> SliceColumns:
-    """Every byte of every object, cut at the borders of its chunks."""
+    """Slices of all bytes of all objects, cut at the borders of chunks."""
     columns = SliceColumns(
         np.arange(len(grants)),
         np.zeros(len(grants), dtype=np.uint64),
@@ -119,6 +122,7 @@ def whole(grants: Sequence[Sized], addresses: Sequence[int]) -> SliceColumns:
 
 
 def check_bounds(grants: Sequence[Sized], columns: SliceColumns) -> None:
+    """Raise InvalidArgument if a slice exceeds its object."""
     sizes = np.array([grant.size_bytes for grant in grants], dtype=np.uint64)[columns.grant]
     bad = (columns.offset > sizes) | (columns.length > sizes - np.minimum(columns.offset, sizes))
     if bad.any():
@@ -129,7 +133,7 @@ def check_bounds(grants: Sequence[Sized], columns: SliceColumns) -> None:
 
 
 def check_whole_chunks(grants: Sequence[Sized], columns: SliceColumns) -> None:
-    """Every chunk that is read at all is read completely, and no byte of it twice."""
+    """Raise InvalidArgument unless every chunk is read completely or not at all, and no byte of it twice."""
     chunk = np.array([grant.chunk_bytes for grant in grants], dtype=np.uint64)[columns.grant]
     sizes = np.array([grant.size_bytes for grant in grants], dtype=np.uint64)[columns.grant]
     number = columns.offset // chunk

@@ -1,7 +1,7 @@
-"""What a client holds of the master: space to be written, in each of its replicas, or an object to be read.
+"""Grants of the master to a client: space to write an object's replicas to, or an object under a lease.
 
-A grant says where the bytes are and until when they may be touched, and keeps account of what has
-been written. Who may touch what, the master decided; how bytes move, ``operations.py`` does.
+A grant records where the bytes are, until when they may be accessed, and which chunks have been written. The
+master decides access; ``operations.py`` moves the bytes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class PutTarget:
     """One replica of an object that is being put."""
 
     segment: Any
-    """Transfer's handle, or None when it can't be opened."""
+    """Handle of the transfer engine, or None when the segment can't be opened."""
     address: int
-    """Of the object's first byte, absolute in the peer."""
+    """Address of the object's first byte in the peer."""
     replica: m.Replica
     size_bytes: int
     chunk_bytes: int
     checksums: Checksums
     """CRC32C per chunk."""
     is_written: npt.NDArray[np.bool_]
-    """Which chunks are complete; set together with ``checksums``."""
+    """Flag per chunk: it is complete. Set together with ``checksums``."""
     failure: Refusal | None = None
-    """Why this replica can't be written any more."""
+    """Why this replica can no longer be written."""
     pieces: dict[int, list[tuple[int, int, int]]] = dataclasses.field(default_factory=dict)
-    """Chunk -> (offset in it, length, CRC32C) of parts of a chunk that isn't complete yet."""
+    """Chunk -> (offset in it, length, CRC32C) of the written parts of a chunk that isn't complete yet."""
 
     @property
     def is_complete(self) -> bool:
@@ -48,8 +48,8 @@ class PutTarget:
 class PutGrant:
     """Space in one or more segments, to be written before ``expires_at`` (this process's monotonic clock).
 
-    Who writes by itself instead of with ``write_ranges`` sees the first target that can be written,
-    fills in its ``checksums`` and ``is_written``, and so gives up the others.
+    Code that writes the bytes itself instead of calling ``write_ranges`` uses the first target that can be
+    written, fills in its ``checksums`` and ``is_written``, and thereby gives up the other targets.
     """
 
     key: ObjectKey
@@ -59,11 +59,11 @@ class PutGrant:
     object_id: int
     targets: list[PutTarget]
     failure: Refusal | None = None
-    """Why this put can't succeed any more."""
+    """Why this put can no longer succeed."""
 
     @property
     def lead(self) -> PutTarget:
-        """The first target that can be written."""
+        """First target that can be written."""
         for target in self.targets:
             if target.failure is None:
                 return target
@@ -90,20 +90,20 @@ class PutGrant:
         return self.lead.is_written
 
     def give_up(self, target: PutTarget, failure: Refusal) -> None:
-        """Go on without that replica, while there are others."""
+        """Continue without that replica; the put fails when no replica is left."""
         target.failure = target.failure or failure
         if self.failure is None and all(one.failure is not None for one in self.targets):
             self.failure = self.targets[0].failure
 
     def settle(self) -> list[str]:
-        """All that could be written is: decide what the put comes to. The segments without the object."""
+        """Decide the outcome after the last write; returns the segments that do not hold the object."""
         complete = [one for one in self.targets if one.is_complete]
         if self.failure is None and not complete:
             missing = int(self.is_written.size - self.is_written.sum())
             self.failure = Refusal("incomplete", f"{missing} chunks of {self.key!r} were not written")
         if len(complete) == len(self.targets) == 1:
             return []
-        # Replicas that differ: the source changed between two transfers. The announced one counts.
+        # Replicas differ when the source changed between two transfers. The announced one counts.
         sums = [one.checksums.tobytes() for one in complete]
         good = [one for one, each in zip(complete, sums, strict=True) if each == sums[0]]
         left_out = [one for one in self.targets if one not in good]
@@ -126,10 +126,10 @@ class ReadGrant:
     object_id: int
     replica: m.Replica
     others: list[tuple[m.Replica, Any]]
-    """(replica, transfer's handle) of what to try when this one fails, the nearest first."""
+    """(replica, transfer handle) of the replicas to try when this one fails, nearest first."""
 
     def turn_to_next(self) -> bool:
-        """Read another replica from now on; False: there is none."""
+        """Switch to the next replica; False: there is none."""
         if not self.others:
             return False
         self.replica, self.segment = self.others.pop(0)
@@ -147,7 +147,7 @@ class ReadGrant:
 
 Grant: TypeAlias = PutGrant | ReadGrant
 Place: TypeAlias = PutTarget | ReadGrant
-"""Where the bytes of a slice are moved to or from."""
+"""Remote side of a slice: where its bytes are moved to or from."""
 
 
 def put_grant(
@@ -158,6 +158,7 @@ def put_grant(
     expires_at: float,
     handles: dict[str, Any],
 ) -> PutGrant:
+    """Grant for the reservation ``reserved``; targets whose segment has no handle are given up."""
     num_chunks = -(-size_bytes // chunk_bytes)
     targets = [
         PutTarget(
@@ -179,4 +180,5 @@ def put_grant(
 
 
 def peer_lost(replica: m.Replica, reason: str) -> Refusal:
+    """Refusal for a replica whose node can't be reached."""
     return Refusal("peer_lost", f"the node of segment {replica.segment!r} can't be reached: {reason}")

@@ -1,14 +1,13 @@
-"""Put, get and the rest, written once: generators that yield what they need and get what came of it.
+"""Client operations (put, get and the rest) as generators of effects, written once for all clients.
 
-An operation decides (what to ask, where to move bytes, whether to believe them, when to give up) and
-does nothing: it yields ``Ask``, ``OpenSegment``, ``Move`` or ``Pause`` and is resumed with the outcome.
-``client.py`` runs these generators blocking and on asyncio, the simulator on virtual time with
-faults. Memory is addresses and lengths here; whose it is and that it is registered with transfer,
-the caller sees to.
+An operation decides (what to send, where to move bytes, whether to trust them, when to give up) and performs
+no I/O: it yields ``CallMaster``, ``OpenSegment``, ``MoveSlices`` or ``Pause`` and is resumed with the
+outcome. ``store.py`` runs these generators blocking and on asyncio, the simulator on virtual time with
+faults. Memory is addresses and lengths here; the caller owns it and registers it with transfer.
 
-What a reader may believe: bytes whose transfer ended before the lease did *and* whose CRC32C match
-what the writer announced. Anything else is a miss. What a writer may announce: an object every
-chunk of which was written, in one transfer or many, before the reservation's deadline.
+A reader may trust bytes whose transfer ended before the lease did *and* whose CRC32C match the checksums
+that the writer announced; anything else is a miss. A writer may announce an object when every chunk of it
+was written, in one transfer or many, before the reservation's deadline.
 """
 
 from __future__ import annotations
@@ -50,24 +49,23 @@ DEFAULT_CHUNK_BYTES = 1 << 20
 FIRST_PAUSE_S = 0.02
 MAX_PAUSE_S = 0.5
 MAX_PUT_ATTEMPTS = 3
-"""How often a put looks for another segment after a node could not be reached."""
+"""Number of attempts of a put, each after the first on other segments because a node could not be reached."""
 
 
 class CallMaster(msgspec.Struct, frozen=True, eq=False):
-    """Ask the master; resumed with an ``Answer``.
+    """Send a message to the master; resumed with a ``MasterReply``.
 
-    When ``deadline`` has passed already, nothing is sent: an operation that was given up must not end as if
-    it had not been.
+    When ``deadline`` has already passed, nothing is sent: an abandoned operation must not take effect.
     """
 
     message: msgspec.Struct
     deadline: float
     may_be_late: bool = False
-    """It only gives something back or reports something, and is sent at any time."""
+    """The message only releases or reports something, and is sent even after the deadline."""
 
 
 class MasterReply(msgspec.Struct, frozen=True, eq=False):
-    """``reply``, or why there is none."""
+    """The master's ``reply``, or the ``error`` that prevented it."""
 
     reply: Any
     error: MooncakeError | None
@@ -76,7 +74,7 @@ class MasterReply(msgspec.Struct, frozen=True, eq=False):
 
 
 class OpenSegment(msgspec.Struct, frozen=True, eq=False):
-    """Make a segment reachable; resumed with transfer's handle, or None when it can't be reached."""
+    """Make a segment reachable; resumed with its transfer handle, or None when it can't be reached."""
 
     segment: str
     epoch: int
@@ -84,23 +82,23 @@ class OpenSegment(msgspec.Struct, frozen=True, eq=False):
 
 
 class Slices(msgspec.Struct, frozen=True, eq=False):
-    """Columns of one transfer with one segment."""
+    """Columns of one transfer to or from one segment."""
 
     handle: Any
     local: Addresses
     remote: Addresses
     lengths: Addresses
     is_checked: bool = True
-    """Checksums are wanted."""
+    """Checksums are required."""
     has_others: bool = False
-    """All of it can be read elsewhere too: better fail after half of the time than have none left."""
+    """All of it has other replicas: fail after half of the time, so that time is left to read those."""
 
 
 class MoveSlices(msgspec.Struct, frozen=True, eq=False):
-    """Move bytes, all transfers at once; resumed with one ``Moved`` for each.
+    """Move bytes, all transfers at once; resumed with one ``SlicesMoved`` for each.
 
-    When ``deadline`` has passed already, nothing may be started: a write then could land in space that
-    belongs to somebody else.
+    When ``deadline`` has already passed, no transfer may start: a write could then hit space that has been
+    given to another object.
     """
 
     is_write: bool
@@ -109,9 +107,9 @@ class MoveSlices(msgspec.Struct, frozen=True, eq=False):
 
 
 class SlicesMoved(msgspec.Struct, frozen=True, eq=False):
-    """``checksums``: CRC32C of every slice, or None when the transfer failed. ``reason``: why.
+    """``checksums``: CRC32C of every slice, or None when the transfer failed, with the ``reason``.
 
-    Of slices that were not to be checked an empty array."""
+    The array is empty if no checksums were required."""
 
     checksums: Checksums | None
     reason: str
@@ -131,7 +129,7 @@ Operation: TypeAlias = Generator[Effect, Any, ResultT]
 
 @dataclasses.dataclass
 class OperationCounts:
-    """What this client saw; the shell exports it."""
+    """Counters of one client, exported as metrics by ``store.py``."""
 
     checksum_mismatches: int = 0
     expired_leases: int = 0
@@ -156,8 +154,8 @@ class Operations:
         reporter: str = "",
         patience_s: float = 0.0,
     ) -> None:
-        """``reporter``: how people call this machine, told with reports of wrong bytes. ``patience_s``: how
-        long a durable put may wait for space, less than an operation has."""
+        """``reporter``: name of this machine, sent with reports of corrupt bytes. ``patience_s``: how long a
+        durable put may wait for space; less than the timeout of an operation."""
         self._patience_s = patience_s
         self._host = host
         self._reporter = reporter or host
@@ -166,9 +164,9 @@ class Operations:
         self._combine = combine
         self._put_ids = itertools.count(first_put_id, m.MAX_KEYS)
         self._handles: dict[str, tuple[int, Any]] = {}
-        """Segment -> (epoch, transfer's handle)."""
+        """Segment -> (epoch, transfer handle)."""
         self._hosts: dict[str, str] = {}
-        """Segment -> where it is; one that has moved costs a farther read, no more."""
+        """Segment -> its host; a stale entry only makes a read choose a more distant replica."""
         self.preallocated = PreallocatedPieces()
         self.counts = OperationCounts()
 
@@ -186,9 +184,9 @@ class Operations:
         parents: Sequence[ObjectKey] = (),
         replace: bool = False,
     ) -> Operation[list[Refusal | None]]:
-        """Store objects that lie at ``addresses``. None: stored (or was already).
+        """Store the objects at ``addresses``. None: stored, or the key existed already.
 
-        Of several replicas one at least was written; the others are best effort.
+        At least one replica was written; further ones are best effort.
         """
         outcomes: list[Refusal | None] = [None] * len(keys)
         wanted, avoid = list(range(len(keys))), list[str]()
@@ -269,7 +267,7 @@ class Operations:
     def read_whole(
         self, grants: Sequence[ReadGrant], addresses: Sequence[int], deadline: float
     ) -> Operation[list[bool]]:
-        """Read every grant's whole object to its address; which ones may be believed."""
+        """Read the whole object of each grant to its address; which of them arrived and are right."""
         return (yield from self._read(grants, whole(grants, addresses), deadline))
 
     def _write_whole(
@@ -277,8 +275,8 @@ class Operations:
     ) -> Operation[None]:
         yield from self._write(grants, whole(grants, addresses), deadline)
 
-    # One object of one chunk and one replica, when all goes well: the same without columns of slices,
-    # which cost more than its bytes. Whatever else happens, the general way is gone from there.
+    # Fast path for one object of one chunk and one replica: without columns of slices, which would cost more
+    # than moving its bytes. In all other cases the general path continues from that point.
 
     def _put_small(
         self,
@@ -289,7 +287,7 @@ class Operations:
         policy: m.PutPolicy,
         avoid: list[str],
     ) -> Operation[tuple[bool, Refusal | None]]:
-        """Whether that was all, and the outcome. If not, ``avoid`` has what could not be reached."""
+        """Whether the put is settled, and its outcome. If not, ``avoid`` has the unreachable segments."""
         chunk_bytes = max(1, size_bytes)
         put_id = next(self._put_ids)
         wanted = self.preallocated.wanted(size_bytes) if may_be_preallocated(size_bytes, policy) else 0
@@ -341,7 +339,7 @@ class Operations:
         groups: Sequence[str],
         parents: Sequence[ObjectKey],
     ) -> Operation[tuple[bool, Refusal | None]]:
-        """The same, written before the master is asked, into space that it gave in advance."""
+        """As ``_put_small``, but written before the master is contacted, into preallocated space."""
         preallocated = self.preallocated
         piece = preallocated.take(size_bytes)
         if piece is None:
@@ -384,13 +382,13 @@ class Operations:
             return False, None
         if wanted:
             preallocated.add(answer.reply.advance, size_bytes, first.asked_at)
-        # Asked twice, the first question may still arrive and use the piece.
+        # If the message was sent twice, the first one may still arrive and use the piece.
         if outcome is not True and answer is first:
             preallocated.give_back(piece)
         return True, outcome if isinstance(outcome, Refusal) else None
 
     def _lost(self, segment: str) -> None:
-        """A transfer there failed: the next operation asks the master afresh how it is reached."""
+        """Forget how ``segment`` is reached after a failed transfer, so that the master is queried again."""
         self.counts.failed_transfers += 1
         self._handles.pop(segment, None)
         self.preallocated.drop_on(segment)
@@ -398,7 +396,7 @@ class Operations:
     def _get_small(
         self, answer: MasterReply, address: int, capacity: int, deadline: float
     ) -> Operation[bool]:
-        """Whether the one object that was found has arrived."""
+        """Fast path of a get: whether the one object that was found has arrived and is right."""
         stored: m.Stored | None = answer.reply.objects[0]
         if stored is None or len(stored.replicas) > 1:
             return False
@@ -428,7 +426,7 @@ class Operations:
         parents: Sequence[ObjectKey] = (),
         replace: bool = False,
     ) -> Operation[list[PutGrant | Refusal | None]]:
-        """Reserve space. None: the object exists and is not to be replaced, or another writer is at it."""
+        """Reserve space. None: the object exists and is not to be replaced, or another client writes it."""
         outcomes: list[PutGrant | Refusal | None] = []
         for start in range(0, len(keys), m.MAX_KEYS):
             part = slice(start, start + m.MAX_KEYS)
@@ -447,7 +445,7 @@ class Operations:
                 wait_s=self._patience_s if policy.is_durable else 0.0,
             )
             answer, first_asked_at = yield from self._ask(message, deadline)
-            # Asked twice, the promise may stem from the first time.
+            # If the message was sent twice, the reservation may stem from the first time.
             expires_at = first_asked_at + answer.reply.put_s
             started: m.PutStarted = answer.reply
             handles = yield from self._open([r for r in started.reserved if r is not None], deadline)
@@ -471,7 +469,7 @@ class Operations:
     ) -> Operation[list[Refusal | None]]:
         """Write parts of objects: k slices for each grant, the slices of one grant in a row.
 
-        Columns are u64 [k * len(grants)]. None: written. A refused grant stays refused; end or abort it.
+        Columns are u64 [k * len(grants)]. None: written. A grant that failed stays failed; end or abort it.
         """
         columns = columns_of(grants, object_offsets, local_addresses, lengths)
         check_bounds(grants, columns)
@@ -486,7 +484,7 @@ class Operations:
         lengths: npt.ArrayLike,
         deadline: float,
     ) -> Operation[list[bool]]:
-        """Read parts of objects, columns as in ``write_ranges``; which grants' parts may be believed.
+        """Read parts of objects, columns as in ``write_ranges``; for which grants the parts are right.
 
         Raises:
             InvalidArgument: the parts of one object don't make up whole chunks: a part of a chunk
@@ -499,7 +497,7 @@ class Operations:
         return (yield from self._read(grants, columns, deadline))
 
     def end_puts(self, grants: Sequence[PutGrant], deadline: float) -> Operation[list[Refusal | None]]:
-        """Make complete objects visible; the others are given up, with the reason."""
+        """Make complete objects visible; incomplete ones are aborted and returned with the reason."""
         failed = {id(grant): grant.settle() for grant in grants}
         good = [grant for grant in grants if grant.failure is None]
         for start in range(0, len(good), m.MAX_KEYS):
@@ -522,7 +520,7 @@ class Operations:
         return [grant.failure for grant in grants]
 
     def abort_puts(self, grants: Sequence[PutGrant], deadline: float) -> Operation[None]:
-        """Give reservations up. Best effort: what the master does not hear, its deadline does."""
+        """Release reservations. Best effort: if the message is lost, they end with their deadline."""
         for start in range(0, len(grants), m.MAX_KEYS):
             part = grants[start : start + m.MAX_KEYS]
             ids = [grant.object_id for grant in part]
@@ -533,7 +531,7 @@ class Operations:
             grant.failure = grant.failure or Refusal("aborted", "this put was given up")
 
     def open_reads(self, keys: Sequence[ObjectKey], deadline: float) -> Operation[list[ReadGrant | None]]:
-        """Find objects and lease them."""
+        """Look objects up and lease them. None: a miss."""
         grants: list[ReadGrant | None] = []
         for start in range(0, len(keys), m.MAX_KEYS):
             part = list(keys[start : start + m.MAX_KEYS])
@@ -544,7 +542,7 @@ class Operations:
     def _granted(
         self, keys: Sequence[ObjectKey], answer: MasterReply, deadline: float
     ) -> Operation[list[ReadGrant | None]]:
-        """What the master's answer to a lookup of ``keys`` allows."""
+        """Grants for the objects in the master's answer to a lookup of ``keys``."""
         expires_at = answer.asked_at + answer.reply.lease_s
         found = answer.reply.objects
         handles = yield from self._open([stored for stored in found if stored is not None], deadline)
@@ -556,7 +554,7 @@ class Operations:
     # Metadata
 
     def exists(self, keys: Sequence[ObjectKey], deadline: float) -> Operation[list[bool]]:
-        """Which keys can be read now; they are leased."""
+        """Which keys can be read now; those that can are leased."""
         flags: list[bool] = []
         for start in range(0, len(keys), m.MAX_KEYS):
             part = list(keys[start : start + m.MAX_KEYS])
@@ -567,25 +565,25 @@ class Operations:
     def remove(
         self, keys: Sequence[ObjectKey], force: bool, deadline: float
     ) -> Operation[list[bool | Refusal]]:
-        """True: removed; False: there was none; a Refusal: a reader holds it and not ``force``."""
+        """Remove objects. True: removed; False: there was none; a Refusal: leased, and ``force`` is false."""
         return (yield from self._each(keys, lambda part: m.Remove(part, force, self.tenant), deadline))
 
     def pin(
         self, keys: Sequence[ObjectKey], ttl_s: float | None, deadline: float
     ) -> Operation[list[bool | Refusal]]:
-        """True: pinned (None: hard, 0: unpinned, else softly for so long); False: there is none."""
+        """Pin objects (``ttl_s`` None: hard; 0: unpin; else softly for so long). True: done; False: none."""
         return (yield from self._each(keys, lambda part: m.Pin(part, ttl_s, self.tenant), deadline))
 
     def drop_replicas(
         self, keys: Sequence[ObjectKey], segment: str, deadline: float
     ) -> Operation[list[bool | Refusal]]:
-        """True: dropped; False: there was none on ``segment`` ("": in memory); a Refusal: leased."""
+        """Drop replicas. True: dropped; False: none on ``segment`` ("": in memory); a Refusal: leased."""
         return (
             yield from self._each(keys, lambda part: m.DropReplicas(part, segment, self.tenant), deadline)
         )
 
     def inspect(self, keys: Sequence[ObjectKey], deadline: float) -> Operation[list[m.ObjectStatus | None]]:
-        """All about objects; grants no lease."""
+        """Status of objects: replicas, pins, leases. Grants no lease."""
         found: list[m.ObjectStatus | None] = []
         for start in range(0, len(keys), m.MAX_KEYS):
             part = list(keys[start : start + m.MAX_KEYS])
@@ -596,7 +594,7 @@ class Operations:
     def _each(
         self, keys: Sequence[ObjectKey], message: Callable[[list[ObjectKey]], msgspec.Struct], deadline: float
     ) -> Operation[list[bool | Refusal]]:
-        """The outcomes of a message that takes many keys."""
+        """Send a message about many keys in parts; returns their outcomes."""
         outcomes: list[bool | Refusal] = []
         for start in range(0, len(keys), m.MAX_KEYS):
             part = list(keys[start : start + m.MAX_KEYS])
@@ -609,7 +607,7 @@ class Operations:
     ) -> Operation[list[bool]]:
         """Read every replica to the object's address; whether all of them could be read and are right.
 
-        Wrong ones are reported, and dropped when their nodes find the same.
+        Corrupt ones are reported, and dropped if their nodes confirm it.
         """
         are_good = [True] * len(grants)
         replicas = [grant.each() for grant in grants]
@@ -623,7 +621,7 @@ class Operations:
         return are_good
 
     def renew(self, grants: Sequence[ReadGrant], deadline: float) -> Operation[list[bool]]:
-        """Extend leases; False: that replica is gone, stop reading when the old lease ends."""
+        """Extend leases. False: that replica is gone; stop reading before the old lease ends."""
         ids = [grant.object_id for grant in grants]
         replicas = [grant.replica for grant in grants]
         message = m.Renew([grant.key for grant in grants], ids, self.tenant, replicas)
@@ -634,14 +632,14 @@ class Operations:
         return [bool(flag) for flag in answer.reply.flags]
 
     def ask(self, message: msgspec.Struct, deadline: float) -> Operation[Any]:
-        """Any other message, repeated while the master can't be reached."""
+        """Send any other message, repeatedly while the master can't be reached; returns the reply."""
         answer, _ = yield from self._ask(message, deadline)
         return answer.reply
 
     # Steps
 
     def _ask(self, message: msgspec.Struct, deadline: float) -> Operation[tuple[MasterReply, float]]:
-        """The answer, and when the question was put for the first time."""
+        """Send a message until it is answered; returns the reply and the time of the first attempt."""
         answer: MasterReply = yield CallMaster(message, deadline)
         if answer.error is None:
             return answer, answer.asked_at
@@ -650,17 +648,16 @@ class Operations:
     def _ask_again(
         self, message: msgspec.Struct, deadline: float, answer: MasterReply
     ) -> Operation[MasterReply]:
-        """Until there is an answer. ``answer``: there was none.
+        """Repeat a message until it is answered. ``answer``: the failed first attempt.
 
-        Every message may arrive twice without harm (``messages.py``), so a broken connection only
-        costs the question again.
+        All messages are idempotent (``messages.py``), so a broken connection only costs a repetition.
         """
         pause_s = FIRST_PAUSE_S
         while answer.error is not None:
             if not isinstance(answer.error, PeerLost):
                 raise answer.error
             if answer.now + pause_s >= deadline:
-                raise DeadlineExceeded(f"{answer.error}; no more time to ask again") from answer.error
+                raise DeadlineExceeded(f"{answer.error}; no time left to retry") from answer.error
             self.counts.repeated_requests += 1
             yield Pause(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
@@ -668,7 +665,7 @@ class Operations:
         return answer
 
     def _open(self, found: Sequence[m.Reserved | m.Stored], deadline: float) -> Operation[dict[str, Any]]:
-        """Transfer's handles of every segment in ``found``, by name; None where there is none."""
+        """Transfer handles of all segments in ``found``, by name; None where a segment can't be reached."""
         wanted: dict[str, int] = {}
         for item in found:
             for replica in item.replicas:
@@ -694,7 +691,7 @@ class Operations:
         return handles
 
     def _write(self, grants: Sequence[PutGrant], columns: SliceColumns, deadline: float) -> Operation[None]:
-        """``columns`` lie within their objects and cross no chunk's border. All replicas at once."""
+        """Write to all replicas at once. ``columns`` lie within their objects and cross no chunk border."""
         places, owners, columns = _spread(grants, columns)
         if not columns.grant.size:
             return
@@ -710,7 +707,7 @@ class Operations:
                 self._account(places, part, moved.checksums)
 
     def _account(self, places: Sequence[PutTarget], part: SliceColumns, checksums: Checksums) -> None:
-        """Enter the checksums of what was written, chunk by chunk."""
+        """Record the checksums of the written slices, chunk by chunk."""
         offsets, lengths = part.offset.tolist(), part.length.tolist()
         for index, offset, length, crc in zip(
             part.grant.tolist(), offsets, lengths, checksums.tolist(), strict=True
@@ -744,16 +741,16 @@ class Operations:
     def _read(
         self, grants: Sequence[ReadGrant], columns: SliceColumns, deadline: float, is_checked: bool = False
     ) -> Operation[list[bool]]:
-        """``columns`` make up whole chunks and cross no chunk's border.
+        """Read slices; for which grants they are right. ``columns`` are whole chunks, cut at their borders.
 
-        What one replica does not give, the next nearest is asked for. Bytes that are wrong are read
-        once more from the same replica before that, and before the master hears of it. ``is_checked``:
-        also what is read from memory on this host.
+        When a replica can't be read, the next nearest is used. Corrupt bytes are first read once more from
+        the same replica, before another is tried and the replica is reported to the master. ``is_checked``:
+        verify also what is read from memory on this host.
         """
         is_good = [True] * len(grants)
         wrong: list[tuple[ReadGrant, str]] = []
         doubted: dict[int, str] = {}
-        """Grant -> the segment whose bytes were wrong the first time: it may have been the way."""
+        """Grant -> segment whose bytes were wrong once; the error may have occurred on the path."""
         left = columns
         while left.grant.size:
             failed, mismatched = yield from self._read_once(grants, left, is_good, deadline, is_checked)
@@ -788,8 +785,8 @@ class Operations:
         deadline: float,
         is_checked: bool,
     ) -> Operation[tuple[list[int], list[int]]]:
-        """Which grants could not be read there, and of which the bytes are wrong; those that came too late
-        are bad for good."""
+        """Read each grant's current replica; returns the grants that could not be read and those whose bytes
+        are wrong. Grants whose bytes arrived after the lease are marked in ``is_good`` for good."""
         indices = distinct(columns.grant)
         until = min(deadline, max(grants[index].expires_at for index in indices))
         moving = self._move(False, grants, columns, until, is_checked=is_checked)
@@ -812,7 +809,7 @@ class Operations:
         return list(failed), list(mismatched)
 
     def _report_corrupt(self, wrong: list[tuple[ReadGrant, str]], deadline: float) -> Operation[None]:
-        """Best effort: whoever reads it next finds out as well."""
+        """Report corrupt replicas. Best effort: the next reader detects them as well."""
         for start in range(0, len(wrong), m.MAX_KEYS):
             part = wrong[start : start + m.MAX_KEYS]
             keys, ids = [grant.key for grant, _ in part], [grant.object_id for grant, _ in part]
@@ -821,7 +818,7 @@ class Operations:
             yield CallMaster(request, deadline, may_be_late=True)
 
     def _mismatches(self, grants: Sequence[ReadGrant], part: SliceColumns, checksums: Checksums) -> list[int]:
-        """Indices of grants whose bytes aren't what the writer announced."""
+        """Indices of grants whose bytes don't match the checksums that the writer announced."""
         bad: dict[int, None] = {}
         pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for index, offset, length, crc in zip(
@@ -875,7 +872,7 @@ class Operations:
     def _read_grant(
         self, key: ObjectKey, stored: m.Stored, expires_at: float, handles: dict[str, Any]
     ) -> ReadGrant | None:
-        """A grant on the replicas that can be reached, the nearest first, or None."""
+        """A grant on the reachable replicas, nearest first; None: no replica can be reached."""
         places = [
             (one, handle) for one in stored.replicas if (handle := handles.get(one.segment)) is not None
         ]
@@ -898,17 +895,18 @@ class Operations:
         )
 
     def _must_be_checked(self, replica: m.Replica) -> bool:
-        """Bytes that leave a machine or an SSD always are."""
+        """Whether reads from ``replica`` are verified: always if the bytes leave a machine or an SSD."""
         return self._verify_local or any(self._distance(replica))
 
     def _distance(self, replica: m.Replica) -> tuple[bool, bool, bool]:
-        """Memory on this host, memory elsewhere, SSD on this host, SSD elsewhere; a device after memory."""
+        """Sort key: memory on this host, memory elsewhere, SSD on this host, SSD elsewhere; devices after
+        memory."""
         is_far = self._hosts.get(replica.segment) != self._host
         return replica.tier is Tier.SSD, is_far, replica.tier is Tier.DEVICE
 
 
 def may_be_preallocated(size_bytes: int, policy: m.PutPolicy) -> bool:
-    """Whether such a put may go to space given in advance."""
+    """Whether such a put may use preallocated space."""
     if policy is DEFAULT_POLICY:
         return 0 < size_bytes <= MAX_SMALL_BYTES
     is_simple = policy.num_replicas == 1 and not policy.is_durable
@@ -922,7 +920,7 @@ def _one_slice(handle: Any, local: int, remote: int, length: int) -> Slices:
 
 
 def _have_others(places: Sequence[Place], part: SliceColumns) -> bool:
-    """Whether there is another replica of every object that is read."""
+    """Whether every object that is read has another replica."""
     read = (places[index] for index in distinct(part.grant))
     return all(isinstance(place, ReadGrant) and place.others for place in read)
 
@@ -930,7 +928,7 @@ def _have_others(places: Sequence[Place], part: SliceColumns) -> bool:
 def _spread(
     grants: Sequence[PutGrant], columns: SliceColumns
 ) -> tuple[list[PutTarget], list[PutGrant], SliceColumns]:
-    """The slices for every target that can still be written: (targets, whose each is, slices of them)."""
+    """Slices for all targets that can still be written: (targets, grant of each target, slices)."""
     num_ranks = max((len(grant.targets) for grant in grants), default=0)
     if num_ranks == 1:
         flags = [grant.failure is None for grant in grants]

@@ -1,12 +1,12 @@
-"""What a client has of space given in advance, and how much more it asks for.
+"""Pool of preallocated space of a client, and how much more it requests.
 
-A piece lies here until a put of its size takes it. Nobody else may have it then, so pieces are taken and
-given back whole, and safely from several threads. A piece that may have been used, or in which a write may
-still be under way, never comes back: its promise runs out by itself.
+A piece stays in the pool until a put of its size takes it. A piece has one user at a time: it is taken and
+returned whole, and both are safe from several threads. A piece that may have been used, or to which a write
+may still be in progress, is never returned; its reservation expires.
 
-How much is asked for follows what is used, per size: nothing for the first put of a size, then twice as much
-whenever the stock runs low, and less again when pieces were not used in time. So who puts seldom holds
-nothing.
+The amount requested adapts to use, per size: nothing with the first put of a size, then twice as much
+whenever the pool runs low, and less again when pieces were not used in time. A client that rarely puts
+therefore holds no space.
 """
 
 from __future__ import annotations
@@ -19,41 +19,43 @@ from mooncake.store import messages as m
 from mooncake.store.allocator import ALIGNMENT_BYTES
 
 MAX_SMALL_BYTES = 64 << 10
-"""Larger puts spend their time on bytes, not on questions."""
+"""Larger puts spend their time on moving bytes, not on requests to the master."""
 FIRST_GOAL = 2
 MAX_PIECES = 32
 MAX_BYTES = 512 << 10
-"""Of pieces of one size."""
+"""Limit of the pieces of one size."""
 REFUSED_PUTS = 16
-"""After so many puts space is asked for again, when none was given."""
+"""Number of puts after which space is requested again when the master granted none."""
 USE_SHARE = 0.75
-"""Of the time that is promised; a write that begins later might not end in it."""
+"""Share of the reservation time in which a write may begin; a later one might not end in time."""
 
 
 class PreallocatedPiece(NamedTuple):
+    """One reserved range of memory, not yet assigned to an object."""
+
     advance_id: int
     number: int
     replica: m.Replica
     size_bytes: int
     write_until: float
-    """Begin no write later than this."""
+    """Time after which no write may begin."""
     expires_at: float
 
 
 class PreallocatedPieces:
-    """One client's."""
+    """Pool of the pieces of one client, by size."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, deque[PreallocatedPiece]] = {}
-        """By size, the oldest first."""
+        """Size -> its pieces, oldest first."""
         self._goals: dict[int, int] = {}
-        """By size, how many were asked for last; negative: so many puts until any are."""
+        """Size -> number of pieces requested last; negative: number of puts until the next request."""
 
     def __len__(self) -> int:
         return sum(map(len, self._pieces.values()))
 
     def take(self, size_bytes: int) -> PreallocatedPiece | None:
-        """A piece for an object of that size. Whether it is still in time, the attempt to write it shows."""
+        """A piece for an object of that size, or None. It may have expired: writing to it checks that."""
         pieces = self._pieces.get(piece_bytes(size_bytes))
         try:
             return pieces.popleft() if pieces else None
@@ -61,11 +63,11 @@ class PreallocatedPieces:
             return None
 
     def give_back(self, piece: PreallocatedPiece) -> None:
-        """It was not used, and nothing is being written there."""
+        """Return a piece that was not used and to which no write is in progress."""
         self._pieces.setdefault(piece.size_bytes, deque()).appendleft(piece)
 
     def wanted(self, size_bytes: int) -> int:
-        """How many more pieces to ask for with the put of an object of that size; call once for each."""
+        """Number of further pieces to request with the put of an object of that size; call once per put."""
         size_bytes = piece_bytes(size_bytes)
         goal = self._goals.get(size_bytes, 0)
         if goal < 0:
@@ -80,7 +82,7 @@ class PreallocatedPieces:
         return goal
 
     def add(self, advance: m.PreallocatedSpace | None, size_bytes: int, asked_at: float) -> None:
-        """What was wanted for objects of ``size_bytes``, or that there is none; asked for at ``asked_at``."""
+        """Add the space granted (None: none) for objects of ``size_bytes``, requested at ``asked_at``."""
         if advance is None:
             self._goals[piece_bytes(size_bytes)] = -REFUSED_PUTS
             return
@@ -93,24 +95,24 @@ class PreallocatedPieces:
         )
 
     def drop_late(self, now: float) -> None:
-        """Forget what may not be written any more, and want less of it."""
+        """Drop pieces that may no longer be written, and request fewer of their sizes."""
         for size_bytes in list(self._pieces):
             if self._drop(size_bytes, lambda piece: piece.write_until <= now):
                 self._goals[size_bytes] = max(0, self._goals.get(size_bytes, 0)) // 4
 
     def drop_on(self, segment: str) -> None:
-        """That node can't be reached."""
+        """Drop the pieces on a segment whose node can't be reached."""
         for size_bytes in list(self._pieces):
             self._drop(size_bytes, lambda piece: piece.replica.segment == segment)
 
     def _drop(self, size_bytes: int, is_useless: Callable[[PreallocatedPiece], bool]) -> int:
-        """How many were. One by one through everybody's hands, so that no piece is in two at a time."""
+        """Drop useless pieces of one size, one at a time so that threads share none; returns how many."""
         num_dropped = 0
         pieces = self._pieces.get(size_bytes, deque())
         for _ in range(len(pieces)):
             try:
                 piece = pieces.popleft()
-            except IndexError:  # others took the rest
+            except IndexError:  # other threads took the rest
                 break
             if is_useless(piece):
                 num_dropped += 1
@@ -119,11 +121,11 @@ class PreallocatedPieces:
         return num_dropped
 
     def clear(self) -> None:
-        """The master that gave it is no more."""
+        """Drop all pieces: the master that granted them no longer leads."""
         self._pieces = {}
 
 
 def piece_bytes(size_bytes: int) -> int:
-    """The size of the pieces that such objects are put in: little larger, so that few sizes do for all."""
+    """Size of the pieces used for such objects: slightly larger, so that few different sizes suffice."""
     unit = max(ALIGNMENT_BYTES, 1 << max(0, (size_bytes - 1).bit_length() - 4))
     return size_bytes + -size_bytes % unit

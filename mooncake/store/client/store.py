@@ -1,56 +1,54 @@
-"""The client's two faces: ``Store`` blocks, ``AsyncStore`` awaits. Same operations, same results.
+"""The client of the store: ``Store`` blocks, ``AsyncStore`` awaits. Same calls, same results.
 
-Neither decides anything: ``operations.py`` does, as generators. A face supplies what they ask for
-(a message to the master, a transfer, a pause) and the caller's memory (``buffers.py``). Results are
-values: None is a miss, a ``Refusal`` says why something was not stored or removed. What raises is a
-master that can't be reached before the deadline, and bad input.
+The calls are defined in ``calls.py`` as generators, and documented there; the decisions are made in
+``operations.py``. This module performs the effects that they yield (a message to the master, a transfer, a
+pause), blocking and on asyncio.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
+import functools
 import random
 import socket
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
-from msgspec import Meta
-from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from mooncake import clock
-from mooncake.config import Size
-from mooncake.errors import DeadlineExceeded, InvalidArgument, MooncakeError, Refusal
+from mooncake.errors import DeadlineExceeded, MooncakeError
 from mooncake.log import get_logger
 from mooncake.metrics import registry
 from mooncake.security import Identity, process_identity
 from mooncake.security.principal import DEFAULT_TENANT
 from mooncake.store import messages as m
-from mooncake.store.client.admin import AdminOperations
-from mooncake.store.client.buffers import Buffer, LocalMemory, RegisteredBuffers
-from mooncake.store.client.grants import PutGrant, ReadGrant
+from mooncake.store.client.buffers import LocalMemory
+from mooncake.store.client.calls import (
+    Call,
+    CallEffect,
+    ClientCalls,
+    RunConcurrently,
+    RunFunction,
+    StoreSettings,
+)
+from mooncake.store.client.grants import ReadGrant
 from mooncake.store.client.operations import (
     CallMaster,
     MasterReply,
     MoveSlices,
     OpenSegment,
-    Operation,
     Operations,
-    Pause,
     Slices,
     SlicesMoved,
 )
-from mooncake.store.client.views import AsyncView, LeaseKeeper, View
+from mooncake.store.client.views import AsyncObjectView, LeaseKeeper, ObjectView
 from mooncake.store.ha.master_client import AsyncMasterClient, BlockingMasterClient
-from mooncake.store.master.objects import DEFAULT_POLICY
 from mooncake.transfer import (
     Completion,
     Op,
@@ -64,40 +62,37 @@ from mooncake.types import ObjectKey
 
 log = get_logger(__name__)
 
+P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 DEFAULT_MASTER = "127.0.0.1:50051"
-
-_BUCKETS_S = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.5, 1.0, 5.0)
-PUT_SECONDS = Histogram(
-    "mooncake_store_put_seconds", "Time of one put call", registry=registry, buckets=_BUCKETS_S
-)
-GET_SECONDS = Histogram(
-    "mooncake_store_get_seconds", "Time of one get call", registry=registry, buckets=_BUCKETS_S
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class StoreSettings:
-    """How a client of the store behaves."""
-
-    timeout_s: Annotated[float, Meta(gt=0)] = 10.0
-    "Seconds that one operation may take, connecting and waiting for a restarted master included."
-
-    chunk_bytes: Annotated[int, Size, Meta(ge=4096)] = 1 << 20
-    "Bytes covered by one checksum of a plain put."
-
-    tenant: str = DEFAULT_TENANT
-    "Name space of all keys of this client, and whose quota its objects count for."
-
-    verify_local: bool = True
-    "Whether reads from memory on this host are checked too; reads from elsewhere or from SSD always are."
-
-
-DURABLE_PART_BYTES = 16 << 20
-MAX_DURABLE_PARTS = 8
+_DEFAULT_SETTINGS = StoreSettings()
 
 _UNCHECKED = np.zeros(0, dtype=np.uint32)
+
+
+def _blocking(
+    call: Callable[Concatenate[ClientCalls, P], Call[ResultT]],
+) -> Callable[Concatenate[Store, P], ResultT]:
+    """Method of ``Store`` that runs ``call`` and returns its result."""
+
+    @functools.wraps(call)
+    def run(store: Store, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        return store._run(call(store._calls, *args, **kwargs))
+
+    return run
+
+
+def _awaited(
+    call: Callable[Concatenate[ClientCalls, P], Call[ResultT]],
+) -> Callable[Concatenate[AsyncStore, P], Coroutine[Any, Any, ResultT]]:
+    """Method of ``AsyncStore`` that runs ``call`` and returns its result."""
+
+    @functools.wraps(call)
+    async def run(store: AsyncStore, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        return await store._run(call(store._calls, *args, **kwargs))
+
+    return run
 
 
 def _identity_of(identity: Identity | None, engine: TransferEngine | None) -> Identity:
@@ -107,7 +102,7 @@ def _identity_of(identity: Identity | None, engine: TransferEngine | None) -> Id
 
 
 class _StoreBase:
-    """What both faces share: the engine, the operations, the deadline."""
+    """State shared by the blocking and the asyncio client: the engine, the operations, the calls."""
 
     def __init__(
         self, master: str, engine: TransferEngine | None, settings: StoreSettings, identity: Identity
@@ -126,55 +121,15 @@ class _StoreBase:
             socket.gethostname(),
             settings.timeout_s / 2,
         )
-        self._admin = AdminOperations(self.operations)
         self._memory = LocalMemory(self.engine)
+        self._calls = ClientCalls(self.operations, self._memory, settings)
         _counted.add(self.operations)
-
-    def _deadline(self, timeout_s: float | None = None, deadline: float | None = None) -> float:
-        """Of one call: what it may take, and not beyond ``deadline``, of what it is a step of."""
-        own = clock.monotonic() + (self.settings.timeout_s if timeout_s is None else timeout_s)
-        return own if deadline is None else min(own, deadline)
 
     def _close(self) -> None:
         _counted.remove(self.operations)
         self._memory.close()
         if self._owns_engine:
             self.engine.close()
-
-    def _puts(
-        self,
-        keys: Sequence[ObjectKey],
-        prepared: RegisteredBuffers,
-        policy: m.PutPolicy,
-        groups: Sequence[str],
-        parents: Sequence[ObjectKey],
-        replace: bool,
-    ) -> list[Operation[list[Refusal | None]]]:
-        """The batch as one operation; a large durable one as a few, to be run at the same time.
-
-        While one part is being copied to SSD, the next is written to memory.
-        """
-        deadline, chunk_bytes, put = self._deadline(), self.settings.chunk_bytes, self.operations.put
-        if len(keys) == 1 or not policy.is_durable:
-            addresses, sizes = prepared.addresses, prepared.sizes
-            return [put(keys, addresses, sizes, chunk_bytes, deadline, policy, groups, parents, replace)]
-        num_parts = min(sum(prepared.sizes) // DURABLE_PART_BYTES, MAX_DURABLE_PARTS, len(keys))
-        num_parts = max(1, num_parts)
-        borders = [len(keys) * number // num_parts for number in range(num_parts + 1)]
-        return [
-            put(
-                keys[start:end],
-                prepared.addresses[start:end],
-                prepared.sizes[start:end],
-                chunk_bytes,
-                deadline,
-                policy,
-                groups[start:end],
-                parents[start:end],
-                replace,
-            )
-            for start, end in itertools.pairwise(borders)
-        ]
 
     def _open(self, effect: OpenSegment) -> Any:
         try:
@@ -188,7 +143,7 @@ class _StoreBase:
             checksums = completion.checksums if t.is_checked else _UNCHECKED
             return SlicesMoved(checksums, "", clock.monotonic())
         if completion.status == Status.PEER_LOST:
-            self.engine.forget(t.handle)  # else the engine remembers for ever that this path is dead
+            self.engine.forget(t.handle)  # otherwise the engine would treat this path as dead permanently
         return SlicesMoved(None, completion.status.name.lower(), clock.monotonic())
 
     def __repr__(self) -> str:
@@ -196,294 +151,93 @@ class _StoreBase:
 
 
 class Store(_StoreBase):
-    """The store, blocking; may be used from any thread.
+    """Blocking client of the store; thread-safe.
 
-    ``engine``: the process's transfer engine when it has one, so that memory registered there can be
-    read and written directly; else the store makes its own. ``identity``: who this client is to the cluster,
-    instead of who the engine or this process is. Connects at the first call.
+    ``engine``: the process's transfer engine if it has one, so that memory registered there can be
+    read and written directly; otherwise the store makes its own. ``identity``: identity of this client in the
+    cluster, instead of that of the engine or the process. Connects at the first call.
     """
 
     def __init__(
         self,
         master: str = DEFAULT_MASTER,
         engine: TransferEngine | None = None,
-        settings: StoreSettings = StoreSettings(),
+        settings: StoreSettings = _DEFAULT_SETTINGS,
         identity: Identity | None = None,
     ) -> None:
         identity = _identity_of(identity, engine)
         self._rpc = BlockingMasterClient(master, m.REPLIES, identity=identity)
         super().__init__(master, engine, settings, identity)
-        self._keeper = LeaseKeeper(self._renew)
+        self._keeper = LeaseKeeper(self.renew)
 
     def connect(self, timeout_s: float = 2.0) -> None:
         """Find the master now rather than at the first call.
 
         Raises:
-            Unavailable: it does not answer; at once, if there is one only and nobody listens there.
+            Unavailable: it does not answer; at once, if only one address is given and its port is closed.
         """
         self._rpc.connect(timeout_s)
 
     # Whole objects
 
-    def put(
-        self,
-        key: ObjectKey,
-        data: Buffer,
-        policy: m.PutPolicy = DEFAULT_POLICY,
-        *,
-        group: str = "",
-        parent: ObjectKey = "",
-        replace: bool = False,
-    ) -> Refusal | None:
-        """Store ``data``. None: stored, or the key existed already (its value stays as it is).
-
-        ``policy``: replicas, pins, durability. ``group``: evicted together with that group's other
-        objects. ``parent``: the key of the block before this one in its prefix. ``replace``: put a new
-        value in the place of one that is there.
-        """
-        return self.put_batch(
-            [key],
-            [data],
-            policy,
-            groups=[group] if group else (),
-            parents=[parent] if parent else (),
-            replace=replace,
-        )[0]
-
-    def put_batch(
-        self,
-        keys: Sequence[ObjectKey],
-        buffers: Sequence[Buffer],
-        policy: m.PutPolicy = DEFAULT_POLICY,
-        *,
-        groups: Sequence[str] = (),
-        parents: Sequence[ObjectKey] = (),
-        replace: bool = False,
-    ) -> list[Refusal | None]:
-        """Store many objects; results in the order of ``keys``. ``groups``, ``parents``: one per key."""
-        _check_pairs(keys, buffers, "buffers")
-        _check_names(keys, groups, parents)
-        began = time.perf_counter()
-        try:
-            with self._memory.source(buffers) as prepared:
-                puts = self._puts(keys, prepared, policy, groups, parents, replace)
-                if len(puts) == 1:
-                    return self._run(puts[0])
-                with ThreadPoolExecutor(len(puts), "store-put") as threads:
-                    return list(itertools.chain.from_iterable(threads.map(self._run, puts)))
-        finally:
-            PUT_SECONDS.observe(time.perf_counter() - began)
-
-    def get(self, key: ObjectKey) -> bytes | None:
-        """The object's bytes, or None."""
-        return self.get_batch([key])[0]
-
-    def get_batch(self, keys: Sequence[ObjectKey]) -> list[bytes | None]:
-        """The bytes of many objects, None for each miss."""
-        deadline = self._deadline()
-        with GET_SECONDS.time():
-            grants = self._run(self.operations.open_reads(keys, deadline))
-            present = [grant for grant in grants if grant is not None]
-            prepared, values = self._memory.fresh([grant.size_bytes for grant in present])
-            with prepared:
-                arrived = self._run(self.operations.read_whole(present, prepared.addresses, deadline))
-                self._memory.unstage(prepared, values)
-        return _in_order(grants, values, arrived)
-
-    def get_into(self, key: ObjectKey, buffer: Buffer) -> int | None:
-        """Read the object into ``buffer``; its size, or None for a miss.
-
-        Raises:
-            InvalidArgument: the object is larger than the buffer.
-        """
-        return self.get_batch_into([key], [buffer])[0]
-
-    def get_batch_into(self, keys: Sequence[ObjectKey], buffers: Sequence[Buffer]) -> list[int | None]:
-        """Read many objects, each into its buffer; sizes, None for each miss."""
-        _check_pairs(keys, buffers, "buffers")
-        with GET_SECONDS.time(), self._memory.target(buffers) as prepared:
-            return self._run(
-                self.operations.get_into(keys, prepared.addresses, prepared.sizes, self._deadline())
-            )
-
-    def view(self, key: ObjectKey, verify: bool | None = None) -> View:
-        """``with store.view(key) as data:`` gives a read-only memoryview, or None for a miss.
-
-        On the host of the object's node nothing is copied, and the lease is kept alive while the
-        view is open; elsewhere the object is fetched. ``verify=False`` leaves the checksums out,
-        which makes the time independent of the size; by default ``StoreSettings.verify_local`` says.
-
-        Raises (when the block ends):
-            Unavailable: the lease could not be kept; what was read may be wrong.
-        """
-        return View(self, key, self.settings.verify_local if verify is None else verify)
+    put = _blocking(ClientCalls.put)
+    put_batch = _blocking(ClientCalls.put_batch)
+    get = _blocking(ClientCalls.get)
+    get_batch = _blocking(ClientCalls.get_batch)
+    get_into = _blocking(ClientCalls.get_into)
+    get_batch_into = _blocking(ClientCalls.get_batch_into)
 
     # Metadata
 
-    def exists(self, keys: Sequence[ObjectKey], deadline: float | None = None) -> list[bool]:
-        """Which keys can be read; they are leased, so that a get that follows finds them."""
-        return self._run(self.operations.exists(keys, self._deadline(None, deadline)))
-
-    def remove(
-        self, keys: Sequence[ObjectKey], force: bool = False, deadline: float | None = None
-    ) -> list[bool | Refusal]:
-        """True: removed; False: there was none; a Refusal: leased, and not ``force``."""
-        return self._run(self.operations.remove(keys, force, self._deadline(None, deadline)))
-
-    def inspect(self, keys: Sequence[ObjectKey]) -> list[m.ObjectStatus | None]:
-        """All about objects: replicas, pins, leases. Grants no lease and counts as no use."""
-        return self._run(self.operations.inspect(keys, self._deadline()))
-
-    def remove_matching(self, pattern: str, force: bool = False) -> int:
-        """Remove this tenant's objects whose key the regular expression is found in; how many.
-
-        Leased ones are left unless ``force``.
-        """
-        return self._run(self._admin.remove_matching(pattern, force, self._deadline()))
-
-    def remove_all(self, force: bool = False) -> int:
-        """Remove this tenant's objects; how many. Leased ones are left unless ``force``."""
-        return self.remove_matching("", force)
-
-    def pin(self, keys: Sequence[ObjectKey], ttl_s: float | None) -> list[bool]:
-        """Keep objects from eviction: softly for ``ttl_s``, or with None until unpinned or removed.
-
-        False: there is none.
-        """
-        return _flags(self._run(self.operations.pin(keys, ttl_s, self._deadline())))
-
-    def unpin(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Let objects be evicted again."""
-        return self.pin(keys, 0.0)
-
-    def drop_replicas(self, keys: Sequence[ObjectKey], segment: str = "") -> list[bool | Refusal]:
-        """Drop the replicas on ``segment`` ("": all in memory), the last one too."""
-        return self._run(self.operations.drop_replicas(keys, segment, self._deadline()))
-
-    def verify(self, keys: Sequence[ObjectKey]) -> list[bool | None]:
-        """Read every replica and check it; wrong ones are dropped.
-
-        True: all are right; False: one was wrong or could not be read; None: a miss.
-        """
-        results: list[bool | None] = []
-        for key in keys:
-            grant = self.open_reads([key])[0]
-            if grant is None:
-                results.append(None)
-                continue
-            prepared, values = self._memory.fresh([grant.size_bytes])
-            with prepared:
-                results += self._run(self.operations.verify([grant], prepared.addresses, self._deadline()))
-            del values  # not before: it is their memory
-        return results
+    exists = _blocking(ClientCalls.exists)
+    remove = _blocking(ClientCalls.remove)
+    inspect = _blocking(ClientCalls.inspect)
+    remove_matching = _blocking(ClientCalls.remove_matching)
+    remove_all = _blocking(ClientCalls.remove_all)
+    pin = _blocking(ClientCalls.pin)
+    unpin = _blocking(ClientCalls.unpin)
+    drop_replicas = _blocking(ClientCalls.drop_replicas)
+    verify = _blocking(ClientCalls.verify)
 
     # Jobs and quotas
 
-    def copy(self, key: ObjectKey, targets: Sequence[str]) -> m.JobStatus | Refusal:
-        """Begin to make a further replica on each of ``targets``."""
-        return self._run(self._admin.copy(key, targets, "", self._deadline()))
+    copy = _blocking(ClientCalls.copy)
+    move = _blocking(ClientCalls.move)
+    drain = _blocking(ClientCalls.drain)
+    job = _blocking(ClientCalls.job)
+    cancel = _blocking(ClientCalls.cancel)
+    set_quota = _blocking(ClientCalls.set_quota)
+    quotas = _blocking(ClientCalls.quotas)
+    ask = _blocking(ClientCalls.ask)
 
-    def move(self, key: ObjectKey, source: str, target: str) -> m.JobStatus | Refusal:
-        """Begin to copy the object to ``target``; its replica on ``source`` goes when that is done."""
-        return self._run(self._admin.copy(key, [target], source, self._deadline()))
+    # Parts of objects
 
-    def drain(
-        self, segments: Sequence[str], targets: Sequence[str] = (), max_concurrency: int = 4
-    ) -> m.JobStatus | Refusal:
-        """Begin to move all that is on ``segments``, to ``targets`` or anywhere; nothing new goes there."""
-        return self._run(self._admin.drain(segments, targets, max_concurrency, self._deadline()))
+    start_puts = _blocking(ClientCalls.start_puts)
+    write_ranges = _blocking(ClientCalls.write_ranges)
+    end_puts = _blocking(ClientCalls.end_puts)
+    abort_puts = _blocking(ClientCalls.abort_puts)
+    open_reads = _blocking(ClientCalls.open_reads)
+    read_ranges = _blocking(ClientCalls.read_ranges)
 
-    def job(self, job_id: int) -> m.JobStatus | None:
-        """How far is it?"""
-        return self._run(self._admin.job(job_id, self._deadline()))
+    # For views
 
-    def cancel(self, job_id: int) -> bool:
-        """Stop a job; False: there is none."""
-        return self._run(self._admin.cancel(job_id, self._deadline()))
+    open_view = _blocking(ClientCalls.open_view)
+    renew = _blocking(ClientCalls.renew)
 
-    def set_quota(self, tenant: str, size_bytes: int | None) -> Refusal | None:
-        """How much memory a tenant may use; None: as much as there is."""
-        return self._run(self._admin.set_quota(tenant, size_bytes, self._deadline()))
+    def view(self, key: ObjectKey, verify: bool | None = None) -> ObjectView:
+        """``with store.view(key) as data:`` yields a read-only memoryview, or None for a miss.
 
-    def quotas(self) -> list[m.QuotaStatus]:
-        """What tenants may use and do use."""
-        return self._run(self._admin.quotas(self._deadline()))
+        On the host of the object's node nothing is copied, and the lease is renewed while the view is
+        open; elsewhere the object is fetched. ``verify=False`` skips the checksums, which makes the time
+        independent of the size; the default is ``StoreSettings.verify_local``.
 
-    def ask(self, message: msgspec.Struct) -> Any:
-        """Any message of ``messages.py``, for status, listing and stories."""
-        return self._run(self.operations.ask(message, self._deadline()))
-
-    # Parts of objects. Local addresses must lie in memory registered with ``engine``. ``deadline`` (of
-    # ``clock.monotonic``) is of the whole that a call is a step of: after it nothing is asked for or moved.
-
-    def start_puts(
-        self,
-        keys: Sequence[ObjectKey],
-        sizes: Sequence[int],
-        chunk_bytes: Sequence[int] | int,
-        policy: m.PutPolicy = DEFAULT_POLICY,
-        *,
-        groups: Sequence[str] = (),
-        parents: Sequence[ObjectKey] = (),
-        replace: bool = False,
-        deadline: float | None = None,
-    ) -> list[PutGrant | Refusal | None]:
-        """Reserve space; None: the object exists or another writer is at it. See ``Operations``."""
-        _check_names(keys, groups, parents)
-        chunks = [chunk_bytes] * len(keys) if isinstance(chunk_bytes, int) else chunk_bytes
-        return self._run(
-            self.operations.start_puts(
-                keys, sizes, chunks, self._deadline(None, deadline), (), policy, groups, parents, replace
-            )
-        )
-
-    def write_ranges(
-        self,
-        grants: Sequence[PutGrant],
-        object_offsets: npt.ArrayLike,
-        local_addresses: npt.ArrayLike,
-        lengths: npt.ArrayLike,
-        timeout_s: float | None = None,
-        deadline: float | None = None,
-    ) -> list[Refusal | None]:
-        """Write k slices for each grant; columns u64 [k * len(grants)], one grant's in a row.
-
-        ``timeout_s``: of this transfer, where bytes may take longer than answers of the master do.
+        Raises (when the block ends):
+            Unavailable: the lease could not be renewed; the data read may be wrong.
         """
-        deadline = self._deadline(timeout_s, deadline)
-        return self._run(
-            self.operations.write_ranges(grants, object_offsets, local_addresses, lengths, deadline)
-        )
-
-    def end_puts(self, grants: Sequence[PutGrant], deadline: float | None = None) -> list[Refusal | None]:
-        """Make complete objects visible; incomplete or failed ones are given up, with the reason."""
-        return self._run(self.operations.end_puts(grants, self._deadline(None, deadline)))
-
-    def abort_puts(self, grants: Sequence[PutGrant], deadline: float | None = None) -> None:
-        """Give reservations up."""
-        self._run(self.operations.abort_puts(grants, self._deadline(None, deadline)))
-
-    def open_reads(self, keys: Sequence[ObjectKey], deadline: float | None = None) -> list[ReadGrant | None]:
-        """Find and lease objects."""
-        return self._run(self.operations.open_reads(keys, self._deadline(None, deadline)))
-
-    def read_ranges(
-        self,
-        grants: Sequence[ReadGrant],
-        object_offsets: npt.ArrayLike,
-        local_addresses: npt.ArrayLike,
-        lengths: npt.ArrayLike,
-        timeout_s: float | None = None,
-        deadline: float | None = None,
-    ) -> list[bool]:
-        """Read whole chunks, k slices for each grant; which grants' bytes may be believed."""
-        deadline = self._deadline(timeout_s, deadline)
-        return self._run(
-            self.operations.read_ranges(grants, object_offsets, local_addresses, lengths, deadline)
-        )
+        return ObjectView(self, key, self.settings.verify_local if verify is None else verify)
 
     def close(self) -> None:
-        """Let go of everything. Calls under way fail."""
+        """Release all resources. Calls in progress fail."""
         self._keeper.close()
         self._rpc.close()
         self._close()
@@ -494,29 +248,26 @@ class Store(_StoreBase):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # For views
-
     def keep(self, grant: ReadGrant) -> None:
         self._keeper.add(grant)
 
     def let_go(self, grant: ReadGrant) -> None:
         self._keeper.remove(grant)
 
-    def _renew(self, grants: list[ReadGrant], timeout_s: float) -> None:
-        self._run(self.operations.renew(grants, self._deadline(timeout_s)))
-
     # The trampoline
 
-    def _run(self, operation: Operation[ResultT]) -> ResultT:
+    def _run(self, call: Call[ResultT]) -> ResultT:
         try:
-            effect = next(operation)
+            effect = next(call)
             while True:
-                effect = operation.send(self._perform(effect))
+                effect = call.send(self._perform(effect))
         except StopIteration as stop:
             result: ResultT = stop.value
             return result
+        finally:
+            call.close()  # unregisters memory when an effect raised
 
-    def _perform(self, effect: CallMaster | OpenSegment | MoveSlices | Pause) -> Any:
+    def _perform(self, effect: CallEffect) -> Any:
         if isinstance(effect, CallMaster):
             asked_at = clock.monotonic()
             if asked_at >= effect.deadline and not effect.may_be_late:
@@ -530,6 +281,11 @@ class Store(_StoreBase):
             return self._move(effect)
         if isinstance(effect, OpenSegment):
             return self._open(effect)
+        if isinstance(effect, RunFunction):
+            return effect.function()
+        if isinstance(effect, RunConcurrently):
+            with ThreadPoolExecutor(len(effect.operations), "store-put") as threads:
+                return list(threads.map(self._run, effect.operations))
         time.sleep(effect.seconds)
         return None
 
@@ -548,8 +304,8 @@ class Store(_StoreBase):
         queue = self.engine.new_queue()
         num_begun, failure = 0, None
         ended: dict[int, Completion] = {}
-        # Each ends by its own deadline, and until it has ended its memory is in use: whatever is raised
-        # meanwhile (an interrupt by Ctrl-C, memory that is not registered) is raised then.
+        # Each transfer ends by its own deadline, and its memory is in use until then: exceptions raised
+        # meanwhile (an interrupt by Ctrl-C, memory that is not registered) are raised afterwards.
         while failure is None and num_begun < len(effect.transfers):
             t = effect.transfers[num_begun]
             try:
@@ -580,13 +336,13 @@ class Store(_StoreBase):
 
 
 class AsyncStore(_StoreBase):
-    """The store on asyncio. The same operations as ``Store``, which documents them."""
+    """Asyncio client of the store, with the same calls as ``Store``."""
 
     def __init__(
         self,
         master: str = DEFAULT_MASTER,
         engine: TransferEngine | None = None,
-        settings: StoreSettings = StoreSettings(),
+        settings: StoreSettings = _DEFAULT_SETTINGS,
         identity: Identity | None = None,
     ) -> None:
         identity = _identity_of(identity, engine)
@@ -594,213 +350,58 @@ class AsyncStore(_StoreBase):
         super().__init__(master, engine, settings, identity)
 
     async def connect(self, timeout_s: float = 2.0) -> None:
-        """As ``Store.connect``, but it waits for a master that is not there yet."""
+        """As ``Store.connect``, but wait for a master that is not running yet."""
         await self._rpc.connect(timeout_s)
 
-    async def put(
-        self,
-        key: ObjectKey,
-        data: Buffer,
-        policy: m.PutPolicy = DEFAULT_POLICY,
-        *,
-        group: str = "",
-        parent: ObjectKey = "",
-        replace: bool = False,
-    ) -> Refusal | None:
-        done = await self.put_batch(
-            [key],
-            [data],
-            policy,
-            groups=[group] if group else (),
-            parents=[parent] if parent else (),
-            replace=replace,
-        )
-        return done[0]
+    # Whole objects
 
-    async def put_batch(
-        self,
-        keys: Sequence[ObjectKey],
-        buffers: Sequence[Buffer],
-        policy: m.PutPolicy = DEFAULT_POLICY,
-        *,
-        groups: Sequence[str] = (),
-        parents: Sequence[ObjectKey] = (),
-        replace: bool = False,
-    ) -> list[Refusal | None]:
-        _check_pairs(keys, buffers, "buffers")
-        _check_names(keys, groups, parents)
-        with PUT_SECONDS.time(), self._memory.source(buffers) as prepared:
-            puts = self._puts(keys, prepared, policy, groups, parents, replace)
-            # Each to its end, whatever becomes of the others: until then the memory is in use.
-            done = await asyncio.gather(*(self._run(put) for put in puts), return_exceptions=True)
-        outcomes: list[Refusal | None] = []
-        for part in done:
-            if isinstance(part, BaseException):
-                raise part
-            outcomes += part
-        return outcomes
+    put = _awaited(ClientCalls.put)
+    put_batch = _awaited(ClientCalls.put_batch)
+    get = _awaited(ClientCalls.get)
+    get_batch = _awaited(ClientCalls.get_batch)
+    get_into = _awaited(ClientCalls.get_into)
+    get_batch_into = _awaited(ClientCalls.get_batch_into)
 
-    async def get(self, key: ObjectKey) -> bytes | None:
-        return (await self.get_batch([key]))[0]
+    # Metadata
 
-    async def get_batch(self, keys: Sequence[ObjectKey]) -> list[bytes | None]:
-        deadline = self._deadline()
-        with GET_SECONDS.time():
-            grants = await self._run(self.operations.open_reads(keys, deadline))
-            present = [grant for grant in grants if grant is not None]
-            prepared, values = self._memory.fresh([grant.size_bytes for grant in present])
-            with prepared:
-                arrived = await self._run(self.operations.read_whole(present, prepared.addresses, deadline))
-                self._memory.unstage(prepared, values)
-        return _in_order(grants, values, arrived)
-
-    async def get_into(self, key: ObjectKey, buffer: Buffer) -> int | None:
-        return (await self.get_batch_into([key], [buffer]))[0]
-
-    async def get_batch_into(self, keys: Sequence[ObjectKey], buffers: Sequence[Buffer]) -> list[int | None]:
-        _check_pairs(keys, buffers, "buffers")
-        with GET_SECONDS.time(), self._memory.target(buffers) as prepared:
-            return await self._run(
-                self.operations.get_into(keys, prepared.addresses, prepared.sizes, self._deadline())
-            )
-
-    def view(self, key: ObjectKey, verify: bool | None = None) -> AsyncView:
-        """``async with store.view(key) as data:``, else as ``Store.view``."""
-        return AsyncView(self, key, self.settings.verify_local if verify is None else verify)
-
-    async def exists(self, keys: Sequence[ObjectKey], deadline: float | None = None) -> list[bool]:
-        return await self._run(self.operations.exists(keys, self._deadline(None, deadline)))
-
-    async def remove(
-        self, keys: Sequence[ObjectKey], force: bool = False, deadline: float | None = None
-    ) -> list[bool | Refusal]:
-        return await self._run(self.operations.remove(keys, force, self._deadline(None, deadline)))
-
-    async def inspect(self, keys: Sequence[ObjectKey]) -> list[m.ObjectStatus | None]:
-        return await self._run(self.operations.inspect(keys, self._deadline()))
-
-    async def remove_matching(self, pattern: str, force: bool = False) -> int:
-        return await self._run(self._admin.remove_matching(pattern, force, self._deadline()))
-
-    async def remove_all(self, force: bool = False) -> int:
-        return await self.remove_matching("", force)
-
-    async def pin(self, keys: Sequence[ObjectKey], ttl_s: float | None) -> list[bool]:
-        return _flags(await self._run(self.operations.pin(keys, ttl_s, self._deadline())))
-
-    async def unpin(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return await self.pin(keys, 0.0)
-
-    async def drop_replicas(self, keys: Sequence[ObjectKey], segment: str = "") -> list[bool | Refusal]:
-        return await self._run(self.operations.drop_replicas(keys, segment, self._deadline()))
-
-    async def verify(self, keys: Sequence[ObjectKey]) -> list[bool | None]:
-        results: list[bool | None] = []
-        for key in keys:
-            grant = (await self.open_reads([key]))[0]
-            if grant is None:
-                results.append(None)
-                continue
-            prepared, values = self._memory.fresh([grant.size_bytes])
-            with prepared:
-                results += await self._run(
-                    self.operations.verify([grant], prepared.addresses, self._deadline())
-                )
-            del values  # not before: it is their memory
-        return results
+    exists = _awaited(ClientCalls.exists)
+    remove = _awaited(ClientCalls.remove)
+    inspect = _awaited(ClientCalls.inspect)
+    remove_matching = _awaited(ClientCalls.remove_matching)
+    remove_all = _awaited(ClientCalls.remove_all)
+    pin = _awaited(ClientCalls.pin)
+    unpin = _awaited(ClientCalls.unpin)
+    drop_replicas = _awaited(ClientCalls.drop_replicas)
+    verify = _awaited(ClientCalls.verify)
 
     # Jobs and quotas
 
-    async def copy(self, key: ObjectKey, targets: Sequence[str]) -> m.JobStatus | Refusal:
-        return await self._run(self._admin.copy(key, targets, "", self._deadline()))
+    copy = _awaited(ClientCalls.copy)
+    move = _awaited(ClientCalls.move)
+    drain = _awaited(ClientCalls.drain)
+    job = _awaited(ClientCalls.job)
+    cancel = _awaited(ClientCalls.cancel)
+    set_quota = _awaited(ClientCalls.set_quota)
+    quotas = _awaited(ClientCalls.quotas)
+    ask = _awaited(ClientCalls.ask)
 
-    async def move(self, key: ObjectKey, source: str, target: str) -> m.JobStatus | Refusal:
-        return await self._run(self._admin.copy(key, [target], source, self._deadline()))
+    # Parts of objects
 
-    async def drain(
-        self, segments: Sequence[str], targets: Sequence[str] = (), max_concurrency: int = 4
-    ) -> m.JobStatus | Refusal:
-        return await self._run(self._admin.drain(segments, targets, max_concurrency, self._deadline()))
+    start_puts = _awaited(ClientCalls.start_puts)
+    write_ranges = _awaited(ClientCalls.write_ranges)
+    end_puts = _awaited(ClientCalls.end_puts)
+    abort_puts = _awaited(ClientCalls.abort_puts)
+    open_reads = _awaited(ClientCalls.open_reads)
+    read_ranges = _awaited(ClientCalls.read_ranges)
 
-    async def job(self, job_id: int) -> m.JobStatus | None:
-        return await self._run(self._admin.job(job_id, self._deadline()))
+    # For views
 
-    async def cancel(self, job_id: int) -> bool:
-        return await self._run(self._admin.cancel(job_id, self._deadline()))
+    open_view = _awaited(ClientCalls.open_view)
+    renew = _awaited(ClientCalls.renew)
 
-    async def set_quota(self, tenant: str, size_bytes: int | None) -> Refusal | None:
-        return await self._run(self._admin.set_quota(tenant, size_bytes, self._deadline()))
-
-    async def quotas(self) -> list[m.QuotaStatus]:
-        return await self._run(self._admin.quotas(self._deadline()))
-
-    async def ask(self, message: msgspec.Struct) -> Any:
-        return await self._run(self.operations.ask(message, self._deadline()))
-
-    async def start_puts(
-        self,
-        keys: Sequence[ObjectKey],
-        sizes: Sequence[int],
-        chunk_bytes: Sequence[int] | int,
-        policy: m.PutPolicy = DEFAULT_POLICY,
-        *,
-        groups: Sequence[str] = (),
-        parents: Sequence[ObjectKey] = (),
-        replace: bool = False,
-        deadline: float | None = None,
-    ) -> list[PutGrant | Refusal | None]:
-        _check_names(keys, groups, parents)
-        chunks = [chunk_bytes] * len(keys) if isinstance(chunk_bytes, int) else chunk_bytes
-        return await self._run(
-            self.operations.start_puts(
-                keys, sizes, chunks, self._deadline(None, deadline), (), policy, groups, parents, replace
-            )
-        )
-
-    async def write_ranges(
-        self,
-        grants: Sequence[PutGrant],
-        object_offsets: npt.ArrayLike,
-        local_addresses: npt.ArrayLike,
-        lengths: npt.ArrayLike,
-        timeout_s: float | None = None,
-        deadline: float | None = None,
-    ) -> list[Refusal | None]:
-        deadline = self._deadline(timeout_s, deadline)
-        return await self._run(
-            self.operations.write_ranges(grants, object_offsets, local_addresses, lengths, deadline)
-        )
-
-    async def end_puts(
-        self, grants: Sequence[PutGrant], deadline: float | None = None
-    ) -> list[Refusal | None]:
-        return await self._run(self.operations.end_puts(grants, self._deadline(None, deadline)))
-
-    async def abort_puts(self, grants: Sequence[PutGrant], deadline: float | None = None) -> None:
-        await self._run(self.operations.abort_puts(grants, self._deadline(None, deadline)))
-
-    async def open_reads(
-        self, keys: Sequence[ObjectKey], deadline: float | None = None
-    ) -> list[ReadGrant | None]:
-        return await self._run(self.operations.open_reads(keys, self._deadline(None, deadline)))
-
-    async def read_ranges(
-        self,
-        grants: Sequence[ReadGrant],
-        object_offsets: npt.ArrayLike,
-        local_addresses: npt.ArrayLike,
-        lengths: npt.ArrayLike,
-        timeout_s: float | None = None,
-        deadline: float | None = None,
-    ) -> list[bool]:
-        deadline = self._deadline(timeout_s, deadline)
-        return await self._run(
-            self.operations.read_ranges(grants, object_offsets, local_addresses, lengths, deadline)
-        )
-
-    async def renew(self, grants: list[ReadGrant], timeout_s: float) -> list[bool]:
-        """Extend leases; views do it themselves."""
-        return await self._run(self.operations.renew(grants, self._deadline(timeout_s)))
+    def view(self, key: ObjectKey, verify: bool | None = None) -> AsyncObjectView:
+        """``async with store.view(key) as data:``, else as ``Store.view``."""
+        return AsyncObjectView(self, key, self.settings.verify_local if verify is None else verify)
 
     async def close(self) -> None:
         await self._rpc.close()
@@ -812,16 +413,18 @@ class AsyncStore(_StoreBase):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _run(self, operation: Operation[ResultT]) -> ResultT:
+    async def _run(self, call: Call[ResultT]) -> ResultT:
         try:
-            effect = next(operation)
+            effect = next(call)
             while True:
-                effect = operation.send(await self._perform(effect))
+                effect = call.send(await self._perform(effect))
         except StopIteration as stop:
             result: ResultT = stop.value
             return result
+        finally:
+            call.close()  # unregisters memory when an effect raised
 
-    async def _perform(self, effect: CallMaster | OpenSegment | MoveSlices | Pause) -> Any:
+    async def _perform(self, effect: CallEffect) -> Any:
         if isinstance(effect, CallMaster):
             asked_at = clock.monotonic()
             if asked_at >= effect.deadline and not effect.may_be_late:
@@ -833,12 +436,13 @@ class AsyncStore(_StoreBase):
             return MasterReply(reply, None, asked_at, clock.monotonic())
         if isinstance(effect, MoveSlices):
             op = Op.WRITE if effect.is_write else Op.READ
-            # Each to its end, also when one fails or this is cancelled: until then the memory is in use.
-            moves = (self._transfer(op, t, effect.deadline) for t in effect.transfers)
-            done = await asyncio.gather(*moves, return_exceptions=True)
-            return [_raised(one) for one in done]
+            return await _all(self._transfer(op, t, effect.deadline) for t in effect.transfers)
         if isinstance(effect, OpenSegment):
             return await asyncio.to_thread(self._open, effect)
+        if isinstance(effect, RunFunction):
+            return await asyncio.to_thread(effect.function)
+        if isinstance(effect, RunConcurrently):
+            return await _all(map(self._run, effect.operations))
         await asyncio.sleep(effect.seconds)
         return None
 
@@ -859,13 +463,19 @@ def _of_slices(timeout_s: float, t: Slices) -> float:
 
 def _unsent(effect: CallMaster, now: float) -> MasterReply:
     what = type(effect.message).__name__
-    return MasterReply(None, DeadlineExceeded(f"{what} was not sent: the operation's time is over"), now, now)
+    return MasterReply(None, DeadlineExceeded(f"{what} was not sent: the deadline has passed"), now, now)
 
 
-def _raised(outcome: SlicesMoved | BaseException) -> SlicesMoved:
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome
+async def _all(work: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Results of all coroutines, run concurrently. Raises the first exception when all of them have ended."""
+    # Wait for each, even when one fails or this task is cancelled: until then the memory is in use.
+    done = await asyncio.gather(*work, return_exceptions=True)
+    results: list[ResultT] = []
+    for outcome in done:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results
 
 
 def _too_late(effect: MoveSlices) -> list[SlicesMoved]:
@@ -873,36 +483,13 @@ def _too_late(effect: MoveSlices) -> list[SlicesMoved]:
     return [SlicesMoved(None, "timed_out", now) for _ in effect.transfers]
 
 
-def _in_order(
-    grants: Sequence[ReadGrant | None], values: Sequence[bytes], arrived: Sequence[bool]
-) -> list[bytes | None]:
-    good: Iterator[bytes | None] = (
-        value if is_good else None for value, is_good in zip(values, arrived, strict=True)
-    )
-    return [None if grant is None else next(good) for grant in grants]
-
-
-def _flags(outcomes: Sequence[bool | Refusal]) -> list[bool]:
-    return [outcome is True for outcome in outcomes]
-
-
-def _check_names(keys: Sequence[ObjectKey], groups: Sequence[str], parents: Sequence[ObjectKey]) -> None:
-    for name, others in (("groups", groups), ("parents", parents)):
-        if others:
-            _check_pairs(keys, others, name)
-
-
-def _check_pairs(keys: Sequence[ObjectKey], others: Sequence[Any], name: str) -> None:
-    if len(keys) != len(others):
-        raise InvalidArgument(name, len(others), f"as many as there are keys ({len(keys)})")
-
-
 class _OperationMetrics(Collector):
-    """Exports what the operations of this process's clients count, those that are closed included."""
+    """Exports the counters of this process's clients, including those that are closed."""
 
     def __init__(self) -> None:
         self._open: dict[int, Operations] = {}
-        self._past: dict[str, int] = {}
+        self._closed: dict[str, int] = {}
+        """Totals of clients that are closed."""
 
     def add(self, operations: Operations) -> None:
         self._open[id(operations)] = operations
@@ -910,10 +497,10 @@ class _OperationMetrics(Collector):
     def remove(self, operations: Operations) -> None:
         if self._open.pop(id(operations), None) is not None:
             for name, value in dataclasses.asdict(operations.counts).items():
-                self._past[name] = self._past.get(name, 0) + value
+                self._closed[name] = self._closed.get(name, 0) + value
 
     def collect(self) -> Generator[CounterMetricFamily, None, None]:
-        totals = dict(self._past)
+        totals = dict(self._closed)
         for operations in list(self._open.values()):
             for name, value in dataclasses.asdict(operations.counts).items():
                 totals[name] = totals.get(name, 0) + value
@@ -922,7 +509,7 @@ class _OperationMetrics(Collector):
 
 
 _COUNTERS = {
-    "checksum_mismatches": ("checksum_mismatch", "Reads whose bytes did not match what the writer announced"),
+    "checksum_mismatches": ("checksum_mismatch", "Reads whose bytes did not match the writer's checksums"),
     "expired_leases": ("expired_leases", "Reads that arrived after their lease had ended"),
     "failed_transfers": ("failed_transfers", "Transfers with a node that failed"),
     "repeated_requests": (

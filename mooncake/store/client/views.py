@@ -1,8 +1,8 @@
-"""Looking at an object where it lies: a memoryview of the node's memory, under a lease kept alive.
+"""Views of objects without a copy: a memoryview of the node's memory, under a lease that is renewed.
 
-The view is only as good as its lease: once that ends, the master may give the space to another
-object. So whoever holds a view renews, long before the end; and when renewing fails too long, the
-end of the ``with`` block raises, because what was read in it can't be trusted.
+A view is valid only while its lease is: afterwards the master may give the space to another object. An open
+view therefore renews its lease well before it ends; when renewals fail for too long, the end of the ``with``
+block raises, because the data read in it can't be trusted.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mooncake import clock
 from mooncake.errors import MooncakeError, Unavailable
 from mooncake.log import get_logger
 from mooncake.store.client.grants import ReadGrant
-from mooncake.transfer import TransferEngine, crc32c_columns
 from mooncake.types import ObjectKey
 
 if TYPE_CHECKING:
@@ -33,22 +30,8 @@ MIN_RENEWAL_S = 0.02
 
 
 def _renewal_s(grant: ReadGrant) -> float:
-    """Renew at a third of what is left, so that two failures in a row are still survived."""
+    """Seconds until the next renewal: a third of the time left, so that two failures are survived."""
     return max(MIN_RENEWAL_S, (grant.expires_at - clock.monotonic()) / 3)
-
-
-def _mapped(engine: TransferEngine, grant: ReadGrant, verify: bool) -> memoryview | None:
-    """The object's bytes where they lie; None: not on this host. Empty: they are wrong."""
-    view = engine.map(grant.segment, grant.address, grant.size_bytes)
-    if view is None or not verify:
-        return view
-    first = np.frombuffer(view, dtype=np.uint8).ctypes.data
-    offsets = np.arange(0, grant.size_bytes, grant.chunk_bytes, dtype=np.uint64)
-    lengths = np.minimum(np.uint64(grant.chunk_bytes), np.uint64(grant.size_bytes) - offsets)
-    if np.array_equal(crc32c_columns(offsets + np.uint64(first), lengths), grant.checksums):
-        return view
-    view.release()
-    return memoryview(b"")
 
 
 def _check_lease(grant: ReadGrant) -> None:
@@ -56,7 +39,7 @@ def _check_lease(grant: ReadGrant) -> None:
         raise Unavailable(f"the lease on {grant.key!r} ended while it was viewed; discard what was read")
 
 
-class View:
+class ObjectView:
     """``with store.view(key) as data``: a read-only memoryview, or None for a miss."""
 
     def __init__(self, store: Store, key: ObjectKey, verify: bool) -> None:
@@ -67,18 +50,10 @@ class View:
         self._view: memoryview | None = None
 
     def __enter__(self) -> memoryview | None:
-        grant = self._store.open_reads([self._key])[0]
-        if grant is None:
-            return None
-        view = _mapped(self._store.engine, grant, self._verify)
-        if view is None or not len(view):
-            # On another host, or wrong: a get copies, or reports it.
-            value = self._store.get(self._key)
-            self._view = None if value is None else memoryview(value)
-            return self._view
-        self._grant, self._view = grant, view
-        self._store.keep(grant)
-        return view
+        self._view, self._grant = self._store.open_view(self._key, self._verify)
+        if self._grant is not None:
+            self._store.keep(self._grant)
+        return self._view
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -91,8 +66,8 @@ class View:
                 _check_lease(self._grant)
 
 
-class AsyncView:
-    """``async with store.view(key) as data``: as ``View``."""
+class AsyncObjectView:
+    """``async with store.view(key) as data``: as ``ObjectView``."""
 
     def __init__(self, store: AsyncStore, key: ObjectKey, verify: bool) -> None:
         self._store = store
@@ -103,17 +78,10 @@ class AsyncView:
         self._renewing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> memoryview | None:
-        grant = (await self._store.open_reads([self._key]))[0]
-        if grant is None:
-            return None
-        view = await asyncio.to_thread(_mapped, self._store.engine, grant, self._verify)
-        if view is None or not len(view):
-            value = await self._store.get(self._key)
-            self._view = None if value is None else memoryview(value)
-            return self._view
-        self._grant, self._view = grant, view
-        self._renewing = asyncio.create_task(self._renew(grant))
-        return view
+        self._view, self._grant = await self._store.open_view(self._key, self._verify)
+        if self._grant is not None:
+            self._renewing = asyncio.create_task(self._renew(self._grant))
+        return self._view
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -134,15 +102,15 @@ class AsyncView:
 
 
 class LeaseKeeper:
-    """Renews the leases of open views from one thread, which ends when it finds none."""
+    """Renews the leases of open views from one thread, which ends when no view is open."""
 
-    def __init__(self, renew: Callable[[list[ReadGrant], float], None]) -> None:
+    def __init__(self, renew: Callable[[list[ReadGrant], float], object]) -> None:
         self._renew = renew
         self._changed = threading.Condition()
         self._grants: dict[int, ReadGrant] = {}
         self._thread: threading.Thread | None = None
-        self._looks_at = 0.0
-        """When the thread looks at the leases next."""
+        self._wakes_at = 0.0
+        """Time of the thread's next renewal."""
 
     def add(self, grant: ReadGrant) -> None:
         with self._changed:
@@ -150,8 +118,8 @@ class LeaseKeeper:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="store-leases", daemon=True)
                 self._thread.start()
-            elif self._looks_at > clock.monotonic() + _renewal_s(grant):
-                # Only then: waking it for every short view would cost more than the view.
+            elif self._wakes_at > clock.monotonic() + _renewal_s(grant):
+                # Only then: waking the thread for every short view would cost more than the view.
                 self._changed.notify()
 
     def remove(self, grant: ReadGrant) -> None:
@@ -170,7 +138,7 @@ class LeaseKeeper:
                     self._thread = None
                     return
                 wait_s = min(map(_renewal_s, self._grants.values()))
-                self._looks_at = clock.monotonic() + wait_s
+                self._wakes_at = clock.monotonic() + wait_s
                 self._changed.wait(wait_s)
                 grants = list(self._grants.values())
             try:

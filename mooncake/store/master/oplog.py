@@ -26,9 +26,19 @@ from pathlib import Path
 import msgspec
 
 from mooncake.errors import InvalidArgument
-from mooncake.files import Directory, File, OsDirectory, UntrustedFile, boot_id, damage
-from mooncake.files.frames import PLAIN, BoundFraming, Framing, Scan
-from mooncake.files.log_header import header_of, headers_in, is_unbegun, num_bytes
+from mooncake.files import Directory, File, OsDirectory, UntrustedFile, boot_id, keep_copy
+from mooncake.files.frames import (
+    PLAIN,
+    BoundFraming,
+    Damage,
+    Framing,
+    Scan,
+    describe_damage,
+    header_num_bytes,
+    header_of,
+    headers_in,
+    is_unbegun,
+)
 from mooncake.log import get_logger
 from mooncake.store.master.log_records import (
     Doubt,
@@ -51,7 +61,7 @@ MAGIC = b"mooncake-oplog-3 "
 _KIND = MAGIC[:-2]
 _OLD = _KIND + b"2 "
 _OLD_HEADER_BYTES = len(_OLD) + 17
-_HEADER_BYTES = num_bytes(MAGIC)
+_HEADER_BYTES = header_num_bytes(MAGIC)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a disk that may accept the write later."""
 
@@ -104,7 +114,7 @@ class Oplog:
         except BlockingIOError as error:
             raise self._wrong("a file that no other master uses") from error
         except UntrustedFile as error:
-            raise self._wrong(error.told) from error
+            raise self._wrong(error.requirement) from error
         except OSError as error:
             raise self._wrong(f"a file that can be read and written ({error})") from error
         except msgspec.MsgspecError as error:
@@ -264,7 +274,7 @@ class Oplog:
             self.id, self._framing, begin = header.id, BoundFraming(header.salt), _HEADER_BYTES
             if len(good) < 2 or good[0] != good[1]:
                 found = scans[header]
-                wrong = [damage.Damage(0, _HEADER_BYTES), *found.damages]
+                wrong = [Damage(0, _HEADER_BYTES), *found.damages]
                 self._size_bytes = _HEADER_BYTES
                 return self._checked(Scan(found.bodies, 0, _HEADER_BYTES, wrong, found.torn))
         found = self._framing.scan(content, begin)
@@ -274,7 +284,7 @@ class Oplog:
     def _checked(self, found: Scan) -> Scan:
         if found.damages and not self._repairs:
             how = f"`mooncake store repair {self.path}` shows what can be saved"
-            raise self._wrong(f"a file without damage, but there is {damage.describe_damage(found)}; {how}")
+            raise self._wrong(f"a file without damage, but there is {describe_damage(found)}; {how}")
         return found
 
     def _check_magic(self, content: bytes) -> None:
@@ -286,7 +296,7 @@ class Oplog:
 
     def _repair(self, content: bytes, found: Scan) -> None:
         assert self._directory is not None
-        copy = damage.keep_copy(self._directory, self.path.name, content, "damaged")
+        copy = keep_copy(self._directory, self.path.name, content, "damaged")
         for one in found.damages:
             at = {"offset": one.offset, "num_bytes": one.num_bytes}
             log.error("oplog_damaged", path=str(self.path), copy=copy, **at)
@@ -323,7 +333,7 @@ class Oplog:
         directory, file = self._directory, self._file
         assert directory is not None and file is not None
         if self._torn is not None:
-            copy = damage.keep_copy(directory, self.path.name, self._torn, "torn")
+            copy = keep_copy(directory, self.path.name, self._torn, "torn")
             fields = {"offset": self._size_bytes, "num_bytes": len(self._torn), "copy": copy}
             log.warning("oplog_tail_cut", path=str(self.path), **fields)
             self._torn = None

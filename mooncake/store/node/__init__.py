@@ -1,1 +1,1 @@
-"""A node: the memory and SSD it mounts, and the tasks it carries out for the master."""
+"""A node: the memory, SSD and device pools that it mounts, and the tasks that it runs for the master."""

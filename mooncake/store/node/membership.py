@@ -1,4 +1,4 @@
-"""How a node stays a member: mount, heartbeat, mount again after any loss, leave.
+"""Membership of a segment in the store: mount, heartbeat, mount again after any loss, leave.
 
 ::
 
@@ -6,10 +6,10 @@
        ▲                           │                     │  └▶ REPORTING ──▶──┤
        └──────────── refused, closed, or no answer in time (Disconnect) ──────┘
 
-A master that does not know what the segment holds is told, before the first heartbeat (REPORTING).
-The memory and its epoch outlive every connection: a master that knows them gets its objects back,
-one that doesn't is told by ``rest_s`` how long an earlier master's promises may still be in use.
-This class opens no socket; ``node.py`` does what it says, and so does the simulator.
+A master that does not know the segment's content receives a report of it before the first heartbeat
+(REPORTING). The memory and its epoch outlive every connection: a master that knows them finds its objects
+again, and for one that doesn't ``rest_s`` states how long an earlier master's grants may still be in use.
+This class opens no socket: ``mounted_segment.py`` and the simulator perform its effects.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from mooncake.types import Tier
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 ANSWER_S = 3.0
-"""How long a connection attempt or an answer may take before the connection is given up."""
+"""Time that a connection attempt or a reply may take before the connection is dropped."""
 
 
 class MembershipPhase(enum.StrEnum):
+    """Phase of the membership, as in the diagram above."""
+
     WAITING = "waiting"
     CONNECTING = "connecting"
     MOUNTING = "mounting"
@@ -57,6 +59,8 @@ class ConnectionClosed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplyReceived:
+    """The master replied to a message."""
+
     message: msgspec.Struct
 
 
@@ -67,24 +71,24 @@ class Leave:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Connect:
-    """Effect: open a connection to the master; Opened or Closed follows."""
+    """Effect: open a connection to the master; ConnectionOpened or ConnectionClosed follows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Effect: drop the connection (or the attempt); nothing of it follows any more."""
+    """Effect: drop the connection (or the attempt); no further event of it is delivered."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Send:
-    """Effect: send this; Answered or Closed follows."""
+    """Effect: send ``message``; ReplyReceived or ConnectionClosed follows."""
 
     message: msgspec.Struct
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogEvent:
-    """Effect: log this."""
+    """Effect: write a log event."""
 
     event: str
     fields: dict[str, Any]
@@ -92,14 +96,14 @@ class LogEvent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DropObjects:
-    """Effect: the master will not have these objects; the segment does not hold them any more."""
+    """Effect: the master refused these objects; remove them from the journal."""
 
     object_ids: list[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Left:
-    """Effect: the master knows (or can't be told) that the memory goes away."""
+    """Effect: the membership has ended; the master knows it or can't be reached."""
 
 
 Event = ConnectionOpened | ConnectionClosed | ReplyReceived | Leave
@@ -111,9 +115,9 @@ def _nothing() -> Iterable[m.SegmentEntry]:
 
 
 class Membership:
-    """A machine. Deliver a first ``Wake()`` to start it.
+    """State machine of one segment's membership. Deliver a first ``Wake()`` to start it.
 
-    ``held`` says what the segment holds, when a master asks.
+    ``held`` returns the segment's content for reports to the master.
     """
 
     def __init__(
@@ -136,10 +140,10 @@ class Membership:
         self._random = random
         self._held = held
         self._reports: list[m.ReportContents] = []
-        """Still to be sent, the next one last."""
+        """Messages still to be sent, the next one last."""
         self.phase = MembershipPhase.WAITING
         self._wake_at: float | None = 0.0
-        """When the present phase needs attention."""
+        """Time at which the current phase must be handled."""
         self._backoff_s = FIRST_BACKOFF_S
         self._heartbeat_s = 1.0
         self._is_beat_open = False
@@ -148,7 +152,7 @@ class Membership:
 
     @property
     def is_usable(self) -> bool:
-        """The master knows the segment and has heard of it since: it gives space out on it."""
+        """Whether the master has mounted the segment and received a heartbeat: it allocates space on it."""
         return self.phase is MembershipPhase.MOUNTED and self._is_confirmed
 
     @property
@@ -176,7 +180,7 @@ class Membership:
         assert FIRST_BACKOFF_S <= self._backoff_s <= MAX_BACKOFF_S
 
     def story(self, key: str) -> list[str]:
-        """The node's last phases; ``key`` is its segment's name."""
+        """Last phases of the membership; ``key`` is the name of the segment."""
         return list(self._lines) if key == self._mount.segment else []
 
     def _wake(self, now: float) -> list[Effect]:
@@ -201,7 +205,7 @@ class Membership:
             self._heartbeat_s = message.heartbeat_s
             rest_s = max(message.rest_s, self._mount.rest_s)
             self._mount = msgspec.structs.replace(self._mount, rest_s=rest_s, line=message.line)
-            self._hear(message.last_id)
+            self._note_largest_id(message.last_id)
             self._backoff_s = FIRST_BACKOFF_S
             fields = {"segment": self._mount.segment, "num_objects": message.num_objects}
             if message.wants_report:
@@ -215,7 +219,7 @@ class Membership:
             self._is_beat_open = False
             self._wake_at = now + self._heartbeat_s
             self._is_confirmed = message.is_known
-            self._hear(message.last_id)
+            self._note_largest_id(message.last_id)
             if not message.is_known:
                 return [
                     LogEvent("segment_unknown_to_master", {"segment": self._mount.segment}),
@@ -228,19 +232,19 @@ class Membership:
         return [Send(self._reports.pop())]
 
     def _settle(self, now: float) -> list[Effect]:
-        """The first heartbeat at once: before it, the master gives no space out."""
+        """Become mounted, with the first heartbeat at once: before it, the master allocates no space here."""
         self._is_beat_open = False
         self._enter(MembershipPhase.MOUNTED, now, 0.0)
         return []
 
     def _send_mount(self, now: float) -> list[Effect]:
         self._is_confirmed = False
-        self._hear(max((entry.object_id for entry in self._held()), default=0))
+        self._note_largest_id(max((entry.object_id for entry in self._held()), default=0))
         self._enter(MembershipPhase.MOUNTING, now, ANSWER_S)
         return [Send(self._mount)]
 
-    def _hear(self, object_id: int) -> None:
-        """Of a master or from the journal; a later master is told, whose clock may be behind."""
+    def _note_largest_id(self, object_id: int) -> None:
+        """Keep the largest object id of a master or the journal, for a later master with a slower clock."""
         if object_id > self._mount.largest_id:
             self._mount = msgspec.structs.replace(self._mount, largest_id=object_id)
 
@@ -258,7 +262,7 @@ class Membership:
 
     def _leave(self, now: float) -> list[Effect]:
         if self._mount.tier is Tier.SSD:
-            # It is not gone: a process that serves it soon finds it as it was.
+            # An SSD keeps its content: the next process that serves it finds it unchanged.
             return self._left(now)
         if self.phase not in (MembershipPhase.MOUNTED, MembershipPhase.MOUNTING, MembershipPhase.REPORTING):
             return self._left(now)

@@ -1,7 +1,7 @@
-"""One segment that a node lends: kept mounted with the master, its tasks done, its journal kept.
+"""One mounted segment of a node: its membership, its tasks for the master, and its journal.
 
-``membership.py`` and ``task_agent.py`` decide; here are the connection to the master that both share, the
-journal (in memory for memory, ``ssd.py`` for an SSD), and the log of what came and went.
+``membership.py`` and ``task_agent.py`` decide; this module has the connection to the master that both share,
+the journal (in memory for memory, ``ssd.py`` for an SSD), and the log of blocks written and removed.
 """
 
 from __future__ import annotations
@@ -36,125 +36,124 @@ from mooncake.types import Tier
 log = get_logger(__name__)
 
 COPIED = Counter(
-    "mooncake_store_copied_bytes", "Bytes that tasks brought here", ["source", "target"], registry=registry
+    "mooncake_store_copied_bytes", "Bytes copied here by tasks", ["source", "target"], registry=registry
 )
-FAILED = Counter(
-    "mooncake_store_failed_tasks", "Tasks of this node that failed", ["reason"], registry=registry
-)
+FAILED = Counter("mooncake_store_failed_tasks", "Failed tasks of this node", ["reason"], registry=registry)
 
 CHECKED = Counter(
     "mooncake_store_checked_replicas",
-    "Replicas of this node that it read because a reader said that they are wrong",
+    "Replicas of this node that were verified because a reader reported them as corrupt",
     ["outcome"],
     registry=registry,
 )
 
 COALESCED_BYTES = 16 << 20
-"""What is carried together, about."""
+"""Approximate size of the copies that are moved in one transfer."""
 RETRY_S = 1.0
-"""Until a change of the index that the disk refused is tried again."""
+"""Delay before a change of the index that the disk refused is retried."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentConfig:
-    """What is lent, and how."""
+    """Configuration of a segment: its memory and how it is used."""
 
     name: str
-    """Of the segment."""
+    """Name of the segment."""
     region: Region
     tier: Tier = Tier.MEMORY
     disk: Disk | None = None
-    """Of an SSD: where its index is."""
+    """The open SSD directory with the index, for a segment on SSD."""
     is_flushed: bool = False
-    """A copy on SSD is durable before it is announced."""
+    """A copy on SSD is made durable before it is announced."""
     log_blocks: bool = False
-    """Every block that comes or is read is logged, not only in a debug log."""
+    """Log every block that is written or read at level info instead of debug."""
 
 
 class MountedSegment:
-    """A mounted segment, from ``start`` until ``close``.
+    """A segment that is kept mounted with the master from ``start`` until ``close``.
 
-    ``own`` finds the region of a segment of the same node; ``on_change`` hears that it was mounted or lost.
+    ``own`` finds the region of a segment of the same node; ``on_change`` is called on mount and loss.
     """
 
     def __init__(
         self,
-        offer: SegmentConfig,
+        config: SegmentConfig,
         engine: TransferEngine,
         master: str,
         node: str,
         own: Callable[[str], Region | None],
         on_change: Callable[[], None],
     ) -> None:
-        self.offer = offer
+        self.config = config
         self._engine = engine
         self._master = master
         self._resolver = MasterResolver(master)
         self._on_change = on_change
         descriptor = engine.describe()
         self._membership = ms.Membership(
-            segment=offer.name,
+            segment=config.name,
             epoch=descriptor.epoch,
             host=descriptor.host,
-            address=offer.region.address,
-            size_bytes=offer.region.size_bytes,
+            address=config.region.address,
+            size_bytes=config.region.size_bytes,
             descriptor=descriptor.encode(),
-            random=Random(f"{descriptor.epoch} {offer.name}"),
-            tier=offer.tier,
-            content_id=descriptor.epoch if offer.disk is None else offer.disk.content_id,
+            random=Random(f"{descriptor.epoch} {config.name}"),
+            tier=config.tier,
+            content_id=descriptor.epoch if config.disk is None else config.disk.content_id,
             node=node,
             held=self.entries,
         )
-        self._agent = e.TaskAgent(offer.name, descriptor.epoch)
+        self._agent = e.TaskAgent(config.name, descriptor.epoch)
         self._copier = ReplicaCopier(engine, own, self._describe)
-        self._target = CopyTarget(offer.region, offer.tier, offer.disk, None)
-        if offer.disk is not None and offer.is_flushed:
-            flushes = CoalescedFlush(offer.disk.flush), CoalescedFlush(offer.disk.log.flush)
-            self._target = CopyTarget(offer.region, offer.tier, offer.disk, *flushes)
+        self._target = CopyTarget(config.region, config.tier, config.disk, None)
+        if config.disk is not None and config.is_flushed:
+            flushes = CoalescedFlush(config.disk.flush), CoalescedFlush(config.disk.log.flush)
+            self._target = CopyTarget(config.region, config.tier, config.disk, *flushes)
         self._held: dict[int, m.SegmentEntry] = {}
-        """The journal of memory."""
+        """The journal of a segment in memory: object id -> entry."""
         self._unwritten: deque[list[m.SegmentEntry] | list[int]] = deque()
-        """Changes that the index of the SSD has not taken yet: an entry, or ids of objects that are gone."""
+        """Changes not yet written to the index of the SSD: entries, or ids of objects that are gone."""
         self._retry: asyncio.TimerHandle | None = None
         self._left = asyncio.Event()
         self._link: AsyncMasterClient | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._check_lock = asyncio.Lock()
-        """One replica at a time is read for the master."""
+        """Held while a replica is verified for the master: one at a time."""
         self._runs: list[e.RunTask] = []
-        """Tasks of the answer that is being worked off."""
+        """Tasks of the last reply that are not yet started."""
         self._disconnecting: asyncio.Task[None] | None = None
         self._driver = Driver(self._membership, self._perform)
         self._agent_driver = Driver(self._agent, self._perform_agent)
 
     @property
     def is_mounted(self) -> bool:
+        """Whether the master has mounted the segment."""
         return self._membership.phase is ms.MembershipPhase.MOUNTED
 
     @property
     def is_usable(self) -> bool:
-        """And the master gives space out on it."""
+        """Whether the segment is mounted and the master allocates space on it."""
         return self._membership.is_usable
 
     def entries(self) -> Iterable[m.SegmentEntry]:
-        """What the segment holds, as far as this node knows.
+        """Content of the segment according to the journal.
 
-        Changes that the index of the SSD has not taken yet count as written: a later master that heard of an
-        object whose removal waits would keep it, and the index would drop it as soon as it can be written.
+        Changes that are not yet written to the index of the SSD count as written: a later master would keep
+        an object whose removal is pending, and the index would drop it as soon as it can be written.
         """
-        if self.offer.disk is None:
+        if self.config.disk is None:
             return list(self._held.values())
-        held = self.offer.disk.index.entries
+        held = self.config.disk.index.entries
         if self._unwritten:
             held = dict(held)
             e.changed(held, itertools.chain.from_iterable(self._unwritten))
         return list(held.values())
 
     async def ask(self, message: msgspec.Struct) -> Any:
-        """What the master answers, on the segment's connection.
+        """Send a message to the master on the segment's connection; returns the reply.
 
         Raises:
-            PeerLost, DeadlineExceeded: there is none now.
+            PeerLost, DeadlineExceeded: the master can't be reached, or does not reply in time.
         """
         if self._link is None:
             raise PeerLost("the master can't be reached now")
@@ -164,11 +163,11 @@ class MountedSegment:
         self._driver.post(Wake())
 
     async def close(self) -> None:
-        """Tell the master that the segment goes away; afterwards no task touches it."""
+        """Unmount the segment; afterwards no task accesses it."""
         self._post(ms.Leave())
         await self._left.wait()
         if self._disconnecting is not None:
-            await self._disconnecting  # or the master would think that we are still there
+            await self._disconnecting  # otherwise the master would consider the node still connected
         self._driver.close()
         self._agent_driver.close()
         if self._retry is not None:
@@ -187,7 +186,7 @@ class MountedSegment:
         self._follow()
 
     def _follow(self) -> None:
-        """Tasks come only while the master knows the segment."""
+        """Register the segment with the task agent exactly while it is mounted."""
         if self.is_mounted and not self._agent.is_mounted:
             self._agent_driver.post(e.SegmentRegistered())
         elif self._agent.is_mounted and not self.is_mounted:
@@ -223,7 +222,7 @@ class MountedSegment:
             await link.connect(ms.ANSWER_S)
         except MooncakeError as error:
             if isinstance(error, AccessDenied):
-                log.warning("mount_denied", segment=self.offer.name, reason=str(error))
+                log.warning("mount_denied", segment=self.config.name, reason=str(error))
             self._report(link, ms.ConnectionClosed(str(error)))
             return
         self._report(link, ms.ConnectionOpened())
@@ -234,29 +233,29 @@ class MountedSegment:
         try:
             reply = await link.call(message, ms.ANSWER_S)
         except PeerLost:
-            return  # whoever watches the connection reports it
+            return  # reported by ``_connect``, which watches the connection
         except MooncakeError as error:
             if isinstance(error, AccessDenied):
-                log.warning("mount_denied", segment=self.offer.name, reason=str(error))
+                log.warning("mount_denied", segment=self.config.name, reason=str(error))
             self._report(link, ms.ConnectionClosed(str(error)))
         else:
             self._report(link, ms.ReplyReceived(reply))
 
     def _report(self, link: AsyncMasterClient, event: ms.Event) -> None:
-        """What an earlier connection still has to say is of no interest."""
+        """Deliver an event of ``link``; events of an earlier connection are ignored."""
         if link is self._link:
             self._post(event)
 
-    # Errands
+    # Tasks
 
     def _perform_agent(self, effect: e.Effect) -> None:
         if isinstance(effect, e.SendPoll):
             assert self._link is not None
-            self._spawn(self._ask(self._link, effect))
+            self._spawn(self._send_poll(self._link, effect))
         elif isinstance(effect, e.UpdateJournal):
             self._enter(effect.changes)
         elif isinstance(effect, e.RunTask):
-            if not self._runs:  # what comes in one answer is carried together
+            if not self._runs:  # tasks of one reply are copied together
                 asyncio.get_running_loop().call_soon(self._start_runs)
             self._runs.append(effect)
         elif isinstance(effect, e.RunCheck):
@@ -268,19 +267,19 @@ class MountedSegment:
             assert isinstance(effect, e.Remount)
             self._post(ms.ReplyReceived(m.Beat(is_known=False)))
 
-    async def _ask(self, link: AsyncMasterClient, ask: e.SendPoll) -> None:
+    async def _send_poll(self, link: AsyncMasterClient, poll: e.SendPoll) -> None:
         try:
-            reply = await link.call(ask.message, e.PATIENCE_S)
+            reply = await link.call(poll.message, e.PATIENCE_S)
         except PeerLost:
             return
         except MooncakeError as error:
-            log.debug("poll_failed", segment=self.offer.name, reason=str(error))
-            self._agent_driver.post(e.PollFailed(ask.number))
+            log.debug("poll_failed", segment=self.config.name, reason=str(error))
+            self._agent_driver.post(e.PollFailed(poll.number))
         else:
-            self._agent_driver.post(e.PollAnswered(ask.number, reply))
+            self._agent_driver.post(e.PollAnswered(poll.number, reply))
 
     def _start_runs(self) -> None:
-        """Tasks with one source go together, as many as keep the device busy while others are flushed."""
+        """Group tasks by source; groups are large enough to keep the device busy while others are flushed."""
         runs, self._runs = self._runs, []
         groups: dict[tuple[str, int], list[e.RunTask]] = {}
         num_bytes: dict[tuple[str, int], int] = {}
@@ -297,10 +296,10 @@ class MountedSegment:
     async def _run(self, runs: list[e.RunTask]) -> None:
         refusals: list[Refusal | None] = [Refusal("cancelled", "the node stopped")] * len(runs)
         deadline = min(run.deadline for run in runs)
-        self._write_pending()  # what went before the task came must be noted before what comes with it
+        self._write_pending()  # removals from before the task must be written before the new entries
         try:
             if self._unwritten:
-                full = Refusal("no_space", f"the index of {self.offer.name} can't be written")
+                full = Refusal("no_space", f"the index of {self.config.name} can't be written")
                 refusals = [full] * len(runs)
             else:
                 refusals = await self._copier.copy([run.task for run in runs], self._target, deadline)
@@ -314,42 +313,42 @@ class MountedSegment:
             self._log_task(run.task, refusal)
         self._compact_if_due()
 
-    async def _run_check(self, look: e.RunCheck) -> None:
-        """Somebody says that these bytes are wrong."""
+    async def _run_check(self, run: e.RunCheck) -> None:
+        """Verify a replica that a reader reported as corrupt."""
         refusal: Refusal | None = Refusal("cancelled", "the node stopped")
-        entry = look.check.entry
+        entry = run.check.entry
         try:
             async with self._check_lock:
-                refusal = await self._copier.verify(entry, self._target, look.deadline)
+                refusal = await self._copier.verify(entry, self._target, run.deadline)
         finally:
-            self._agent_driver.post(e.CheckEnded(look.check.check_id, look.life, refusal))
+            self._agent_driver.post(e.CheckEnded(run.check.check_id, run.life, refusal))
         outcome = "right" if refusal is None else refusal.code
         CHECKED.labels(outcome).inc()
         report = log.info if refusal is None else log.warning
-        report("replica_checked", segment=self.offer.name, key=entry.key, outcome=outcome)
+        report("replica_checked", segment=self.config.name, key=entry.key, outcome=outcome)
 
     def _log_task(self, task: m.CopyTask, refusal: Refusal | None) -> None:
         entry, source = task.entry, task.source
         if refusal is not None:
             self._log_block("block_read", entry, source.tier, source.segment, refused=refusal.code)
             FAILED.labels(refusal.code).inc()
-            log.warning("task_failed", segment=self.offer.name, key=entry.key, reason=str(refusal))
+            log.warning("task_failed", segment=self.config.name, key=entry.key, reason=str(refusal))
             return
-        COPIED.labels(str(source.tier), str(self.offer.tier)).inc(entry.size_bytes)
+        COPIED.labels(str(source.tier), str(self.config.tier)).inc(entry.size_bytes)
         self._log_block("block_read", entry, source.tier, source.segment)
-        if self.offer.disk is not None:  # of memory the master tells, as of everything that comes there
-            self._log_block("block_write", entry, self.offer.tier, self.offer.name)
+        if self.config.disk is not None:  # for memory, the master sends the change that is logged
+            self._log_block("block_write", entry, self.config.tier, self.config.name)
 
     async def _send_report(self, link: AsyncMasterClient) -> None:
-        """The master's changes begin after those we know of; what we lack comes after the report."""
+        """Report the whole content after a loss of changes; the master then sends what is missing."""
         entries = list(self.entries())
-        parts = e.reports(self.offer.name, self._engine.epoch, entries)
-        log.info("journal_reported", segment=self.offer.name, num_objects=len(entries))
+        parts = e.reports(self.config.name, self._engine.epoch, entries)
+        log.info("journal_reported", segment=self.config.name, num_objects=len(entries))
         for part in parts:
             try:
                 reply = await link.call(part, ms.ANSWER_S)
             except MooncakeError as error:
-                log.warning("report_failed", segment=self.offer.name, reason=str(error))
+                log.warning("report_failed", segment=self.config.name, reason=str(error))
                 self._agent_driver.post(e.ReportEnded(is_complete=False))
                 return
             self._drop(reply.unwanted)
@@ -363,29 +362,29 @@ class MountedSegment:
     # The journal
 
     def _enter(self, changes: list[m.SegmentEntry | int]) -> None:
-        disk = self.offer.disk
+        disk = self.config.disk
         if disk is None:
             e.changed(self._held, changes)
             for change in changes:
                 if isinstance(change, m.SegmentEntry):
-                    self._log_block("block_write", change, self.offer.tier, self.offer.name)
+                    self._log_block("block_write", change, self.config.tier, self.config.name)
             return
         for change in changes:
             if isinstance(change, int):
                 self._drop([change])
                 continue
-            # It is there by a task, as a rule; or the master knows better than an index that lost its tail.
+            # Usually a task has already entered it; otherwise the index lost its tail, and the master knows.
             self._note_down([change])
 
     def _drop(self, object_ids: list[int]) -> None:
-        disk = self.offer.disk
+        disk = self.config.disk
         if disk is None:
             e.changed(self._held, object_ids)
         else:
             self._note_down(object_ids)
 
     def _note_down(self, change: list[m.SegmentEntry] | list[int]) -> None:
-        """The master takes it for noted: while the disk refuses, it is tried again, in order."""
+        """Write a change, which the master considers written: while the disk refuses it, retry in order."""
         self._unwritten.append(change)
         if self._retry is None:
             self._write_pending()
@@ -399,7 +398,7 @@ class MountedSegment:
                 self._write(self._unwritten[0])
             except MooncakeError as error:
                 fields = {"num_changes": len(self._unwritten), "retry_in_s": RETRY_S}
-                log.error("index_not_written", segment=self.offer.name, reason=str(error), **fields)
+                log.error("index_not_written", segment=self.config.name, reason=str(error), **fields)
                 self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._write_pending)
                 break
             self._unwritten.popleft()
@@ -411,18 +410,18 @@ class MountedSegment:
         Raises:
             OutOfSpace, StorageError: it can't be written.
         """
-        assert self.offer.disk is not None
+        assert self.config.disk is not None
         gone = []
         for one in change:
             if isinstance(one, m.SegmentEntry):
-                self.offer.disk.log.hold(one)
+                self.config.disk.log.hold(one)
             else:
                 gone.append(one)
         if gone:
-            self.offer.disk.log.drop(gone)
+            self.config.disk.log.drop(gone)
 
     def _compact_if_due(self) -> None:
-        disk = self.offer.disk
+        disk = self.config.disk
         if disk is not None and disk.log.wants_compaction:
             self._spawn(self._compact(disk.log, disk.log.begin_compaction()))
 
@@ -433,7 +432,7 @@ class MountedSegment:
     def _log_block(self, event: str, entry: m.SegmentEntry, tier: Tier, segment: str, **more: Any) -> None:
         tenant, _, key = entry.key.rpartition("\0")
         fields = {"tenant": tenant} if tenant else {}
-        report = log.info if self.offer.log_blocks else log.debug
+        report = log.info if self.config.log_blocks else log.debug
         report(event, key=key, bytes=entry.size_bytes, tier=str(tier), node=segment, **fields, **more)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -443,4 +442,4 @@ class MountedSegment:
         return task
 
     def __repr__(self) -> str:
-        return f"<Lent {self.offer.name!r} [{self._membership.phase}] {self._agent!r}>"
+        return f"<MountedSegment {self.config.name!r} [{self._membership.phase}] {self._agent!r}>"

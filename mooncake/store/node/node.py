@@ -1,9 +1,9 @@
-"""The node daemon (``mooncaked``): owns this host's memory, SSD and device pools and lends them to the store.
+"""The node: owns this host's memory, SSD and device pools and contributes them to the store.
 
-Memory is shared memory that transfer serves from native threads, so this process does next to nothing
-per object: clients read and write it without it, those on this host by mapping it, and they open the file
-of the SSD themselves. Each pool is a segment with a life of its own (``mounted_segment.py``); here is what
-they share: the transfer engine and the directory.
+Memory is shared memory that transfer serves from native threads, so this process does almost no work per
+object: remote clients read and write through those threads, local ones map the memory and open the file of
+the SSD themselves. Each pool is a segment with its own lifecycle (``mounted_segment.py``); this module owns
+what they share: the transfer engine and the SSD directory.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from mooncake.types import Tier
 log = get_logger(__name__)
 
 PUBLISHED_FOR_S = 6.0
-"""How long a descriptor stays in the metadata service after its node has fallen silent."""
+"""How long a descriptor stays in the metadata service after the last sign of life of its node."""
 
 DRAIN_CONCURRENCY = 16
-DRAIN_LOOK_S = 0.05
+DRAIN_POLL_S = 0.05
 
-POOL_BYTES = Gauge("mooncake_store_pool_bytes", "Memory that this node lends to the store", registry=registry)
+POOL_BYTES = Gauge("mooncake_store_pool_bytes", "Memory of this node in the store", registry=registry)
 TIER_BYTES = Gauge(
-    "mooncake_store_tier_bytes", "What this node lends to the store, by tier", ["tier"], registry=registry
+    "mooncake_store_tier_bytes", "Capacity of this node in the store, by tier", ["tier"], registry=registry
 )
-IS_MOUNTED = Gauge("mooncake_store_mounted", "1 while the master knows this node", registry=registry)
+IS_MOUNTED = Gauge(
+    "mooncake_store_mounted", "1 while all segments of this node are mounted", registry=registry
+)
 
 
 MIN_BYTES = 4096
@@ -49,7 +51,7 @@ MIN_BYTES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class NodeSettings:
-    """Lend this host's memory and SSD to the store."""
+    """Contribute this host's memory and SSD to the store."""
 
     master: str = "127.0.0.1:50051"
     "`host:port` of the store's master, or several with commas, or `etcd://…`, `redis://…` where they elect."
@@ -61,40 +63,40 @@ class NodeSettings:
     "Address that the transfer engine listens on; other hosts need one they can reach."
 
     advertise_host: str = ""
-    "Address that clients are told; empty takes `host`, or the default route's if that is a wildcard."
+    "Address given to clients; empty takes `host`, or the default route's if that is a wildcard."
 
     port: Port = 0
     "TCP port of the transfer engine; 0 takes a free one."
 
     pool_size_bytes: Annotated[int, Size, Meta(ge=0)] = 2 << 30
-    "Memory that this node lends to the store; 0: none."
+    "Memory that this node contributes to the store; 0: none."
 
     huge_pages: bool = True
-    "Ask for huge pages, and do without where there are none."
+    "Use huge pages where they are available."
 
     ssd_path: str = ""
-    "Directory on an SSD that this node lends to the store, created if it is not there; empty: none."
+    "Directory on an SSD that this node contributes to the store, created if it does not exist; empty: none."
 
     ssd_size_bytes: Annotated[int, Size, Meta(ge=0)] = 0
-    "How much of it; may grow from one start to the next, not shrink."
+    "Capacity of that directory; may grow from one start to the next, not shrink."
 
     ssd_flush: bool = True
-    "Announce a copy on SSD only when it would survive a loss of power, not only the end of the process."
+    "Announce a copy on SSD only when it survives a loss of power, not only the end of the process."
 
     ssd_repair: bool = False
-    "Start with what is whole of a damaged index of the SSD, and keep a copy of it."
+    "Start with the whole records of a damaged SSD index, and keep a copy of it."
 
     hbm_size_bytes: Annotated[int, Size, Meta(ge=0)] = 0
-    "Device memory that this node lends to the store; 0: none."
+    "Device memory that this node contributes to the store; 0: none."
 
     hbm_device: str = "cuda:0"
-    "The device whose memory it is."
+    "Device that the memory is allocated on."
 
     drain_s: Annotated[float, Meta(ge=0)] = 0.0
-    "Seconds in which a node that stops lets its memory be copied to SSDs and other nodes first; 0: none."
+    "Seconds that a stopping node waits for its memory to be copied to SSDs and other nodes; 0: none."
 
     log_blocks: bool = False
-    "Log every block that comes to a tier or is copied to another (`block_write`, `block_read`)."
+    "Log every block that is written to a tier or copied to another (`block_write`, `block_read`)."
 
     metadata: str = ""
     "URL of a metadata service (`http://`, `etcd://`, `redis://`) where others find this node by its name."
@@ -115,8 +117,8 @@ class Node:
 
     Args:
         settings: see ``NodeSettings``.
-        engine: lends its memory, instead of one of the node's own, and stays open when the node is closed.
-        identity: of the node's own engine, instead of this process's.
+        engine: used instead of an engine of the node's own, and left open when the node is closed.
+        identity: identity of the node's own engine, instead of this process's.
     """
 
     def __init__(
@@ -139,90 +141,90 @@ class Node:
             identity=identity,
         )
         self.name = settings.name or self.engine.name
-        """Of the node and of its memory; its other segments are ``<name>/ssd`` and ``<name>/hbm``."""
-        self.lent: dict[str, MountedSegment] = {}
-        """By name of the segment."""
+        """Name of the node and of its memory; its other segments are ``<name>/ssd`` and ``<name>/hbm``."""
+        self.segments: dict[str, MountedSegment] = {}
+        """Segments by name."""
         self.mounted = asyncio.Event()
-        """Set while the master knows every segment and gives out its space."""
+        """Set while the master has mounted every segment and allocates space on it."""
         self._disk: Disk | None = None
         self._regions: list[Region] = []
 
     async def start(self) -> None:
-        """Get what is lent and begin to mount it; ``mounted`` says when the master has it.
+        """Allocate the pools and start to mount them; ``mounted`` is set when the master has all of them.
 
         Raises:
             OutOfMemory: the machine, or the device, does not have the memory.
-            InvalidArgument: the directory or the device is not what it should be; see ``Disk``.
-            Unavailable: there is no way to device memory here.
+            InvalidArgument: the directory or the device is not usable; see ``Disk``.
+            Unavailable: device memory is not supported here.
             OutOfSpace, StorageError: the disk refuses.
         """
         settings = self.settings
-        offers: list[SegmentConfig] = []
+        configs: list[SegmentConfig] = []
         if settings.pool_size_bytes:
             region = await asyncio.to_thread(self._allocate_pool)
-            offers.append(SegmentConfig(self.name, region))
+            configs.append(SegmentConfig(self.name, region))
         if settings.hbm_size_bytes:
             region = await asyncio.to_thread(self._allocate_hbm)
-            offers.append(SegmentConfig(f"{self.name}/hbm", region, Tier.DEVICE))
+            configs.append(SegmentConfig(f"{self.name}/hbm", region, Tier.DEVICE))
         if settings.ssd_path:
             disk = await asyncio.to_thread(self._open_disk)
             name = f"{self.name}/ssd"
-            offers.append(SegmentConfig(name, disk.region, Tier.SSD, disk, is_flushed=settings.ssd_flush))
-        for offer in offers:  # when all of them are registered, so that every descriptor tells of all
-            self._lend(offer)
+            configs.append(SegmentConfig(name, disk.region, Tier.SSD, disk, is_flushed=settings.ssd_flush))
+        for config in configs:  # after all regions are registered, so that every descriptor has all of them
+            self._mount(config)
         if settings.metadata and self._owns_engine:
             await asyncio.to_thread(self.engine.publish, is_patient=True)
 
-    def lend(self, region: Region, name: str, tier: Tier = Tier.MEMORY) -> MountedSegment:
+    def mount_region(self, region: Region, name: str, tier: Tier = Tier.MEMORY) -> MountedSegment:
         """Mount a further region of the engine as a segment.
 
         Raises:
             InvalidArgument: the name is taken.
         """
-        if name in self.lent:
+        if name in self.segments:
             raise InvalidArgument("name", name, "a name that no other segment of this node has")
-        return self._lend(SegmentConfig(name, region, tier))
+        return self._mount(SegmentConfig(name, region, tier))
 
-    async def take_back(self, name: str, grace_s: float = 0.0) -> None:
-        """Unmount a segment; when it returns, nobody who was promised its bytes is using them any more.
+    async def unmount(self, name: str, grace_s: float = 0.0) -> None:
+        """Unmount a segment; returns when no client with a grant on it uses its bytes any longer.
 
         Args:
-            grace_s: how long those may go on who found something there just before.
+            grace_s: time for clients that looked up an object there just before.
         """
-        lent = self.lent.get(name)
-        if lent is None:
+        segment = self.segments.get(name)
+        if segment is None:
             raise InvalidArgument("name", name, "the name of a segment of this node")
-        await lent.close()
-        self.lent.pop(name, None)
+        await segment.close()
+        self.segments.pop(name, None)
         self._changed()
         await asyncio.sleep(grace_s)
 
     async def drain(self, timeout_s: float) -> None:
-        """Have what would end with this process copied elsewhere, as far as time and space allow."""
-        names = [name for name, lent in self.lent.items() if lent.offer.disk is None and lent.is_mounted]
+        """Have the objects in volatile memory copied elsewhere, as far as time and space allow."""
+        names = [name for name, one in self.segments.items() if one.config.disk is None and one.is_mounted]
         if not names:
             return
-        lent, fields = self.lent[names[0]], dict[str, object]()
+        segment, fields = self.segments[names[0]], dict[str, object]()
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await lent.ask(m.DrainSegments(names, [], DRAIN_CONCURRENCY))
+                reply = await segment.ask(m.DrainSegments(names, [], DRAIN_CONCURRENCY))
                 while isinstance(reply, m.JobReply) and reply.status.state in ("waiting", "running"):
                     fields = {"num_done": reply.status.num_done, "num_left": reply.status.num_left}
-                    await asyncio.sleep(DRAIN_LOOK_S)
-                    reply = await lent.ask(m.AskJob(reply.status.job_id))
+                    await asyncio.sleep(DRAIN_POLL_S)
+                    reply = await segment.ask(m.AskJob(reply.status.job_id))
         except TimeoutError:
-            log.warning("drain_incomplete", reason=f"{timeout_s:g} s are over", **fields)
+            log.warning("drain_incomplete", reason=f"not done within {timeout_s:g} s", **fields)
         except MooncakeError as error:
             log.warning("drain_incomplete", reason=str(error), **fields)
         else:
             log.info("drained", segments=", ".join(names), outcome=str(reply))
 
     async def close(self) -> None:
-        """Tell the master that all of it goes away, and let it go."""
+        """Unmount all segments and release their memory."""
         if self.settings.drain_s:
             await self.drain(self.settings.drain_s)
-        await asyncio.gather(*(lent.close() for lent in self.lent.values()))
-        self.lent.clear()
+        await asyncio.gather(*(segment.close() for segment in self.segments.values()))
+        self.segments.clear()
         if self._disk is not None:
             self._disk.close()
         if self._owns_engine:
@@ -248,24 +250,26 @@ class Node:
         self._regions.append(self._disk.region)
         return self._disk
 
-    def _lend(self, offer: SegmentConfig) -> MountedSegment:
-        offer = dataclasses.replace(offer, log_blocks=self.settings.log_blocks)
-        lent = MountedSegment(offer, self.engine, self.settings.master, self.name, self._own, self._changed)
-        self.lent[offer.name] = lent
+    def _mount(self, config: SegmentConfig) -> MountedSegment:
+        config = dataclasses.replace(config, log_blocks=self.settings.log_blocks)
+        segment = MountedSegment(
+            config, self.engine, self.settings.master, self.name, self._own, self._changed
+        )
+        self.segments[config.name] = segment
         self._changed()
-        lent.start()
-        return lent
+        segment.start()
+        return segment
 
-    def _own(self, segment: str) -> Region | None:
-        lent = self.lent.get(segment)
-        return None if lent is None else lent.offer.region
+    def _own(self, name: str) -> Region | None:
+        segment = self.segments.get(name)
+        return None if segment is None else segment.config.region
 
     def _changed(self) -> None:
-        is_mounted = bool(self.lent) and all(lent.is_usable for lent in self.lent.values())
+        is_mounted = bool(self.segments) and all(one.is_usable for one in self.segments.values())
         IS_MOUNTED.set(is_mounted)
         for tier in Tier:
-            offers = [lent.offer for lent in self.lent.values() if lent.offer.tier is tier]
-            num_bytes = sum(offer.region.size_bytes for offer in offers)
+            configs = [one.config for one in self.segments.values() if one.config.tier is tier]
+            num_bytes = sum(config.region.size_bytes for config in configs)
             TIER_BYTES.labels(str(tier)).set(num_bytes)
             if tier is Tier.MEMORY:
                 POOL_BYTES.set(num_bytes)
@@ -280,21 +284,22 @@ async def serve(settings: NodeSettings) -> None:
 
     Raises:
         AddressInUse: a port is taken.
-        InvalidArgument: others can reach it, and nobody has to prove who he is.
+        InvalidArgument: other hosts can reach it, and clients are not authenticated.
         MooncakeError: see ``Node.start``.
     """
     check_address(settings.host)
-    # Journals are many long-lived objects and no cycles, as in the master: full collections cost pauses.
+    # Journals are many long-lived objects without cycles, as in the master: full collections cost pauses.
     gc.set_threshold(100_000, 50, 1_000_000)
     identity = process_identity()
     tls = identity.server_tls
-    # A scraper can't prove that it has a cluster's key.
+    # A metrics scraper can't authenticate with the cluster's key.
     metrics_host = settings.host if tls or identity.is_open else "127.0.0.1"
     metrics = serve_metrics(metrics_host, settings.metrics_port, tls)
     node = Node(settings)
     try:
         await node.start()
-        tiers = {f"{lent.offer.tier}_bytes": lent.offer.region.size_bytes for lent in node.lent.values()}
+        configs = [segment.config for segment in node.segments.values()]
+        tiers = {f"{config.tier}_bytes": config.region.size_bytes for config in configs}
         log.info("pool_allocated", **tiers, engine=repr(node.engine))
         await node.mounted.wait()
         descriptor = node.engine.describe()

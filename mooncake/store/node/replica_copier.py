@@ -1,9 +1,9 @@
-"""Does what a task says: copies one replica into space of a segment of this node, and believes nothing.
+"""Copies replicas into space of a segment of this node, as tasks require, and verifies every copy.
 
-Bytes go straight between the source (another node, or another tier of this one) and the target's memory or
-file, those of many tasks in one transfer. It computes the checksum of every chunk on the way, and only an
-object whose checksums are those its writer announced is reported as done. Knows segments by what transfer
-needs of them; when tasks come and what is told of them is ``task_agent.py``'s business.
+Bytes go directly between the source (another node, or another tier of this one) and the target's memory or
+file, those of many tasks in one transfer. The checksum of every chunk is computed on the way, and a task is
+done only if the checksums are those that the object's writer announced. ``task_agent.py`` decides when tasks
+run and reports their outcomes.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ CODES = {
     Status.TIMED_OUT: "expired",
     Status.IO_ERROR: "io_error",
 }
-"""Refusal of a task whose transfer ended so."""
+"""Status of a failed transfer -> code of the task's refusal."""
 
 PIECE_BYTES = 1 << 20
-"""Read at a time to verify a replica."""
+"""Bytes read at a time to verify a replica."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyTarget:
-    """Where a task writes."""
+    """Segment that a task writes to."""
 
     region: Region
     tier: Tier
     disk: Disk | None
-    """Of an SSD: its index."""
+    """The SSD directory with its index, for a segment on SSD."""
     flush: Callable[[], Awaitable[None]] | None
-    """Makes what was written durable; None: not asked for."""
+    """Makes written bytes durable; None: not required."""
     flush_index: Callable[[], Awaitable[None]] | None = None
-    """The same for what was entered."""
+    """Makes index entries durable; None: not required."""
 
 
 class _Load:
-    """One task: which it is, and its chunks."""
+    """One task: its position in the batch, and its chunks."""
 
     def __init__(self, place: int, task: m.CopyTask) -> None:
         entry = task.entry
@@ -64,9 +64,9 @@ class _Load:
 
 
 class ReplicaCopier:
-    """Carries for all segments of a node. ``own``: which segments are this node's, with their regions.
+    """Copies replicas for all segments of a node. ``own``: finds the region of a segment of this node.
 
-    ``describe(segment, epoch)`` asks the master how another node is reached; None: not any more.
+    ``describe(segment, epoch)``: the descriptor of another node, from the master; None: unknown there.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ReplicaCopier:
     async def copy(
         self, tasks: Sequence[m.CopyTask], target: CopyTarget, deadline: float
     ) -> list[Refusal | None]:
-        """Carry tasks with one source, together. None: every byte is in place, and entered in the index."""
+        """Run tasks with one source, together. None: every byte is in place and entered in the index."""
         outcomes: list[Refusal | None] = [await self._prepared(task, target) for task in tasks]
         loads = [_Load(place, tasks[place]) for place, refusal in enumerate(outcomes) if refusal is None]
         if not loads:
@@ -103,7 +103,7 @@ class ReplicaCopier:
         return outcomes
 
     async def _prepared(self, task: m.CopyTask, target: CopyTarget) -> Refusal | None:
-        """There is room, and nothing is said to be there any more."""
+        """Ensure that the target has space and its index no entries there; a Refusal says why not."""
         entry, disk = task.entry, target.disk
         num_chunks = -(-entry.size_bytes // entry.chunk_bytes) if entry.chunk_bytes > 0 else -1
         is_inside = entry.offset + entry.size_bytes <= target.region.size_bytes
@@ -121,7 +121,7 @@ class ReplicaCopier:
     async def _moved(
         self, loads: Sequence[_Load], target: CopyTarget, deadline: float, *, is_again: bool = False
     ) -> list[Refusal | None]:
-        """What came of each. Where moving them together fails, each is moved by itself."""
+        """Move the bytes of all tasks together, or each by itself if that fails; returns the outcomes."""
         done = await self._move(loads, target, deadline)
         if isinstance(done, Refusal):
             if len(loads) == 1:
@@ -136,7 +136,7 @@ class ReplicaCopier:
                 where = f"{source.segment} ({source.tier})"
                 reason = f"{load.task.entry.key!r} on {where} is not what its writer announced"
                 refusal = Refusal("corrupt", reason)
-                if not is_again:  # it may have been the way
+                if not is_again:  # the error may have occurred on the path
                     refusal = (await self._moved([load], target, deadline, is_again=True))[0]
             outcomes.append(refusal)
         return outcomes
@@ -144,7 +144,7 @@ class ReplicaCopier:
     async def _move(
         self, loads: Sequence[_Load], target: CopyTarget, deadline: float
     ) -> npt.NDArray[np.uint32] | Refusal:
-        """The checksums of all chunks of all loads, in one transfer; or why it failed."""
+        """Move all loads in one transfer; returns the checksums of all chunks, or why it failed."""
         source = loads[0].task.source
         what = f"copy of {loads[0].task.entry.key!r}"
         here = np.concatenate(
@@ -159,7 +159,7 @@ class ReplicaCopier:
                 return Refusal("peer_lost", f"{what}: the node of {source.segment!r} can't be reached")
             row = (Op.READ, peer, here, there)
             if own is not None and target.disk is not None and own.kind != "file":
-                # From memory to a file the path `file` leads the other way, without staging between.
+                # From memory to a file, the transport `file` writes directly, without a staging copy.
                 row = (Op.WRITE, peer, there, here)
             left_s = deadline - clock.monotonic()
             done = await self._engine.transfer(*row, lengths, timeout_s=left_s, checksum=True)
@@ -184,8 +184,9 @@ class ReplicaCopier:
         return self._opened[place]
 
     async def verify(self, entry: m.SegmentEntry, target: CopyTarget, deadline: float) -> Refusal | None:
-        """Whether what the segment has at the entry's place is what its writer announced; ``corrupt``: it is
-        not, read twice. Needs memory for one piece, however large the object is."""
+        """Check the bytes at the entry's offset against its checksums; ``corrupt``: they differ, read twice.
+
+        Needs memory for one piece, however large the object is."""
         expected = np.frombuffer(entry.checksums[: len(entry.checksums) // 4 * 4], dtype="<u4")
         num_chunks = -(-entry.size_bytes // entry.chunk_bytes) if entry.chunk_bytes > 0 else -1
         is_inside = entry.offset + entry.size_bytes <= target.region.size_bytes
@@ -212,7 +213,7 @@ class ReplicaCopier:
     async def _sum(
         self, entry: m.SegmentEntry, number: int, region: Region, scratch: Region, deadline: float
     ) -> int | Refusal:
-        """The checksum of one chunk, read piece by piece."""
+        """Checksum of one chunk, read piece by piece."""
         start = number * entry.chunk_bytes
         end = min(start + entry.chunk_bytes, entry.size_bytes)
         found: int | None = None
@@ -237,7 +238,7 @@ class ReplicaCopier:
 
 
 class CoalescedFlush:
-    """Flushes for whoever asks; those who ask while one is under way share the next."""
+    """Coalesces flushes: all calls made while a flush is in progress share the next one."""
 
     def __init__(self, flush: Callable[[], None]) -> None:
         self._flush = flush
@@ -256,10 +257,10 @@ class CoalescedFlush:
 
 
 async def _entered(loads: Sequence[_Load], target: CopyTarget, disk: Disk) -> list[Refusal | None]:
-    """Enter what is in place in the index, and make it durable if that is asked for.
+    """Enter copied objects in the index, and make bytes and index durable if required.
 
-    The bytes come first: an entry that survives a loss of power without its bytes would be an object that
-    is newer than the one it replaces, and can't be read.
+    The bytes are flushed first: if an entry survived a loss of power without its bytes, the object would
+    replace an older one and be unreadable.
     """
     outcomes: list[Refusal | None] = []
     try:

@@ -1,14 +1,14 @@
-"""A directory on an SSD as a segment: what lies where outlives the process.
+"""A directory on an SSD as a segment whose content survives the process.
 
 ::
 
     mooncake.ssd     header: version, content id, capacity; written whole, by renaming
-    mooncake.data    the segment itself: one file with holes, room set aside in steps of 1 GiB
-    mooncake.index   log of entries and tombstones (index.py, indexlog.py), compacted by renaming
-    mooncake.lock    held while a process serves the directory
+    mooncake.data    the segment itself: one sparse file, space allocated in steps of 1 GiB
+    mooncake.index   log of entries and tombstones (ssd_index.py, ssd_index_log.py), compacted by renaming
+    mooncake.lock    locked while a process serves the directory
 
-Bytes go to the data file by transfer, never through here. Which object lies where the master decides;
-this module keeps it, and gives it back after a restart. See docs/decisions/018.
+Transfer moves bytes to and from the data file, not this module. The master decides which object lies where;
+this module stores it and restores it after a restart. See docs/decisions/018.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = get_logger(__name__)
 MAGIC = b"mooncake ssd tier\n"
 VERSION = 1
 STEP_BYTES = 1 << 30
-"""Room is set aside in such steps."""
+"""Unit in which the file system allocates space."""
 PAGE_BYTES = 4096
 HEADER, DATA = "mooncake.ssd", "mooncake.data"
 
@@ -46,13 +46,13 @@ class SsdHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Disk:
-    """An open directory; nobody else opens it until ``close``.
+    """An open SSD directory, locked by this process until ``close``.
 
     Args:
-        path: created when it is not there.
-        size_bytes: the capacity; may grow from one start to the next (then the content gets a new id,
-            so that a master asks what it is), not shrink.
-        repairs: take what is whole of an index that is damaged.
+        path: created if it does not exist.
+        size_bytes: the capacity; may grow from one start to the next (the content then gets a new id,
+            so that a master requests a report of it), not shrink.
+        repairs: recover the whole records of a damaged index.
 
     Raises:
         InvalidArgument: not a directory, not writable, in use, of another version, damaged, or larger.
@@ -63,7 +63,7 @@ class Disk:
         self._engine = engine
         self._folder = LockedDirectory(path, "ssd_path")
         self._provided: dict[int, None] = {}
-        """Steps that have their room."""
+        """Steps whose space is allocated."""
         self._closers = contextlib.ExitStack()
         size_bytes -= size_bytes % PAGE_BYTES
         try:
@@ -72,7 +72,7 @@ class Disk:
             header = self._header(size_bytes)
             self.content_id = header.content_id
             self.log = SsdIndexLog(self._folder, repairs)
-            """What lies where, for whoever writes to the segment to enter."""
+            """Log of the index, to which writers of the segment add their entries."""
             self._closers.callback(self.log.close)
             self.region: Region = self._data(header)
             free_bytes = shutil.disk_usage(path).free + (path / DATA).stat().st_blocks * 512
@@ -96,36 +96,35 @@ class Disk:
         return self.region.size_bytes
 
     def is_provided(self, offset: int, size_bytes: int) -> bool:
-        """The file system has room for this range, as far as is known without asking."""
+        """Whether space for this range is known to be allocated; makes no system call."""
         return all(step in self._provided for step in _steps(offset, size_bytes))
 
     def provide(self, offset: int, size_bytes: int) -> None:
-        """See that the file system has room for this range; it may block.
+        """Allocate space of the file system for this range; may block.
 
         Raises:
-            OutOfSpace, StorageError: it has none.
+            OutOfSpace, StorageError: the file system has no space, or fails.
         """
         for step in _steps(offset, size_bytes):
             if step not in self._provided:
                 start = step * STEP_BYTES
                 try:
                     self._engine.provide(self.region, start, min(STEP_BYTES, self.size_bytes - start))
-                except OutOfSpace:  # perhaps there is room for this much
+                except OutOfSpace:  # there may be space for this much
                     return self._engine.provide(self.region, offset, size_bytes)
                 self._provided[step] = None
         return None
 
     def vacate(self, offset: int, size_bytes: int) -> None:
-        """This range is about to be written: what the index has there is not there any more.
+        """Drop the index entries in a range that is about to be written.
 
         Raises:
-            OutOfSpace, StorageError: that can't be written down, so nothing may be written.
+            OutOfSpace, StorageError: the index can't be written, so the range must not be either.
         """
         self.log.drop(self.index.overlapping(offset, size_bytes))
 
     def flush(self) -> None:
-        """The bytes that were written before survive a loss of power; it blocks. Of what was entered, see
-        ``SsdIndexLog.flush``.
+        """Make written bytes survive a loss of power; blocks. For index entries see ``SsdIndexLog.flush``.
 
         Raises:
             StorageError: the disk refuses.

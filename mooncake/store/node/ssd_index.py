@@ -1,11 +1,10 @@
-"""What an SSD segment holds: entries and tombstones, folded from a log and written to one.
+"""Index of an SSD segment: entries and tombstones, replayed from a log and encoded for it.
 
-The log is the truth that outlives the process: an entry is appended after its bytes are in place (where
-copies are flushed: after they would survive a loss of power), a
-tombstone (``EntryGone``) before its space is written again. Folding it drops a torn tail; of entries that
-overlap, the later one stands, because its bytes were written over the earlier one's. Which file the
-records go to, and what is done about damage there, is ``ssd_index_log.py``'s business; here are only their
-meaning and the moment when most of the log is about what is gone (``wants_compaction``).
+The log survives the process: an entry is appended after its bytes are in place (with flushed copies: after
+they are durable), a tombstone (``EntryGone``) before its space is written again. Replay drops a torn tail; of
+entries that overlap, the later one counts, because its bytes were written over the earlier one's.
+``ssd_index_log.py`` owns the file and handles damage; this module defines the meaning of the records and when
+most of the log is obsolete (``wants_compaction``).
 """
 
 from __future__ import annotations
@@ -22,10 +21,14 @@ MIN_COMPACTION_BYTES = 4 << 20
 
 
 class EntryHeld(msgspec.Struct, frozen=True, array_like=True, tag="held"):
+    """Record: the segment holds this object."""
+
     entry: SegmentEntry
 
 
 class EntryGone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
+    """Record: the segment no longer holds these objects."""
+
     object_ids: list[int]
 
 
@@ -34,28 +37,28 @@ _decoder: msgspec.msgpack.Decoder[EntryHeld | EntryGone] = msgspec.msgpack.Decod
 
 
 class SsdIndex:
-    """Entries by object. What changes it returns the bytes to be appended to the log.
+    """Entries by object. Methods that change it return the bytes to be appended to the log.
 
-    ``content`` is the log so far, its records from ``begin`` on; ``num_bytes`` of it are sound: up to the
+    ``content`` is the log so far, with records from ``begin`` on; ``num_bytes`` of it are sound: up to the
     first damage, or the torn tail (``found``).
 
     Raises:
-        msgspec.MsgspecError: a sound record that means nothing to this version.
+        msgspec.MsgspecError: this version can't decode a sound record.
     """
 
     def __init__(self, content: bytes = b"", framing: Framing = PLAIN, begin: int = 0) -> None:
         self._framing = framing
         self.entries: dict[int, SegmentEntry] = {}
-        """By object id."""
+        """Object id -> entry."""
         self._offsets: list[int] = []
-        """Of all entries, ascending; none overlap."""
+        """Offsets of all entries, ascending; entries don't overlap."""
         self._at: dict[int, int] = {}
         """Offset -> object id."""
         self.found: Scan = framing.scan(content, begin)
         self.num_bytes = self.found.num_bytes
         self._fold([_decoder.decode(body) for body in self.found.bodies])
         self._compacted_bytes = 0
-        """Of the log after the last compaction."""
+        """Size of the log after the last compaction."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -68,7 +71,7 @@ class SsdIndex:
         return [entry.object_id for entry in found if entry.offset + entry.size_bytes > offset]
 
     def hold(self, entry: SegmentEntry) -> bytes:
-        """``entry``'s bytes are in place, and whatever they lie over is not any more."""
+        """Add ``entry``, whose bytes are in place, and drop entries that it overlaps."""
         if self.entries.get(entry.object_id) == entry:
             return b""
         self._remove([entry.object_id, *self.overlapping(entry.offset, entry.size_bytes)])
@@ -76,7 +79,7 @@ class SsdIndex:
         return self._record(EntryHeld(entry))
 
     def drop(self, object_ids: Iterable[int]) -> bytes:
-        """These objects are not here any more; nothing to write when none of them was."""
+        """Drop these objects; returns no bytes when none of them was held."""
         known = [object_id for object_id in object_ids if object_id in self.entries]
         if not known:
             return b""
@@ -88,11 +91,11 @@ class SsdIndex:
         return self.num_bytes > max(MIN_COMPACTION_BYTES, 4 * self._compacted_bytes)
 
     def in_order(self) -> list[SegmentEntry]:
-        """By offset."""
+        """All entries by offset."""
         return [self.entries[self._at[at]] for at in self._offsets]
 
     def compacted_to(self, num_bytes: int, framing: Framing | None = None) -> None:
-        """The log was made so short; from now on it is framed like this."""
+        """Note that the log was compacted to ``num_bytes`` and is continued in ``framing``."""
         self.num_bytes = self._compacted_bytes = num_bytes
         self._framing = framing or self._framing
 
@@ -123,9 +126,9 @@ class SsdIndex:
                 del self._offsets[bisect_left(self._offsets, entry.offset)]
 
     def _fold(self, records: list[EntryHeld | EntryGone]) -> None:
-        """The state after ``records``; all at once, because insertion one by one would take minutes."""
+        """Apply ``records`` all at once, because insertion one by one would take minutes."""
         held = [record.entry for record in records if isinstance(record, EntryHeld)]
-        beaten = _beaten(held)
+        overwritten = _overwritten(held)
         number = 0
         for record in records:
             if isinstance(record, EntryGone):
@@ -134,7 +137,7 @@ class SsdIndex:
                 continue
             entry = record.entry
             self.entries.pop(entry.object_id, None)
-            if number not in beaten:
+            if number not in overwritten:
                 self.entries[entry.object_id] = entry
             number += 1
         self._at = {entry.offset: entry.object_id for entry in self.entries.values()}
@@ -145,18 +148,18 @@ class SsdIndex:
 
 
 def compacted(entries: Iterable[SegmentEntry], framing: Framing = PLAIN, begin: int = 0) -> bytes:
-    """The shortest records that hold these, to lie from ``begin`` on."""
+    """Shortest log of these entries, to be written from offset ``begin`` on."""
     return framing.frame((_encoder.encode(EntryHeld(entry)) for entry in entries), begin)
 
 
-def _beaten(held: list[SegmentEntry]) -> dict[int, None]:
-    """Places in ``held`` of entries that a later one overlaps."""
-    beaten: dict[int, None] = {}
-    under_way: list[int] = []
+def _overwritten(held: list[SegmentEntry]) -> dict[int, None]:
+    """Positions in ``held`` of entries that a later one overlaps."""
+    overwritten: dict[int, None] = {}
+    open_numbers: list[int] = []
     for number in sorted(range(len(held)), key=lambda number: held[number].offset):
         offset = held[number].offset
-        under_way = [other for other in under_way if held[other].offset + held[other].size_bytes > offset]
-        for other in under_way:
-            beaten[min(number, other)] = None
-        under_way.append(number)
-    return beaten
+        open_numbers = [one for one in open_numbers if held[one].offset + held[one].size_bytes > offset]
+        for other in open_numbers:
+            overwritten[min(number, other)] = None
+        open_numbers.append(number)
+    return overwritten

@@ -1,13 +1,13 @@
-"""The file of an SSD's index: what ``ssd_index.py`` says goes here, and comes back after a restart.
+"""The log file of an SSD's index: append, recovery after a crash, and compaction.
 
-An append is one ``write``: what the kernel has taken survives the death of the process; ``flush`` makes it
-survive a loss of power. A record that could not be written whole is cut off again, because what follows a
-torn record would be lost with it.
+An append is one ``write``: data that the kernel has accepted survives the end of the process; ``flush`` makes
+it survive a loss of power. A record that could not be written whole is truncated, because records behind a
+torn one would be lost with it.
 
-What a crash leaves at the end (``frames.py``: a torn tail) is kept beside the file and cut off. Other damage
-ends the start, with the offset, unless a repair was asked for: then the file is kept beside it, and a new
-one holds what the whole records say. The file begins with a line that has a number of its own, to which its
-records are bound; one without that line is of an earlier release, and is written anew.
+A torn tail left by a crash (``frames.py``) is saved beside the file and truncated. Other damage fails the
+start, with the offset, unless repair is enabled: then the file is saved beside it, and a new one is written
+from the whole records. The file begins with a header that has a random number (the salt), to which its
+records are bound; a file without the header is of an earlier release and is rewritten.
 """
 
 from __future__ import annotations
@@ -19,10 +19,20 @@ from collections.abc import Iterable
 import msgspec
 
 from mooncake.errors import MooncakeError
-from mooncake.files import File, damage
-from mooncake.files.frames import PLAIN, BoundFraming, Framing
+from mooncake.files import File, keep_copy
+from mooncake.files.frames import (
+    PLAIN,
+    UNBEGUN_BYTES,
+    BoundFraming,
+    Damage,
+    Framing,
+    describe_damage,
+    header_num_bytes,
+    header_of,
+    headers_in,
+    is_unbegun,
+)
 from mooncake.files.locked_directory import LockedDirectory
-from mooncake.files.log_header import UNBEGUN_BYTES, header_of, headers_in, is_unbegun, num_bytes
 from mooncake.log import get_logger
 from mooncake.store.messages import SegmentEntry
 from mooncake.store.node.ssd_index import SsdIndex, compacted
@@ -31,9 +41,9 @@ log = get_logger(__name__)
 
 NAME = "mooncake.index"
 MAGIC = b"mooncake-index-2 "
-_HEADER_BYTES = num_bytes(MAGIC)
+_HEADER_BYTES = header_num_bytes(MAGIC)
 _PLAIN_BEGINS = (b"\x92\xa4held", b"\x92\xa4gone")
-"""What follows the frame's header in an index of an earlier release."""
+"""Beginnings of record bodies in an index of an earlier release."""
 
 
 class SsdIndexLog:
@@ -41,16 +51,16 @@ class SsdIndexLog:
 
     Raises:
         OSError: it can't be opened.
-        InvalidArgument: it is of another version, or damaged; not where ``repairs`` is set.
+        InvalidArgument: it is of another version, or it is damaged and ``repairs`` is not set.
     """
 
     def __init__(self, folder: LockedDirectory, repairs: bool = False) -> None:
         self._folder = folder
         self._since: list[bytes] | None = None
-        """Records that were appended since a compaction began; None: none is under way."""
+        """Records appended since a compaction began; None: no compaction is in progress."""
         self._framing: Framing = PLAIN
         self._fresh: Framing = PLAIN
-        """Of the log that a compaction writes."""
+        """Framing of the log that a compaction writes."""
         self._num_renames = self._num_kept_renames = 0
         self._file = folder.directory.open(NAME)
         try:
@@ -67,16 +77,16 @@ class SsdIndexLog:
         if found.damages and not repairs:
             how = f"`mooncake store repair {self._folder.path}` shows what can be saved"
             raise self._folder.wrong(
-                f"a directory whose {NAME} is whole, but there is {damage.describe_damage(found)}; {how}"
+                f"a directory whose {NAME} is whole, but there is {describe_damage(found)}; {how}"
             )
         if found.damages:
-            copy = damage.keep_copy(self._folder.directory, NAME, content, "damaged")
+            copy = keep_copy(self._folder.directory, NAME, content, "damaged")
             for one in found.damages:
                 at = {"offset": one.offset, "num_bytes": one.num_bytes}
                 log.error("index_damaged", path=path, copy=copy, **at)
         elif found.torn is not None:
             torn = content[found.torn.offset :]
-            copy = damage.keep_copy(self._folder.directory, NAME, torn, "torn")
+            copy = keep_copy(self._folder.directory, NAME, torn, "torn")
             log.warning("index_tail_dropped", path=path, num_bytes=len(torn), copy=copy)
             self._file.truncate(self.index.num_bytes)
         if found.damages or self._framing is PLAIN:
@@ -86,10 +96,10 @@ class SsdIndexLog:
                 raise OSError(errno.EIO, "the repaired index could not take its place")
 
     def hold(self, entry: SegmentEntry) -> None:
-        """Its bytes are in place.
+        """Add an entry whose bytes are in place.
 
         Raises:
-            OutOfSpace, StorageError: that can't be written down.
+            OutOfSpace, StorageError: the entry can't be written.
         """
         before = self.index.num_bytes
         try:
@@ -100,10 +110,10 @@ class SsdIndexLog:
             raise
 
     def drop(self, object_ids: Iterable[int]) -> None:
-        """They are not here any more.
+        """Drop objects.
 
         Raises:
-            OutOfSpace, StorageError: that can't be written down, so they still are.
+            OutOfSpace, StorageError: the tombstones can't be written, so the objects stay.
         """
         before = self.index.num_bytes
         known = [entry for one in object_ids if (entry := self.index.entries.get(one)) is not None]
@@ -116,7 +126,7 @@ class SsdIndexLog:
             raise
 
     def flush(self) -> None:
-        """It blocks, and may run beside everything else.
+        """Make the log survive a loss of power. Blocks, and may run concurrently with everything else.
 
         Raises:
             StorageError: the disk refuses.
@@ -128,7 +138,7 @@ class SsdIndexLog:
             except OSError as error:
                 if file is self._file:
                     raise self._folder.trouble(error) from error
-                continue  # another has taken its place
+                continue  # a compacted log has replaced the file
             try:
                 if num_renames != self._num_kept_renames:
                     self._folder.directory.sync()
@@ -137,7 +147,7 @@ class SsdIndexLog:
             except OSError as error:
                 raise self._folder.trouble(error) from error
 
-    # Compaction, in three steps, because the long one must not keep anybody waiting
+    # Compaction, in three steps, because the long one must not block the event loop
 
     @property
     def wants_compaction(self) -> bool:
@@ -149,9 +159,9 @@ class SsdIndexLog:
         return self.index.in_order()
 
     def write_compacted(self, entries: list[SegmentEntry]) -> File | None:
-        """A new log, to be brought up to date; it blocks, and may run beside everything else.
+        """Write a new log of ``entries``. Blocks, and may run concurrently with everything else.
 
-        None: the disk refuses, and the old one stays.
+        None: the disk refuses, and the old log stays.
         """
         try:
             return self._folder.fresh(NAME, self._compacted(entries))
@@ -160,10 +170,10 @@ class SsdIndexLog:
             return None
 
     def end_compaction(self, fresh: File | None) -> None:
-        """The new log takes the place of the old one."""
+        """Append what was added meanwhile to the new log, and replace the old log by it."""
         since, self._since = self._since or [], None
         was_bytes = self.index.num_bytes
-        self.index.compacted_to(was_bytes)  # if it can't be: not again at once
+        self.index.compacted_to(was_bytes)  # if this fails, don't retry at once
         if fresh is None:
             return
         try:
@@ -185,7 +195,7 @@ class SsdIndexLog:
         try:
             self._folder.directory.sync()
             self._num_kept_renames = self._num_renames
-        except OSError as error:  # the file has its name all the same, and ``flush`` tries again
+        except OSError as error:  # the file is renamed nevertheless, and ``flush`` syncs again
             log.warning("index_directory_not_synced", path=str(self._folder.path), reason=str(error))
 
     def close(self) -> None:
@@ -210,10 +220,10 @@ class SsdIndexLog:
 
 
 def parsed(folder: LockedDirectory, content: bytes) -> tuple[SsdIndex, Framing]:
-    """An index from its file, and how that is framed; damage of its header is among ``SsdIndex.found``.
+    """Index from the content of its file, and its framing; damage of the header is in ``SsdIndex.found``.
 
     Raises:
-        InvalidArgument: it is of another version, or something else.
+        InvalidArgument: the file is of another version, or not an index.
     """
     headers = headers_in(MAGIC, content)
     framing: Framing = PLAIN
@@ -222,7 +232,7 @@ def parsed(folder: LockedDirectory, content: bytes) -> tuple[SsdIndex, Framing]:
         content = b""
     elif headers:
         begin = _HEADER_BYTES
-        # With neither line whole, a number under which there are records is the right one.
+        # If neither header line is whole, the salt with which records are found is the right one.
         framings = [BoundFraming(one.salt) for one in headers]
         if headers[0].is_whole:
             framing = framings[0]
@@ -239,5 +249,5 @@ def parsed(folder: LockedDirectory, content: bytes) -> tuple[SsdIndex, Framing]:
     except msgspec.MsgspecError as error:
         raise folder.wrong(f"a directory of this release ({error})") from error
     if headers and content and not (len(headers) == 2 and headers[0] == headers[1] and headers[1].is_whole):
-        index.found.damages.insert(0, damage.Damage(0, _HEADER_BYTES))
+        index.found.damages.insert(0, Damage(0, _HEADER_BYTES))
     return index, framing

@@ -1,16 +1,16 @@
-"""What a node does for the master on one segment: ask for tasks, run a few at a time, tell what came of them.
+"""Task agent of one segment: polls the master for tasks, runs some at a time, and reports their outcomes.
 
 ::
 
-    master ◀── Poll{done, seen, max_tasks} ───  parked there until there is something to do
+    master ◀── Poll{done, seen, max_tasks} ───  held there until there is something to do
            ─── Polled{changes, tasks} ───────▶  changes: into the journal, before any task begins
-                                                tasks: Run ... Ended, then the next Poll says so
+                                                tasks: RunTask ... TaskEnded, reported by the next Poll
 
-One Poll is parked as a rule; what ends meanwhile goes with a second one, whose arrival makes the master
-answer the first. Deadlines of tasks count from before the Poll was sent that they came with. What ended
-after the connection was lost is not told to the next one: there the same number may mean another task. But
-what it has written is reported, so that it is kept or dropped.
-This class opens no socket and touches no byte; the shell does what it says, and so does the simulator.
+Usually one Poll is held by the master; outcomes of tasks that end meanwhile go with a second one, whose
+arrival makes the master answer the first. Deadlines of tasks count from the time before their Poll was sent.
+The outcome of a task that ends after its connection was lost is not reported on the next one, where the same
+number may mean another task; but the objects it has written are, so that the master keeps or drops them.
+This class opens no socket and moves no bytes: ``mounted_segment.py`` and the simulator perform its effects.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mooncake.machine import Wake
 from mooncake.store import messages as m
 
 MAX_TASKS = 64
-"""Under way at once on one segment."""
+"""Limit of concurrent tasks on one segment."""
 PATIENCE_S = 30.0
-"""After which a Poll that was not answered is given up, and asked again."""
+"""Time after which an unanswered Poll is abandoned and repeated."""
 PAUSE_S = 1.0
-"""Before a Poll is sent again that failed."""
+"""Delay before a failed Poll is repeated."""
 MAX_POLLS = 2
 MAX_REPORT_BYTES = 4 << 20
 
@@ -44,20 +44,22 @@ class SegmentUnregistered:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PollAnswered:
+    """A Poll was answered."""
+
     number: int
     reply: m.Polled
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PollFailed:
-    """A Poll was not answered, or not with what it asked for."""
+    """A Poll was not answered, or with an unexpected reply."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaskEnded:
-    """A task is over; ``life`` as in its Run."""
+    """A task ended; ``life`` as in its RunTask."""
 
     task_id: int
     life: int
@@ -66,14 +68,14 @@ class TaskEnded:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TasksEnded:
-    """Several at once, to be told at once."""
+    """Several tasks ended together, to be reported together."""
 
     ends: list[TaskEnded]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckEnded:
-    """A replica was read; ``life`` as in its Look."""
+    """A replica was verified; ``life`` as in its RunCheck."""
 
     check_id: int
     life: int
@@ -82,14 +84,14 @@ class CheckEnded:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportEnded:
-    """What ``SendReport`` asked for is over; ``is_complete``: the master has heard everything."""
+    """The report of ``SendReport`` ended; ``is_complete``: the master has received all of it."""
 
     is_complete: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SendPoll:
-    """Effect: send this; Answered or Failed follows, unless the connection is lost."""
+    """Effect: send ``message``; PollAnswered or PollFailed follows, unless the connection is lost."""
 
     number: int
     message: m.Poll
@@ -97,14 +99,14 @@ class SendPoll:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdateJournal:
-    """Effect: enter this in the journal."""
+    """Effect: enter ``changes`` in the journal."""
 
     changes: list[m.SegmentEntry | int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunTask:
-    """Effect: run this, writing nothing after ``deadline``; Ended follows in any case."""
+    """Effect: run ``task``, writing nothing after ``deadline``; TaskEnded always follows."""
 
     task: m.CopyTask
     deadline: float
@@ -113,7 +115,7 @@ class RunTask:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunCheck:
-    """Effect: read that replica, and say whether it is right; Looked follows in any case."""
+    """Effect: verify the replica of ``check``; CheckEnded always follows."""
 
     check: m.Check
     deadline: float
@@ -122,12 +124,12 @@ class RunCheck:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SendReport:
-    """Effect: changes were lost; report all that the segment holds. Told follows."""
+    """Effect: report the segment's whole content, because changes were lost; ReportEnded follows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remount:
-    """Effect: the master does not know the segment."""
+    """Effect: mount the segment again, because the master does not know it."""
 
 
 Event = (
@@ -144,7 +146,7 @@ Effect = SendPoll | UpdateJournal | RunTask | RunCheck | SendReport | Remount
 
 
 class TaskAgent:
-    """A machine for one segment; begins with ``SegmentRegistered``."""
+    """State machine for one segment; starts with ``SegmentRegistered``."""
 
     def __init__(self, segment: str, epoch: int, max_tasks: int = MAX_TASKS) -> None:
         self._segment = segment
@@ -152,28 +154,28 @@ class TaskAgent:
         self._max_tasks = max_tasks
         self.is_mounted = False
         self.seen = 0
-        """The last change that was noted."""
+        """Number of the last change entered in the journal."""
         self._life = 0
-        """Of the connection: what was given out in an earlier one is not told in this."""
+        """Number of the connection: outcomes of tasks from an earlier one are not reported on this one."""
         self._number = 0
         self._polls: dict[int, tuple[float, list[m.TaskDone], list[m.TaskDone]]] = {}
-        """Number -> (when it was sent, what it tells of tasks, and of checks)."""
+        """Number -> (time of sending, outcomes of tasks and of checks that it reports)."""
         self._running: dict[tuple[int, int], float] = {}
         """(life, task id) -> deadline."""
         self._done: list[m.TaskDone] = []
         self._checked: list[m.TaskDone] = []
         self._needs_report = False
-        """The journal has what no master may know of, or lacks something: all of it is to be reported."""
+        """The journal may have entries that the master lacks, or lack some: a full report is due."""
         self._wake_at: float | None = None
         self._lines: list[str] = []
 
     def handle(self, event: Event | Wake, now: float) -> list[Effect]:
         effects: list[Effect] = []
         if isinstance(event, SegmentRegistered):
-            self._part()
+            self._disconnected()
             self.is_mounted = True
         elif isinstance(event, SegmentUnregistered):
-            self._part()
+            self._disconnected()
         elif isinstance(event, PollAnswered):
             effects = self._answered(event, now)
         elif isinstance(event, PollFailed):
@@ -189,7 +191,7 @@ class TaskAgent:
         elif self._wake_at is not None and self._wake_at <= now:
             self._wake_at = None
         if isinstance(event, ReportEnded):
-            self._needs_report |= not event.is_complete  # the next event brings another try
+            self._needs_report |= not event.is_complete  # retried at the next event
         elif self._needs_report and self.is_mounted:
             self._needs_report = False
             effects.append(SendReport())
@@ -203,17 +205,17 @@ class TaskAgent:
         assert self.is_mounted or not (self._polls or self._done or self._checked)
         assert self._wake_at is None or not self._polls
         if self.is_mounted and not self._polls and self._wake_at is None:
-            assert len(self._running) >= self._max_tasks, "nobody is asked for work"
+            assert len(self._running) >= self._max_tasks, "no poll for tasks is open"
 
     def story(self, key: str) -> list[str]:
-        """The last tasks about ``key``, or all of them when it is the segment's name."""
+        """Last tasks of the object ``key``, or of all objects when it is the segment's name."""
         return [line for line in self._lines if key == self._segment or repr(key) in line]
 
-    def _part(self) -> None:
+    def _disconnected(self) -> None:
         self.is_mounted = False
         self._life += 1
-        untold = [*self._done, *(one for _, done, _ in self._polls.values() for one in done)]
-        self._needs_report |= any(one.refusal is None for one in untold)
+        unreported = [*self._done, *(one for _, done, _ in self._polls.values() for one in done)]
+        self._needs_report |= any(one.refusal is None for one in unreported)
         self._polls.clear()
         self._done.clear()
         self._checked.clear()
@@ -225,7 +227,7 @@ class TaskAgent:
             return []
         reply = event.reply
         if not reply.is_known:
-            self._part()
+            self._disconnected()
             return [Remount()]
         effects: list[Effect] = []
         fresh = reply.changes[max(0, self.seen + 1 - reply.first) :]
@@ -239,10 +241,10 @@ class TaskAgent:
                 self._done.append(m.TaskDone(task.task_id, Refusal("expired", "it came after its deadline")))
             else:
                 self._running[self._life, task.task_id] = deadline
-                self._tell(now, task.entry.key, f"task {task.task_id}: copy from {task.source.segment}")
+                self._note(now, task.entry.key, f"task {task.task_id}: copy from {task.source.segment}")
                 effects.append(RunTask(task, deadline, self._life))
         for check in reply.checks:
-            self._tell(now, check.entry.key, f"check {check.check_id}")
+            self._note(now, check.entry.key, f"check {check.check_id}")
             effects.append(RunCheck(check, poll[0] + check.deadline_s, self._life))
         return effects
 
@@ -255,7 +257,7 @@ class TaskAgent:
 
     def _ended(self, event: TaskEnded, now: float) -> None:
         self._running.pop((event.life, event.task_id), None)
-        self._tell(now, "", f"task {event.task_id}: {event.refusal or 'done'}")
+        self._note(now, "", f"task {event.task_id}: {event.refusal or 'done'}")
         if event.life == self._life and self.is_mounted:
             self._done.append(m.TaskDone(event.task_id, event.refusal))
         elif event.refusal is None:
@@ -278,16 +280,16 @@ class TaskAgent:
         message = m.Poll(self._segment, self._epoch, done, self.seen, max(0, num_idle), checked)
         return [SendPoll(self._number, message)]
 
-    def _tell(self, now: float, key: str, what: str) -> None:
+    def _note(self, now: float, key: str, what: str) -> None:
         self._lines.append(f"{now:.6f} {what} {repr(key) if key else ''}".rstrip())
         del self._lines[:-100]
 
     def __repr__(self) -> str:
-        return f"<TaskAgent of {self._segment!r}: {len(self._running)} running, {len(self._done)} to tell>"
+        return f"<TaskAgent of {self._segment!r}: {len(self._running)} running, {len(self._done)} to report>"
 
 
 def reports(segment: str, epoch: int, entries: Iterable[m.SegmentEntry]) -> list[m.ReportContents]:
-    """What a segment holds, in messages of bounded size; one at least."""
+    """Report of a segment's content in messages of bounded size; at least one."""
     parts: list[list[m.SegmentEntry]] = [[]]
     num_bytes = 0
     for entry in entries:
@@ -301,7 +303,7 @@ def reports(segment: str, epoch: int, entries: Iterable[m.SegmentEntry]) -> list
 
 
 def changed(held: dict[int, m.SegmentEntry], changes: Iterable[m.SegmentEntry | int]) -> None:
-    """Enter ``changes`` in the journal of a segment whose content ends with the process."""
+    """Apply ``changes`` to the journal of a segment in volatile memory."""
     for change in changes:
         if isinstance(change, int):
             held.pop(change, None)

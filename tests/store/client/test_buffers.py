@@ -16,7 +16,7 @@ def memory() -> Iterator[LocalMemory]:
         memory = LocalMemory(engine)
         yield memory
         memory.close()
-        assert not engine.regions.all(), "something stayed registered"
+        assert not engine.regions.all(), "a region is still registered"
 
 
 def registered(memory: LocalMemory) -> list[int]:
@@ -34,7 +34,7 @@ def test_small_buffers_are_copied_to_the_staging_region(memory: LocalMemory) -> 
             assert other.addresses[0] >= prepared.addresses[0] + 13
 
 
-def test_large_buffers_are_registered_for_as_long_as_they_are_lent(memory: LocalMemory) -> None:
+def test_large_buffers_are_registered_until_the_operation_ends(memory: LocalMemory) -> None:
     value = bytes(STAGED_BYTES + 1)
     with memory.source([value]) as prepared:
         assert not prepared.is_staged and registered(memory) == [len(value)]
@@ -56,7 +56,7 @@ def test_the_same_buffer_twice_is_one_range(memory: LocalMemory) -> None:
         assert registered(memory) == [STAGED_BYTES]
 
 
-def test_what_the_caller_has_registered_is_taken_as_it_is(memory: LocalMemory) -> None:
+def test_memory_registered_by_the_caller_is_used_directly(memory: LocalMemory) -> None:
     pool = memory.engine.allocate(2 * STAGED_BYTES, huge_pages=False, populate=False)
     small, large = (pool.address + 8, 100), (pool.address, 2 * STAGED_BYTES)
     with memory.source([small]) as prepared, memory.target([large]) as other:
@@ -66,14 +66,14 @@ def test_what_the_caller_has_registered_is_taken_as_it_is(memory: LocalMemory) -
     assert not memory.has(*small)
 
 
-def test_what_another_operation_registered_for_a_moment_is_not_relied_on(memory: LocalMemory) -> None:
+def test_a_brief_registration_of_another_operation_is_not_relied_on(memory: LocalMemory) -> None:
     row = np.zeros(2 * STAGED_BYTES, dtype=np.uint8)
     with memory.target([row]), memory.target([row]):
         assert registered(memory) == [row.nbytes, row.nbytes]
 
 
 @pytest.mark.parametrize("size", [5, STAGED_BYTES + 5])
-def test_fresh_bytes_are_filled_before_anyone_sees_them(memory: LocalMemory, size: int) -> None:
+def test_fresh_bytes_are_filled_before_they_are_published(memory: LocalMemory, size: int) -> None:
     prepared, values = memory.fresh([size])
     with prepared:
         region = memory.engine.regions.all()[0]
@@ -88,7 +88,7 @@ def test_an_empty_value_needs_no_memory(memory: LocalMemory) -> None:
         assert prepared.sizes == [0] and registered(memory) == []
 
 
-def test_a_buffer_that_is_no_memory_leaves_none_of_the_others_registered(memory: LocalMemory) -> None:
+def test_an_invalid_buffer_leaves_none_of_the_others_registered(memory: LocalMemory) -> None:
     row = np.zeros(STAGED_BYTES + 1, dtype=np.uint8)
     with pytest.raises(InvalidArgument, match="not mapped"):
         memory.target([row, (1 << 56, STAGED_BYTES)])

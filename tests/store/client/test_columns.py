@@ -32,7 +32,7 @@ def rows(columns: SliceColumns) -> list[tuple[int, int, int, int]]:
 
 
 def moved(columns: SliceColumns) -> dict[tuple[int, int], int]:
-    """Each byte: (grant, offset in its object) -> local address."""
+    """Map of each byte: (grant, offset in its object) -> local address."""
     found: dict[tuple[int, int], int] = {}
     for grant, offset, local, length in rows(columns):
         for at in range(length):
@@ -73,7 +73,7 @@ def test_whole_objects() -> None:
     check_whole_chunks([small, large], whole([small, large], [100, 200]))
 
 
-def test_picking_joining_and_renaming() -> None:
+def test_filtering_joining_and_renumbering() -> None:
     columns = whole([Grant("a", 4, 4), Grant("b", 4, 4), Grant("c", 4, 4)], [0, 10, 20])
     assert columns.only([True] * 3) is columns
     some = columns.only([True, False, True])

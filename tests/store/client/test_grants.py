@@ -1,4 +1,4 @@
-"""What a put comes to, replica by replica; what a reader turns to next."""
+"""Outcome of a put, replica by replica; order in which a reader tries replicas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_put_has_room_for_the_checksum_of_every_chunk() -> None:
     assert grant.settle() == [] and grant.failure is None
 
 
-def test_what_was_not_written_whole_is_incomplete() -> None:
+def test_a_partly_written_put_is_incomplete() -> None:
     grant = put("a")
     grant.is_written[:2] = True
     assert grant.settle() == ["a"]
@@ -53,7 +53,7 @@ def test_a_replica_that_is_given_up_leaves_the_others() -> None:
     assert grant.failure == LOST, "the first reason"
 
 
-def test_one_that_cannot_be_opened_is_given_up_at_once() -> None:
+def test_a_replica_that_cannot_be_opened_is_given_up_at_once() -> None:
     grant = put("a", "b", closed=("a",))
     assert grant.replica.segment == "b" and grant.failure is None
     alone = put("a", closed=("a",))
@@ -70,7 +70,7 @@ def test_of_replicas_that_differ_the_announced_one_counts() -> None:
     assert grant.targets[1].failure is not None
 
 
-def test_a_reader_turns_to_the_next_replica_until_there_is_none() -> None:
+def test_a_reader_tries_one_replica_after_the_other() -> None:
     replicas = [m.Replica(name, 1, 1000 * number) for number, name in enumerate("abc")]
     others = [(replica, f"handle of {replica.segment}") for replica in replicas[1:]]
     sums = np.zeros(1, dtype="<u4")
@@ -85,6 +85,6 @@ def test_a_reader_turns_to_the_next_replica_until_there_is_none() -> None:
     assert not grant.turn_to_next() and grant.replica.segment == "c"
 
 
-def test_why_a_peer_is_lost_names_the_segment() -> None:
+def test_the_reason_of_a_lost_peer_names_the_segment() -> None:
     refusal = peer_lost(m.Replica("a", 1, 0), "reset")
     assert refusal.code == "peer_lost" and "'a'" in refusal.reason and "reset" in refusal.reason

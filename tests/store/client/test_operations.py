@@ -1,4 +1,4 @@
-"""The operations against a real master, with the world in between in the test's hands."""
+"""The operations against a real master, with all effects performed, or failed, by the test."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from mooncake.store.master.objects import DEFAULT_POLICY
 from tests.store.conftest import SETTINGS, Voice
 
 BASE = 1 << 20
-"""Where ``Voice.mount`` says that a node's memory begins."""
+"""Address at which ``Voice.mount`` places a node's memory."""
 
 
 class World:
-    """Performs effects on a master, nodes' memories and local memory; says no when told to."""
+    """Performs effects on a master, nodes' memories and local memory; injects failures on request."""
 
     def __init__(self, **pools: int) -> None:
         self.voice = Voice(SETTINGS)
@@ -44,14 +44,14 @@ class World:
             self.voice.mount(name, len(memory))
         self.local = bytearray(1 << 20)
         self.operations = Operations("h", combine, 1000)
-        self.asked: list[msgspec.Struct] = []
+        self.sent: list[msgspec.Struct] = []
         self.moves: list[MoveSlices] = []
         self.before_ask: Callable[[msgspec.Struct], PeerLost | None] = lambda message: None
         self.after_ask: Callable[[msgspec.Struct], PeerLost | None] = lambda message: None
         self.before_move: Callable[[str], str] = lambda segment: ""
         self.slow_move_s = 0.0
         self.damaged_moves = 0
-        """So many of the next reads bring a wrong bit."""
+        """Number of upcoming reads that get a flipped bit."""
 
     @property
     def deadline(self) -> float:
@@ -82,7 +82,7 @@ class World:
 
     def _ask(self, effect: CallMaster) -> MasterReply:
         asked_at = self.voice.now
-        self.asked.append(effect.message)
+        self.sent.append(effect.message)
         error = self.before_ask(effect.message)
         if error is None:
             reply = self.voice.say(effect.message)
@@ -112,7 +112,7 @@ class World:
         return SlicesMoved(checksums, "", self.voice.now)
 
     def look(self) -> int:
-        """Nodes read what they are asked to."""
+        """Run the checks that the master requests of the nodes."""
 
         def is_right(entry: m.SegmentEntry, segment: str) -> bool:
             pieces = range(entry.offset, entry.offset + entry.size_bytes, entry.chunk_bytes)
@@ -130,7 +130,7 @@ class World:
         policy: m.PutPolicy = DEFAULT_POLICY,
         replace: bool = False,
     ) -> list[Refusal | None]:
-        """Under keys k0, k1, ..."""
+        """Put values under keys k0, k1, ..."""
         addresses, at = [], 0
         for value in values:
             self.local[at : at + len(value)] = value
@@ -163,14 +163,14 @@ class World:
         return grant
 
 
-def test_what_is_put_comes_back() -> None:
+def test_a_put_value_is_read_back() -> None:
     world = World()
     values = [bytes([i]) * (i * 90 + 1) for i in range(5)]
     assert world.put(*values) == [None] * 5
     assert world.get("k4", "missing", "k0") == [values[4], None, values[0]]
 
 
-def test_a_broken_connection_only_costs_the_question_again() -> None:
+def test_a_broken_connection_only_costs_a_repetition() -> None:
     world = World()
     rounds = {"before": 2, "after": 2}
 
@@ -184,15 +184,15 @@ def test_a_broken_connection_only_costs_the_question_again() -> None:
     world.before_ask, world.after_ask = lose("before"), lose("after")
     assert world.put(b"value") == [None]
     assert world.get("k0") == [b"value"]
-    starts = [message for message in world.asked if isinstance(message, m.PutStart)]
+    starts = [message for message in world.sent if isinstance(message, m.PutStart)]
     assert len(starts) == 5 and len({start.put_id for start in starts}) == 1
     assert world.operations.counts.repeated_requests == 4
     assert world.voice.allocated_bytes == 64
 
 
-def test_a_promise_counts_from_the_first_question() -> None:
+def test_a_reservation_counts_from_the_first_request() -> None:
     world = World()
-    world.after_ask = lambda message: PeerLost("gone") if len(world.asked) == 1 else None
+    world.after_ask = lambda message: PeerLost("gone") if len(world.sent) == 1 else None
     began = world.voice.now
     grant = world.start_put("k", 10, 10)
     assert world.voice.now > began
@@ -217,7 +217,7 @@ def test_a_put_looks_for_another_node_when_one_cannot_be_reached() -> None:
     assert world.get("k0", "k1") == [b"one", b"two"]
 
 
-def test_when_no_node_can_be_reached_the_put_says_so() -> None:
+def test_when_no_node_can_be_reached_the_put_is_refused() -> None:
     world = World(a=4096)
     world.before_move = lambda segment: "connection refused"
     refusal = world.put(b"one")[0]
@@ -226,7 +226,7 @@ def test_when_no_node_can_be_reached_the_put_says_so() -> None:
     assert world.get("k0") == [None]
 
 
-def test_a_batch_over_two_nodes_moves_at_once() -> None:
+def test_a_batch_over_two_nodes_moves_concurrently() -> None:
     world = World(a=4096, b=4096)
     values = [bytes([i]) * 900 for i in range(6)]
     assert world.put(*values) == [None] * 6
@@ -235,36 +235,36 @@ def test_a_batch_over_two_nodes_moves_at_once() -> None:
     assert [len(move.transfers) for move in world.moves] == [2, 2]
 
 
-def test_wrong_bytes_are_a_miss_and_the_master_hears_of_it() -> None:
+def test_corrupt_bytes_are_a_miss_and_are_reported_to_the_master() -> None:
     world = World()
     world.put(b"x" * 250, b"y" * 250)
     world.nodes["a"][120] ^= 1
     assert world.get("k0", "k1") == [None, b"y" * 250]
     assert world.operations.counts.checksum_mismatches == 2, "it was read twice"
-    assert [type(message) for message in world.asked][-1] is m.Corrupt
+    assert [type(message) for message in world.sent][-1] is m.Corrupt
     assert world.voice.find("k0") is not None and world.look() == 1, "its own node decides"
     assert world.voice.find("k0") is None
 
 
-def test_bytes_that_were_wrong_on_the_way_are_read_again_and_nobody_hears_of_it() -> None:
-    """One damaged transfer: no miss, no report, nothing goes."""
+def test_bytes_corrupted_in_transit_are_read_again_without_a_report() -> None:
+    """After one damaged transfer there is no miss and no report, and no replica is dropped."""
     world = World()
     world.put(b"x" * 250)
-    num_asked = len(world.asked)
+    num_sent = len(world.sent)
     world.damaged_moves = 1
     assert world.get("k0") == [b"x" * 250]
     assert world.operations.counts.checksum_mismatches == 1
-    assert [type(message) for message in world.asked[num_asked:]] == [m.LookupObjects]
+    assert [type(message) for message in world.sent[num_sent:]] == [m.LookupObjects]
 
 
-def test_a_reader_with_bad_memory_costs_nobody_anything() -> None:
-    """Whatever it reads is wrong, and it says so of everything: a copy in memory and one elsewhere stay."""
+def test_a_reader_with_bad_memory_costs_no_replicas() -> None:
+    """It reports every replica as corrupt, but the replicas in memory and elsewhere stay."""
     world = two()
     put_twice(world, b"value")
     for _ in range(3):
         world.damaged_moves = 1000
         assert world.get("k0") == [None]
-        assert world.voice.where("k0") == ["a", "b"], "not on one reader's word"
+        assert world.voice.where("k0") == ["a", "b"], "not because of one reader's report"
         world.look()
     world.damaged_moves = 0
     assert world.voice.where("k0") == ["a", "b"] and world.get("k0") == [b"value"]
@@ -272,7 +272,7 @@ def test_a_reader_with_bad_memory_costs_nobody_anything() -> None:
     assert (reporter.num_reports, reporter.num_refuted, reporter.num_confirmed) == (6, 6, 0)
 
 
-def test_bytes_that_come_after_the_lease_are_a_miss_but_no_corruption() -> None:
+def test_bytes_that_arrive_after_the_lease_are_a_miss_but_not_corruption() -> None:
     world = World()
     world.put(b"value")
     grant = world.open_read("k0")
@@ -293,14 +293,14 @@ def test_a_write_that_ends_after_the_deadline_does_not_count() -> None:
     assert world.voice.find("k") is None
 
 
-def test_a_failed_read_is_a_miss_and_the_segment_is_described_anew() -> None:
+def test_a_failed_read_is_a_miss_and_the_segment_is_described_again() -> None:
     world = World()
     world.put(b"value")
     world.before_move = lambda segment: "reset"
     assert world.get("k0") == [None]
     world.before_move = lambda segment: ""
     assert world.get("k0") == [b"value"]
-    assert sum(isinstance(message, m.DescribeSegments) for message in world.asked) == 2
+    assert sum(isinstance(message, m.DescribeSegments) for message in world.sent) == 2
 
 
 def test_a_segment_that_cannot_be_opened_is_a_miss_or_a_refusal() -> None:
@@ -313,7 +313,7 @@ def test_a_segment_that_cannot_be_opened_is_a_miss_or_a_refusal() -> None:
     assert refusal.code == "no_space"
 
 
-def test_large_batches_are_cut() -> None:
+def test_large_batches_are_split() -> None:
     world = World(a=1 << 20)
     count = m.MAX_KEYS + 5
     keys = [f"k{i}" for i in range(count)]
@@ -402,8 +402,8 @@ def test_a_chunk_may_be_read_in_parts_to_different_places() -> None:
     assert good == [False]
 
 
-def test_a_lease_counts_from_the_question_however_late_the_answer_comes() -> None:
-    """The master counts from an instant between the two, so only the earlier one is safe."""
+def test_a_lease_counts_from_the_request_however_late_the_reply_arrives() -> None:
+    """The master counts from an instant between request and reply, so only the request time is safe."""
     world = World()
     world.put(b"value")
 
@@ -439,7 +439,7 @@ def test_renewing_moves_the_end_of_the_lease() -> None:
     seed=st.integers(0, 2**32),
 )
 def test_parts_in_any_order_make_the_object(size: int, chunk_bytes: int, cuts: list[int], seed: int) -> None:
-    """Also when a part is written twice, or crosses chunks, or is empty."""
+    """This also holds when a part is written twice, crosses chunks, or is empty."""
     world = World()
     random = Random(seed)
     value = random.randbytes(size)
@@ -466,7 +466,7 @@ def test_the_simulators_checksum_combines(a: bytes, b: bytes) -> None:
 
 
 def two() -> World:
-    """``a`` is on this host, ``b`` elsewhere."""
+    """World with two nodes: ``a`` is on this host, ``b`` elsewhere."""
     world = World(a=65536)
     world.nodes["b"] = bytearray(65536)
     world.voice.mount("b", 65536, host="far")
@@ -497,7 +497,7 @@ def test_a_replica_that_cannot_be_written_is_left_out() -> None:
         assert world.voice.where(keys[0]) == ["b" if lost == "a" else "a"]
 
 
-def test_when_none_can_be_written_the_put_looks_elsewhere() -> None:
+def test_when_no_replica_can_be_written_the_put_tries_other_segments() -> None:
     world = two()
     world.nodes["c"] = bytearray(4096)
     world.voice.mount("c", 4096, host="third")
@@ -507,7 +507,7 @@ def test_when_none_can_be_written_the_put_looks_elsewhere() -> None:
     assert world.voice.where("k0") == ["c"]
 
 
-def test_a_target_that_cannot_be_opened_is_no_obstacle() -> None:
+def test_a_target_that_cannot_be_opened_does_not_fail_the_put() -> None:
     world = two()
     del world.nodes["b"]
     assert put_twice(world, b"value") == [None]
@@ -515,7 +515,7 @@ def test_a_target_that_cannot_be_opened_is_no_obstacle() -> None:
 
 
 def test_replicas_that_differ_are_not_both_kept() -> None:
-    """The source changed between two transfers: what was announced is what stays."""
+    """The source changed between two transfers: only replicas with the announced checksums stay."""
     world = two()
     move = world._move
 
@@ -529,7 +529,7 @@ def test_replicas_that_differ_are_not_both_kept() -> None:
     assert world.voice.where("k0") == ["a"]
 
 
-def test_who_writes_by_itself_sees_one_target_and_gives_up_the_others() -> None:
+def test_a_caller_that_writes_itself_sees_one_target_and_gives_up_the_others() -> None:
     world = two()
     policy = m.PutPolicy(num_replicas=2)
     grants = world.run(world.operations.start_puts(["k"], [5], [5], world.deadline, (), policy))
@@ -567,14 +567,12 @@ def test_the_next_replica_is_tried_when_one_fails_or_is_wrong(fault: str) -> Non
     if fault == "wrong":
         world.look()
         assert [world.voice.where(f"k{number}") for number in range(3)] == [["a", "b"], ["b"], ["a", "b"]]
-        assert sum(len(part.lengths) for part in world.moves[-1].transfers) == 3, (
-            "no more than what was wrong"
-        )
+        assert sum(len(part.lengths) for part in world.moves[-1].transfers) == 3, "only the corrupt replica"
     else:
         assert world.voice.where("k1") == ["a", "b"]
 
 
-def test_a_slow_read_is_cut_short_only_where_all_of_it_is_elsewhere_too() -> None:
+def test_a_slow_read_is_cut_short_only_where_all_of_it_has_other_replicas() -> None:
     world = two()
     put_twice(world, b"x")
     world.run(world.operations.put(["alone"], [0], [5], 100, world.deadline))
@@ -584,7 +582,7 @@ def test_a_slow_read_is_cut_short_only_where_all_of_it_is_elsewhere_too() -> Non
     assert [part.has_others for part in world.moves[-1].transfers] == [True]
 
 
-def test_when_every_replica_is_wrong_it_is_a_miss_and_all_of_them_go() -> None:
+def test_when_every_replica_is_corrupt_it_is_a_miss_and_all_are_dropped() -> None:
     world = two()
     put_twice(world, b"value")
     world.nodes["a"][0] ^= 1
@@ -594,7 +592,7 @@ def test_when_every_replica_is_wrong_it_is_a_miss_and_all_of_them_go() -> None:
     assert world.look() == 2 and world.voice.inspect("k0") is None
 
 
-def test_verifying_reads_every_replica_and_drops_what_is_wrong() -> None:
+def test_verifying_reads_every_replica_and_drops_corrupt_ones() -> None:
     world = two()
     put_twice(world, b"x" * 250, b"y" * 250)
     world.nodes["b"][10] ^= 1
@@ -604,10 +602,10 @@ def test_verifying_reads_every_replica_and_drops_what_is_wrong() -> None:
     assert world.voice.where("k0") == ["a"] and world.voice.where("k1") == ["a", "b"]
     world.before_move = lambda segment: "reset"
     assert world.run(world.operations.verify(grants[1:], [0], world.deadline)) == [False]
-    assert world.voice.where("k1") == ["a", "b"], "who can't be reached may be right"
+    assert world.voice.where("k1") == ["a", "b"], "an unreachable replica may be right"
 
 
-def test_what_is_on_this_host_need_not_be_checked_and_the_rest_is() -> None:
+def test_only_memory_on_this_host_may_be_read_unchecked() -> None:
     world = two()
     world.put(b"value")
     world.nodes["a"][0] ^= 1
@@ -623,10 +621,10 @@ def test_what_is_on_this_host_need_not_be_checked_and_the_rest_is() -> None:
     assert world.run(trusting.verify(grants, [0], world.deadline)) == [False]
 
 
-# Tenants, and requests that take many keys
+# Tenants, and requests about many keys
 
 
-def test_a_client_speaks_for_its_tenant() -> None:
+def test_a_client_acts_for_its_tenant() -> None:
     world = two()
     red = Operations("h", combine, 5, tenant="red")
     world.local[:5] = b"value"
@@ -643,7 +641,7 @@ def test_a_client_speaks_for_its_tenant() -> None:
     assert world.run(red.remove(["k"], True, world.deadline)) == [True]
 
 
-def test_a_new_value_takes_the_place_of_the_old_one() -> None:
+def test_a_new_value_replaces_the_old_one() -> None:
     world = two()
     world.put(b"old")
     assert world.put(b"new value", replace=True) == [None]
@@ -654,7 +652,7 @@ def test_a_new_value_takes_the_place_of_the_old_one() -> None:
 
 
 def put_many(world: World, count: int, first: int = 0, size: int = 100) -> list[Refusal | None]:
-    """One put each, of values that differ."""
+    """Put different values, one call each."""
     outcomes = []
     for number in range(first, first + count):
         world.local[:size] = bytes([number]) * size
@@ -662,29 +660,29 @@ def put_many(world: World, count: int, first: int = 0, size: int = 100) -> list[
     return outcomes
 
 
-def asked_for(world: World) -> list[str]:
-    return [type(message).__name__ for message in world.asked if not isinstance(message, m.DescribeSegments)]
+def requests_of(world: World) -> list[str]:
+    return [type(message).__name__ for message in world.sent if not isinstance(message, m.DescribeSegments)]
 
 
 def after_two(**pools: int) -> World:
-    """A client that has pieces: it has put twice."""
+    """A client that has preallocated pieces, because it has put twice."""
     world = World(**pools)
     assert put_many(world, 2) == [None, None]
     assert len(world.operations.preallocated) == 4
-    world.asked.clear()
+    world.sent.clear()
     return world
 
 
-def test_who_puts_small_objects_asks_once_for_each() -> None:
+def test_small_puts_send_one_request_each() -> None:
     world = after_two()
     assert put_many(world, 30, first=2) == [None] * 30
     # Pools are small here: a share of 4096 bytes is 32 pieces.
-    assert asked_for(world) == ["PutWritten"] * 30
+    assert requests_of(world) == ["PutWritten"] * 30
     world.local[:100] = bytes(100)
     assert world.get(*(f"s{number}" for number in range(32))) == [bytes([n]) * 100 for n in range(32)]
 
 
-def test_what_is_not_simple_is_started_and_ended() -> None:
+def test_puts_with_options_are_started_and_ended() -> None:
     world = after_two(a=65536, b=65536)
     for number, policy in enumerate((m.PutPolicy(num_replicas=2), m.PutPolicy(preferred_segments=["b"]))):
         assert world.run(
@@ -696,34 +694,34 @@ def test_what_is_not_simple_is_started_and_ended() -> None:
     assert (
         world.run(world.operations.put(["x", "y"], [0, 0], [100, 100], 1 << 20, world.deadline)) == [None] * 2
     )
-    assert asked_for(world) == ["PutStart", "PutEnd"] * 4
+    assert requests_of(world) == ["PutStart", "PutEnd"] * 4
 
 
-def test_a_group_and_a_parent_come_along() -> None:
+def test_group_and_parent_are_sent_with_a_small_put() -> None:
     world = after_two()
     put = world.operations.put(["k"], [0], [100], 1 << 20, world.deadline, DEFAULT_POLICY, ["g"], ["s0"])
     assert world.run(put) == [None]
-    assert asked_for(world) == ["PutWritten"]
+    assert requests_of(world) == ["PutWritten"]
     found = world.voice.inspect("k")
     assert found is not None and (found.group, found.parent) == ("g", "s0")
 
 
-def test_the_piece_of_a_taken_key_serves_the_next() -> None:
+def test_the_piece_of_a_taken_key_is_used_by_the_next_put() -> None:
     world = after_two()
-    assert put_many(world, 2) == [None, None], "s0 and s1 are there"
+    assert put_many(world, 2) == [None, None], "s0 and s1 exist"
     assert len(world.operations.preallocated) == 4
     assert put_many(world, 1, first=2) == [None]
     assert world.get("s0", "s2") == [bytes(100), bytes([2]) * 100]
 
 
-def test_a_refusal_is_the_callers_and_the_piece_serves_the_next() -> None:
+def test_a_refusal_is_returned_and_the_piece_is_used_by_the_next_put() -> None:
     world = after_two()
     outcome = world.run(world.operations.put(["k" * 2000], [0], [100], 1 << 20, world.deadline))[0]
     assert isinstance(outcome, Refusal) and outcome.code == "invalid_key"
     assert len(world.operations.preallocated) == 4
 
 
-def test_a_successor_knows_no_pieces_and_the_put_is_made_anew() -> None:
+def test_a_new_master_knows_no_pieces_and_the_put_is_repeated() -> None:
     world = after_two()
     successor = Voice(SETTINGS)
     successor.master.restore(world.voice.master.snapshot(), world.voice.now)
@@ -731,51 +729,51 @@ def test_a_successor_knows_no_pieces_and_the_put_is_made_anew() -> None:
     world.voice = successor
     successor.mount("a", 65536)
     assert put_many(world, 1, first=2) == [None]
-    assert asked_for(world) == ["PutWritten", "PutStart", "PutEnd"]
+    assert requests_of(world) == ["PutWritten", "PutStart", "PutEnd"]
     assert len(world.operations.preallocated) in (0, 8)
     assert world.get("s2", "s1") == [bytes([2]) * 100, bytes([1]) * 100]
 
 
-def test_no_piece_is_written_when_its_time_may_be_over() -> None:
+def test_no_piece_is_written_that_may_have_expired() -> None:
     world = after_two()
     world.voice.keep_alive(0.75 * SETTINGS.put_s, "a")
     assert put_many(world, 1, first=2) == [None]
-    assert asked_for(world)[0] == "PutStart"
+    assert requests_of(world)[0] == "PutStart"
     assert all(move.deadline <= world.voice.now + 5 for move in world.moves)
 
 
-def test_a_write_that_ends_too_late_is_not_announced_and_its_piece_is_not_used_again() -> None:
+def test_a_late_write_is_not_announced_and_its_piece_is_not_used_again() -> None:
     world = after_two()
     world.slow_move_s = SETTINGS.put_s + 1
     assert isinstance(put_many(world, 1, first=2)[0], Refusal)
-    assert "PutWritten" not in asked_for(world)
+    assert "PutWritten" not in requests_of(world)
     assert len(world.operations.preallocated) == 0
 
 
-def test_an_answer_that_was_lost_uses_the_piece_up_and_is_asked_for_again() -> None:
+def test_a_lost_reply_consumes_the_piece_and_the_request_is_repeated() -> None:
     world = after_two()
     lost = [PeerLost("gone")]
     world.after_ask = lambda message: lost.pop() if lost and isinstance(message, m.PutWritten) else None
     assert put_many(world, 1, first=2) == [None]
-    assert asked_for(world) == ["PutWritten"] * 2
+    assert requests_of(world) == ["PutWritten"] * 2
     assert put_many(world, 1, first=3) == [None]
     assert world.get("s2", "s3") == [bytes([2]) * 100, bytes([3]) * 100]
 
 
-def test_a_piece_about_which_was_asked_twice_is_not_used_for_another() -> None:
-    """The first question may be under way still, and what it says must stay true."""
+def test_a_piece_of_a_repeated_request_is_not_used_for_another() -> None:
+    """The first request may still arrive, and its content must stay true."""
     world = after_two()
     lost = [PeerLost("gone")]
     world.before_ask = lambda message: lost.pop() if lost and isinstance(message, m.PutWritten) else None
-    assert put_many(world, 1) == [None], "s0 is there"
+    assert put_many(world, 1) == [None], "s0 exists"
     assert len(world.operations.preallocated) == 3
 
 
-def test_a_node_that_cannot_be_written_is_left_to_the_long_way() -> None:
+def test_a_failed_write_to_a_piece_falls_back_to_the_general_path() -> None:
     world = after_two(a=65536, b=4096)
     world.before_move = lambda segment: "connection refused" if segment == "a" else ""
     assert put_many(world, 1, first=2) == [None]
-    assert "PutWritten" not in asked_for(world)
+    assert "PutWritten" not in requests_of(world)
     found = world.voice.find("s2")
     assert found is not None and found.replicas[0].segment == "b"
     assert all(

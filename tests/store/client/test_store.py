@@ -1,4 +1,4 @@
-"""Both faces against real processes: what is more than put and get."""
+"""The blocking and the asyncio client against real processes: everything beyond put and get."""
 
 from __future__ import annotations
 
@@ -127,30 +127,30 @@ def test_copies_and_moves_are_jobs(store: Store) -> None:
     assert store.job(1 << 40) is None and store.cancel(1 << 40) is False
 
 
-def test_the_asynchronous_face_does_the_same(store: Store, processes: Processes) -> None:
+def test_the_asyncio_client_does_the_same(store: Store, processes: Processes) -> None:
     async def work() -> None:
-        async with AsyncStore(processes.address, settings=StoreSettings(timeout_s=20.0)) as face:
-            assert await face.put("k", VALUE, TWO) is None
-            assert await face.put_batch(["l"], [b"1"], groups=["g"], replace=True) == [None]
-            assert await face.verify(["k", "none"]) == [True, None]
-            (status,) = await face.inspect(["l"])
+        async with AsyncStore(processes.address, settings=StoreSettings(timeout_s=20.0)) as store:
+            assert await store.put("k", VALUE, TWO) is None
+            assert await store.put_batch(["l"], [b"1"], groups=["g"], replace=True) == [None]
+            assert await store.verify(["k", "none"]) == [True, None]
+            (status,) = await store.inspect(["l"])
             assert status is not None and status.group == "g"
-            assert await face.pin(["l"], 5.0) == [True] and await face.unpin(["l"]) == [True]
-            assert await face.drop_replicas(["l"]) == [True]
-            assert await face.set_quota("red", 10) is None and await face.set_quota("red", None) is None
-            assert [one.tenant for one in await face.quotas()] == ["default"]
-            job = await face.copy("none", ["one"])
+            assert await store.pin(["l"], 5.0) == [True] and await store.unpin(["l"]) == [True]
+            assert await store.drop_replicas(["l"]) == [True]
+            assert await store.set_quota("red", 10) is None and await store.set_quota("red", None) is None
+            assert [one.tenant for one in await store.quotas()] == ["default"]
+            job = await store.copy("none", ["one"])
             assert isinstance(job, Refusal)
-            assert await face.job(1 << 40) is None and not await face.cancel(1 << 40)
-            async with face.view("k") as data:
+            assert await store.job(1 << 40) is None and not await store.cancel(1 << 40)
+            async with store.view("k") as data:
                 assert data is not None and data == VALUE
-            assert await face.remove_matching("k", force=True) == 1 and await face.remove_all() == 0
+            assert await store.remove_matching("k", force=True) == 1 and await store.remove_all() == 0
 
     asyncio.run(work())
 
 
 def test_an_object_outlives_one_of_its_nodes(store: Store, processes: Processes) -> None:
-    """Last in this file: it takes a node away."""
+    """This test comes last in this file because it stops a node."""
     assert store.put_batch([f"k{n}" for n in range(8)], [VALUE] * 8, TWO) == [None] * 8
     processes.kill("two")
     assert store.get_batch([f"k{n}" for n in range(8)]) == [VALUE] * 8
@@ -159,7 +159,7 @@ def test_an_object_outlives_one_of_its_nodes(store: Store, processes: Processes)
 
 
 class Slow:
-    """Transfers that end when they are let, also those that were cancelled: their memory is in use."""
+    """Transfers that end when the test allows it, even after cancellation: their memory is in use."""
 
     def __init__(self, num_transfers: int) -> None:
         self.num_begun = 0
@@ -207,15 +207,15 @@ async def test_a_move_with_several_nodes_ends_when_the_last_of_its_transfers_doe
             await moving
 
 
-async def test_after_the_deadline_nothing_is_moved_and_nothing_ends_as_if_it_were_not_late(
+async def test_after_the_deadline_nothing_is_moved_or_sent_except_releases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with AsyncStore("127.0.0.1:1") as store:
-        asked: list[str] = []
+        sent: list[str] = []
 
         async def call(message: Any, timeout_s: float) -> Any:
-            asked.append(type(message).__name__)
-            raise DeadlineExceeded("nobody answers")
+            sent.append(type(message).__name__)
+            raise DeadlineExceeded("no answer")
 
         monkeypatch.setattr(store._rpc, "call", call)
         monkeypatch.setattr(store.engine, "transfer", Slow(0))
@@ -223,15 +223,15 @@ async def test_after_the_deadline_nothing_is_moved_and_nothing_ends_as_if_it_wer
         assert moved.checksums is None and moved.reason == "timed_out"
         late = clock.monotonic()
         answer = await store._perform(CallMaster(m.PutEnd(["k"], [1], [b""], []), late))
-        assert isinstance(answer.error, DeadlineExceeded) and asked == []
+        assert isinstance(answer.error, DeadlineExceeded) and sent == []
         await store._perform(CallMaster(m.PutAbort(["k"], [1]), late, may_be_late=True))
-        assert asked == ["PutAbort"], "what was reserved is given back at any time"
+        assert sent == ["PutAbort"], "reservations are released even after the deadline"
 
 
-def test_a_step_has_no_more_time_than_what_it_is_a_step_of() -> None:
+def test_a_step_has_no_more_time_than_its_task() -> None:
     with Store("127.0.0.1:1", settings=StoreSettings(timeout_s=10.0)) as store:
         now = clock.monotonic()
-        assert store._deadline(None, now + 1.0) == now + 1.0
-        assert now + 10.0 <= store._deadline(None, now + 100.0) <= clock.monotonic() + 10.0
-        with pytest.raises(DeadlineExceeded, match="time is over"):
+        assert store._calls.deadline(None, now + 1.0) == now + 1.0
+        assert now + 10.0 <= store._calls.deadline(None, now + 100.0) <= clock.monotonic() + 10.0
+        with pytest.raises(DeadlineExceeded, match="deadline has passed"):
             store.open_reads(["k"], now)

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from mooncake.errors import InvalidArgument
-from mooncake.files import log_header
+from mooncake.files import frames
 from mooncake.sim.faults.sim_files import SimDirectory
 from mooncake.store.master import oplog
 from mooncake.store.master.log_records import Doubt, IdsGiven, LineBegan, ObjectGone, Record, encode
@@ -211,7 +211,7 @@ def test_a_wrong_bit_in_the_header_is_damage_and_the_other_line_has_it_all(tmp_p
     log.append(records(0, 5))
     log.close()
     whole = (tmp_path / "log").read_bytes()
-    for at in range(log_header.num_bytes(oplog.MAGIC)):
+    for at in range(frames.header_num_bytes(oplog.MAGIC)):
         path = tmp_path / f"log{at}"
         path.write_bytes(whole)
         damaged(path, at)

@@ -1,4 +1,4 @@
-"""Tasks and journals of a real node with all its tiers, for a master that says what the test wants."""
+"""Tasks and journals of a real node with all its tiers, for a master whose replies the test defines."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def place(mount: m.Mount, offset: int) -> m.Replica:
 
 
 def memory_of(node: Node) -> Region:
-    return node.lent["n"].offer.region
+    return node.segments["n"].config.region
 
 
 async def test_a_node_mounts_every_tier(master: ScriptedMaster, tmp_path: Path) -> None:
@@ -74,10 +74,10 @@ async def test_a_node_mounts_every_tier(master: ScriptedMaster, tmp_path: Path) 
         assert (memory.tier, memory.node, memory.content_id) == (Tier.MEMORY, "n", memory.epoch)
         assert (ssd.tier, ssd.node, ssd.epoch) == (Tier.SSD, "n", memory.epoch)
         assert ssd.content_id not in (0, ssd.epoch) and ssd.size_bytes == 16 * MIB
-    assert master.unmounted == ["n"], "what is on SSD is not gone"
+    assert master.unmounted == ["n"], "content on SSD survives"
 
 
-async def test_down_to_ssd_and_up_again(
+async def test_copies_to_ssd_and_back(
     master: ScriptedMaster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -89,20 +89,20 @@ async def test_down_to_ssd_and_up_again(
         copied = registry.get_sample_value("mooncake_store_copied_bytes_total", DOWN) or 0
         down = entry_of(data, 8192)
         assert (await master.run("n/ssd", down, place(memory, 4096))).refusal is None
-        assert list(node.lent["n/ssd"].entries()) == [down]
+        assert list(node.segments["n/ssd"].entries()) == [down]
         assert registry.get_sample_value("mooncake_store_copied_bytes_total", DOWN) == copied + SIZE
         up = entry_of(data, 8 * MIB)
         assert (await master.run("n", up, place(ssd, 8192))).refusal is None
         assert bytes(memory_of(node).view()[8 * MIB : 8 * MIB + SIZE]) == data
         await master.change("n", [up])
-        assert list(node.lent["n"].entries()) == [up]
+        assert list(node.segments["n"].entries()) == [up]
     events = [record.getMessage() for record in caplog.records]
     assert events.count("block_write") == 2 and events.count("block_read") == 2
     fields = next(r.__dict__["fields"] for r in caplog.records if r.getMessage() == "block_write")
     assert fields == {"key": "k", "bytes": SIZE, "tier": "ssd", "node": "n/ssd"}
 
 
-async def test_what_is_on_ssd_is_reported_after_a_restart(master: ScriptedMaster, tmp_path: Path) -> None:
+async def test_content_on_ssd_is_reported_after_a_restart(master: ScriptedMaster, tmp_path: Path) -> None:
     address, data = await master.start(), content()
     async with node_of(address, tmp_path) as node:
         memory = await master.until_polled("n")
@@ -118,7 +118,7 @@ async def test_what_is_on_ssd_is_reported_after_a_restart(master: ScriptedMaster
         ssd = await master.until_polled("n/ssd")
         assert ssd.content_id == content_id and ssd.epoch != memory.epoch
         assert master.reports["n/ssd"] == [entries[0], entries[2]]
-        assert list(node.lent["n/ssd"].entries()) == [entries[0]], "the master did not want the other"
+        assert list(node.segments["n/ssd"].entries()) == [entries[0]], "the master did not want the other"
         await master.until_polled("n")
         assert (await master.run("n", entry_of(data, 0), place(ssd, 0))).refusal is None
         assert bytes(memory_of(node).view()[:SIZE]) == data
@@ -131,7 +131,7 @@ async def test_a_copy_from_another_node(master: ScriptedMaster, tmp_path: Path) 
         await master.until_polled("o")
         memory_of(node).view()[:SIZE] = data
         assert (await master.run("o", entry_of(data, 4096), place(memory, 0))).refusal is None
-        assert bytes(other.lent["o"].offer.region.view()[4096 : 4096 + SIZE]) == data
+        assert bytes(other.segments["o"].config.region.view()[4096 : 4096 + SIZE]) == data
         assert (await master.run("o/ssd", entry_of(data, 0), place(memory, 0))).refusal is None
         ssd = await master.until_polled("o/ssd")
         assert (await master.run("n/ssd", entry_of(data, 4096), place(ssd, 0))).refusal is None
@@ -140,7 +140,7 @@ async def test_a_copy_from_another_node(master: ScriptedMaster, tmp_path: Path) 
 
 
 async def test_wrong_bytes_are_not_copied(master: ScriptedMaster, tmp_path: Path) -> None:
-    """Neither from memory nor from SSD; the index does not have what was not whole."""
+    """This holds for memory and SSD as the source; the index has no entry for a failed copy."""
     data = content()
     async with node_of(await master.start(), tmp_path) as node:
         memory, ssd = await master.until_polled("n"), await master.until_polled("n/ssd")
@@ -153,10 +153,10 @@ async def test_wrong_bytes_are_not_copied(master: ScriptedMaster, tmp_path: Path
         for segment, source in (("n", place(ssd, 0)), ("n/ssd", place(memory, 1))):
             done = await master.run(segment, msgspec.structs.replace(entry, offset=8 * MIB), source)
             assert done.refusal is not None and done.refusal.code == "corrupt"
-        assert list(node.lent["n/ssd"].entries()) == [entry]
+        assert list(node.segments["n/ssd"].entries()) == [entry]
 
 
-async def test_bytes_that_changed_on_the_way_are_read_again(
+async def test_bytes_changed_in_transit_are_read_again(
     master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = content()
@@ -177,10 +177,8 @@ async def test_bytes_that_changed_on_the_way_are_read_again(
         assert len(moved) == 2
 
 
-async def test_a_node_reads_its_own_replicas_and_says_whether_they_are_right(
-    master: ScriptedMaster, tmp_path: Path
-) -> None:
-    """In memory and on SSD, an object of several chunks; what is wrong stays until the master says so."""
+async def test_a_node_verifies_its_own_replicas(master: ScriptedMaster, tmp_path: Path) -> None:
+    """An object of several chunks, in memory and on SSD; a corrupt one stays until the master drops it."""
     data = content()
     async with node_of(await master.start(), tmp_path) as node:
         memory = await master.until_polled("n")
@@ -198,16 +196,16 @@ async def test_a_node_reads_its_own_replicas_and_says_whether_they_are_right(
         for segment, entry in (("n", in_memory), ("n/ssd", on_ssd)):
             refusal = (await master.check(segment, entry)).refusal
             assert refusal is not None and refusal.code == "corrupt"
-        assert list(node.lent["n/ssd"].entries()) == [on_ssd]
+        assert list(node.segments["n/ssd"].entries()) == [on_ssd]
         outside = (await master.check("n", msgspec.structs.replace(in_memory, offset=16 * MIB))).refusal
         assert outside is not None and outside.code == "invalid_size"
         late = (await master.check("n", in_memory, deadline_s=0.0)).refusal
         assert late is not None and late.code == "expired"
-        assert len(node.engine.describe().regions) == num_regions, "what it read into is given back"
+        assert len(node.engine.describe().regions) == num_regions, "the scratch region is unregistered"
 
 
 @pytest.mark.parametrize(("num_flips", "code"), [(1, ""), (2, "corrupt")])
-async def test_a_chunk_that_is_wrong_is_read_twice_before_the_node_says_so(
+async def test_a_wrong_chunk_is_read_twice_before_the_replica_is_corrupt(
     master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_flips: int, code: str
 ) -> None:
     data = content()
@@ -229,7 +227,7 @@ async def test_a_chunk_that_is_wrong_is_read_twice_before_the_node_says_so(
 
 
 async def test_flushes_are_shared() -> None:
-    """Whoever asks while one is under way waits for the next, and all of them for the same."""
+    """All calls made while a flush is in progress wait for the same next one."""
     running, count = threading.Event(), []
 
     def flush() -> None:
@@ -249,8 +247,8 @@ async def test_flushes_are_shared() -> None:
     assert len(count) == 2
 
 
-async def test_what_is_written_over_is_not_there_any_more(master: ScriptedMaster, tmp_path: Path) -> None:
-    """Even when the copy that was to take its place fails."""
+async def test_overwritten_objects_are_dropped_from_the_index(master: ScriptedMaster, tmp_path: Path) -> None:
+    """This holds even when the copy that overwrites them fails."""
     data = content()
     async with node_of(await master.start(), tmp_path) as node:
         memory = await master.until_polled("n")
@@ -258,11 +256,13 @@ async def test_what_is_written_over_is_not_there_any_more(master: ScriptedMaster
         assert (await master.run("n/ssd", entry_of(data, 0), place(memory, 0))).refusal is None
         other = entry_of(data, MIB, object_id=2)
         done = await master.run("n/ssd", other, place(memory, 1))
-        assert done.refusal is not None and list(node.lent["n/ssd"].entries()) == []
+        assert done.refusal is not None and list(node.segments["n/ssd"].entries()) == []
 
 
-async def test_many_tasks_travel_together_and_fail_apart(master: ScriptedMaster, tmp_path: Path) -> None:
-    """One that is wrong, one that does not fit and one whose source is gone cost the others nothing."""
+async def test_many_tasks_are_moved_together_and_fail_separately(
+    master: ScriptedMaster, tmp_path: Path
+) -> None:
+    """A corrupt task, one that does not fit and one without its source do not affect the others."""
     size, count = 100_000, 40
     async with node_of(await master.start(), tmp_path) as node:
         memory = await master.until_polled("n")
@@ -280,7 +280,7 @@ async def test_many_tasks_travel_together_and_fail_apart(master: ScriptedMaster,
         done = await master.run_all("n/ssd", pairs)
         refused = {number: one.refusal.code for number, one in enumerate(done) if one.refusal is not None}
         assert refused == {7: "corrupt", 9: "invalid_size", 11: "peer_lost"}
-        assert [entry.object_id for entry in node.lent["n/ssd"].entries()] == [
+        assert [entry.object_id for entry in node.segments["n/ssd"].entries()] == [
             number for number in range(count) if number not in refused
         ]
         ssd = await master.until_polled("n/ssd")
@@ -295,7 +295,9 @@ async def test_many_tasks_travel_together_and_fail_apart(master: ScriptedMaster,
             assert bytes(there) == blocks[entry.object_id]
 
 
-async def test_sources_and_places_that_are_not_there(master: ScriptedMaster, tmp_path: Path) -> None:
+async def test_missing_sources_and_invalid_offsets_are_refused(
+    master: ScriptedMaster, tmp_path: Path
+) -> None:
     async with node_of(await master.start(), tmp_path):
         memory = await master.until_polled("n")
         entry = entry_of(content(), 0)
@@ -307,7 +309,7 @@ async def test_sources_and_places_that_are_not_there(master: ScriptedMaster, tmp
         assert beyond.refusal is not None and beyond.refusal.code == "invalid_size"
 
 
-async def test_a_full_disk_refuses_a_task_and_keeps_what_it_has(
+async def test_a_full_disk_refuses_a_task_and_keeps_its_content(
     master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = content()
@@ -316,7 +318,7 @@ async def test_a_full_disk_refuses_a_task_and_keeps_what_it_has(
         memory_of(node).view()[:SIZE] = data
         first = entry_of(data, 0)
         assert (await master.run("n/ssd", first, place(memory, 0))).refusal is None
-        disk = node.lent["n/ssd"].offer.disk
+        disk = node.segments["n/ssd"].config.disk
         assert disk is not None
 
         def full(offset: int, size_bytes: int) -> None:
@@ -326,10 +328,10 @@ async def test_a_full_disk_refuses_a_task_and_keeps_what_it_has(
         monkeypatch.setattr(disk, "provide", full)
         done = await master.run("n/ssd", entry_of(data, 8 * MIB, 2), place(memory, 0))
         assert done.refusal is not None and done.refusal.code == "no_space"
-        assert list(node.lent["n/ssd"].entries()) == [first]
+        assert list(node.segments["n/ssd"].entries()) == [first]
 
 
-async def test_lost_changes_make_a_report(master: ScriptedMaster, tmp_path: Path) -> None:
+async def test_lost_changes_cause_a_report(master: ScriptedMaster, tmp_path: Path) -> None:
     async with node_of(await master.start(), tmp_path) as node:
         await master.until_polled("n")
         entries = [entry_of(b"x", 4096 * i, i) for i in range(3)]
@@ -339,26 +341,26 @@ async def test_lost_changes_make_a_report(master: ScriptedMaster, tmp_path: Path
         await master.until_reported("n")
         assert master.reports["n"] == entries
         async with asyncio.timeout(10):
-            while [entry.object_id for entry in node.lent["n"].entries()] != [1, 2]:  # noqa: ASYNC110
+            while [entry.object_id for entry in node.segments["n"].entries()] != [1, 2]:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
 
 async def test_segments_come_and_go_at_run_time(master: ScriptedMaster) -> None:
     async with node_of(await master.start(), None) as node:
         region = node.engine.allocate(MIB)
-        node.lend(region, "extra")
+        node.mount_region(region, "extra")
         await master.until_polled("extra")
         assert master.mounts["extra"].node == "n"
         with pytest.raises(InvalidArgument, match="no other segment"):
-            node.lend(region, "extra")
-        await node.take_back("extra", grace_s=0.01)
-        assert master.unmounted == ["extra"] and list(node.lent) == ["n"]
+            node.mount_region(region, "extra")
+        await node.unmount("extra", grace_s=0.01)
+        assert master.unmounted == ["extra"] and list(node.segments) == ["n"]
         with pytest.raises(InvalidArgument, match="name of a segment"):
-            await node.take_back("extra")
+            await node.unmount("extra")
 
 
 async def test_an_engine_can_be_shared(master: ScriptedMaster, tmp_path: Path) -> None:
-    """It stays open when the node is closed, without what the node lent."""
+    """It stays open when the node is closed, without the node's regions."""
     address = await master.start()
     async with node_of(address, None) as host:
         settings = NodeSettings(
@@ -376,7 +378,7 @@ async def test_an_engine_can_be_shared(master: ScriptedMaster, tmp_path: Path) -
 
 
 async def test_device_memory_is_a_tier(master: ScriptedMaster, tmp_path: Path) -> None:
-    """Over the test double of the driver: into it, back, and from it to the SSD."""
+    """Copies with a test double of the driver: to the device, back, and from it to the SSD."""
     if not cuda_double.built():
         pytest.skip("no C++ compiler for the test double of the CUDA driver; install g++")
     address, data = await master.start(), content()
@@ -394,7 +396,7 @@ async def test_device_memory_is_a_tier(master: ScriptedMaster, tmp_path: Path) -
         await node.start()
         memory, device = await master.until_polled("n"), await master.until_polled("n/hbm")
         ssd = await master.until_polled("n/ssd")
-        assert device.tier is Tier.DEVICE and node.lent["n/hbm"].offer.region.kind == "cuda:0"
+        assert device.tier is Tier.DEVICE and node.segments["n/hbm"].config.region.kind == "cuda:0"
         memory_of(node).view()[:SIZE] = data
         for target, offset, source in (
             ("n/hbm", 4096, place(memory, 0)),
@@ -407,7 +409,7 @@ async def test_device_memory_is_a_tier(master: ScriptedMaster, tmp_path: Path) -
         await node.close()
 
 
-async def test_a_node_without_devices_says_so(master: ScriptedMaster) -> None:
+async def test_a_node_without_devices_fails_with_the_reason(master: ScriptedMaster) -> None:
     settings = NodeSettings(master=await master.start(), pool_size_bytes=0, hbm_size_bytes=MIB)
     with TransferEngine(TransferSettings(cuda_library="libnothing.so")) as engine:
         node = Node(settings, engine)
@@ -416,7 +418,7 @@ async def test_a_node_without_devices_says_so(master: ScriptedMaster) -> None:
         await node.close()
 
 
-async def test_what_a_node_is_told_must_fit(master: ScriptedMaster, tmp_path: Path) -> None:
+async def test_entries_that_do_not_fit_are_refused(master: ScriptedMaster, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="ssd_size_bytes is 0"):
         NodeSettings(ssd_path="/somewhere")
     with pytest.raises(InvalidArgument, match="pool_size_bytes is 7"):
@@ -429,17 +431,17 @@ async def test_what_a_node_is_told_must_fit(master: ScriptedMaster, tmp_path: Pa
     await node.close()
 
 
-async def test_a_change_that_the_disk_refuses_is_tried_again_and_comes_before_the_next_task(
+async def test_a_change_that_the_disk_refuses_is_retried_before_the_next_task(
     master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The master takes it for noted."""
+    """The master considers the change written."""
     monkeypatch.setattr("mooncake.store.node.mounted_segment.RETRY_S", 0.01)
     data = content(1000)
     async with node_of(await master.start(), tmp_path) as node:
         mount = await master.until_polled("n")
         await master.until_polled("n/ssd")
         memory_of(node).view()[: len(data)] = data
-        disk = node.lent["n/ssd"].offer.disk
+        disk = node.segments["n/ssd"].config.disk
         assert disk is not None
         source, entry = place(mount, 0), entry_of(data, 0, 1)
         assert (await master.run("n/ssd", entry, source)).refusal is None
@@ -456,7 +458,7 @@ async def test_a_change_that_the_disk_refuses_is_tried_again_and_comes_before_th
         done = await master.run("n/ssd", entry_of(data, 8192, 2), source)
         assert done.refusal is not None and done.refusal.code == "no_space"
         assert list(disk.index.entries) == [1]
-        assert list(node.lent["n/ssd"].entries()) == [], "a later master must not hear of it"
+        assert list(node.segments["n/ssd"].entries()) == [], "a later master must not learn of it"
         is_full = False
         async with asyncio.timeout(20):
             await is_noted.wait()

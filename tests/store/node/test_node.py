@@ -1,4 +1,4 @@
-"""The node's shell against a master in this process: mounting, mounting again, leaving, bad starts."""
+"""The node against a master in this process: mounting, mounting again, leaving, failing starts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def until_written(store: AsyncStore, key: str, value: bytes) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_node_lends_its_memory(master: MasterServer, node: Node) -> None:
+async def test_a_node_mounts_its_memory(master: MasterServer, node: Node) -> None:
     assert master.master.capacity_bytes == 1 << 20
     async with AsyncStore(f"127.0.0.1:{master.port}") as store:
         await until_written(store, "k", b"value")
@@ -84,7 +84,7 @@ async def test_another_master_finds_the_memory_resting(master: MasterServer, nod
     await other.close()
 
 
-async def test_leaving_is_told(master: MasterServer) -> None:
+async def test_leaving_unmounts_the_segments(master: MasterServer) -> None:
     node = Node(settings_for(master))
     await node.start()
     await node.mounted.wait()
@@ -113,7 +113,7 @@ async def test_a_taken_transfer_port_is_an_error(master: MasterServer) -> None:
 
 
 async def test_a_node_is_found_by_its_name(master: MasterServer) -> None:
-    """Also when the metadata service comes later than the node."""
+    """This also holds when the metadata service starts after the node."""
     port = free_port()
     metadata = f"http://127.0.0.1:{port}/metadata"
     settings = dataclasses.replace(settings_for(master), name="one", metadata=metadata)
@@ -142,7 +142,7 @@ async def test_the_status_names_the_node(master: MasterServer, node: Node) -> No
 async def test_a_node_that_stops_keeps_what_is_in_memory_on_its_ssd(
     master: MasterServer, tmp_path: Path
 ) -> None:
-    """With ``drain_s``: the next one serves it without a report or a rest."""
+    """With ``drain_s``, the next node serves it without a report or a rest."""
     settings = dataclasses.replace(
         settings_for(master), name="n", ssd_path=str(tmp_path), ssd_size_bytes=4 << 20, drain_s=10.0
     )

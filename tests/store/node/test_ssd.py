@@ -1,4 +1,4 @@
-"""The directory of an SSD segment: what survives, and what is refused with which words."""
+"""The directory of an SSD segment: what survives, and what is refused with which message."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_bytes_and_entries_survive(engine: TransferEngine, path: Path) -> None:
     again.close()
 
 
-def test_room_is_taken_as_it_is_needed(engine: TransferEngine, path: Path) -> None:
+def test_space_is_allocated_as_needed(engine: TransferEngine, path: Path) -> None:
     disk = Disk(engine, path, 3 << 30)
     file = path / "mooncake.data"
     assert file.stat().st_size == 3 << 30 and file.stat().st_blocks == 0
@@ -80,7 +80,7 @@ def test_a_directory_in_use_is_refused(engine: TransferEngine, path: Path) -> No
 
 
 def test_a_larger_capacity_is_other_content(engine: TransferEngine, path: Path) -> None:
-    """The entries stay; a master that knew the segment asks for them because of the new id."""
+    """The entries stay; a master that knew the segment requests a report because of the new id."""
     disk = Disk(engine, path, MIB)
     disk.log.hold(entry(1))
     disk.close()
@@ -92,7 +92,7 @@ def test_a_larger_capacity_is_other_content(engine: TransferEngine, path: Path) 
         Disk(engine, path, MIB)
 
 
-def test_what_is_no_directory_for_us(engine: TransferEngine, path: Path) -> None:
+def test_unusable_directories_are_refused(engine: TransferEngine, path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b"a file")
     with pytest.raises(InvalidArgument, match=r"ssd_path .*allowed: a directory"):
@@ -103,7 +103,7 @@ def test_what_is_no_directory_for_us(engine: TransferEngine, path: Path) -> None
         Disk(engine, Path("/proc/nothing"), MIB)
 
 
-def test_damaged_and_strange_headers(engine: TransferEngine, path: Path) -> None:
+def test_damaged_and_foreign_headers_are_refused(engine: TransferEngine, path: Path) -> None:
     disk = Disk(engine, path, MIB)
     disk.log.hold(entry(1))
     disk.close()
@@ -124,7 +124,9 @@ def test_damaged_and_strange_headers(engine: TransferEngine, path: Path) -> None
         Disk(engine, path, MIB)
 
 
-def test_another_version_is_told(engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_refused_by_name(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("mooncake.store.node.ssd.VERSION", 7)
         Disk(engine, path, MIB).close()
@@ -146,7 +148,7 @@ def test_a_torn_index_loses_its_tail_only(engine: TransferEngine, path: Path) ->
     assert list(Disk(engine, path, MIB).index.entries) == [1, 3]
 
 
-def test_compaction_takes_the_place_of_the_log(
+def test_a_compacted_log_replaces_the_old_one(
     engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mooncake.store.node.ssd_index.MIN_COMPACTION_BYTES", 4096)
@@ -162,7 +164,7 @@ def test_compaction_takes_the_place_of_the_log(
     disk.log.drop([998])
     disk.log.end_compaction(fresh)
     wanted.append(disk.log.wants_compaction)
-    assert wanted == [True, False, False], "not while it is under way, nor at once again"
+    assert wanted == [True, False, False], "not while it is in progress, nor again at once"
     size = (path / "mooncake.index").stat().st_size
     assert disk.index.num_bytes == size < before / 100
     disk.log.hold(entry(5001, 5 * 4096))
@@ -185,10 +187,10 @@ def test_a_log_that_can_not_be_compacted_goes_on(
     assert list(Disk(engine, path, MIB).index.entries) == [7, 8, 9, 50]
 
 
-def test_what_can_not_be_written_down_is_not_held(
+def test_an_entry_that_cannot_be_written_is_not_held(
     engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full in the middle of a record: what was there stays, what comes later is not lost."""
+    """The disk is full in the middle of a record: earlier records stay, later ones are not lost."""
     disk = Disk(engine, path, MIB)
     disk.log.hold(entry(1))
     write = os.write
@@ -208,10 +210,10 @@ def test_what_can_not_be_written_down_is_not_held(
     assert list(Disk(engine, path, MIB).index.entries) == [1, 3]
 
 
-def test_what_can_not_be_written_down_as_gone_is_still_there(
+def test_an_entry_whose_tombstone_cannot_be_written_stays(
     engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its space would be written again while the log says that it is there."""
+    """Otherwise its space would be overwritten while the log still has the entry."""
     disk = Disk(engine, path, MIB)
     disk.log.hold(entry(1))
 
@@ -230,29 +232,29 @@ def test_what_can_not_be_written_down_as_gone_is_still_there(
     assert not Disk(engine, path, MIB).index.entries
 
 
-def test_a_nearly_full_disk_gives_what_it_has(
+def test_a_nearly_full_disk_provides_the_space_it_has(
     engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(engine, path, 3 << 30)
-    asked: list[tuple[int, int]] = []
+    requested: list[tuple[int, int]] = []
 
     def provide(region: Region, offset: int, size_bytes: int) -> None:
-        asked.append((offset, size_bytes))
+        requested.append((offset, size_bytes))
         if size_bytes > MIB:
             raise OutOfSpace("no room")
 
     monkeypatch.setattr(engine, "provide", provide)
     disk.provide(5 * MIB, MIB)
-    assert asked == [(0, 1 << 30), (5 * MIB, MIB)]
+    assert requested == [(0, 1 << 30), (5 * MIB, MIB)]
     with pytest.raises(OutOfSpace):
         disk.provide(5 * MIB, 2 * MIB)
     disk.close()
 
 
-def test_a_compacted_index_has_its_name_even_if_the_directory_is_not_synced(
+def test_a_compacted_index_is_renamed_even_if_the_directory_is_not_synced(
     engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is entered next goes to the file that the next start reads."""
+    """Subsequent entries go to the file that the next start reads."""
     disk = Disk(engine, path, MIB)
     disk.log.hold(entry(1))
 

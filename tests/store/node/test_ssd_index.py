@@ -19,7 +19,7 @@ def folded(content: bytes) -> SsdIndex:
     return index
 
 
-def test_what_is_held_is_there_after_a_restart() -> None:
+def test_held_entries_exist_after_a_restart() -> None:
     index = SsdIndex()
     content = index.hold(entry(1, 0)) + index.hold(entry(2, PAGE))
     again = folded(content)
@@ -27,14 +27,14 @@ def test_what_is_held_is_there_after_a_restart() -> None:
     assert again.num_bytes == index.num_bytes == len(content)
 
 
-def test_what_went_is_gone_after_a_restart() -> None:
+def test_dropped_entries_are_gone_after_a_restart() -> None:
     index = SsdIndex()
     content = index.hold(entry(1, 0)) + index.hold(entry(2, PAGE)) + index.drop([1, 7])
     assert list(folded(content).entries) == [2]
-    assert index.drop([1, 7]) == b"", "nothing to write down"
+    assert index.drop([1, 7]) == b"", "no record to write"
 
 
-def test_the_same_entry_again_is_nothing_new() -> None:
+def test_the_same_entry_again_writes_no_record() -> None:
     index = SsdIndex()
     index.hold(entry(1, 0))
     assert index.hold(entry(1, 0)) == b""
@@ -47,8 +47,8 @@ def test_an_object_that_moved_is_at_its_last_place() -> None:
     assert index.overlapping(0, PAGE) == []
 
 
-def test_the_later_entry_stands() -> None:
-    """Its bytes lie over those of the earlier ones, also of one that is gone by now."""
+def test_of_overlapping_entries_the_later_one_counts() -> None:
+    """Its bytes overwrote those of the earlier ones, including one that has been dropped since."""
     index = SsdIndex()
     content = index.hold(entry(1, 0, 4 * PAGE)) + index.hold(entry(2, 6 * PAGE))
     content += index.hold(entry(3, 3 * PAGE, 4 * PAGE)) + index.drop([3])
@@ -56,7 +56,7 @@ def test_the_later_entry_stands() -> None:
     assert SsdIndex(content[:-1]).entries.keys() == {3}
 
 
-def test_ranges_that_touch_do_not_overlap() -> None:
+def test_adjacent_ranges_do_not_overlap() -> None:
     index = SsdIndex()
     for number in range(3):
         index.hold(entry(number, number * PAGE))
@@ -65,7 +65,7 @@ def test_ranges_that_touch_do_not_overlap() -> None:
     assert index.overlapping(3 * PAGE, 10 * PAGE) == []
 
 
-def test_compaction_keeps_what_there_is() -> None:
+def test_compaction_keeps_all_entries() -> None:
     index = SsdIndex()
     for number in range(50_000):
         index.hold(entry(number % 10, number % 10 * PAGE, key=f"{number:0100}"))
@@ -87,7 +87,9 @@ steps = st.lists(
 
 
 @given(steps, st.integers(0, 40))
-def test_folding_a_log_is_living_through_it(steps: list[SegmentEntry | list[int]], torn_at: int) -> None:
+def test_replaying_a_log_gives_the_state_that_wrote_it(
+    steps: list[SegmentEntry | list[int]], torn_at: int
+) -> None:
     index, content = SsdIndex(), b""
     for step in steps:
         content += index.hold(step) if isinstance(step, SegmentEntry) else index.drop(step)

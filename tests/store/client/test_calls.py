@@ -1,0 +1,122 @@
+"""The calls that both clients share: their list, the release of memory, parts of a large durable batch."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mooncake.errors import InvalidArgument
+from mooncake.store import AsyncStore, PutPolicy, Store
+from mooncake.store.client import calls
+from mooncake.store.client.buffers import STAGED_BYTES, LocalMemory
+from mooncake.store.client.calls import ClientCalls, RunConcurrently, RunFunction, StoreSettings
+from mooncake.store.client.operations import CallMaster, Operation, Operations, Pause
+from mooncake.transfer import TransferEngine
+
+LARGE = b"x" * (STAGED_BYTES + 1)
+
+
+@pytest.fixture
+def memory() -> Iterator[LocalMemory]:
+    with TransferEngine() as engine:
+        memory = LocalMemory(engine)
+        yield memory
+        memory.close()
+        assert not engine.regions.all(), "a region is still registered"
+
+
+@pytest.fixture
+def client(memory: LocalMemory) -> ClientCalls:
+    operations = Operations("here", lambda first, second, length: 0, 1)
+    return ClientCalls(operations, memory, StoreSettings())
+
+
+def test_both_clients_have_every_call() -> None:
+    names = [name for name in vars(ClientCalls) if not name.startswith("_") and name != "deadline"]
+    assert len(names) > 25
+    for name in names:
+        call, blocking, awaited = (getattr(one, name) for one in (ClientCalls, Store, AsyncStore))
+        assert blocking.__doc__ == awaited.__doc__ == call.__doc__
+        assert inspect.iscoroutinefunction(awaited) and not inspect.iscoroutinefunction(blocking)
+        parameters = inspect.signature(call).parameters
+        assert inspect.signature(blocking).parameters == parameters
+        assert inspect.signature(awaited).parameters == parameters
+
+
+def test_a_call_that_is_closed_releases_its_memory(client: ClientCalls, memory: LocalMemory) -> None:
+    call = client.put("k", LARGE)
+    assert isinstance(next(call), CallMaster)
+    assert memory.engine.regions.all()
+    call.close()
+    assert not memory.engine.regions.all()
+
+
+def test_batches_of_unequal_length_are_refused(client: ClientCalls) -> None:
+    with pytest.raises(InvalidArgument, match="buffers"):
+        next(client.put_batch(["a", "b"], [b"a"]))
+    with pytest.raises(InvalidArgument, match="groups"):
+        next(client.put_batch(["a", "b"], [b"a", b"b"], groups=["g"]))
+
+
+def test_a_large_durable_batch_is_put_in_parts(client: ClientCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "DURABLE_PART_BYTES", 4)
+    keys, values = [f"k{number}" for number in range(6)], [b"12"] * 6
+    call = client.put_batch(keys, values, PutPolicy(is_durable=True))
+    effect = next(call)
+    assert isinstance(effect, RunConcurrently) and len(effect.operations) == 3
+    with pytest.raises(StopIteration) as stop:
+        call.send([[None, None]] * 3)
+    assert stop.value.value == [None] * 6
+
+
+def pausing(number: int, num_ended: list[int]) -> Operation[int]:
+    """An operation that pauses, and fails if its number is 0."""
+    yield Pause(0.01 * number)
+    num_ended.append(number)
+    if number == 0:
+        raise InvalidArgument("number", number, "more than 0")
+    return number
+
+
+def test_the_blocking_client_runs_operations_concurrently() -> None:
+    with Store("127.0.0.1:1") as store:
+        ended: list[int] = []
+        assert store._perform(RunConcurrently([pausing(2, ended), pausing(1, ended)])) == [2, 1]
+        with pytest.raises(InvalidArgument):
+            store._perform(RunConcurrently([pausing(0, ended), pausing(3, ended)]))
+        assert sorted(ended) == [0, 1, 2, 3], "the others are waited for"
+        assert store._perform(RunFunction(threading.get_ident)) == threading.get_ident()
+
+
+async def test_the_asyncio_client_runs_operations_concurrently() -> None:
+    async with AsyncStore("127.0.0.1:1") as store:
+        ended: list[int] = []
+        assert await store._perform(RunConcurrently([pausing(2, ended), pausing(1, ended)])) == [2, 1]
+        assert ended == [1, 2]
+        with pytest.raises(InvalidArgument):
+            await store._perform(RunConcurrently([pausing(0, ended), pausing(3, ended)]))
+        assert sorted(ended) == [0, 1, 2, 3], "the others are waited for"
+        assert await store._perform(RunFunction(threading.get_ident)) != threading.get_ident()
+
+
+async def test_a_cancelled_call_releases_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with AsyncStore("127.0.0.1:1") as store:
+        has_begun = asyncio.Event()
+
+        async def call(message: Any, timeout_s: float) -> Any:
+            has_begun.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(store._rpc, "call", call)
+        putting = asyncio.create_task(store.put("k", LARGE))
+        await has_begun.wait()
+        assert store.engine.regions.all()
+        putting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        assert not store.engine.regions.all()
