@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mooncake.compat.programs.flag_types import (
+from mooncake.compat.programs.gflags import (
     BOOLEAN,
     DURATION,
     PORT,

@@ -11,10 +11,42 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mooncake.compat.store.arguments import MAX_ADDRESS, Span, is_span
+from mooncake.compat.store.arguments import MAX_ADDRESS, Span, is_span, number
+from mooncake.compat.store.lifecycle import StoreLifecycle
 from mooncake.compat.store.store_session import StoreSession
+from mooncake.compat.transfer.error_codes import EngineCodeError
 from mooncake.errors import InvalidArgument
 from mooncake.transfer.memory import is_mapped
+
+
+class BufferRegistrationCalls(StoreLifecycle):
+    def register_buffer(self, buffer_ptr: int, size: int) -> int:
+        """0; -600 when it overlaps what is registered, or is no memory."""
+        what = "register_buffer"
+        address, size_bytes = number(what, "buffer_ptr", buffer_ptr), number(what, "size", size)
+
+        def register(session: StoreSession) -> int:
+            try:
+                session.registered.add([address], [size_bytes])
+            except EngineCodeError as error:
+                raise InvalidArgument("buffer", hex(address), str(error)) from error
+            return 0
+
+        return self._in_session(what, register, int)
+
+    def unregister_buffer(self, buffer_ptr: int) -> int:
+        """0; -600 when nothing registered begins there."""
+        what = "unregister_buffer"
+        address = number(what, "buffer_ptr", buffer_ptr)
+
+        def unregister(session: StoreSession) -> int:
+            try:
+                session.registered.remove([address])
+            except EngineCodeError as error:
+                raise InvalidArgument("buffer", hex(address), str(error)) from error
+            return 0
+
+        return self._in_session(what, unregister, int)
 
 
 def is_accessible(session: StoreSession, span: Span) -> bool:

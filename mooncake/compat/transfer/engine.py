@@ -11,7 +11,12 @@ from mooncake.compat.transfer.public_types import TransferOpcode
 from mooncake.compat.transfer.transfer_calls import TransferCalls
 
 
-class TransferEngine(MemoryCalls, TransferCalls):
+class DropInEngine(MemoryCalls, TransferCalls):
     """One engine of this process. Does nothing until ``initialize``."""
 
     TransferOpcode = TransferOpcode
+
+
+DropInEngine.__name__ = DropInEngine.__qualname__ = "TransferEngine"
+TransferEngine = DropInEngine
+"""The public name, also in ``repr``, ``help`` and pickles; ``mooncake.transfer`` has its own class of that name."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.compat.programs.flag_types import TEXT
+from mooncake.compat.programs.gflags import TEXT
 from mooncake.compat.programs.master import MasterOptions, read
 from mooncake.compat.programs.master_flags import FLAGS
 from mooncake.errors import InvalidArgument
