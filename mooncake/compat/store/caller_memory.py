@@ -1,7 +1,7 @@
-"""A program's memory for the length of one call: registered already, or registered for so long.
+"""A program's own memory: registered by the program, or for the duration of one call.
 
 Pointers that were never registered work, as programs expect, and so do device pointers where there is a
-CUDA driver. A pointer to nothing is refused before anybody follows it.
+CUDA driver. An invalid pointer is refused before it is dereferenced.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from mooncake.transfer.memory import is_mapped
 
 
 class BufferRegistrationCalls(StoreLifecycle):
+    """Registration of a program's memory, which then moves without per-call registration."""
+
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """0; -600 when it overlaps what is registered, or is no memory."""
+        """Register memory: 0; -600 when it overlaps registered memory, or is not memory of this process."""
         what = "register_buffer"
         address, size_bytes = number(what, "buffer_ptr", buffer_ptr), number(what, "size", size)
 
@@ -35,7 +37,7 @@ class BufferRegistrationCalls(StoreLifecycle):
         return self._in_session(what, register, int)
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
-        """0; -600 when nothing registered begins there."""
+        """Unregister memory: 0; -600 when nothing registered begins there."""
         what = "unregister_buffer"
         address = number(what, "buffer_ptr", buffer_ptr)
 
@@ -50,7 +52,7 @@ class BufferRegistrationCalls(StoreLifecycle):
 
 
 def is_accessible(session: StoreSession, span: Span) -> bool:
-    """The program may move these bytes: registered, mapped, or reachable as a device's."""
+    """Whether the program may move these bytes: registered, mapped, or accessible device memory."""
     if not is_span(span):
         return False
     address, size_bytes = span
@@ -67,7 +69,7 @@ def is_accessible(session: StoreSession, span: Span) -> bool:
 
 
 def are_accessible(session: StoreSession, rows: Sequence[Sequence[Span]]) -> list[bool]:
-    """Of each row, whether all of it ``is_memory``. Quick when all of them lie in registered memory."""
+    """Whether all of each row ``is_accessible``. Fast when all of them lie in registered memory."""
     spans = [span for row in rows for span in row]
     with contextlib.suppress(OverflowError):
         columns = np.array(spans, dtype=np.int64).reshape(-1, 2)
@@ -81,10 +83,10 @@ def are_accessible(session: StoreSession, rows: Sequence[Sequence[Span]]) -> lis
 
 @contextlib.contextmanager
 def registered_spans(session: StoreSession, spans: Sequence[Span]) -> Iterator[None]:
-    """In the block, transfer may use ``spans``.
+    """Keep ``spans`` registered within the block.
 
     Raises:
-        InvalidArgument: some of it is no memory of this process.
+        InvalidArgument: part of it is not memory of this process.
     """
     addresses = np.array([address for address, _ in spans], dtype=np.uint64)
     sizes = np.array([size_bytes for _, size_bytes in spans], dtype=np.uint64)

@@ -1,6 +1,6 @@
-"""What a drop-in client has moved and how long its calls took, under the existing package's names.
+"""Bytes that a drop-in client has moved and durations of its calls, under the existing package's names.
 
-Its dashboards read these; ours read the process's registry, which counts the same store from within.
+That package's dashboards read these; ours read the process's registry, which counts within the same store.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ KINDS = ("get", "put", "batch_get", "batch_put")
 
 
 def kind_of(call: str) -> str:
-    """Which of ``KINDS`` a call is; empty for those that move no object."""
+    """Which of ``KINDS`` a call is; empty for calls that move no object."""
     batch = call.startswith("batch_") or call.endswith("_batch")
     for verbs, kind in ((("put", "upsert", "pub"), "put"), (("get",), "get")):
         if call.removeprefix("batch_").startswith(verbs):
@@ -23,7 +23,7 @@ def kind_of(call: str) -> str:
 
 
 class ClientMetrics:
-    """Thread-safe."""
+    """Counters and histograms of one client. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +32,7 @@ class ClientMetrics:
         self._sums_us = dict.fromkeys(KINDS, 0.0)
 
     def moved(self, direction: str, size_bytes: int) -> None:
-        """``direction``: read or write."""
+        """Count bytes; ``direction``: read or write."""
         with self._lock:
             self._bytes[direction] += size_bytes
 
@@ -45,7 +45,7 @@ class ClientMetrics:
                 self._sums_us[kind] += micros
 
     def page(self) -> bytes:
-        """Prometheus text."""
+        """Render the metrics as Prometheus text."""
         with self._lock:
             counts = {kind: list(row) for kind, row in self._counts.items()}
             sums_us, moved = dict(self._sums_us), dict(self._bytes)
@@ -64,7 +64,7 @@ class ClientMetrics:
         return ("\n".join(lines) + "\n").encode()
 
     def summary(self) -> str:
-        """One line for people."""
+        """Summary in one line for people."""
         with self._lock:
             parts = [f"{direction} {size_bytes} B" for direction, size_bytes in self._bytes.items()]
             for kind in KINDS:

@@ -1,7 +1,7 @@
-"""The calls that read objects and ask about them.
+"""The calls that read objects and query them: whole, to pointers, in fragments.
 
-A miss, and anything else that goes wrong with one key, is that key's number (or empty bytes, or None);
-the others of the batch are read.
+A miss, or any other failure of one key, is that key's number (or empty bytes, or None); the other keys of
+the batch are read.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ MISS = int(StoreCode.OBJECT_NOT_FOUND)
 
 
 class ReadCalls(BufferRegistrationCalls):
+    """Reads and queries of objects."""
+
     # To bytes -----------------------------------------------------------------------------------------
 
     def get(self, key: str, /) -> bytes:
-        """The object; empty for a miss and for anything that goes wrong."""
+        """Bytes of the object; empty for a miss and for any failure."""
         check_key("get", key)
         return self._get("get", [key])[0]
 
     def get_batch(self, keys: Sequence[str], /) -> list[bytes]:
-        """As ``get`` of each; one empty value for no keys at all."""
+        """As ``get`` of each; one empty value when there are no keys."""
         keys = check_keys("get_batch", keys)
         return self._get("get_batch", keys) if keys else [b""]
 
     def get_buffer(self, key: str, /) -> BufferHandle | None:
-        """The object in memory of its own, or None."""
+        """Object in memory of its own, or None."""
         check_key("get_buffer", key)
         return self._get_buffers("get_buffer", [key])[0]
 
@@ -58,7 +60,7 @@ class ReadCalls(BufferRegistrationCalls):
     # To pointers ----------------------------------------------------------------------------------------
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
-        """Bytes read; -704 for a miss, -600 when the buffer is too small."""
+        """Read an object: its size; -704 for a miss, -600 when the buffer is too small."""
         return self._get_pointers("get_into", [key], [[buffer_ptr]], [[size]])[0]
 
     def batch_get_into(
@@ -76,7 +78,7 @@ class ReadCalls(BufferRegistrationCalls):
         all_sizes: Sequence[Sequence[int]],
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
-        """Bytes read for each; an object fills its buffers in order. -600 when it is larger than they are."""
+        """Read objects, each to its buffers in order: their sizes; -600 for one that does not fit."""
         return self._get_pointers("batch_get_into_multi_buffers", keys, all_buffer_ptrs, all_sizes)
 
     def get_into_ranges(
@@ -87,7 +89,7 @@ class ReadCalls(BufferRegistrationCalls):
         all_src_offsets: Sequence[Sequence[Sequence[int]]],
         all_sizes: Sequence[Sequence[Sequence[int]]],
     ) -> list[list[list[int]]]:
-        """Fragments of objects ``all_keys[i][j]`` to ``buffer_ptrs[i]``: of each the bytes read, or a code.
+        """Read fragments of objects ``all_keys[i][j]`` to ``buffer_ptrs[i]``: for each its size, or a code.
 
         -704 for a miss, -600 for a fragment that does not lie in its object, or lists of unequal lengths.
         """
@@ -124,20 +126,20 @@ class ReadCalls(BufferRegistrationCalls):
 
         return self._in_session(what, get, lambda code: [[[code] * num for num in row] for row in shape])
 
-    # Asking ---------------------------------------------------------------------------------------------
+    # Queries --------------------------------------------------------------------------------------------
 
     def get_size(self, key: str, /) -> int:
-        """The object's size; -704 for a miss."""
+        """Size of the object; -704 for a miss."""
         check_key("get_size", key)
 
-        def ask(session: StoreSession) -> int:
+        def query(session: StoreSession) -> int:
             found = session.store.open_reads([key])[0] if is_good_key(key) else None
             return MISS if found is None else found.size_bytes
 
-        return self._in_session("get_size", ask, int)
+        return self._in_session("get_size", query, int)
 
     def is_exist(self, key: str, /) -> int:
-        """1 or 0; negative when nobody knows. A key that exists is leased, so that a get finds it."""
+        """1 or 0; negative on failure. A key that exists is leased, so that a get finds it."""
         check_key("is_exist", key)
         return self._exist("is_exist", [key])[0]
 
@@ -146,16 +148,16 @@ class ReadCalls(BufferRegistrationCalls):
         return self._exist("batch_is_exist", check_keys("batch_is_exist", keys))
 
     def _exist(self, what: str, keys: list[str]) -> list[int]:
-        def ask(session: StoreSession) -> list[int]:
+        def query(session: StoreSession) -> list[int]:
             at = [i for i, key in enumerate(keys) if is_good_key(key)]
             flags = [0] * len(keys)
             for i, flag in zip(at, session.store.exists(pick(keys, at)), strict=True):
                 flags[i] = int(flag)
             return flags
 
-        return self._in_session(what, ask, lambda code: [code] * len(keys))
+        return self._in_session(what, query, lambda code: [code] * len(keys))
 
-    # What they come down to -----------------------------------------------------------------------------
+    # Implementation -------------------------------------------------------------------------------------
 
     def _get(self, what: str, keys: list[str]) -> list[bytes]:
         def get(session: StoreSession) -> list[bytes]:
@@ -189,7 +191,7 @@ class ReadCalls(BufferRegistrationCalls):
         return self._get_into(what, keys, parts)
 
     def _get_into(self, what: str, keys: list[str], parts: Sequence[Sequence[Span]]) -> list[int]:
-        """Sizes or codes per key; ``parts``: per key the places to fill, in order."""
+        """Sizes or codes per key; ``parts``: per key the spans to fill, in order."""
 
         def get(session: StoreSession) -> list[int]:
             codes: list[int] = []
@@ -201,10 +203,10 @@ class ReadCalls(BufferRegistrationCalls):
 
 
 def read_objects(session: StoreSession, keys: list[str], parts: list[Sequence[Span]]) -> list[int]:
-    """Sizes or codes. The usual case, one good buffer per object, leaves all of it to the store."""
+    """Read whole objects: sizes or codes. The store handles the usual case, one good buffer per object."""
     spans = [row[0] for row in parts if len(row) == 1]
     if len(spans) == len(parts) and all(map(is_good_key, keys)) and all(are_accessible(session, parts)):
-        with contextlib.suppress(InvalidArgument):  # one is too small; which one, the slow way tells
+        with contextlib.suppress(InvalidArgument):  # too small; which one is found below
             sizes = session.store.get_batch_into(keys, spans)
             session.client_metrics.moved("read", sum(size or 0 for size in sizes))
             return [MISS if size is None else size for size in sizes]
@@ -214,7 +216,7 @@ def read_objects(session: StoreSession, keys: list[str], parts: list[Sequence[Sp
 def read_granted(
     session: StoreSession, grants: Sequence[ReadGrant | None], parts: Sequence[Sequence[Span]]
 ) -> list[int]:
-    """Sizes or codes."""
+    """Read whole objects under leases: sizes or codes."""
     codes = [MISS] * len(grants)
     wanted: dict[int, tuple[ReadGrant, list[Part]]] = {}
     are_there = are_accessible(session, parts)
@@ -236,7 +238,7 @@ def read_granted(
 
 
 def _filled(spans: Sequence[Span], size_bytes: int) -> list[Part]:
-    """What of ``spans`` an object of this size fills."""
+    """Parts of ``spans`` that an object of this size fills."""
     filled: list[Part] = []
     offset = 0
     for address, room in spans:
@@ -250,7 +252,7 @@ def _filled(spans: Sequence[Span], size_bytes: int) -> list[Part]:
 def read_fragments(
     session: StoreSession, grants: Sequence[ReadGrant | None], fragments: Sequence[Sequence[Part]]
 ) -> list[list[int]]:
-    """Per object, sizes or codes of its fragments."""
+    """Read fragments of objects: per object, their sizes or codes."""
     codes: list[list[int]] = []
     wanted: list[tuple[int, ReadGrant, list[Part]]] = []
     for at, (grant, row) in enumerate(zip(grants, fragments, strict=True)):

@@ -1,7 +1,8 @@
-"""The calls that store objects: from bytes, from pointers, whole or in parts, new or in another's place.
+"""The calls that store objects: from bytes, from pointers, whole or in parts, new or as a replacement.
 
-All of them come down to ``store_parts``: per key the places where its bytes lie, one number per key in
-return. An object that exists stays as it is and counts as stored.
+All of them use ``store_parts``: per key the spans of its bytes, and one number per key as the result.
+An object that exists is not changed and counts as stored. An object of one span is put by the store;
+one of several is written span by span, in chunks such that each span can be read by itself.
 """
 
 from __future__ import annotations
@@ -35,18 +36,20 @@ from mooncake.store.client.store import Store
 INVALID = int(StoreCode.INVALID_PARAMS)
 _DEFAULT = ReplicateConfig()
 MAX_ATTEMPTS = 3
-"""How often an object in parts looks for another segment after a node could not be reached."""
+"""Most attempts to place an object of several spans when a node cannot be reached."""
 
 
 class WriteCalls(BufferRegistrationCalls):
+    """Puts and upserts of objects."""
+
     # From bytes ---------------------------------------------------------------------------------------
 
     def put(self, key: str, value: Any, config: ReplicateConfig = _DEFAULT) -> int:
-        """0, also when the key exists and keeps its value; -200: no space; -600: empty or too large."""
+        """Store a value: 0, also when the key exists, unchanged; -200: no space; -600: empty or too large."""
         return self._put_values("put", [key], [[value]], config)[0]
 
     def put_parts(self, key: str, *parts: Any, config: ReplicateConfig = _DEFAULT) -> int:
-        """As ``put`` of all parts in a row; 0 and nothing stored when there are none."""
+        """As ``put`` of all parts concatenated; 0 and nothing stored when there are none."""
         for part in parts:
             _check_part(part)
         if not any(memoryview(part).nbytes for part in parts):
@@ -60,11 +63,11 @@ class WriteCalls(BufferRegistrationCalls):
         return _first(self._put_values("put_batch", keys, [[value] for value in values], config))
 
     def upsert(self, key: str, value: Any, config: ReplicateConfig = _DEFAULT) -> int:
-        """As ``put``, in the place of what is there."""
+        """As ``put``, replacing an existing object."""
         return self._put_values("upsert", [key], [[value]], config, replace=True)[0]
 
     def upsert_parts(self, key: str, *parts: Any, config: ReplicateConfig = _DEFAULT) -> int:
-        """As ``put_parts``, in the place of what is there."""
+        """As ``put_parts``, replacing an existing object."""
         for part in parts:
             _check_part(part)
         if not any(memoryview(part).nbytes for part in parts):
@@ -74,7 +77,7 @@ class WriteCalls(BufferRegistrationCalls):
     def upsert_batch(
         self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig = _DEFAULT
     ) -> int:
-        """As ``put_batch``, in the place of what is there."""
+        """As ``put_batch``, replacing existing objects."""
         parts = [[value] for value in values]
         return _first(self._put_values("upsert_batch", keys, parts, config, replace=True))
 
@@ -93,7 +96,7 @@ class WriteCalls(BufferRegistrationCalls):
         metadata_size: int,
         config: ReplicateConfig = _DEFAULT,
     ) -> int:
-        """One object: the metadata, then the data."""
+        """Store one object of the metadata followed by the data."""
         what = "put_from_with_metadata"
         pointers, sizes = [metadata_buffer_ptr, buffer_ptr], [metadata_size, size]
         return self._put_pointers(what, [key], [pointers], [sizes], config)[0]
@@ -105,7 +108,7 @@ class WriteCalls(BufferRegistrationCalls):
         sizes: Sequence[int],
         config: ReplicateConfig = _DEFAULT,
     ) -> list[int]:
-        """0 or a negative number for each."""
+        """As ``put_from`` of each: 0 or a negative number."""
         what = "batch_put_from"
         pointers = [[pointer] for pointer in numbers(what, "buffer_ptrs", buffer_ptrs)]
         return self._put_pointers(
@@ -119,14 +122,14 @@ class WriteCalls(BufferRegistrationCalls):
         all_sizes: Sequence[Sequence[int]],
         config: ReplicateConfig = _DEFAULT,
     ) -> list[int]:
-        """0 or a negative number for each; an object is its buffers in a row. [] before ``setup``."""
+        """Store objects of several buffers each: 0 or a negative number for each. [] before ``setup``."""
         what = "batch_put_from_multi_buffers"
         if self._store is None:
             return []
         return self._put_pointers(what, keys, all_buffer_ptrs, all_sizes, config)
 
     def upsert_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = _DEFAULT) -> int:
-        """As ``put_from``, in the place of what is there."""
+        """As ``put_from``, replacing an existing object."""
         return self._put_pointers("upsert_from", [key], [[buffer_ptr]], [[size]], config, replace=True)[0]
 
     def batch_upsert_from(
@@ -136,16 +139,16 @@ class WriteCalls(BufferRegistrationCalls):
         sizes: Sequence[int],
         config: ReplicateConfig = _DEFAULT,
     ) -> list[int]:
-        """As ``batch_put_from``, in the place of what is there."""
+        """As ``batch_put_from``, replacing existing objects."""
         what = "batch_upsert_from"
         pointers = [[pointer] for pointer in numbers(what, "buffer_ptrs", buffer_ptrs)]
         lengths = [[size] for size in numbers(what, "sizes", sizes)]
         return self._put_pointers(what, keys, pointers, lengths, config, replace=True)
 
-    # What they come down to -----------------------------------------------------------------------------
+    # Implementation -------------------------------------------------------------------------------------
 
     def _nothing(self, what: str, key: str) -> int:
-        """Stores nothing, where there is a store."""
+        """Store nothing; an error before ``setup``."""
         check_key(what, key)
         return self._do(what, lambda _: 0, int)
 
@@ -157,7 +160,7 @@ class WriteCalls(BufferRegistrationCalls):
         config: ReplicateConfig,
         replace: bool = False,
     ) -> list[int]:
-        """Bytes-like values, which go through the local buffer, so none may be larger."""
+        """Store bytes-like values, none of which may be larger than the local buffer."""
         keys = check_keys(what, keys)
         kept, parts = [], []
         for row in values:
@@ -173,7 +176,7 @@ class WriteCalls(BufferRegistrationCalls):
                 return store_parts(session, pick(keys, at), pick(parts, at), options.at(at), replace)
 
             options = put_options(config, len(keys))
-            limit = session.words.local_buffer_size
+            limit = session.arguments.local_buffer_size
             fits = [total_bytes(spans) <= limit for spans in parts]
             return on_good(fits, put_those)
 
@@ -211,7 +214,7 @@ class WriteCalls(BufferRegistrationCalls):
         config: ReplicateConfig,
         replace: bool = False,
     ) -> list[int]:
-        """One code per key; ``parts``: per key the places of its bytes, which the caller vouches for."""
+        """Store objects: one code per key; ``parts``: per key its spans, checked by the caller."""
         return self._in_session(
             what,
             lambda session: store_parts(session, keys, parts, put_options(config, len(keys)), replace),
@@ -239,7 +242,7 @@ def store_parts(
     options: PutOptions,
     replace: bool,
 ) -> list[int]:
-    """One code per key; empty parts are passed over."""
+    """Store objects of several spans: one code per key; empty spans are skipped."""
     spans = [[span for span in row if span[1]] for row in parts]
     good = [is_good_key(key) and bool(row) for key, row in zip(keys, spans, strict=True)]
 
@@ -258,7 +261,7 @@ def store_parts(
 def _replace(
     session: StoreSession, keys: list[str], spans: list[list[Span]], options: PutOptions
 ) -> list[int]:
-    """In the place of what is there; one that is pinned or in a group stays so, unless told otherwise."""
+    """Replace objects; pins and groups are inherited unless ``options`` change them."""
     found = session.store.inspect(keys)
     codes = [0] * len(keys)
     plain = []
@@ -266,7 +269,7 @@ def _replace(
         if there is None or (there.pinned_s == 0 and not there.group):
             plain.append(at)
         else:
-            alone = options.at([at]).inheriting(there)
+            inherited = options.at([at]).inheriting(there)
             codes[at] = _put_some(session, [keys[at]], [spans[at]], alone, True)[0]
     for part in cut([total_bytes(spans[at]) for at in plain]):
         chosen = [plain[i] for i in part]
@@ -308,7 +311,7 @@ def _counted(session: StoreSession, parts: list[list[Span]], outcomes: Sequence[
 def _write(
     store: Store, keys: list[str], parts: list[list[Span]], options: PutOptions, replace: bool
 ) -> list[Refusal | None]:
-    """Objects whose bytes lie in several places, each written where it belongs."""
+    """Write objects of several spans, each span at its offset."""
     sizes = [total_bytes(spans) for spans in parts]
     largest = store.settings.chunk_bytes
     chunk_bytes = [

@@ -1,6 +1,6 @@
 """``TransferEngine`` as programs written for the existing package know it: addresses in, numbers out.
 
-Nothing here raises for a broken world: the number says that it failed and the log says why. All methods
+No call raises when the environment fails: the number says that it failed and the log says why. All methods
 may be called from any thread; the interpreter lock is not held while bytes move.
 """
 
@@ -19,4 +19,4 @@ class DropInEngine(MemoryCalls, TransferCalls):
 
 DropInEngine.__name__ = DropInEngine.__qualname__ = "TransferEngine"
 TransferEngine = DropInEngine
-"""The public name, also in ``repr``, ``help`` and pickles; ``mooncake.transfer`` has its own class of that name."""
+"""Upstream's name, also in ``repr``, ``help`` and pickles; our own class of that name is another."""

@@ -51,13 +51,13 @@ def test_a_target_and_an_initiator(protocol: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "why"),
+    ("arguments", "status", "why"),
     [
         (["--mode=both"], 2, "initiator, target"),
         (["--report_unit=parsec"], 2, "GB"),
         (["--buffer_size=1000"], 2, "at least block_size x batch_size x threads"),
         ([], 2, "--segment_id"),
-        (["--segment_id=127.0.0.1:1", "--protocol=nothing"], 2, "what the line above says"),
+        (["--segment_id=127.0.0.1:1", "--protocol=nothing"], 2, "the log line above has the reason"),
         (
             ["--segment_id=127.0.0.1:1", "--protocol=tcp", "--local_server_name=127.0.0.1", *SMALL],
             1,
@@ -65,9 +65,11 @@ def test_a_target_and_an_initiator(protocol: str) -> None:
         ),
     ],
 )
-def test_what_is_wrong(words: list[str], status: int, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags(
+    arguments: list[str], status: int, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        main(arguments)
     assert ended.value.code == status and why in capsys.readouterr().err
 
 
