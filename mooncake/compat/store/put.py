@@ -270,7 +270,7 @@ def _replace(
             plain.append(at)
         else:
             inherited = options.at([at]).inheriting(there)
-            codes[at] = _put_some(session, [keys[at]], [spans[at]], alone, True)[0]
+            codes[at] = _put_some(session, [keys[at]], [spans[at]], inherited, True)[0]
     for part in cut([total_bytes(spans[at]) for at in plain]):
         chosen = [plain[i] for i in part]
         again = _put_some(session, pick(keys, chosen), pick(spans, chosen), options.at(chosen), True)
