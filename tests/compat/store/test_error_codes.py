@@ -1,4 +1,4 @@
-"""The table of numbers is complete, and ordinary failures are of the kind that vLLM survives."""
+"""The table of numbers is complete, and ordinary failures have numbers that vLLM tolerates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NODES_ONLY = {
     *("name_taken", "invalid_name", "invalid_rest", "invalid_id", "corrupt"),
     *("cancelled", "draining", "timed_out", "unmounted"),
 }
-"""What only nodes are told."""
+"""Codes that only nodes receive."""
 
 
 def test_every_refusal_has_a_number() -> None:
