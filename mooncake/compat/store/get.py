@@ -139,7 +139,7 @@ class ReadCalls(BufferRegistrationCalls):
         return self._in_session("get_size", query, int)
 
     def is_exist(self, key: str, /) -> int:
-        """1 or 0; negative on failure. A key that exists is leased, so that a get finds it."""
+        """Return 1 or 0; negative on failure. A key that exists is leased, so that a get finds it."""
         check_key("is_exist", key)
         return self._exist("is_exist", [key])[0]
 

@@ -52,7 +52,7 @@ class EngineLifecycle:
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str = "", /
     ) -> int:
-        """0, also when called again; -1 with a log line (-6: no such device, -101: no such host)."""
+        """Return 0, also when called again; -1 with a log line (-6: no such device, -101: no such host)."""
         return self._initialize(local_hostname, metadata_server, protocol, device_name, "")
 
     def initialize_ext(
@@ -180,7 +180,7 @@ class EngineLifecycle:
         return [TransferNotify(one.name, one.text) for one in self._engine.notifications()]
 
     def send_probe(self, peer_server_name: str) -> int:
-        """0 when the peer answers; -101 unknown host, -102 not reachable, -103 malformed metadata,
+        """Return 0 when the peer answers; -101 unknown host, -102 not reachable, -103 malformed metadata,
         -104 another version, -200 unknown to the metadata server."""
 
         def probe() -> None:
@@ -214,7 +214,7 @@ class EngineLifecycle:
         return segment
 
     def _number(self, what: str, act: Callable[[], None]) -> int:
-        """0, or the error number of the failure of ``act``, with its reason in the log."""
+        """Return 0, or the error number of the failure of ``act``, whose reason is logged."""
         try:
             act()
         except MooncakeError as error:

@@ -14,17 +14,17 @@ class MemoryCalls(EngineLifecycle):
     """Registration of the memory that a program and its peers may move."""
 
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
-        """0; -7 when it overlaps registered memory; -1 when it is not memory of this process."""
+        """Return 0; -7 when it overlaps registered memory; -1 when it is not memory of this process."""
         return self._number("register_memory", lambda: self._memory.add([buffer_addr], [capacity], location))
 
     def unregister_memory(self, buffer_addr: int, /) -> int:
-        """0; -3 when nothing registered begins there."""
+        """Return 0; -3 when nothing registered begins there."""
         return self._number("unregister_memory", lambda: self._memory.remove([buffer_addr]))
 
     def batch_register_memory(
         self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
     ) -> int:
-        """0 when all are registered; else none of them is, and the number is that of ``register_memory``."""
+        """Return 0 when all are registered; else none is, and the number is that of ``register_memory``."""
 
         def register() -> None:
             with self._ready().deferred_publication():
@@ -33,7 +33,7 @@ class MemoryCalls(EngineLifecycle):
         return self._number("batch_register_memory", register)
 
     def batch_unregister_memory(self, buffer_addresses: Sequence[int], /) -> int:
-        """0; -3 when one of them was not registered; the others are unregistered in either case."""
+        """Return 0; -3 when one of them was not registered; the others are unregistered in either case."""
 
         def unregister() -> None:
             with self._ready().deferred_publication():
@@ -48,7 +48,7 @@ class MemoryCalls(EngineLifecycle):
         return addresses[0] if addresses else 0
 
     def free_managed_buffer(self, buffer_addr: int, length: int, /) -> int:
-        """0; -3 when it is not a managed buffer."""
+        """Return 0; -3 when it is not a managed buffer."""
         return self._number("free_managed_buffer", lambda: self._memory.free(buffer_addr))
 
     def write_bytes_to_buffer(self, dest_address: int, src: bytes | str, length: int, /) -> int:

@@ -129,7 +129,7 @@ class RegisteredMemory:
             return address
 
     def free(self, address: int) -> None:
-        """Take a managed buffer back.
+        """Free a managed buffer.
 
         Raises:
             EngineCodeError: it is not a managed buffer.

@@ -182,11 +182,11 @@ class RpcInterface:
         self._on_tensor = callback
 
     def send_data(self, target_address: str, data: Any) -> int:
-        """0 when the receiver's callback has returned, else -1."""
+        """Return 0 when the receiver's callback has returned, else -1."""
         return self._send(target_address, lambda: (memoryview(data).cast("B"), "", ()))
 
     def send_tensor(self, target_address: str, tensor: Any) -> int:
-        """0 when the receiver's callback has returned, else -1. Torch and numpy, from any device."""
+        """Return 0 when the receiver's callback has returned, else -1. Torch and numpy, from any device."""
         return self._send(target_address, lambda: _bytes_of(tensor))
 
     def send_data_async(self, target_address: str, data: Any, loop: asyncio.AbstractEventLoop) -> Any:
@@ -221,10 +221,10 @@ class RpcInterface:
                 self._clients[address] = client
             return client
 
-    def _receive(self, source: str, piece: MessagePart, payload: bytearray) -> None:
-        if piece.dtype:
+    def _receive(self, source: str, part: MessagePart, payload: bytearray) -> None:
+        if part.dtype:
             if self._on_tensor is not None:
-                self._on_tensor(ReceivedTensor(source, piece.dtype, piece.shape, payload))
+                self._on_tensor(ReceivedTensor(source, part.dtype, part.shape, payload))
         elif self._on_data is not None:
             self._on_data(ReceivedData(source, payload))
 
@@ -240,7 +240,11 @@ class _RpcServerThread:
         self._parts: dict[tuple[Connection, int], bytearray] = {}
         self._gathered_bytes = 0
         self._rpc = RpcServer(
-            {MessagePart: self._take}, on_lost=self._lost, access=ACCESS, name="rpc_interface", is_peer=True
+            {MessagePart: self._accept},
+            on_lost=self._connection_lost,
+            access=ACCESS,
+            name="rpc_interface",
+            is_peer=True,
         )
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -276,10 +280,10 @@ class _RpcServerThread:
         await self._stop.wait()
         await self._rpc.close()
 
-    async def _take(self, piece: MessagePart, call: Call) -> PartReceived:
-        key = (call.connection, piece.number)
-        if not 0 <= piece.size_bytes <= MAX_BYTES:
-            raise InvalidArgument("size_bytes", piece.size_bytes, f"at most {MAX_BYTES}")
+    async def _accept(self, part: MessagePart, call: Call) -> PartReceived:
+        key = (call.connection, part.number)
+        if not 0 <= part.size_bytes <= MAX_BYTES:
+            raise InvalidArgument("size_bytes", part.size_bytes, f"at most {MAX_BYTES}")
         gathered = self._parts.get(key)
         if gathered is None:
             if sum(one is call.connection for one, _ in self._parts) >= MAX_PARTS:
@@ -287,21 +291,21 @@ class _RpcServerThread:
                     f"{MAX_PARTS} messages of this connection are unfinished; finish them first"
                 )
             gathered = self._parts[key] = bytearray()
-        size_bytes = len(gathered) + len(piece.payload)
-        if size_bytes > piece.size_bytes or self._gathered_bytes + len(piece.payload) > MAX_GATHERED_BYTES:
+        size_bytes = len(gathered) + len(part.payload)
+        if size_bytes > part.size_bytes or self._gathered_bytes + len(part.payload) > MAX_GATHERED_BYTES:
             self._forget(key)
-            if size_bytes > piece.size_bytes:
-                raise InvalidArgument("payload", size_bytes, f"the {piece.size_bytes} bytes of the message")
+            if size_bytes > part.size_bytes:
+                raise InvalidArgument("payload", size_bytes, f"the {part.size_bytes} bytes of the message")
             raise OutOfMemory("unfinished messages take too much memory in this process; send it again later")
-        gathered += piece.payload
-        self._gathered_bytes += len(piece.payload)
-        if size_bytes == piece.size_bytes:
+        gathered += part.payload
+        self._gathered_bytes += len(part.payload)
+        if size_bytes == part.size_bytes:
             self._forget(key)
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._pool, self._receive, call.connection.peer, piece, gathered)
+            await loop.run_in_executor(self._pool, self._receive, call.connection.peer, part, gathered)
         return PartReceived()
 
-    def _lost(self, connection: Connection) -> None:
+    def _connection_lost(self, connection: Connection) -> None:
         for key in [key for key in self._parts if key[0] is connection]:
             self._forget(key)
 

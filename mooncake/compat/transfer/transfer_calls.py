@@ -34,7 +34,7 @@ class TransferCalls(EngineLifecycle):
         length: int,
         transport_hint: str = "",
     ) -> int:
-        """0, or -1."""
+        """Return 0, or -1."""
         return self._sync(target_hostname, [buffer], [peer_buffer_address], [length], TransferOpcode.Write)
 
     def transfer_sync_read(
@@ -45,7 +45,7 @@ class TransferCalls(EngineLifecycle):
         length: int,
         transport_hint: str = "",
     ) -> int:
-        """0, or -1."""
+        """Return 0, or -1."""
         return self._sync(target_hostname, [buffer], [peer_buffer_address], [length], TransferOpcode.Read)
 
     def transfer_sync(
@@ -58,7 +58,7 @@ class TransferCalls(EngineLifecycle):
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        """0, or -1. ``notify`` reaches the peer after the bytes."""
+        """Return 0, or -1. ``notify`` reaches the peer after the bytes."""
         return self._sync(target_hostname, [buffer], [peer_buffer_address], [length], opcode, notify)
 
     def batch_transfer_sync_write(
@@ -69,7 +69,7 @@ class TransferCalls(EngineLifecycle):
         lengths: Addresses,
         transport_hint: str = "",
     ) -> int:
-        """0, or -1; 0 for nothing to move."""
+        """Return 0, or -1; 0 for nothing to move."""
         return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Write)
 
     def batch_transfer_sync_read(
@@ -80,7 +80,7 @@ class TransferCalls(EngineLifecycle):
         lengths: Addresses,
         transport_hint: str = "",
     ) -> int:
-        """0, or -1; 0 for nothing to move."""
+        """Return 0, or -1; 0 for nothing to move."""
         return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Read)
 
     def batch_transfer_sync(
@@ -93,7 +93,7 @@ class TransferCalls(EngineLifecycle):
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        """0, or -1; 0 for nothing to move. ``notify`` reaches the peer after the bytes."""
+        """Return 0, or -1; 0 for nothing to move. ``notify`` reaches the peer after the bytes."""
         return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, opcode, notify)
 
     def _sync(
@@ -136,7 +136,7 @@ class TransferCalls(EngineLifecycle):
         lengths: Addresses,
         transport_hint: str = "",
     ) -> int:
-        """A batch id, or 0."""
+        """Return a batch id, or 0."""
         return self._async(target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Write)
 
     def batch_transfer_async_read(
@@ -147,7 +147,7 @@ class TransferCalls(EngineLifecycle):
         lengths: Addresses,
         transport_hint: str = "",
     ) -> int:
-        """A batch id, or 0."""
+        """Return a batch id, or 0."""
         return self._async(target_hostname, buffers, peer_buffer_addresses, lengths, TransferOpcode.Read)
 
     def batch_transfer_async(
@@ -159,7 +159,7 @@ class TransferCalls(EngineLifecycle):
         opcode: int,
         transport_hint: str = "",
     ) -> int:
-        """A batch id, or 0."""
+        """Return a batch id, or 0."""
         return self._async(target_hostname, buffers, peer_buffer_addresses, lengths, opcode)
 
     def transfer_submit_write(
@@ -170,11 +170,11 @@ class TransferCalls(EngineLifecycle):
         length: int,
         transport_hint: str = "",
     ) -> int:
-        """A batch id, or 0."""
+        """Return a batch id, or 0."""
         return self._async(target_hostname, [buffer], [peer_buffer_address], [length], TransferOpcode.Write)
 
     def transfer_check_status(self, batch_id: int, /) -> int:
-        """0 in flight; 1 done; -1 failed; -2 timed out. The id is valid until its final status is read."""
+        """Return 0 in flight, 1 done, -1 failed, -2 timed out. Reading the final status ends the id."""
         return FAILED if self._batches is None else self._batches.status(batch_id)
 
     def get_batch_transfer_status(self, batch_ids: Sequence[int], /) -> int:
