@@ -75,11 +75,12 @@ def _run(command_line: Sequence[str]) -> None:
 
 async def _serve(options: MasterOptions) -> None:
     # Imported late: --help and flag errors should not wait for a web framework.
+    from mooncake.compat.master import load_http
     from mooncake.store.server import serve
 
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(serve(options.settings))
+            group.create_task(serve(options.settings, load_http))
             if options.metadata is not None:
                 from mooncake.transfer.metadata.server import MetadataSettings
                 from mooncake.transfer.metadata.server import serve as serve_metadata
