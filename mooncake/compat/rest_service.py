@@ -40,8 +40,13 @@ RETRY_S = 1.0
 BODY_S = 60.0
 NOT_FOUND = -704
 FOR_THIS_HOST = (
-    *("/api/mount_shm", "/api/unmount_shm", "/api/mount", "/api/unmount", "/api/unmount_local_disk"),
-    *("/api/reconfigure", "/api/remove_all"),
+    "/api/mount_shm",
+    "/api/unmount_shm",
+    "/api/mount",
+    "/api/unmount",
+    "/api/unmount_local_disk",
+    "/api/reconfigure",
+    "/api/remove_all",
 )
 """Calls that mount or unmount memory or remove all objects: without a key, callers must be on this host."""
 

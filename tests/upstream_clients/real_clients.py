@@ -221,8 +221,18 @@ def vllm_store(master: str) -> None:
     replicas = ReplicateConfig()
     is_supported = worker._replicate_config_supports_group_ids(ReplicateConfig, replicas)
     sender = worker.KVCacheStoreSendingThread(
-        *(store, masks, [blocks], 16, 0, [1], "kv_both", threading.Event(), False, replicas),
-        *(is_supported, is_supported),
+        store,
+        masks,
+        [blocks],
+        16,
+        0,
+        [1],
+        "kv_both",
+        threading.Event(),
+        False,
+        replicas,
+        is_supported,
+        is_supported,
     )
     sender._maybe_offload_boundary_states = lambda _: True
     hashes = [f"h{number}" for number in range(5)]
@@ -551,8 +561,17 @@ def checkpoint_engine(_: str) -> None:
 
 
 CLIENTS = (
-    *(transfer_queue, vllm_store, vllm_embeddings, vllm_omni, sglang_embeddings, sglang_hicache),
-    *(sglang_direct_linker, sglang_transfer_engine, lmcache, lmcache_channel, checkpoint_engine),
+    transfer_queue,
+    vllm_store,
+    vllm_embeddings,
+    vllm_omni,
+    sglang_embeddings,
+    sglang_hicache,
+    sglang_direct_linker,
+    sglang_transfer_engine,
+    lmcache,
+    lmcache_channel,
+    checkpoint_engine,
 )
 
 if __name__ == "__main__":

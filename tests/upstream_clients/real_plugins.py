@@ -30,8 +30,12 @@ LAYERS, TOKENS, HEADS, DIM, NUM_PAGES = 3, 4, 2, 16, 8
 PATIENCE_S = 60.0
 
 GPU_ONLY = (
-    *("sglang.kernels", "sglang.srt.layers", "sglang.srt.platforms", "sglang.srt.mem_cache.memory_pool"),
-    *("sglang.srt.mem_cache.l2_transfer", "sglang.srt.mem_cache.deepseek_v4_memory_pool"),
+    "sglang.kernels",
+    "sglang.srt.layers",
+    "sglang.srt.platforms",
+    "sglang.srt.mem_cache.memory_pool",
+    "sglang.srt.mem_cache.l2_transfer",
+    "sglang.srt.mem_cache.deepseek_v4_memory_pool",
 )
 """Parts of SGLang that compute, or copy between a device and the host; mocked."""
 
@@ -106,7 +110,10 @@ class Sglang:
         fields |= {"class_name": "MooncakeHiCache", "mooncake_store_addr": address, "lookup_timeout_s": 10}
         return self._make_controller(
             mock.MagicMock(get_kvcache=lambda: device),
-            *(pool, TOKENS, None, mock.MagicMock()),
+            pool,
+            TOKENS,
+            None,
+            mock.MagicMock(),
             storage_backend="dynamic",
             prefetch_threshold=TOKENS,
             model_name="model",

@@ -19,14 +19,40 @@ from mooncake.store.master.request_counters import SIZE_BOUNDS, RequestCounters
 from mooncake.types import Tier
 
 REQUESTS = (
-    *("exist_key", "put_start", "put_end", "put_revoke", "get_replica_list", "get_replica_list_by_regex"),
-    *("remove", "remove_by_regex", "remove_all", "mount_segment", "unmount_segment", "remount_segment"),
-    *("ping", "copy_start", "copy_end", "copy_revoke", "move_start", "move_end", "move_revoke"),
-    *("evict_disk_replica", "create_copy_task", "create_move_task", "update_task", "query_task"),
+    "exist_key",
+    "put_start",
+    "put_end",
+    "put_revoke",
+    "get_replica_list",
+    "get_replica_list_by_regex",
+    "remove",
+    "remove_by_regex",
+    "remove_all",
+    "mount_segment",
+    "unmount_segment",
+    "remount_segment",
+    "ping",
+    "copy_start",
+    "copy_end",
+    "copy_revoke",
+    "move_start",
+    "move_end",
+    "move_revoke",
+    "evict_disk_replica",
+    "create_copy_task",
+    "create_move_task",
+    "update_task",
+    "query_task",
     "fetch_tasks",
 )
 BATCHES = (
-    *("exist_key", "query_ip", "replica_clear", "get_replica_list", "put_start", "put_end", "put_revoke"),
+    "exist_key",
+    "query_ip",
+    "replica_clear",
+    "get_replica_list",
+    "put_start",
+    "put_end",
+    "put_revoke",
 )
 OUTCOMES = ("requests", "failures", "partial_successes", "items", "failed_items")
 
@@ -44,16 +70,22 @@ _OF_COUNTS = {
 }
 """Counters, each with the name of the core's count."""
 OF_REPLICATION = (
-    *("ha_oplog_last_sequence_id", "ha_oplog_applied_sequence_id", "ha_oplog_standby_lag"),
-    *("ha_oplog_pending_entries", "ha_standby_state"),
+    "ha_oplog_last_sequence_id",
+    "ha_oplog_applied_sequence_id",
+    "ha_oplog_standby_lag",
+    "ha_oplog_pending_entries",
+    "ha_standby_state",
 )
 ALWAYS_0 = (
-    *("master_nof_allocated_bytes", "master_total_nof_capacity_bytes"),
+    "master_nof_allocated_bytes",
+    "master_total_nof_capacity_bytes",
     *(f"master_promotion_candidate_{what}_total" for what in ("recorded", "admitted", "admission_rejected")),
     *(f"master_promotion_candidate_expired_{what}_total" for what in ("evaluated", "unevaluated")),
     "master_promotion_candidate_dropped_limit_total",
-    *("master_promotion_expired_total", "master_promotion_cancelled_total"),
-    *("master_promotion_rejected_cap_total", "master_put_start_discarded_staging_size"),
+    "master_promotion_expired_total",
+    "master_promotion_cancelled_total",
+    "master_promotion_rejected_cap_total",
+    "master_put_start_discarded_staging_size",
     "ha_pending_mutation_queue_size",
 )
 """Metrics of events that do not occur here; the docs give the reasons."""

@@ -17,8 +17,8 @@ def kind_of(call: str) -> str:
     batch = call.startswith("batch_") or call.endswith("_batch")
     for verbs, kind in ((("put", "upsert", "pub"), "put"), (("get",), "get")):
         if call.removeprefix("batch_").startswith(verbs):
-            is_about = "session" in call or call in ("get_size", "get_replica_desc", "get_buffer_size")
-            return "" if is_about else f"batch_{kind}" if batch else kind
+            moves_nothing = "session" in call or call in ("get_size", "get_replica_desc", "get_buffer_size")
+            return "" if moves_nothing else f"batch_{kind}" if batch else kind
     return ""
 
 
@@ -31,12 +31,13 @@ class ClientMetrics:
         self._counts = {kind: [0] * (len(BUCKETS_US) + 1) for kind in KINDS}
         self._sums_us = dict.fromkeys(KINDS, 0.0)
 
-    def moved(self, direction: str, size_bytes: int) -> None:
-        """Count bytes; ``direction``: read or write."""
+    def count_bytes(self, direction: str, size_bytes: int) -> None:
+        """Count bytes that were moved; ``direction``: read or write."""
         with self._lock:
             self._bytes[direction] += size_bytes
 
-    def took(self, call: str, seconds: float) -> None:
+    def observe_call(self, call: str, seconds: float) -> None:
+        """Record the duration of a call; calls that move no object are ignored."""
         kind = kind_of(call)
         if kind:
             micros = seconds * 1e6

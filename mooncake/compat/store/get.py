@@ -165,7 +165,7 @@ class ReadCalls(BufferRegistrationCalls):
             at = [i for i, key in enumerate(keys) if is_good_key(key)]
             for i, value in zip(at, session.store.get_batch(pick(keys, at)), strict=True):
                 values[i] = value or b""
-            session.client_metrics.moved("read", sum(map(len, values)))
+            session.client_metrics.count_bytes("read", sum(map(len, values)))
             return values
 
         return self._in_session(what, get, lambda _: [b""] * len(keys))
@@ -208,7 +208,7 @@ def read_objects(session: StoreSession, keys: list[str], parts: list[Sequence[Sp
     if len(spans) == len(parts) and all(map(is_good_key, keys)) and all(are_accessible(session, parts)):
         with contextlib.suppress(InvalidArgument):  # too small; which one is found below
             sizes = session.store.get_batch_into(keys, spans)
-            session.client_metrics.moved("read", sum(size or 0 for size in sizes))
+            session.client_metrics.count_bytes("read", sum(size or 0 for size in sizes))
             return [MISS if size is None else size for size in sizes]
     return read_granted(session, open_reads(session, keys), parts)
 
@@ -233,7 +233,7 @@ def read_granted(
     for (at, (grant, _)), is_good in zip(wanted.items(), are_good, strict=True):
         if is_good:
             codes[at] = grant.size_bytes
-    session.client_metrics.moved("read", sum(code for code in codes if code > 0))
+    session.client_metrics.count_bytes("read", sum(code for code in codes if code > 0))
     return codes
 
 

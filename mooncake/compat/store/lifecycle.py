@@ -120,7 +120,7 @@ class StoreLifecycle:
             if session.is_cut_off and not session.has_master():
                 return failed(int(StoreCode.RPC_FAIL))
             result = act(session)
-            session.client_metrics.took(what, time.perf_counter() - began)
+            session.client_metrics.observe_call(what, time.perf_counter() - began)
             return result
         except Unavailable as error:
             session.is_cut_off = True

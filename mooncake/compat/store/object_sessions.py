@@ -57,7 +57,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
             grants = open_reads(session, keys)
             for key, grant in zip(keys, grants, strict=True):
                 if grant is not None:
-                    self._hold(key, session.store, grant)
+                    self._begin_get(key, session.store, grant)
             return [
                 int(StoreCode.OK if grant is not None else StoreCode.OBJECT_NOT_FOUND) for grant in grants
             ]
@@ -74,7 +74,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
 
         def act(session: StoreSession) -> list[int]:
             results = [int(StoreCode.INVALID_PARAMS)] * len(keys)
-            grants = [self._held(key, session.store) for key in keys]
+            grants = [self._open_get(key, session.store) for key in keys]
             for again in (False, True):
                 open_ones = [
                     (number, grant, parts)
@@ -91,7 +91,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
                 if again or not failed:
                     break
                 grants = self._reopened(session, keys, grants, failed)
-            session.client_metrics.moved("read", sum(size for size in results if size > 0))
+            session.client_metrics.count_bytes("read", sum(size for size in results if size > 0))
             return results
 
         return self._in_session("batch_get_into_multi_buffer_ranges", act, self._failed(keys))
@@ -110,7 +110,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
 
         return self._in_session("batch_get_session_end", act, lambda _: -1)
 
-    def _hold(self, key: str, store: Store, grant: ReadGrant) -> None:
+    def _begin_get(self, key: str, store: Store, grant: ReadGrant) -> None:
         with self._sessions_lock:
             before = self._gets.get(key)
             self._gets[key] = (store, grant)
@@ -131,10 +131,10 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
             before = grants[number]
             if grant is not None and before is not None and grant.object_id == before.object_id:
                 again[number] = grant
-                self._hold(keys[number], session.store, grant)
+                self._begin_get(keys[number], session.store, grant)
         return again
 
-    def _held(self, key: str, store: Store) -> ReadGrant | None:
+    def _open_get(self, key: str, store: Store) -> ReadGrant | None:
         with self._sessions_lock:
             held = self._gets.get(key)
         return held[1] if held is not None and held[0] is store else None
@@ -180,7 +180,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
             results = [int(StoreCode.INVALID_PARAMS)] * len(keys)
             open_ones: list[tuple[int, PutGrant, list[Part]]] = []
             for number, (key, parts) in enumerate(zip(keys, given, strict=True)):
-                grant = self._writing(key, session.store)
+                grant = self._open_put(key, session.store)
                 if grant is not None and parts is not None and _fits(session, parts, grant.size_bytes):
                     open_ones.append((number, grant, parts))
             for at in cut([sum(length for _, _, length in parts) for _, _, parts in open_ones]):
@@ -191,7 +191,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
                 for (number, _, parts), outcome in zip(some, outcomes, strict=True):
                     results[number] = _code(outcome)
                     if outcome is None:
-                        session.client_metrics.moved("write", sum(length for _, _, length in parts))
+                        session.client_metrics.count_bytes("write", sum(length for _, _, length in parts))
             return results
 
         return self._in_session("batch_put_from_multi_buffer_ranges", act, self._failed(keys))
@@ -201,7 +201,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
         keys = check_keys("batch_put_session_end", keys)
 
         def act(session: StoreSession) -> list[int]:
-            grants = [self._taken(key, session.store) for key in keys]
+            grants = [self._pop_put(key, session.store) for key in keys]
             outcomes = iter(session.store.end_puts([grant for grant in grants if grant is not None]))
             return [int(StoreCode.INVALID_PARAMS) if g is None else _code(next(outcomes)) for g in grants]
 
@@ -212,18 +212,18 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
         keys = check_keys("batch_put_session_revoke", keys)
 
         def act(session: StoreSession) -> list[int]:
-            grants = [self._taken(key, session.store) for key in keys]
+            grants = [self._pop_put(key, session.store) for key in keys]
             session.store.abort_puts([grant for grant in grants if grant is not None])
             return [int(StoreCode.INVALID_PARAMS if grant is None else StoreCode.OK) for grant in grants]
 
         return self._in_session("batch_put_session_revoke", act, self._failed(keys))
 
-    def _writing(self, key: str, store: Store) -> PutGrant | None:
+    def _open_put(self, key: str, store: Store) -> PutGrant | None:
         with self._sessions_lock:
             held = self._puts.get(key)
         return held[1] if held is not None and held[0] is store else None
 
-    def _taken(self, key: str, store: Store) -> PutGrant | None:
+    def _pop_put(self, key: str, store: Store) -> PutGrant | None:
         with self._sessions_lock:
             held = self._puts.pop(key, None)
         return held[1] if held is not None and held[0] is store else None

@@ -304,7 +304,7 @@ def _put_some(
 
 def _counted(session: StoreSession, parts: list[list[Span]], outcomes: Sequence[Refusal | None]) -> list[int]:
     stored = [spans for spans, outcome in zip(parts, outcomes, strict=True) if outcome is None]
-    session.client_metrics.moved("write", sum(map(total_bytes, stored)))
+    session.client_metrics.count_bytes("write", sum(map(total_bytes, stored)))
     return [code_of(outcome) for outcome in outcomes]
 
 

@@ -106,7 +106,11 @@ def _copy(
         own = session.engine.open(session.engine.describe())
         with registered_spans(session, [(target, length) for target, _, length in on_device]):
             done = session.engine.run(
-                *(Op.READ, own, columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy()),
+                Op.READ,
+                own,
+                columns[:, 0].copy(),
+                columns[:, 1].copy(),
+                columns[:, 2].copy(),
                 timeout_s=session.store.settings.timeout_s,
             )
     finally:

@@ -94,14 +94,14 @@ def _engine_settings(arguments: SetupArguments) -> TransferSettings:
     engine_settings = read_engine_environment()
     try:
         choice = choose_transports(
-            *(
-                arguments.local_hostname,
-                arguments.metadata_server,
-                arguments.protocol,
-                arguments.rdma_devices,
-                engine_settings,
-            ),
-            *(available_schemes(), rdma_devices(), resolves),
+            arguments.local_hostname,
+            arguments.metadata_server,
+            arguments.protocol,
+            arguments.rdma_devices,
+            engine_settings,
+            available_schemes(),
+            rdma_devices(),
+            resolves,
         )
     except EngineCodeError as error:
         raise InvalidArgument("rdma_devices", arguments.rdma_devices, str(error)) from error

@@ -57,7 +57,7 @@ class StoreSession:
         self.pool = LocalBuffer(engine, 0)
         """Additional memory of a worker of a ``mooncake_client``."""
         self.client_metrics = ClientMetrics()
-        self._nodes = threading.Lock()
+        self._node_lock = threading.Lock()
         self._node: EmbeddedNode | None = None
         self._pid = os.getpid()
         self._calls = threading.Condition()
@@ -107,7 +107,7 @@ class StoreSession:
         Raises:
             MooncakeError: as ``EmbeddedNode``.
         """
-        with self._nodes:
+        with self._node_lock:
             if self._node is None:
                 no_memory = NodeSettings(
                     master=self.arguments.master_server_addr, name=self.hostname, pool_size_bytes=0

@@ -227,7 +227,7 @@ class TensorCalls(ReadCalls, WriteCalls):
             present = [(g, f) for g, f in zip(found, fetched, strict=True) if g is not None and f is not None]
             parts = [[(0, fresh.address, fresh.size_bytes)] for _, fresh in present]
             good = iter(read_parts(session, [grant for grant, _ in present], parts))
-            session.client_metrics.moved("read", sum(fresh.size_bytes for _, fresh in present))
+            session.client_metrics.count_bytes("read", sum(fresh.size_bytes for _, fresh in present))
             return [fresh if fresh is not None and next(good) else None for fresh in fetched]
 
         return self._in_session(what, act, lambda _: [None] * len(keys))

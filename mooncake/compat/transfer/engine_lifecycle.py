@@ -82,8 +82,15 @@ class EngineLifecycle:
         engine_settings = self._engine_settings = read_environment()
         set_log_level(engine_settings.log_level)
         choice = choose_transports(
-            *(host, metadata, protocol, device, engine_settings),
-            *(available_schemes(), rdma_devices(), resolves, kind),
+            host,
+            metadata,
+            protocol,
+            device,
+            engine_settings,
+            available_schemes(),
+            rdma_devices(),
+            resolves,
+            kind,
         )
         if choice.warning:
             log.warning(f"initialize: {choice.warning}")

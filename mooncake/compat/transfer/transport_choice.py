@@ -32,8 +32,24 @@ BEST_FIRST = ("shm", "cuda", "rdma", "tcp")
 DEVICES = {"rdma": "RDMA device", "cuda": "CUDA device"}
 
 UNSUPPORTED_PROTOCOLS = {
-    *("ascend", "ascend_direct", "barex", "cxi", "cxl", "efa", "hccl", "hip", "maca", "mpcomm", "musa"),
-    *("nccl", "nvmeof", "sunrise_link", "tpu", "ub", "ubshmem", "xgmi"),
+    "ascend",
+    "ascend_direct",
+    "barex",
+    "cxi",
+    "cxl",
+    "efa",
+    "hccl",
+    "hip",
+    "maca",
+    "mpcomm",
+    "musa",
+    "nccl",
+    "nvmeof",
+    "sunrise_link",
+    "tpu",
+    "ub",
+    "ubshmem",
+    "xgmi",
 }
 """Protocols of the existing package for hardware that this package has no transport for."""
 

@@ -34,8 +34,15 @@ def client(master: RunningMaster) -> Iterator[str]:
     port = free_port()
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "mooncake.compat.programs.client", "-host=127.0.0.1", f"--port={port}"),
-            *("--master-server-address", master.address, "--global_segment_size", "8 MB"),
+            sys.executable,
+            "-m",
+            "mooncake.compat.programs.client",
+            "-host=127.0.0.1",
+            f"--port={port}",
+            "--master-server-address",
+            master.address,
+            "--global_segment_size",
+            "8 MB",
             "--metadata_server=P2PHANDSHAKE",
         ],
         stderr=subprocess.PIPE,

@@ -46,8 +46,12 @@ nof_heartbeat_failures_threshold config_path
 
 
 OWN_DEFAULTS = (
-    *("client_ttl", "put_start_release_timeout_sec", "promotion_on_hit", "offload_force_evict"),
-    *("promotion_admission_threshold", "dynamic_replication_mode"),
+    "client_ttl",
+    "put_start_release_timeout_sec",
+    "promotion_on_hit",
+    "offload_force_evict",
+    "promotion_admission_threshold",
+    "dynamic_replication_mode",
 )
 """Flags that leave our own default when they are not given; it differs from the existing program's."""
 

@@ -25,8 +25,18 @@ def flags_of(*given: str) -> dict[str, list[str]]:
 
 def test_hosts_and_ports_are_paired() -> None:
     flags = flags_of(
-        *("--port", "9000", "--prefiller-hosts", "a", "b", "--prefiller-ports", "1", "2"),
-        *("--decoder-host", "c", "--decoder-port", "3"),
+        "--port",
+        "9000",
+        "--prefiller-hosts",
+        "a",
+        "b",
+        "--prefiller-ports",
+        "1",
+        "2",
+        "--decoder-host",
+        "c",
+        "--decoder-port",
+        "3",
     )
     assert (flags["--prefill"], flags["--decode"]) == (["a:1", "b:2"], ["c:3"])
     assert (flags["--port"], flags["--protocol"], flags["--scheduling"]) == (

@@ -28,13 +28,14 @@ def test_a_target_and_an_initiator(protocol: str) -> None:
         for operation in ("read", "write"):
             done = subprocess.run(
                 [
-                    *(*common, "-mode=initiator", f"--segment_id={name[1]}", f"-operation={operation}"),
-                    *(
-                        "--local-server-name=127.0.0.1",
-                        "--duration=1",
-                        "--report_unit=GiB",
-                        "--noauto_discovery",
-                    ),
+                    *common,
+                    "-mode=initiator",
+                    f"--segment_id={name[1]}",
+                    f"-operation={operation}",
+                    "--local-server-name=127.0.0.1",
+                    "--duration=1",
+                    "--report_unit=GiB",
+                    "--noauto_discovery",
                 ],
                 capture_output=True,
                 text=True,

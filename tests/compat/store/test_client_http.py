@@ -80,10 +80,16 @@ def test_unauthenticated_callers_get_no_page_and_no_thread(tmp_path: Path) -> No
 
 def test_kinds_of_calls() -> None:
     assert [kind_of(call) for call in ("get", "get_into", "batch_get_into", "get_batch")] == [
-        *("get", "get", "batch_get", "batch_get")
+        "get",
+        "get",
+        "batch_get",
+        "batch_get",
     ]
     assert [kind_of(call) for call in ("put_parts", "upsert", "batch_put_from", "upsert_batch")] == [
-        *("put", "put", "batch_put", "batch_put")
+        "put",
+        "put",
+        "batch_put",
+        "batch_put",
     ]
     for call in ("is_exist", "remove", "batch_get_session_start", "get_size", "register_buffer"):
         assert kind_of(call) == ""

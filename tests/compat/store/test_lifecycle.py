@@ -78,8 +78,13 @@ def test_before_setup_and_after_close(master: RunningMaster, call: str) -> None:
 def test_the_signature_of_setup() -> None:
     parameters = inspect.signature(MooncakeDistributedStore().setup).parameters
     assert list(parameters)[:7] == [
-        *("local_hostname", "metadata_server", "global_segment_size", "local_buffer_size"),
-        *("protocol", "rdma_devices", "master_server_addr"),
+        "local_hostname",
+        "metadata_server",
+        "global_segment_size",
+        "local_buffer_size",
+        "protocol",
+        "rdma_devices",
+        "master_server_addr",
     ]
     assert parameters["engine"].default is None and parameters["tenant_id"].default == "default"
     for name in ("enable_ssd_offload", "ssd_offload_path", "tenant_id"):

@@ -23,7 +23,11 @@ LEAST = {"local_hostname": "h", "metadata_server": "P2PHANDSHAKE"}
 
 def test_sizes_are_powers_of_1024() -> None:
     assert [parse_size(text) for text in ("16MB", "16 MB", "1gb", "4096", 7)] == [
-        *(16 << 20, 16 << 20, 1 << 30, 4096, 7)
+        16 << 20,
+        16 << 20,
+        1 << 30,
+        4096,
+        7,
     ]
 
 
