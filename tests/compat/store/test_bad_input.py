@@ -12,8 +12,9 @@ import pytest
 
 from mooncake.compat.store.buffer_pool import BufferPool
 from mooncake.store import MooncakeDistributedStore
-from tests.compat.store.servers import RunningMaster, a_store
+from tests.compat.store.servers import LONG_LEASES, RunningMaster, a_store
 
+MASTER = LONG_LEASES
 MIB = 1 << 20
 BAD_KEYS = ["", "a\0b", "k" * 1025, "k" * 10_000, "é" * 600, "\ud800"]
 HUGE = 1 << 70
