@@ -135,9 +135,7 @@ class MooncakeStoreService:
             self._listening = listen(host, port)
         except (OSError, AddressInUse) as error:
             await runner.cleanup()
-            raise AddressInUse(
-                f"{host}:{port} cannot be listened on ({error}); choose another --port"
-            ) from error
+            raise AddressInUse(f"cannot listen on {host}:{port} ({error}); choose another --port") from error
         self._acceptor = acceptor = ConnectionAcceptor(
             self._listening, Deadlines(body_s=BODY_S), tls=process_identity().server_tls
         )

@@ -19,4 +19,4 @@ class DropInEngine(MemoryCalls, TransferCalls):
 
 DropInEngine.__name__ = DropInEngine.__qualname__ = "TransferEngine"
 TransferEngine = DropInEngine
-"""Upstream's name, also in ``repr``, ``help`` and pickles; our own class of that name is another."""
+"""Upstream's name, also in ``repr``, ``help`` and pickles; distinct from our own class of that name."""

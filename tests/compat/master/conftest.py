@@ -25,7 +25,7 @@ class MasterWithHttp:
         self.server, self.url, self.http, self.rpc = server, url, http, rpc
 
     async def ask(self, path: str, method: str = "GET", **more: Any) -> tuple[int, Any]:
-        """With the key, unless headers are given."""
+        """Send a request, with the key unless headers are given."""
         more = {"headers": {"X-API-Key": KEY}, **more}
         async with self.http.request(method, self.url + path, **more) as response:
             if response.content_type == "application/json":

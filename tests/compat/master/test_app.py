@@ -1,4 +1,4 @@
-"""The master's HTTP side over a real socket: every path, its shape, and what it says of bad input."""
+"""The master's HTTP side over a real socket: every path, the shape of its response, and its errors."""
 
 from __future__ import annotations
 
